@@ -47,8 +47,8 @@ FAULTS = {
     ],
     "offload": [
         (
-            "self.moved.ask(self).view(self.dtype).as_strided(*self.view)",
-            "self.moved.ask(self).view(self.dtype).as_strided(*self.view).flip(0)",
+            "self.moved.ask(self.index).view(self.dtype).as_strided(*self.view)",
+            "self.moved.ask(self.index).view(self.dtype).as_strided(*self.view).flip(0)",
         ),
         ("keep_last: int = 1", "keep_last: int = 2"),
         ("if tensor._version != version:", "if False:"),
@@ -64,7 +64,7 @@ FAULTS = {
         ("for size in sizes[:-1]:", "for size in ():"),
     ],
     "chunked-loss": [
-        ("factor = gradient / divisor", "factor = gradient.sign() / divisor"),
+        ("factor = gradient\n", "factor = gradient.sign()\n"),
         ("given.targets == options.ignore_index", "given.targets == -100"),
         (
             "chunks = _Pass(given, options)",
@@ -73,9 +73,9 @@ FAULTS = {
         ),
     ],
     "grad-flow": [
-        ("if not self._parameters.were_read():", "if True:"),
+        ("if self._read is None or not self._with_gradient() <= self._read:", "if True:"),
         ("self.next_step % self.every == 0", "self.next_step % 1 == 0"),
-        ("stack.callback(self._activations.detach)", "pass"),
+        ("self._probed.callback(handle.remove)", "pass"),
     ],
 }
 

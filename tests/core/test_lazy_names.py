@@ -29,7 +29,7 @@ def test_an_unknown_name_is_an_attribute_error():
     assert not hasattr(primitives, "Nothing")
 
 
-@pytest.mark.parametrize("room", ["core", "gates", "plan", "primitives", "runs", "workloads"])
+@pytest.mark.parametrize("room", ["gates", "plan", "primitives", "runs", "workloads"])
 def test_every_lazy_name_exists_in_the_module_of_its_table(room):
     package = importlib.import_module(f"curry_train.{room}")
     assert package.__all__

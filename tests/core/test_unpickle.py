@@ -47,14 +47,6 @@ def test_every_protocol_is_read(protocol):
     assert read(pickle.dumps(value, protocol)) == value
 
 
-def test_a_value_that_contains_itself_is_read():
-    value: list = [1]
-    value.append(value)
-    found = read(pickle.dumps(value))
-    assert found[0] == 1
-    assert found[1] is found
-
-
 class Calls:
     def __init__(self, function, *arguments):
         self.call = function, arguments

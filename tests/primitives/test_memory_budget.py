@@ -199,7 +199,7 @@ def test_equal_blocks_share_code():
     block = block_class()
     model = bounded(block, 0.5)
     step(model)
-    assert _compiled(block.forward, model.layers[0]._budget).num_graphs == 1
+    assert _compiled(block.forward, model.layers[0]._technique).num_graphs == 1
 
 
 @pytest.mark.parametrize(

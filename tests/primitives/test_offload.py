@@ -324,7 +324,7 @@ def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(batc
                 assert alive(buffers) == []
     finally:
         gc.enable()
-    assert model[0]._offloader.step() is None
+    assert model[0]._technique.step() is None
 
 
 class CastsOfWeights(TorchDispatchMode):
@@ -366,7 +366,7 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
         assert compare(
             record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
         ).bit_equal
-    (copies,) = model[0]._offloader.copies.values()
+    (copies,) = model[0]._technique.copies.values()
     assert copies.stream not in (None, torch.cuda.current_stream())
     before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))
     assert after.held_bytes < 0.5 * before.held_bytes

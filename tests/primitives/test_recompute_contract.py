@@ -195,12 +195,6 @@ def test_config_refuses_wrong_values_with_the_reason(values, message):
         CheckpointConfig.from_config(values)
 
 
-def test_config_from_objects_and_defaults():
-    source = type("Settings", (), {"enabled": True, "strategy": "full", "other": 3})()
-    assert CheckpointConfig.from_config(source) == CheckpointConfig(enabled=True, strategy="full")
-    assert CheckpointConfig.from_config({"include_patterns": ["a"]}).include_patterns == ("a",)
-
-
 def apply(model, report=None, *, batch=None, loss=None, **config):
     checkpointer = SelectiveCheckpointer(
         CheckpointConfig(enabled=config.pop("enabled", True), **config)

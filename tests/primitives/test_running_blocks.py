@@ -344,7 +344,8 @@ def test_recording_leaves_the_model_as_it_was_and_keeps_no_activation():
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
-    with ForwardRecord(model) as record:
+    record = ForwardRecord(model)
+    with record.running():
         output = model(batch_for(model))
     assert record.total_bytes() > 20 * output.nbytes
     alive = {number for reference, number in record._known.values() if reference() is not None}

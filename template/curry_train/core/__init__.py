@@ -27,23 +27,3 @@ def lazy_names(
 
     public = sorted(home)
     return getattr_, lambda: public, public
-
-
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "measure": (
-            "Flops",
-            "Memory",
-            "count_flops",
-            "measure_memory",
-            "recompute_flops",
-        ),
-        "parity": (
-            "Parity",
-            "StepRecord",
-            "compare",
-            "record_step",
-        ),
-    },
-)

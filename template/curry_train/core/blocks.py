@@ -18,15 +18,21 @@ from torch.utils._pytree import tree_iter
 # Modules whose class is replaced by a subclass that changes how they run.
 
 
+TECHNIQUE_ATTRIBUTE = "_technique"
+
+
 class Derived(nn.Module):
     """Base of mixins that `derive` and `become` put before a module's own class."""
+
+    # What the technique was applied with; a module has one technique at a time.
+    _technique: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The derived class can't be imported by name, so pickle rebuilds it from its two bases.
         return _rebuild, _bases(type(self)), self.__getstate__()
 
 
-def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
+def derive(mixin: type[Derived], module: nn.Module, technique: Any = None) -> Any:
     """Return a module of a class led by `mixin` that shares all its state with `module`.
 
     What is set on one later, also by `eval()`, is set on both.
@@ -34,18 +40,18 @@ def derive(mixin: type[Derived], module: nn.Module, **attributes: Any) -> Any:
     refuse(module)
     new: Any = object.__new__(_derived_class(mixin, type(module)))
     object.__setattr__(new, "__dict__", module.__dict__)
-    new.__dict__.update(attributes)
+    new.__dict__[TECHNIQUE_ATTRIBUTE] = technique
     return new
 
 
-def become(mixin: type[Derived], module: nn.Module, **attributes: Any) -> None:
+def become(mixin: type[Derived], module: nn.Module, technique: Any = None) -> None:
     """Change the class of the module in place, which applies to all references to it."""
     refuse(module)
     module.__class__ = _derived_class(mixin, type(module))
-    module.__dict__.update(attributes)
+    module.__dict__[TECHNIQUE_ATTRIBUTE] = technique
 
 
-def restore(model: nn.Module, mixin: type[Derived], *attributes: str) -> list[str]:
+def restore(model: nn.Module, mixin: type[Derived]) -> list[str]:
     """Undo `become` in a model, and return the names of the modules that were changed."""
     changed = {name: module for name, module in model.named_modules() if isinstance(module, mixin)}
     for module in changed.values():
@@ -55,8 +61,7 @@ def restore(model: nn.Module, mixin: type[Derived], *attributes: str) -> list[st
                 "so its class can't be restored"
             )
         module.__class__ = _bases(type(module))[1]
-        for name in attributes:
-            module.__dict__.pop(name, None)
+        module.__dict__.pop(TECHNIQUE_ATTRIBUTE, None)
     return list(changed)
 
 

@@ -8,9 +8,10 @@ Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 """
 
 import contextlib
+import functools
 import gc
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
-from .blocks import find_blocks
+from .blocks import NoBlocks, find_blocks
 from .blocks import tensors_in as tensors_in
 from .generators import buffers_kept, seeded, untouched
 
@@ -398,7 +399,12 @@ def measure_memory(module: nn.Module, batch: Any, loss: Loss) -> Memory:
     # The seed fixes which layers a step drops, in models that drop layers at random.
     with untouched(module), seeded(0):
         if device.type != "cuda":
-            return _measure_storages(module, batch, loss)
+            gc.collect()
+            with LiveStorages() as storages:
+                value = loss(module, batch)
+                held = storages.bytes_alive
+                value.backward()
+                return Memory(held, storages.bytes_peak)
 
         # The first step allocates the workspaces of the libraries, which stay allocated.
         loss(module, batch).backward()
@@ -424,15 +430,6 @@ def requested_bytes(device: torch.device, *, peak: bool = False) -> int:
     counted = "requested_bytes" if is_native else "allocated_bytes"
     which = "peak" if peak else "current"
     return int(torch.cuda.memory_stats(device)[f"{counted}.all.{which}"])
-
-
-def _measure_storages(module: nn.Module, batch: Any, loss: Loss) -> Memory:
-    gc.collect()
-    with LiveStorages() as storages:
-        value = loss(module, batch)
-        held = storages.bytes_alive
-        value.backward()
-        return Memory(held, storages.bytes_peak)
 
 
 def count_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
@@ -466,11 +463,9 @@ def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> di
     The layers are the blocks, and around them the largest modules that hold no block. A model that
     repeats nothing is divided into its children.
     """
-    if blocks is not None:
-        return dict(_around("", model, find_blocks(model, blocks)))
     try:
-        found = find_blocks(model)
-    except ValueError:
+        found = find_blocks(model, blocks)
+    except NoBlocks:
         found = {}
     return dict(_around("", model, found))
 
@@ -573,18 +568,14 @@ class Boundaries(RunningLayers):
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__(model, layers)
         self.lives_of: Callable[[Tensor], list[Life]] = lambda tensor: []
-        self._inputs: dict[str, list[Life]] = {name: [] for name in layers}
-        self._outputs: dict[str, list[Life]] = {name: [] for name in layers}
+        self._inputs: dict[str, set[Life]] = defaultdict(set)
+        self._outputs: dict[str, set[Life]] = defaultdict(set)
 
     def entered(self, layer: str, inputs: Any) -> None:
-        self._inputs[layer] += [
-            life for tensor in tensors_in(inputs) for life in self.lives_of(tensor)
-        ]
+        self._inputs[layer].update(*map(self.lives_of, tensors_in(inputs)))
 
     def left(self, layer: str, output: Any) -> None:
-        self._outputs[layer] += [
-            life for tensor in tensors_in(output) for life in self.lives_of(tensor)
-        ]
+        self._outputs[layer].update(*map(self.lives_of, tensors_in(output)))
 
     def stays(self, layer: str, counted: set[Life]) -> int:
         """Return the bytes that stay held if the layer is recomputed.
@@ -593,11 +584,11 @@ class Boundaries(RunningLayers):
         into it or out of it. Inputs in `counted`, which another layer holds too, are left out, and
         this layer's are added to it.
         """
-        inputs = set(self._inputs[layer])
-        outputs = set(self._outputs[layer])
+        inputs = self._inputs[layer]
         freed_inputs = {life for life in inputs if life.died is not None} - counted
         counted |= freed_inputs
-        alive = {life for life in inputs | outputs if life.died is None and life.owner == layer}
+        both = inputs | self._outputs[layer]
+        alive = {life for life in both if life.died is None and life.owner == layer}
 
         # An output that no other layer uses does not stay.
         own = {life for life in alive if life in inputs or life.used_elsewhere}
@@ -694,15 +685,15 @@ def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> di
     spent = dict.fromkeys(blocks, 0)
     counter = FlopCount()
     handles = []
+
+    def add(name: str, sign: int, *_: Any) -> None:
+        spent[name] += sign * counter.flops
+
     for name, block in blocks.items():
-
-        def before(*_: Any, name: str = name) -> None:
-            spent[name] -= counter.flops
-
-        def after(*_: Any, name: str = name) -> None:
-            spent[name] += counter.flops
-
-        handles += [block.register_forward_pre_hook(before), block.register_forward_hook(after)]
+        handles += [
+            block.register_forward_pre_hook(functools.partial(add, name, -1)),
+            block.register_forward_hook(functools.partial(add, name, 1)),
+        ]
     try:
         with counter:
             run()

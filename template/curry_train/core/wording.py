@@ -44,7 +44,10 @@ def parse_bytes(text: str) -> int:
     number, unit = found["number"], found["unit"]
     is_bytes = number.isdecimal() and int(number) >= 2**20
     if not unit and not is_bytes and Fraction(number) > 0:
-        raise ValueError(f"{text!r} has no unit: write {_with_likely_unit(number)}")
+        raise ValueError(
+            f"{text!r} has no unit: write {number}GiB or {number}MiB (2**30 and 2**20 bytes), or "
+            f"{number}B for bytes"
+        )
     if unit and unit.lower() not in _BY_LOWER_CASE:
         raise ValueError(f"{text!r} has the unit {unit!r}: use one of {', '.join(SIZE_UNITS)}")
     size = int(Fraction(number) * _BY_LOWER_CASE.get(unit.lower(), 1))
@@ -53,13 +56,6 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is not a memory size: it must be at least 1 byte, such as 24GiB or 512MiB"
         )
     return size
-
-
-def _with_likely_unit(number: str) -> str:
-    """Return a number with the units that its size suggests."""
-    if Fraction(number) < 1024:
-        return f"{number}GiB (2**30 bytes each) or {number}GB (10**9)"
-    return f"{number}MiB (2**20 bytes each) or {number}MB (10**6), or {number}B for bytes"
 
 
 def format_bytes(size: int) -> str:

@@ -80,7 +80,7 @@ class Product:
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
-        with torch.enable_grad(), autocast_to(self.hidden.device.type, self.autocast):
+        with autocast_to(self.hidden.device.type, self.autocast):
             return F.linear(*inputs)
 
     def check(self) -> None:
@@ -93,16 +93,6 @@ class Product:
                 "read logits, before that (before optimizer.step()), shard the head with the model "
                 "and not by itself, or use remove_chunked_loss"
             )
-
-    def make_whole(self, operation: str) -> None:
-        """Compute the logits and everything derived from them that is still alive.
-
-        They are computed together so that a write into one shows in the views of it.
-        """
-        self.use.whole.append(operation)
-        for reference in self.derived:
-            if (logits := reference()) is not None:
-                logits.make()
 
 
 @dataclass(eq=False)
@@ -124,7 +114,7 @@ class Logits:
 
     # The logits that these come from, and the operation that derives them.
     parent: "Logits | None" = None
-    step: Callable[[Tensor], Tensor] | None = None
+    step: Callable[[Tensor], Tensor] = lambda whole: whole
 
     # The computed tensor; None until it is read.
     whole: Tensor | None = None
@@ -145,32 +135,33 @@ class Logits:
         return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
 
     def read(self, operation: str) -> Tensor:
-        """Return all of the logits; they are computed once."""
+        """Return all of the logits; they are computed once.
+
+        All that is derived from the product and still alive is computed with them, so that a write
+        into one shows in the views of it.
+        """
         if self.whole is None:
-            self.product.make_whole(operation)
+            self.product.use.whole.append(operation)
+            for reference in self.product.derived:
+                if (logits := reference()) is not None:
+                    logits.make()
         return self.make()
 
     def make(self) -> Tensor:
         if self.whole is None:
-            if self.parent is None:
-                self.whole = self.follow(self.product.compute)
-            else:
-                self.whole = self.take(self.parent.make())
+            with torch.enable_grad():
+                if self.parent is None:
+                    self.whole = self.product.compute(*self.product.inputs)
+                else:
+                    self.whole = self.step(self.parent.make())
         return self.whole
 
-    def take(self, parent: Tensor) -> Tensor:
-        assert self.step is not None
-        with torch.enable_grad():
-            return self.step(parent)
-
-    def follow(self, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """Compute the product now with `compute`, and return all of the logits."""
-        if self.parent is None:
-            return compute(*(inputs or self.product.inputs))
-        return self.take(self.parent.follow(compute, *inputs))
+    def follow(self, product: Tensor) -> Tensor:
+        """Return these logits of a product that was computed anew."""
+        return product if self.parent is None else self.step(self.parent.follow(product))
 
     def derive(self, **changes: Any) -> "Logits":
-        return replace(self, parent=None, step=None, whole=None, **changes)
+        return replace(self, whole=None, **changes)
 
     def loss(self, targets: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
@@ -438,7 +429,8 @@ class _Stand(torch.autograd.Function):
             original.detach().requires_grad_(need)
             for original, need in zip(logits.product.inputs, needed, strict=True)
         ]
-        whole = logits.follow(logits.product.compute, *inputs)
+        with torch.enable_grad():
+            whole = logits.follow(logits.product.compute(*inputs))
         trainable = [leaf for leaf in inputs if leaf.requires_grad]
         gradients = iter(torch.autograd.grad(whole, trainable, gradient))
         return None, None, *(next(gradients) if need else None for need in needed)
@@ -488,13 +480,11 @@ def _name(function: Any) -> str:
 
 # Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
 
-CHUNK_TOKENS_ATTRIBUTE = "_chunked_loss"
-LOSS_USE_ATTRIBUTE = "_chunked_loss_use"
-
 
 class ChunkedHead(Derived):
     """A Linear whose training output is computed only when it is read.
 
+    Its technique is the number of tokens in a chunk, and what became of the latest logits.
     It behaves as the plain Linear in eval mode, without grad mode and while `torch.compile` traces
     it.
     """
@@ -508,14 +498,13 @@ class ChunkedHead(Derived):
         if not trains or not any(tensor.requires_grad for tensor in inputs):
             return super().forward(hidden)
 
+        chunk_tokens, _ = self._technique
         use = LossUse()
-        self.__dict__[LOSS_USE_ATTRIBUTE] = use
+        self._technique = chunk_tokens, use
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
-        return stand_in(
-            Product(hidden, self.weight, self.bias, self.__dict__[CHUNK_TOKENS_ATTRIBUTE], use)
-        )
+        return stand_in(Product(hidden, self.weight, self.bias, chunk_tokens, use))
 
 
 def apply_chunked_loss(
@@ -535,17 +524,13 @@ def apply_chunked_loss(
     check_chunk_size(chunk_tokens)
     found = _find_heads(model, head)
     for module in found.values():
-        become(
-            ChunkedHead,
-            module,
-            **{CHUNK_TOKENS_ATTRIBUTE: chunk_tokens, LOSS_USE_ATTRIBUTE: LossUse()},
-        )
+        become(ChunkedHead, module, (chunk_tokens, LossUse()))
     return list(found)
 
 
 def remove_chunked_loss(model: nn.Module) -> list[str]:
     """Undo `apply_chunked_loss` and return the names of the heads that were changed."""
-    return restore(model, ChunkedHead, CHUNK_TOKENS_ATTRIBUTE, LOSS_USE_ATTRIBUTE)
+    return restore(model, ChunkedHead)
 
 
 def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
@@ -554,7 +539,7 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
     The counts start anew at each forward of the head in training.
     """
     return {
-        name: module.__dict__[LOSS_USE_ATTRIBUTE]
+        name: module._technique[1]
         for name, module in model.named_modules()
         if isinstance(module, ChunkedHead)
     }
@@ -584,14 +569,11 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
             "name it with head=",
         )
     for name, module in found.items():
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            kind = f"{name or 'the model'} is a {type(module).__name__}"
-            if isinstance(module, Derived):
-                raise UnsuitableHead(
-                    f"{kind}, which is changed already", "undo that first (remove_chunked_loss)"
-                )
+        if type(module).forward is not nn.Linear.forward:
             raise UnsuitableHead(
-                f"{kind}, not a plain nn.Linear, so its loss can't run in chunks", "leave it out"
+                f"{name or 'the model'} is a {type(module).__name__}, not a plain nn.Linear, so "
+                "its loss can't run in chunks",
+                "leave it out",
             )
     return found
 
@@ -610,9 +592,6 @@ def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
     Layers inside blocks repeat with the same width, so none of them is the single widest.
     """
     most = max((linear.out_features for linear in linears.values()), default=0)
-    widest = [name for name, linear in linears.items() if linear.out_features == most]
-    return {
-        name: linears[name]
-        for name in widest
-        if len(widest) == 1 and most > linears[name].in_features
-    }
+    widest = {name: linear for name, linear in linears.items() if linear.out_features == most}
+    is_head = len(widest) == 1 and all(most > linear.in_features for linear in widest.values())
+    return {**widest} if is_head else {}

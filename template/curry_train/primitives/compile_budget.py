@@ -188,8 +188,6 @@ def _is_call(node: Node) -> bool:
 
 # Compile blocks with a memory budget: the compiler chooses which activations to recompute.
 
-BUDGET_ATTRIBUTE = "_budget"
-
 
 @dataclass(frozen=True)
 class Budget:
@@ -217,9 +215,7 @@ class Budgeted(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.runs_compiled:
             return super().forward(*args, **kwargs)
-        return _compiled(_bare_forward(self), self.__dict__[BUDGET_ATTRIBUTE])(
-            self, *args, **kwargs
-        )
+        return _compiled(_bare_forward(self), self._technique)(self, *args, **kwargs)
 
 
 def _bare_forward(block: nn.Module) -> Callable[..., Any]:
@@ -271,9 +267,7 @@ def memory_budget(
                     f"{name} is a {type(block).__name__}, which torch.compile can't trace: "
                     "leave it out"
                 )
-            become(
-                Budgeted, block, **{BUDGET_ATTRIBUTE: Budget(float(budget), backend, _kind(block))}
-            )
+            become(Budgeted, block, Budget(float(budget), backend, _kind(block)))
             undo.callback(remove_memory_budget, block)
         if loss is not None:
             _compile_now(model, list(found.values()), batch, loss)
@@ -283,7 +277,7 @@ def memory_budget(
 
 def remove_memory_budget(model: nn.Module) -> list[str]:
     """Undo `memory_budget` and return the names of the blocks that were compiled."""
-    return restore(model, Budgeted, BUDGET_ATTRIBUTE)
+    return restore(model, Budgeted)
 
 
 def _kind(block: nn.Module) -> str:
@@ -293,12 +287,12 @@ def _kind(block: nn.Module) -> str:
     return f"{type(block).__name__}_{hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"
 
 
-def _compile_now(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, loss: Loss) -> None:
+def _compile_now(model: nn.Module, blocks: Sequence[Any], batch: Any, loss: Loss) -> None:
     """Compile the blocks by running one step, which leaves no trace on the model."""
     with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
         loss(model, batch).backward()
     for block in blocks:
-        code = _compiled(_bare_forward(block), block.__dict__[BUDGET_ATTRIBUTE])
+        code = _compiled(_bare_forward(block), block._technique)
         if not code.num_graphs:
             raise CompileFailed(
                 f"{code.name} produced no compiled graph: check that the forward runs it in "

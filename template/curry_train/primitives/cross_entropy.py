@@ -38,9 +38,6 @@ IGNORED_TARGET = -100
 # Whether backward was called with retain_graph. Private in torch, and used by AOTAutograd.
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-# A factor of each token, or the same for all.
-Factor = float | Tensor
-
 
 @dataclass(frozen=True)
 class ChunkOptions:
@@ -50,8 +47,8 @@ class ChunkOptions:
     chunk_tokens: int
     # Target that is left out of the loss.
     ignore_index: int
-    # "mean", "sum" or "none".
-    reduction: str
+    # Whether each token has a loss; else they are added up.
+    per_token: bool
     # From 0 to 1, as in F.cross_entropy.
     label_smoothing: float
     # Factor of the squared log-sum-exp that is added to each token's loss.
@@ -135,7 +132,7 @@ def chunked_cross_entropy(
     options = ChunkOptions(
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
-        reduction=reduction,
+        per_token=reduction == "none",
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=softcap,
@@ -143,11 +140,10 @@ def chunked_cross_entropy(
         dtype=dtype,
         wanted=wanted,
     )
-    if any(wanted):
-        loss: Tensor = _Chunked.apply(*vars(given).values(), options)
-    else:
-        loss, *_ = _run(given, options)
-    return loss.reshape(targets.shape) if reduction == "none" else loss
+    loss: Tensor = _Chunked.apply(*vars(given).values(), options)
+    if reduction == "mean":
+        return _mean(loss, given, ignore_index)
+    return loss.reshape(targets.shape) if options.per_token else loss
 
 
 def chunked_log_probabilities(
@@ -211,16 +207,12 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             f"targets must be class indices (torch.int64), got {targets.dtype}: convert with "
             ".long(), or use F.cross_entropy for class probabilities"
         )
-    shapes = {
-        "hidden": (hidden.shape, (*targets.shape, *weight.shape[1:])),
-        "bias": (weight.shape[:1] if bias is None else bias.shape, weight.shape[:1]),
-    }
-    for name, (given, wanted) in shapes.items():
-        if given != wanted:
-            raise ValueError(
-                f"{name} is {tuple(given)} and must be {tuple(wanted)}: targets are "
-                f"{tuple(targets.shape)}, weight (vocabulary, width) is {tuple(weight.shape)}"
-            )
+    if hidden.shape != (*targets.shape, *weight.shape[1:]):
+        raise ValueError(
+            f"hidden is {tuple(hidden.shape)} and must be {(*targets.shape, *weight.shape[1:])}: "
+            f"targets are {tuple(targets.shape)}, weight (vocabulary, width) is "
+            f"{tuple(weight.shape)}"
+        )
     others = {given.dtype for given in (weight, bias) if given is not None}
     casts = autocast_dtype(hidden.device.type) is not None and hidden.dtype is not torch.float64
     if not hidden.is_floating_point() or (others != {hidden.dtype} and not casts):
@@ -265,7 +257,7 @@ def _fitting_rows(
     classes, width = given.weight.shape
     of_row = classes * copies + width * dtype.itemsize
     gradients = [
-        source.numel() * source.element_size()
+        source.nbytes
         for source, needed in zip(given.sources, wanted, strict=True)
         if source is not None and (needed or not any(wanted))
     ]
@@ -292,13 +284,18 @@ class _Pass:
         self.order = self.ignored.to(torch.uint8).argsort(stable=True)
         self.num_ignored = _read(self.ignored)
         self.targets = given.targets.masked_fill(self.ignored, 0)
-        self.num_rows = len(self.order) - (self.num_ignored or 0)
+        self.order = self.order[: len(self.order) - (self.num_ignored or 0)]
 
-        self.losses = inputs.new_zeros(len(self.order), dtype=exact)
+        self.losses = inputs.new_zeros(len(self.targets), dtype=exact)
         self.weight = given.weight.to(options.dtype)
         self.bias = None if given.bias is None else given.bias.to(options.dtype)
         weights = given.class_weights
         self.class_weights = None if weights is None else weights.to(inputs.device, exact)
+        # The weight of each class in every token's loss, if labels are smoothed.
+        self.of_all: Tensor | None = None
+        if options.label_smoothing:
+            of_all = self.losses.new_ones(len(given.weight)) if weights is None else weights
+            self.of_all = of_all.to(self.losses) * (options.label_smoothing / len(of_all))
         self.gradients: list[Tensor | None] = []
         for source, wanted in zip(given.sources, options.wanted, strict=True):
             dtype = inputs.dtype if source is inputs else exact
@@ -306,7 +303,7 @@ class _Pass:
                 self.gradients.append(source.new_zeros(source.shape, dtype=dtype))
             else:
                 self.gradients.append(None)
-        shape = (min(options.chunk_tokens, self.num_rows), self.weight.shape[0])
+        shape = (min(options.chunk_tokens, len(self.order)), self.weight.shape[0])
         self.buffer = inputs.new_empty(shape, dtype=exact)
         self.rounded = None
         if options.dtype is not exact:
@@ -332,64 +329,56 @@ class _Pass:
     def _loss(self, logits: Tensor, index: Tensor) -> Tensor:
         """Return the losses of a chunk; if gradients are wanted, overwrite the logits."""
         options = self.options
-        slope = _cap(logits, options)
+        slope = None
+        if options.softcap is not None:
+            logits.div_(options.softcap).tanh_()
+            slope = logits.square().neg_().add_(1) if any(options.wanted) else None
+            logits *= options.softcap
         targets = self.targets[index]
         place = targets[:, None]
-        of_class, of_all = self._class_shares(targets)
+        # The weight of the target's loss, and the sum of all weights.
+        share: Any = 1 - options.label_smoothing
+        if self.class_weights is not None:
+            share = share * self.class_weights[place]
+        of_class = share
 
         highest = logits.amax(-1, keepdim=True)
         logits -= highest
         at_target = logits.gather(1, place)
-        of_others = None if of_all is None else logits @ of_all
+        loss = -of_class * at_target
+        if self.of_all is not None:
+            share = share + self.of_all.sum()
+            loss -= (logits @ self.of_all)[:, None]
         norm = logits.exp_().sum(-1, keepdim=True)
         log_norm = norm.log()
-        # The factors stay numbers where they are the same for all tokens: fewer small operations.
-        share = of_class if of_all is None else of_class + of_all.sum()
-        loss = _times(log_norm, share) - _times(at_target, of_class)
-        if of_others is not None:
-            loss -= of_others[:, None]
+        loss += share * log_norm
         if options.z_loss:
             log_sum = log_norm + highest
             loss += options.z_loss * log_sum.square()
             share = share + 2 * options.z_loss * log_sum
 
-        scale = self._scale(index, at_target - log_norm)
-        if any(options.wanted):
-            logits *= _times(_times(norm.reciprocal(), share), scale)
-            logits.scatter_(1, place, logits.gather(1, place) - of_class * scale)
-            if of_all is not None:
-                of_token = _times(torch.ones_like(norm), scale)[:, 0]
-                torch.addr(logits, of_token, of_all, alpha=-1, out=logits)
-            if slope is not None:
-                logits *= slope
-            if self.num_ignored is None:
-                logits.masked_fill_(self.ignored[index, None], 0)
-        return _times(loss, scale)[:, 0]
-
-    def _class_shares(self, targets: Tensor) -> tuple[Factor, Tensor | None]:
-        """Return the weight of each target's loss, and of all classes' if labels are smoothed."""
-        smoothing = self.options.label_smoothing
-        weights = self.class_weights
-        of_class = 1.0 - smoothing if weights is None else weights[targets, None] * (1 - smoothing)
-        if not smoothing:
-            return of_class, None
-        if weights is None:
-            weights = self.losses.new_ones(self.weight.shape[0])
-        return of_class, weights * (smoothing / len(weights))
-
-    def _scale(self, index: Tensor, log_probability: Tensor) -> Factor:
-        """Return the factor of each token's loss."""
-        scale = log_probability.exp() if self.options.weighted_by_probability else 1.0
+        scale = torch.ones_like(norm)
+        if options.weighted_by_probability:
+            scale = (at_target - log_norm).exp()
         if self.given.token_weights is not None:
             # Backward of losses per token has both.
-            scale = self.given.token_weights[index, None].to(log_probability) * scale
-        return scale
+            scale = scale * self.given.token_weights[index, None].to(scale)
+        if any(options.wanted):
+            logits *= scale * share / norm
+            logits.scatter_(1, place, logits.gather(1, place) - of_class * scale)
+            if self.of_all is not None:
+                logits.addcmul_(scale, self.of_all, value=-1)
+            if slope is not None:
+                logits *= slope
+        return (loss * scale)[:, 0]
 
     def _add_gradients(self, logits_gradient: Tensor, index: Tensor, rows: Tensor) -> None:
         """Add a chunk's gradients with the two products of a plain backward.
 
         The gradients of weight and bias are accumulated in float32 or float64.
         """
+        if self.num_ignored is None:
+            logits_gradient.masked_fill_(self.ignored[index, None], 0)
         inputs_gradient, weight_gradient, bias_gradient = self.gradients
         if bias_gradient is not None:
             bias_gradient += logits_gradient.sum(0)
@@ -404,27 +393,6 @@ class _Pass:
             torch.mm(logits_gradient, self.weight, out=rows)
             inputs_gradient.index_copy_(0, index, rows.to(inputs_gradient.dtype))
 
-    def divisor(self) -> Tensor:
-        """Return what a mean divides by: the counted tokens, or the weights of their classes."""
-        counted = ~self.ignored
-        if self.class_weights is None:
-            return counted.sum().to(self.losses.dtype)
-        return (self.class_weights[self.targets] * counted).sum()
-
-
-def _times(tensor: Tensor, factor: Factor) -> Tensor:
-    return tensor if isinstance(factor, float) and factor == 1 else tensor * factor
-
-
-def _cap(logits: Tensor, options: ChunkOptions) -> Tensor | None:
-    """Limit the logits in place, and return the slope if gradients are wanted."""
-    if options.softcap is None:
-        return None
-    logits.div_(options.softcap).tanh_()
-    slope = logits.square().neg_().add_(1) if any(options.wanted) else None
-    logits *= options.softcap
-    return slope
-
 
 def _read(ignored: Tensor) -> int | None:
     """Return the number of ignored tokens, or None where values can't be read."""
@@ -435,21 +403,24 @@ def _read(ignored: Tensor) -> int | None:
     return int(ignored.sum())
 
 
-def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Return the loss, the divisor of the gradients, and the gradients of the summed loss."""
+def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the losses of all tokens, and the gradients of their sum."""
     with torch.no_grad(), autocast_to(given.inputs.device.type, None):
         chunks = _Pass(given, options)
-        for start in range(0, chunks.num_rows, options.chunk_tokens):
-            stop = min(start + options.chunk_tokens, chunks.num_rows)
-            chunks.chunk(chunks.order[start:stop])
-        chunks.losses.masked_fill_(chunks.ignored, 0)
-        if options.reduction == "none":
-            return chunks.losses, torch.ones_like(chunks.losses), chunks.gradients
-        total = chunks.losses.sum()
-        if options.reduction == "sum":
-            return total, torch.ones_like(total), chunks.gradients
-        divisor = chunks.divisor()
-        return total / divisor, divisor.where(divisor != 0, 1), chunks.gradients
+        for index in chunks.order.split(options.chunk_tokens):
+            chunks.chunk(index)
+        return chunks.losses.masked_fill_(chunks.ignored, 0), chunks.gradients
+
+
+def _mean(total: Tensor, given: Given, ignore_index: int) -> Tensor:
+    """Divide by the counted tokens, or by the weights of their classes; 0 / 0 has no gradient."""
+    counted = given.targets != ignore_index
+    weights = counted.to(total)
+    if given.class_weights is not None:
+        weights = weights * given.class_weights.to(total)[given.targets.where(counted, 0)]
+    divisor = weights.sum()
+    mean = total / divisor.where(divisor != 0, 1)
+    return mean.where(divisor != 0, math.nan)
 
 
 class _Chunked(torch.autograd.Function):
@@ -461,23 +432,22 @@ class _Chunked(torch.autograd.Function):
         # As many elements as a chunk's logits have.
         ctx.block = options.chunk_tokens * given.weight.shape[0]
         ctx.options = options
-        if options.reduction == "none":
+        if options.per_token:
             ctx.save_for_backward(*tensors)
             return _run(given, replace(options, wanted=(False, False, False)))[0]
-        loss, divisor, gradients = _run(given, options)
-        ctx.save_for_backward(divisor, *gradients)
-        return loss
+        losses, gradients = _run(given, options)
+        ctx.save_for_backward(*gradients)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_second_derivative()
         in_place = not graph_is_kept()
-        if ctx.options.reduction == "none":
-            factor, unscaled = _again(Given(*ctx.saved_tensors), ctx.options, gradient)
+        factor = gradient
+        unscaled = ctx.saved_tensors
+        if ctx.options.per_token:
+            factor, unscaled = _again(Given(*unscaled), ctx.options, gradient)
             in_place = True
-        else:
-            divisor, *unscaled = ctx.saved_tensors
-            factor = gradient / divisor
         scaled = [
             None
             if source is None
@@ -499,8 +469,7 @@ def _again(
     weights = gradient / factor
     if given.token_weights is not None:
         weights = weights * given.token_weights.to(weights)
-    gradients = _run(replace(given, token_weights=weights), replace(options, reduction="sum"))[2]
-    return factor, gradients
+    return factor, _run(replace(given, token_weights=weights), options)[1]
 
 
 def _scaled(

@@ -195,14 +195,8 @@ class StepInBackward(torch.optim.Optimizer):
         self._hooks: list[Any] = []
         super().__init__([*self.parts], {})
         self.param_groups = [group for part in self.parts.values() for group in part.param_groups]
-        self._link()
+        self._places = {one: place for place, one in enumerate(self.parts)}
         self.attach()
-
-    def _link(self) -> None:
-        """Let the optimizers of single parameters use the groups and the state of this one."""
-        for part, group in zip(self.parts.values(), self.param_groups, strict=True):
-            part.param_groups = [group]
-            part.state = self.state
 
     def attach(self) -> None:
         """Step in backward; an optimizer that is copied does not until this is called."""
@@ -231,7 +225,11 @@ class StepInBackward(torch.optim.Optimizer):
             self._step_one(parameter)
 
     def _step_one(self, parameter: Tensor) -> None:
-        self.parts[parameter].step()
+        part = self.parts[parameter]
+        # The group and the state are those of this optimizer, which may have been replaced.
+        part.param_groups = [self.param_groups[self._places[parameter]]]
+        part.state = self.state
+        part.step()
         parameter.grad = None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -242,17 +240,12 @@ class StepInBackward(torch.optim.Optimizer):
                 self._step_one(parameter)
         return loss
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._link()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepInBackward":
         groups = copy.deepcopy(self.param_groups, memo)
         copied = type(self)([one for group in groups for one in group["params"]], self.make)
         copied.detach()
         copied.param_groups = groups
         copied.state.update(copy.deepcopy(dict(self.state), memo))
-        copied._link()
         return copied
 
 

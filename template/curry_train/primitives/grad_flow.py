@@ -27,16 +27,18 @@ from .grad_flow_probe import (
     AT_STEP_COLUMN,
     CHANGE_COLUMN,
     SQUARES_COLUMN,
+    SUM_NAMES,
     WEIGHT_COLUMN,
     Activations,
     Layer,
-    ParameterSums,
+    Sums,
     choose_layers,
     compiled_modules,
-    device_of,
+    dense,
     group_of_batch,
     inner_of,
     is_divided,
+    sums_of,
 )
 
 # Records of one probed step: counts, norms and weight updates of each layer.
@@ -239,13 +241,13 @@ class GradFlow:
         if self._is_open:
             raise RuntimeError("this GradFlow is open already: make another one")
 
-        named = {
-            name: value for name, value in self._inner.named_parameters() if value.requires_grad
-        }
-        self._parameters = ParameterSums(named, device_of(self.model))
+        named = dict(self._inner.named_parameters())
+        self._named = {name: one for name, one in named.items() if one.requires_grad}
+        self._sums = Sums([*(layer.name for layer in self._layers), *self._named], self.model)
         self._activations = Activations(
             self.model,
             self._layers,
+            self._sums,
             before_forward=self._before_forward,
             after_backward=self._backward_ended,
         )
@@ -253,7 +255,7 @@ class GradFlow:
         self._notes: tuple[str, ...] = ()
         if compiled_modules(self.model):
             self._notes += (COMPILED_NOTE,)
-        if self._ranks is None and any(map(is_divided, named.values())):
+        if self._ranks is None and any(map(is_divided, self._named.values())):
             self._notes += (ONE_RANK,)
 
         self._is_open = True
@@ -279,31 +281,31 @@ class GradFlow:
                 "flow.step() was called outside of `with GradFlow(...)`: open the context first"
             )
         if self._probing:
-            if not self._parameters.were_read():
-                self._read(AT_THE_STEP, None)
+            self._read_at_the_step()
             self._close(stepped=True)
         self._next()
 
     def _begin(self) -> None:
         """Install the hooks if the next step is probed; other steps run without hooks."""
         self._ended: set[int] = set()
-        self._probing = self._is_open and self.next_step % self.every == 0
-        if not self._probing:
-            return
-
-        self._restart()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._activations.detach)
-            self._activations.attach()
+        self._probing = self.next_step % self.every == 0
+        if self._probing:
+            self._restart()
+            for handle in self._activations.hooks():
+                self._probed.callback(handle.remove)
             for optimizer in self.optimizers:
-                stack.enter_context(called_before_zero_grad(optimizer, self._gradients_go))
-            self._probed = stack.pop_all()
+                self._probed.enter_context(called_before_zero_grad(optimizer, self._gradients_go))
 
     def _restart(self) -> None:
+        self._sums.table.zero_()
         self._activations.start()
-        self._parameters.start()
+        # The parameters that had a gradient when gradients were last read, and when that was.
+        self._read: set[str] | None = None
         self._read_at = ""
+        # The optimizers whose step began, their weights before it, and the parameters they moved.
         self._began: set[int] = set()
+        self._copies: dict[str, Tensor] = {}
+        self._moved: set[str] = set()
         self._overflowed: list[Tensor] = []
 
     def _next(self) -> None:
@@ -311,8 +313,11 @@ class GradFlow:
         self.next_step += 1
         self._begin()
 
+    def _with_gradient(self) -> set[str]:
+        return {name for name, parameter in self._named.items() if parameter.grad is not None}
+
     def _before_forward(self) -> None:
-        if self._parameters.are_gone():
+        if self._read and not self._with_gradient():
             self._gradients_go()
 
     def _gradients_go(self) -> None:
@@ -325,38 +330,66 @@ class GradFlow:
             self._restart()
 
     def _backward_ended(self) -> None:
-        if self._probing and not self._began:
-            self._read(AFTER_BACKWARD, self._scale())
+        if not self._probing or self._began:
+            return
+        scale = None
+        if self._scaler is not None and self._scaler.is_enabled():
+            # As a tensor on the device; `get_scale()` would wait for the device.
+            one = torch.ones((), device=next(self.model.parameters()).device)
+            scale = self._scaler.scale(one)
+        self._read_gradients(AFTER_BACKWARD, scale)
 
-    def _read(self, where: str, scale: Tensor | None) -> None:
-        self._parameters.read(scale)
+    def _read_at_the_step(self, scale: Tensor | None = None) -> None:
+        """Read the gradients unless each that is there now was there at the last backward."""
+        if self._read is None or not self._with_gradient() <= self._read:
+            self._read_gradients(AT_THE_STEP, scale)
+
+    @torch.no_grad()
+    def _read_gradients(self, where: str, scale: Tensor | None) -> None:
+        """Sum up the current gradients; `scale` is the loss scale, which is divided out."""
+        self._read = self._with_gradient()
         self._read_at = where
+        for name, parameter in self._named.items():
+            row = self._sums.row(name)[: len(SUM_NAMES)].zero_()
+            if parameter.grad is not None:
+                row.copy_(_unscaled_sums(parameter.grad, scale))
 
-    def _scale(self) -> Tensor | None:
-        """Return the scale as a device tensor; `get_scale()` would wait for the device."""
-        if self._scaler is None or not self._scaler.is_enabled():
-            return None
-        return self._scaler.scale(torch.ones((), device=next(self.model.parameters()).device))
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+        members = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        return [(name, one) for name, one in self._named.items() if id(one) in members]
 
+    @torch.no_grad()
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if not self._probing:
             return
         self._began.add(id(optimizer))
         # A scaler leaves the division by the scale to a fused optimizer.
         scale = getattr(optimizer, "grad_scale", None)
-        evaluates = any(callable(value) for value in (*arguments[1:], *keywords.values()))
-        if not evaluates and not self._parameters.were_read():
-            self._read(AT_THE_STEP, scale)
-        self._parameters.before_step(optimizer, updates=self.updates, scale=scale)
+        # With a closure, the optimizer runs the model inside of its step.
+        if not any(callable(value) for value in (*arguments[1:], *keywords.values())):
+            self._read_at_the_step(scale)
+        for name, parameter in self._held_by(optimizer):
+            if parameter.grad is not None:
+                squares = _unscaled_sums(parameter.grad, scale)[SQUARES_COLUMN]
+                self._sums.row(name)[AT_STEP_COLUMN].copy_(squares)
+            if self.updates:
+                self._copies[name] = dense(parameter.detach()).clone()
 
+    @torch.no_grad()
     def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         self._ended.add(id(optimizer))
         is_last = len(self._ended) == len(self.optimizers)
         if self._probing:
-            # True after an optimizer that evaluates the model inside its step.
-            if not self._parameters.were_read():
-                self._read(AT_THE_STEP, None)
-            self._parameters.after_step(optimizer)
+            self._read_at_the_step()
+            for name, parameter in self._held_by(optimizer):
+                before = self._copies.pop(name, None)
+                if before is not None:
+                    row = self._sums.row(name)
+                    row[WEIGHT_COLUMN].copy_(sums_of(before)[SQUARES_COLUMN])
+                    # The difference of two near numbers is exact in their own precision.
+                    change = dense(parameter.detach()) - before
+                    row[CHANGE_COLUMN].copy_(sums_of(change)[SQUARES_COLUMN])
+                    self._moved.add(name)
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is not None:
                 self._overflowed.append(overflowed)
@@ -367,45 +400,48 @@ class GradFlow:
 
     def _close(self, *, stepped: bool) -> None:
         """Make the record of the step; this waits for the device."""
-        activations = self._activations
-        if self._ranks is not None:
-            activations.sums.add_over_ranks(activations.sums.place, self._ranks)
-        of_layers = activations.sums.rows()
-        of_parameters = self._parameters.rows()
-        read = self._parameters.with_gradient or set()
+        rows = self._sums.rows([layer.name for layer in self._layers], self._ranks, self._named)
+        calls = self._activations.calls
+        read = self._read or set()
         # A fused optimizer's step is always called, and does nothing if the scaler found overflow.
         stepped = stepped and not any(found.item() for found in self._overflowed)
-        moved = self._parameters.moved if stepped else set()
+        moved = self._moved if stepped else set()
 
         def flow_of(layer: Layer) -> LayerFlow:
-            calls = activations.calls[layer.name]
             names = layer.parameters
             return LayerFlow(
-                activation=_spread([of_layers[layer.name]] if calls else []),
-                calls=calls,
-                gradient=_spread([of_parameters[name] for name in names if name in read]),
-                update=_update([of_parameters[name] for name in names if name in moved]),
+                activation=_spread([rows[layer.name]] if calls[layer.name] else []),
+                calls=calls[layer.name],
+                gradient=_spread([rows[name] for name in names if name in read]),
+                update=_update([rows[name] for name in names if name in moved]),
                 without_gradient=tuple(name for name in names if name not in read),
                 tied=tuple(layer.tied),
                 frozen=tuple(layer.frozen),
                 is_block=layer.is_block,
             )
 
-        rows = [row for name, row in of_parameters.items() if name in read]
+        with_gradient = [rows[name] for name in self._named if name in read]
         self.records.append(
             StepFlow(
                 step=self.next_step,
                 stepped=stepped,
-                order=tuple(activations.calls),
+                order=tuple(calls),
                 layers={layer.name: flow_of(layer) for layer in self._layers},
-                forwards=activations.num_forwards,
-                gradient=_spread(rows),
+                forwards=self._activations.num_forwards,
+                gradient=_spread(with_gradient),
                 gradients_read=self._read_at,
-                scaled=_gradient_scaling(rows),
+                scaled=_gradient_scaling(with_gradient),
                 ranks=1 if self._ranks is None else dist.get_world_size(self._ranks),
                 notes=self._notes,
             )
         )
+
+
+def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
+    sums = sums_of(gradient)
+    if scale is not None:
+        sums[SQUARES_COLUMN] /= scale.detach().to(sums).square().reshape(())
+    return sums
 
 
 def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:

@@ -6,7 +6,7 @@ Proof: `python -m pytest tests/gates tests/primitives`.
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,7 @@ MOST_LAYERS = 400
 ACTIVATION_MODULES = ("activation", "activations")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """A probed module and the names of its parameters, as keys in order."""
 
@@ -72,13 +72,11 @@ def choose_layers(
             f"{type(model).__name__} has no module with parameters to probe: "
             "name modules with layers="
         )
-    found = {
-        name: Layer(name, module, name in block_names)
-        for name, module in named.items()
-        if name in chosen
-    }
+    found = [
+        Layer(name, module, name in block_names) for name, module in named.items() if name in chosen
+    ]
     _assign_parameters(model, found)
-    return list(found.values())
+    return found
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -89,7 +87,7 @@ def _is_layer(module: nn.Module) -> bool:
     return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATION_MODULES
 
 
-def _assign_parameters(model: nn.Module, layers: Mapping[str, Layer]) -> None:
+def _assign_parameters(model: nn.Module, layers: Sequence[Layer]) -> None:
     """Assign each parameter to the layers around the first of its names that is in a layer."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -99,23 +97,18 @@ def _assign_parameters(model: nn.Module, layers: Mapping[str, Layer]) -> None:
 
     for parameter, aliases in names.items():
         around = {
-            alias: [layer for layer in _parents(alias) if layer in layers] for alias in aliases
+            alias: [layer for layer in layers if alias.startswith(f"{layer.name}.")]
+            for alias in aliases
         }
         home = next((alias for alias in aliases if around[alias]), aliases[0])
         for alias in aliases:
-            for name in around[alias]:
+            for layer in around[alias]:
                 if not parameter.requires_grad:
-                    layers[name].frozen[alias] = None
-                elif name in around[home]:
-                    layers[name].parameters[aliases[0]] = None
+                    layer.frozen[alias] = None
+                elif layer in around[home]:
+                    layer.parameters[aliases[0]] = None
                 else:
-                    layers[name].tied[home] = None
-
-
-def _parents(name: str) -> list[str]:
-    """Return the qualified names of all modules around a parameter, outermost first."""
-    segments = name.split(".")
-    return [".".join(segments[:end]) for end in range(1, len(segments))]
+                    layer.tied[home] = None
 
 
 # The ranks among which a tensor or a batch is divided.
@@ -178,6 +171,9 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")
 SQUARES_COLUMN = SUM_NAMES.index("squares")
+# Columns of parameters after those of the gradient: squares of the weights before the step, of
+# their change, and of the gradient that the optimizer gets.
+WEIGHT_COLUMN, CHANGE_COLUMN, AT_STEP_COLUMN = range(len(SUM_NAMES), len(SUM_NAMES) + 3)
 # Elements per piece on the CPU: small enough for its caches.
 CPU_PIECE_ELEMENTS = 2**16
 # Elements per piece elsewhere: enough to keep a device busy, with 32 MiB of temporaries.
@@ -185,37 +181,45 @@ DEVICE_PIECE_ELEMENTS = 2**22
 
 
 class Sums:
-    """A table with a row of sums for each name, on one device: adding to it waits for none."""
+    """A table of sums on the model's device, a row for each name; adding to it waits for none."""
 
-    def __init__(self, names: Iterable[str], device: torch.device, columns: int) -> None:
+    def __init__(self, names: Iterable[str], model: nn.Module) -> None:
         self.place = {name: index for index, name in enumerate(names)}
+        # Where parts of the model are on the CPU, the device of the others.
+        devices = [parameter.device for parameter in model.parameters()]
+        device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
         # Made now, so that the bytes that a step holds do not grow.
-        self.table = torch.zeros(len(self.place), columns, dtype=exact_on(device), device=device)
+        shape = len(self.place), AT_STEP_COLUMN + 1
+        self.table = torch.zeros(shape, dtype=exact_on(device), device=device)
 
     def row(self, name: str) -> Tensor:
         return self.table[self.place[name]]
 
-    def add_over_ranks(self, names: Iterable[str], group: Any) -> None:
-        """Sum rows over a group of ranks, each of which has to call this."""
-        places = [self.place[name] for name in names]
-        reduced = self.table[places]
-        dist.all_reduce(reduced, group=group)
-        self.table[places] = reduced
+    def rows(
+        self, layers: Iterable[str], batch_group: Any, parameters: Mapping[str, nn.Parameter]
+    ) -> dict[str, list[float]]:
+        """Return the sums by name, over all ranks, each of which has to call this.
 
-    def rows(self) -> dict[str, list[float]]:
-        """Return the sums by name; this waits for the device."""
+        The layers' rows are summed over the ranks that share a batch, and those of parameters over
+        the ranks among which they are sharded. This waits for the device.
+        """
+        names_by_group: dict[Any, list[str]] = {}
+        if batch_group is not None:
+            names_by_group[batch_group] = list(layers)
+        for name, parameter in parameters.items():
+            for group in groups_of(parameter):
+                names_by_group.setdefault(group, []).append(name)
+        for group, names in names_by_group.items():
+            places = [self.place[name] for name in names]
+            reduced = self.table[places]
+            dist.all_reduce(reduced, group=group)
+            self.table[places] = reduced
         return dict(zip(self.place, self.table.tolist(), strict=True))
 
 
 def exact_on(device: torch.device) -> torch.dtype:
     """Return the dtype of sums on a device; Apple's lack float64."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model; where parts are on the CPU, that of the others."""
-    devices = [parameter.device for parameter in model.parameters()]
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 def sums_of(tensor: Tensor) -> Tensor:
@@ -289,45 +293,38 @@ class Activations:
         self,
         model: nn.Module,
         layers: Sequence[Layer],
+        sums: Sums,
         *,
         before_forward: Callable[[], None],
         after_backward: Callable[[], None],
     ) -> None:
         self._model = model
         self._layers = layers
+        self._sums = sums
         self._before_forward = before_forward
         self._after_backward = after_backward
-        self._handles: list[Any] = []
-        self.sums = Sums([layer.name for layer in layers], device_of(model), len(SUM_NAMES))
         self.start()
 
     def start(self) -> None:
-        """Reset all counts and sums."""
+        """Reset all counts."""
         # By layer, in the order in which their forwards end.
         self.calls: Counter[str] = Counter()
         self.num_forwards = 0
         # For each running forward of the model, innermost last: whether it is a training forward.
         self._training: list[bool] = []
         self._waiting = False
-        self.sums.table.zero_()
 
-    def attach(self) -> None:
+    def hooks(self) -> Iterator[Any]:
+        """Add the hooks, and yield their handles."""
         model = self._model
         compiled = compiled_modules(model)
-        self._handles = [
-            model.register_forward_pre_hook(ProbeHook(model, self._enter)),
-            # Also if forward raises, so that later calls are not attributed to it.
-            model.register_forward_hook(ProbeHook(model, self._leave), always_call=True),
-        ]
+        yield model.register_forward_pre_hook(ProbeHook(model, self._enter))
+        # Also if forward raises, so that later calls are not attributed to it.
+        yield model.register_forward_hook(ProbeHook(model, self._leave), always_call=True)
         for layer in self._layers:
             if layer.module not in compiled:
                 add = functools.partial(self._add, layer.name)
-                hook = ProbeHook(layer.module, add)
-                self._handles.append(layer.module.register_forward_hook(hook))
-
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+                yield layer.module.register_forward_hook(ProbeHook(layer.module, add))
 
     def _enter(self, arguments: Any) -> None:
         training = torch.is_grad_enabled() and not (in_backward() or in_transform())
@@ -392,7 +389,8 @@ class Activations:
         # Without modes, selective checkpointing neither caches nor replays these operations.
         with torch.no_grad(), _disable_current_modes():
             for tensor in outputs.values():
-                self.sums.row(name).add_(sums_of(tensor).to(self.sums.table))
+                row = self._sums.row(name)[: len(SUM_NAMES)]
+                row.add_(sums_of(tensor).to(row))
 
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:
@@ -401,101 +399,3 @@ def compiled_modules(model: nn.Module) -> set[nn.Module]:
     originals = [getattr(module, "_orig_mod", None) for module in model.modules()]
     roots += [module for module in originals if isinstance(module, nn.Module)]
     return {module for root in roots for module in root.modules()}
-
-
-# Statistics of gradients and of the optimizer's updates, for each parameter once.
-
-# Columns after those of the gradient: squares of the weights before the step, of their change,
-# and of the gradient that the optimizer gets.
-WEIGHT_COLUMN, CHANGE_COLUMN, AT_STEP_COLUMN = range(len(SUM_NAMES), len(SUM_NAMES) + 3)
-
-
-class ParameterSums:
-    """Sums for the trainable parameters, by name.
-
-    `read` may be called after each backward; the last call counts.
-    """
-
-    def __init__(self, named: dict[str, nn.Parameter], device: torch.device) -> None:
-        self._named = named
-        self._names = {parameter: name for name, parameter in named.items()}
-        self._sums = Sums(named, device, AT_STEP_COLUMN + 1)
-        # The names of the parameters that are sharded among each group of ranks.
-        self._shards: dict[int, tuple[Any, list[str]]] = {}
-        for name, parameter in named.items():
-            for group in groups_of(parameter):
-                self._shards.setdefault(id(group), (group, []))[1].append(name)
-        self._copies: dict[str, Tensor] = {}
-        self.start()
-
-    def start(self) -> None:
-        """Reset all sums."""
-        # The parameters that had a gradient at the last `read`, and those that were stepped.
-        self.with_gradient: set[str] | None = None
-        self.moved: set[str] = set()
-        self._copies.clear()
-        self._sums.table.zero_()
-
-    def that_have(self) -> set[str]:
-        """Return the parameters that have a gradient now."""
-        return {name for name, parameter in self._named.items() if parameter.grad is not None}
-
-    def were_read(self) -> bool:
-        """Return whether every gradient that is there now was there at the last `read`."""
-        return self.with_gradient is not None and self.that_have() <= self.with_gradient
-
-    def are_gone(self) -> bool:
-        """Return whether the last `read` found gradients and there are none now."""
-        return bool(self.with_gradient) and not self.that_have()
-
-    @torch.no_grad()
-    def read(self, scale: Tensor | None = None) -> None:
-        """Sum up the current gradients; `scale` is the loss scale, which is divided out."""
-        self.with_gradient = self.that_have()
-        for name, parameter in self._named.items():
-            row = self._sums.row(name)[: len(SUM_NAMES)]
-            row.zero_()
-            if parameter.grad is not None:
-                row.copy_(_unscaled_sums(parameter.grad, scale))
-
-    @torch.no_grad()
-    def before_step(
-        self, optimizer: torch.optim.Optimizer, *, updates: bool, scale: Tensor | None = None
-    ) -> None:
-        """Sum up the gradients that an optimizer gets; with `updates`, copy its weights."""
-        for name, parameter in self._held_by(optimizer):
-            if parameter.grad is not None:
-                squares = _unscaled_sums(parameter.grad, scale)[SQUARES_COLUMN]
-                self._sums.row(name)[AT_STEP_COLUMN].copy_(squares)
-            if updates:
-                self._copies[name] = dense(parameter.detach()).clone()
-
-    @torch.no_grad()
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sum up the change of the weights, and free their copies."""
-        for name, parameter in self._held_by(optimizer):
-            before = self._copies.pop(name, None)
-            if before is not None:
-                row = self._sums.row(name)
-                row[WEIGHT_COLUMN].copy_(sums_of(before)[SQUARES_COLUMN])
-                # The difference of two near numbers is exact in their own precision.
-                change = dense(parameter.detach()) - before
-                row[CHANGE_COLUMN].copy_(sums_of(change)[SQUARES_COLUMN])
-                self.moved.add(name)
-
-    def _held_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(self._names[member], member) for member in members if member in self._names]
-
-    def rows(self) -> dict[str, list[float]]:
-        """Return the sums of each parameter; every rank has to call this."""
-        for group, names in self._shards.values():
-            self._sums.add_over_ranks(names, group)
-        return self._sums.rows()
-
-
-def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
-    sums = sums_of(gradient)
-    if scale is not None:
-        sums[SQUARES_COLUMN] /= scale.detach().to(sums).square().reshape(())
-    return sums

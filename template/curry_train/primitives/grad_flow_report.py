@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_findings.py`.
 import math
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -60,48 +60,33 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
     if record is None:
         return []
 
-    first = _first_bad(record.order, lambda layer: layer.activation, record)
-    if first is not None:
-        spread = record.layers[first].activation
-        kind = "activations"
-        position = "the first layer in forward order"
-    else:
-        # Forward was finite, so the fault arose in backward, which reaches the last layer first.
-        uncalled = [name for name in record.layers if name not in record.order]
-        inner = [name for name in [*uncalled, *record.order] if not _holds_another(name, record)]
-        first = _first_bad(inner[::-1], lambda layer: layer.gradient, record)
-        if first is None:
-            message = "a gradient outside of the probed layers is inf or nan"
-            return [Finding("nonfinite", (), record.step, float("nan"), message)]
-        spread = record.layers[first].gradient
-        kind = "gradients"
-        position = "the first layer in backward order; all activations were finite"
-
-    assert spread is not None
-    share = f"{spread.bad:.1%}" if spread.bad >= 0.001 else "under 0.1%"
-    message = f"{share} of its {kind} are inf or nan, {position}"
-    weights = [
-        name
-        for name, layer in record.layers.items()
-        if layer.update and not math.isfinite(layer.update.weight_norm)
+    # If forward was finite, the fault arose in backward, which reaches the last layer first.
+    uncalled = [name for name in record.layers if name not in record.order]
+    inner = [name for name in [*uncalled, *record.order] if not _holds_another(name, record)]
+    places = [(name, "activation", "the first layer in forward order") for name in record.order]
+    places += [
+        (name, "gradient", "the first layer in backward order; all activations were finite")
+        for name in reversed(inner)
     ]
-    if weights:
-        message += (
-            f"; weights are too, starting with {weights[0]}: an earlier step broke them, "
-            "so probe with every=1"
-        )
-    return [Finding("nonfinite", (first,), record.step, spread.bad, message)]
-
-
-def _first_bad(
-    names: Sequence[str], select: Callable[[LayerFlow], Any], record: StepFlow
-) -> str | None:
-    """Return the first layer whose selected elements include inf or nan."""
-    for name in names:
-        spread = select(record.layers[name])
+    for name, kind, position in places:
+        spread = getattr(record.layers[name], kind)
         if spread is not None and spread.nonfinite:
-            return name
-    return None
+            share = f"{spread.bad:.1%}" if spread.bad >= 0.001 else "under 0.1%"
+            message = f"{share} of its {kind}s are inf or nan, {position}{_of_weights(record)}"
+            return [Finding("nonfinite", (name,), record.step, spread.bad, message)]
+    message = "a gradient outside of the probed layers is inf or nan"
+    return [Finding("nonfinite", (), record.step, math.nan, message)]
+
+
+def _of_weights(record: StepFlow) -> str:
+    """Return the end of a message where the weights were not finite before the step."""
+    for name, layer in record.layers.items():
+        if layer.update and not math.isfinite(layer.update.weight_norm):
+            return (
+                f"; weights are too, starting with {name}: an earlier step broke them, so probe "
+                "with every=1"
+            )
+    return ""
 
 
 def _holds_another(name: str, record: StepFlow) -> bool:
@@ -131,9 +116,11 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
         if _holds_another(name, last):
             continue
         history = [record.layers[name] for record in recent]
-        missing = [set(flow.without_gradient) for flow in history]
-        always_missing = set.intersection(*missing)
-        never = [parameter for parameter in layer.without_gradient if parameter in always_missing]
+        never = [
+            parameter
+            for parameter in layer.without_gradient
+            if all(parameter in flow.without_gradient for flow in history)
+        ]
         if never:
             reasons[name] = f"{never[0]} gets no gradient at all"
         elif all(flow.gradient is not None and not flow.gradient.squares for flow in history):
@@ -186,22 +173,19 @@ def _rms(record: StepFlow, name: str) -> float:
     return 0.0 if gradient is None else gradient.rms
 
 
-def _medians(
-    recent: Sequence[StepFlow], figure: Callable[[LayerFlow], float | None]
-) -> dict[str, float]:
-    """Return the median of a figure over the records, for each layer that has it."""
+def _medians(recent: Sequence[StepFlow], part: str, figure: str) -> dict[str, float]:
+    """Return the median of a part's figure over the records, for each layer that has it."""
     medians = {}
     for name in recent[-1].layers:
-        values = [figure(record.layers[name]) for record in recent]
+        parts = [getattr(record.layers[name], part) for record in recent]
+        values = [getattr(one, figure) for one in parts if one is not None]
         if known := [value for value in values if value is not None]:
             medians[name] = statistics.median(known)
     return medians
 
 
 def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
-    zero = _medians(
-        recent, lambda layer: None if layer.activation is None else layer.activation.zero
-    )
+    zero = _medians(recent, "activation", "zero")
     dead = {name: share for name, share in zero.items() if share > DEAD_ZERO_FRACTION}
     if not dead:
         return []
@@ -214,28 +198,21 @@ def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
 def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
     """Find layers whose weights move too far, and layers whose weights hardly move."""
     last = recent[-1]
-    medians = _medians(recent, lambda layer: None if layer.update is None else layer.update.ratio)
+    medians = _medians(recent, "update", "ratio")
     ratios = {name: ratio for name, ratio in medians.items() if not _holds_another(name, last)}
-    near = sorted(
-        (name for name in ratios if ratios[name] < UPDATE_RATIO_RANGE[0]), key=ratios.__getitem__
-    )
-    far = sorted(
-        (name for name in ratios if ratios[name] > UPDATE_RATIO_RANGE[1]),
-        key=ratios.__getitem__,
-        reverse=True,
-    )
+    ranked = sorted(ratios, key=ratios.__getitem__)
+    least, most = UPDATE_RATIO_RANGE
+    near = [name for name in ranked if ratios[name] < least]
+    far = [name for name in reversed(ranked) if ratios[name] > most]
     findings = []
     for names, movement in ((far, "moves far"), (near, "hardly moves")):
-        if not names:
-            continue
-        ratio = ratios[names[0]]
-        if not ratio:
-            movement = "does not move"
-        message = (
-            f"{movement}: {ratio:.1e} of its weights' norm per step, "
-            f"expected 1e-4 to 1e-2{_more(len(names))}"
-        )
-        findings.append(Finding("update", tuple(names), last.step, ratio, message))
+        if names:
+            ratio = ratios[names[0]]
+            message = (
+                f"{movement}: {ratio:.1e} of its weights' norm per step, "
+                f"expected 1e-4 to 1e-2{_more(len(names))}"
+            )
+            findings.append(Finding("update", tuple(names), last.step, ratio, message))
     return findings
 
 

@@ -15,7 +15,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -226,16 +226,6 @@ class OffloadedForward:
         self.unpacked = True
         return saved.value()
 
-    def move(self, tensor: Tensor, base: Tensor, copies: HostCopies) -> "OffloadedTensor":
-        """Start moving the storage of a tensor to the host."""
-        storage = tensor.untyped_storage()
-        self.most_bytes = max(self.most_bytes, 2 * storage.nbytes())
-        self.report.num_moved += 1
-        self.report.moved_bytes += storage.nbytes()
-        moved = Moved(self, tensor, base, copies)
-        self.moved[storage.data_ptr()] = moved
-        return self.save(moved, tensor)
-
     def save(self, moved: "Moved", tensor: Tensor) -> "OffloadedTensor":
         saved = OffloadedTensor(moved, tensor, len(self.order))
         self.order.append(weakref.ref(saved))
@@ -272,7 +262,6 @@ class Moved:
         self.witness = _witness(tensor)
         self.flat: Tensor | None = None
         self.done: Any = None
-        self.num_unasked = 0
         self.ahead = False
         self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
         elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
@@ -295,36 +284,25 @@ class Moved:
         self.ahead = ahead
         return self.flat
 
-    def ask(self, saved: "OffloadedTensor") -> Tensor:
+    def ask(self, index: int) -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         check_unchanged(self.witness, self.version)
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
-            self.step.cursor = saved.index
+            self.step.cursor = index
 
         self.copies.wait(self.done)
         self._arrived()
-        self.leave(saved)
-        self.step.fetch_ahead(saved.index)
+        self.step.fetch_ahead(index)
         return flat
 
-    def leave(self, saved: "OffloadedTensor") -> None:
-        """Note that a saved tensor was used, and release the device copy after the last one."""
-        if not saved.asked:
-            saved.asked = True
-            self.num_unasked -= 1
-        self.release()
-
-    def release(self) -> None:
-        """Free the device copy once backward has used every tensor that was saved from it."""
-        if self.flat is not None and self.num_unasked <= 0:
-            if self.ahead and self.done is not None:
-                # Nothing has waited for this copy, and it still writes to the memory freed here.
-                self.done.synchronize()
-            self._arrived()
-            self.flat = None
-            self.done = None
+    def __del__(self) -> None:
+        """Autograd drops what it saved as soon as backward has used it."""
+        if self.ahead and self.done is not None:
+            # Nothing has waited for this copy, and it still writes to the memory freed here.
+            self.done.synchronize()
+        self._arrived()
 
     def _arrived(self) -> None:
         if self.ahead:
@@ -338,29 +316,23 @@ class OffloadedTensor:
     Backward gets a tensor without grad itself while its owner holds it, as without offload.
     """
 
-    __slots__ = ("__weakref__", "asked", "dtype", "index", "moved", "original", "view")
+    __slots__ = ("__weakref__", "dtype", "index", "moved", "original", "view")
 
     def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
         self.moved = moved
         self.index = index
-        self.asked = False
         self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.original: Callable[[], Tensor | None] = lambda: None
         if not tensor.requires_grad:
             self.original = weakref.ref(tensor)
-        moved.num_unasked += 1
 
     def value(self) -> Tensor:
         original = self.original()
         if original is not None:
             check_unchanged(self.moved.witness, self.moved.version)
-            self.moved.leave(self)
             return original
-        return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
-
-    def __del__(self) -> None:
-        self.moved.leave(self)
+        return self.moved.ask(self.index).view(self.dtype).as_strided(*self.view)
 
 
 class CastAgain(CheckedTensor):
@@ -389,7 +361,6 @@ def _witness(tensor: Tensor) -> Tensor:
 
 # Offload activations of blocks to CPU memory and copy them back during backward.
 
-OFFLOADER_ATTRIBUTE = "_offloader"
 PLAIN_TENSOR_TYPES = (Tensor, nn.Parameter)
 # Reasons for leaving a tensor on the device.
 PARAMETER_REASON = "parameter or buffer"
@@ -410,7 +381,7 @@ class Offloaded(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not is_active(self) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        with self.__dict__[OFFLOADER_ATTRIBUTE].hooks(self, (args, kwargs)):
+        with self._technique.hooks(self, (args, kwargs)):
             return super().forward(*args, **kwargs)
 
 
@@ -420,15 +391,14 @@ class Surroundings:
     def __init__(self, step: OffloadedForward, block: nn.Module, inputs: Any) -> None:
         self.owned = step.owned | _addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
-        leaves = [
+        data = [
             leaf
             for leaf in tree_leaves(inputs)
-            if type(leaf) is Tensor and leaf.layout is torch.strided
+            if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
         ]
-        data = {_address(leaf): leaf for leaf in leaves if not leaf.requires_grad}
         # Moving a slice of a tensor that the caller holds, such as a data set on the device, frees
         # nothing.
-        self.slices = {address for address, leaf in data.items() if 2 * leaf.nbytes < _size(leaf)}
+        self.slices = {_address(leaf) for leaf in data if 2 * leaf.nbytes < _size(leaf)}
 
     def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""
@@ -510,13 +480,20 @@ class Offloader:
         return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
-        moved_bytes = step.report.moved_bytes + _size(tensor)
-        if moved_bytes > self.most_moved_bytes:
-            require_host_memory(_size(tensor))
-            self.most_moved_bytes = moved_bytes
+        """Start moving the storage of a tensor to the host."""
+        size = _size(tensor)
+        report = step.report
+        if report.moved_bytes + size > self.most_moved_bytes:
+            require_host_memory(size)
+            self.most_moved_bytes = report.moved_bytes + size
+        report.num_moved += 1
+        report.moved_bytes += size
+        step.most_bytes = max(step.most_bytes, 2 * size)
         if tensor.device not in self.copies:
             self.copies[tensor.device] = HostCopies(tensor.device)
-        return step.move(tensor, base, self.copies[tensor.device])
+        moved = Moved(step, tensor, base, self.copies[tensor.device])
+        step.moved[_address(tensor)] = moved
+        return step.save(moved, tensor)
 
 
 def offload_blocks(
@@ -549,21 +526,21 @@ def offload_blocks(
 
     offloader = Offloader(model, min_bytes)
     for name in names:
-        become(Offloaded, found[name], **{OFFLOADER_ATTRIBUTE: offloader})
+        become(Offloaded, found[name], offloader)
     return names
 
 
 def remove_offload(model: nn.Module) -> list[str]:
     """Undo `offload_blocks` and return the offloaded blocks' names."""
-    return restore(model, Offloaded, OFFLOADER_ATTRIBUTE)
+    return restore(model, Offloaded)
 
 
 def offload_report(model: nn.Module) -> OffloadReport:
     """Report what the last step of a model with offloaded blocks has moved so far."""
     for module in model.modules():
         if isinstance(module, Offloaded):
-            report: OffloadReport = module.__dict__[OFFLOADER_ATTRIBUTE].report
-            return replace(report, skipped=dict(report.skipped))
+            report: OffloadReport = module._technique.report
+            return report
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 
 

@@ -76,7 +76,6 @@ class RecomputeOptions:
 
 # Recompute a block's activations in backward instead of keeping them.
 
-RECOMPUTE_ATTRIBUTE = "_recompute"
 second_call_contexts.add(recomputing)
 
 
@@ -86,12 +85,12 @@ class Checkpointed(Derived):
     @property
     def recomputes(self) -> bool:
         """Return whether backward would recompute a forward that runs now."""
-        return bool(getattr(self, RECOMPUTE_ATTRIBUTE).enabled and is_active(self))
+        return bool(self._technique.enabled and is_active(self))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.recomputes:
             return super().forward(*args, **kwargs)
-        options = getattr(self, RECOMPUTE_ATTRIBUTE)
+        options = self._technique
         return run_checkpointed(super().forward, args, kwargs, modules=[self], options=options)
 
 
@@ -111,7 +110,7 @@ class Recompute(Checkpointed):
         settings = RecomputeOptions(enabled=enabled, **options)
         if not isinstance(module, nn.Module) and callable(module):
             return _recomputing_function(module, settings)
-        return derive(cls, module, **{RECOMPUTE_ATTRIBUTE: settings})
+        return derive(cls, module, settings)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""
@@ -156,13 +155,13 @@ def recompute_blocks(
     """
     found = find_blocks(model, blocks)
     for block in found.values():
-        become(Recompute, block, **{RECOMPUTE_ATTRIBUTE: RecomputeOptions(**options)})
+        become(Recompute, block, RecomputeOptions(**options))
     return list(found)
 
 
 def remove_recompute(model: nn.Module) -> list[str]:
     """Undo `recompute_blocks` and return the names of the modules that were recomputing."""
-    return restore(model, Recompute, RECOMPUTE_ATTRIBUTE)
+    return restore(model, Recompute)
 
 
 # One checkpointed call, on top of torch's.

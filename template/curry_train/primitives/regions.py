@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/primitives/test_regions.py`.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -185,7 +185,6 @@ def _signed(dimension: int) -> int:
     return dimension - 2**64 if dimension >= 2**63 else dimension
 
 
-NEEDS_BOTH = {"MulBackward0"}
 DEPTH_KEY = "curry_train_depth"
 
 # Recipes that may depend on each other in a row. Without a limit, a long chain of products would be
@@ -254,7 +253,7 @@ def _recipe(tensor: Tensor, base: Tensor) -> RecomputedTensor | None:
 
     # A factor is saved only if the other one needs a gradient.
     makers = [maker for maker, _ in node.next_functions]
-    if node.name() in NEEDS_BOTH and None in makers:
+    if node.name() == "MulBackward0" and None in makers:
         return None
 
     depth = 1 + max(maker.metadata.get(DEPTH_KEY, 0) for maker in makers if maker is not None)
@@ -281,7 +280,6 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
-REGION_NAME_ATTRIBUTE = "_regions_name"
 second_call_contexts.add(recomputing)
 NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
@@ -300,12 +298,15 @@ class Regions(Derived):
 
 
 class Replayed(Derived):
-    """A norm or a named module inside a `Regions` block; it runs once more in backward."""
+    """A norm or a named module inside a `Regions` block; it runs once more in backward.
+
+    A module that the user named has its name as the technique.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not _active(self):
             return super().forward(*args, **kwargs)
-        name = self.__dict__[REGION_NAME_ATTRIBUTE]
+        name = self._technique
         before = generator_states(self) if name else []
         output = Replay(BlockState([self]), super().forward, args, kwargs).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
@@ -342,7 +343,12 @@ def apply_regions(
     compiled code does this by itself.
     """
     found = find_blocks(model, blocks)
-    inside = modules_inside(found)
+    inside = {
+        f"{name}.{path}": module
+        for name, block in found.items()
+        for path, module in block.named_modules()
+        if path
+    }
     named = {name for glob in also for name in match_names([*inside], glob, option="also")}
 
     for block in found.values():
@@ -351,23 +357,13 @@ def apply_regions(
         # A shared module has several names and is changed at the first.
         is_changed = isinstance(module, Replayed)
         if (name in named or _is_norm(module)) and not is_changed:
-            become(Replayed, module, **{REGION_NAME_ATTRIBUTE: name if name in named else None})
+            become(Replayed, module, name if name in named else None)
     return list(found)
-
-
-def modules_inside(blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules inside blocks, by qualified name."""
-    return {
-        f"{name}.{path}": module
-        for name, block in blocks.items()
-        for path, module in block.named_modules()
-        if path
-    }
 
 
 def remove_regions(model: nn.Module) -> list[str]:
     """Undo `apply_regions` and return the names of the blocks that were changed."""
-    restore(model, Replayed, REGION_NAME_ATTRIBUTE)
+    restore(model, Replayed)
     return restore(model, Regions)
 
 

@@ -25,9 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import match_names
-from .recompute import NO_CONTEXTS, RECOMPUTE_ATTRIBUTE, Pair
+from .recompute import NO_CONTEXTS, Checkpointed, Pair, RecomputeOptions
 from .rerun import written_names
-from .segments import SEGMENT_ATTRIBUTE
+from .segments import Segment, SegmentMember
 
 # Functions that choose: their outputs are indices, alone or beside the values at them.
 CHOOSING_NAMES = (
@@ -186,7 +186,7 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
     found = {
         name: module
         for name, module in model.named_modules()
-        if {RECOMPUTE_ATTRIBUTE, SEGMENT_ATTRIBUTE} & vars(module).keys()
+        if isinstance(module, Checkpointed | SegmentMember)
     }
     if blocks is None:
         names = [name for name, block in found.items() if has_router(block)]
@@ -207,21 +207,20 @@ def has_router(block: nn.Module) -> bool:
     return any(ROUTING_NAME.search(name) for names in found for name in names)
 
 
-def _wrap(block: nn.Module) -> None:
+def _wrap(block: Checkpointed | SegmentMember) -> None:
     """Add the contexts to those that the block has, once."""
-    holder = vars(block)
-    name = RECOMPUTE_ATTRIBUTE
-    if SEGMENT_ATTRIBUTE in holder:
-        holder = vars(holder[SEGMENT_ATTRIBUTE])
-        name = "options"
-    options = holder[name]
-    holder[name] = dataclasses.replace(options, context_fn=_around(options.context_fn))
+    technique = block._technique
+    if isinstance(technique, Segment):
+        technique.options = _routed(technique.options)
+    else:
+        block._technique = _routed(technique)
 
 
-def _around(contexts: Any) -> Any:
+def _routed(options: RecomputeOptions) -> RecomputeOptions:
+    contexts = options.context_fn
     if isinstance(contexts, functools.partial) and contexts.func is routed_contexts:
-        return contexts
-    return functools.partial(routed_contexts, contexts)
+        return options
+    return dataclasses.replace(options, context_fn=functools.partial(routed_contexts, contexts))
 
 
 def _keep_small_buffers(block: nn.Module) -> None:

@@ -94,8 +94,9 @@ class HooksRefused(RuntimeError):
 class ForwardRecord:
     """The calls of one forward, and the storages that autograd saves in each.
 
-    Use it as a context manager around the forward. Storages have numbers, so that no tensor stays
-    alive. Without `with_values` no backward can run inside the forward: it raises `ValuesNeeded`.
+    `running` is a context manager around the forward. Storages have numbers, so that no tensor
+    stays alive. Without `with_values` no backward can run inside the forward: it raises
+    `ValuesNeeded`.
     """
 
     def __init__(self, model: nn.Module, *, with_values: bool = False) -> None:
@@ -113,11 +114,11 @@ class ForwardRecord:
         # Whether a backward ran inside the forward.
         self.runs_backward = False
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
-        self._stack = contextlib.ExitStack()
         for tensor in (*model.parameters(), *model.buffers()):
             self._number(tensor, is_own=True)
 
-    def __enter__(self) -> "ForwardRecord":
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if holds_compiled_code(self._named[""]):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -127,12 +128,7 @@ class ForwardRecord:
                     # As recompute does, and without hooks, which a direct call would skip.
                     stack.callback(_set_forward, module, module.__dict__.get("forward"))
                     _set_forward(module, self._recorded(name, module, module.forward))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
-        self.root.end = len(self.log)
+            yield
 
     def total_bytes(self) -> int:
         return self.bytes_of(set(self.log))
@@ -265,17 +261,6 @@ class _Cuts:
     def __init__(self, record: ForwardRecord) -> None:
         self.record = record
         self.total = record.total_bytes()
-        self._inside = dict[str, int]()
-        self._gain = dict[str, int]()
-        for name, calls in record.calls.items():
-            inside = [record.saved_in(call) for call in calls]
-            self._inside[name] = max(
-                record.bytes_of(saved - call.inputs)
-                for saved, call in zip(inside, calls, strict=True)
-            )
-            self._gain[name] = sum(map(record.bytes_of, inside)) - sum(
-                record.bytes_of(call.inputs) for call in calls
-            )
 
     def can_be_block(self, name: str) -> bool:
         """Return whether a module can recompute: it trains, saves, and leaves its inputs alone."""
@@ -294,8 +279,7 @@ class _Cuts:
         cuts: list[tuple[int, list[str]]] = []
         while names := self._worthwhile(self._outermost(split)):
             cuts.append((estimate_peak(self.record, names)[0], names))
-            largest = max(names, key=lambda name: self._inside[name])
-            split.add(self.record.kinds[largest])
+            split.add(self.record.kinds[max(names, key=self._most_inside)])
         lowest = min((peak for peak, _ in cuts), default=self.total)
         near = lowest * MOST_ABOVE_LOWEST_PEAK
         limit = min(near, self.total * MOST_PEAK_SHARE)
@@ -322,12 +306,19 @@ class _Cuts:
 
     def _worthwhile(self, names: list[str]) -> list[str]:
         """Leave out the kinds that save hardly more than the inputs that they would keep."""
+        record = self.record
         gain = Counter[Any]()
         for name in names:
-            gain[self.record.kinds[name]] += self._gain[name]
-        return [
-            name for name in names if gain[self.record.kinds[name]] > LEAST_GAIN_SHARE * self.total
-        ]
+            for call in record.calls[name]:
+                saved = record.bytes_of(record.saved_in(call))
+                gain[record.kinds[name]] += saved - record.bytes_of(call.inputs)
+        return [name for name in names if gain[record.kinds[name]] > LEAST_GAIN_SHARE * self.total]
+
+    def _most_inside(self, name: str) -> int:
+        """Return the most bytes that a call saves besides its inputs."""
+        record = self.record
+        calls = record.calls[name]
+        return max(record.bytes_of(record.saved_in(call) - call.inputs) for call in calls)
 
     def _needed(self, names: list[str]) -> list[str]:
         """Leave out kinds that cover little and do not lower the peak, such as norms."""
@@ -406,16 +397,13 @@ def choose_blocks(
     much lower peak. With `blocks`, names or globs, nothing is chosen and the notes are on these.
     Raises `NoBlocks` if there are none.
     """
+    given = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
     try:
         record = record_forward(model, batch, loss)
     except HooksRefused as refusal:
-        names = list(find_blocks(model, blocks))
-        given = None if blocks is None else _given(blocks)
-        return BlockChoice(tuple(names), given, None, (str(refusal),))
+        return BlockChoice(tuple(find_blocks(model, blocks)), given, None, (str(refusal),))
     if blocks is not None:
-        names = list(find_blocks(model, blocks))
-        notes = _notes_on(record, names)
-        return BlockChoice(tuple(names), _given(blocks), _coverage(record, names), notes)
+        return _choice(record, list(find_blocks(model, blocks)), given)
     cuts = _Cuts(record)
     best, limit = cuts.lowest()
     try:
@@ -426,11 +414,18 @@ def choose_blocks(
         static = []
     why = _why_not(record, cuts, static, best, limit)
     if static and (not best or not why):
-        return BlockChoice(
-            tuple(static), None, _coverage(record, static), _notes_on(record, static)
-        )
-    notes = (*why, *_notes_on(record, best))
-    return BlockChoice(tuple(best), ChosenBlocks(best), _coverage(record, best), notes)
+        return _choice(record, static, None)
+    return _choice(record, best, ChosenBlocks(best), why)
+
+
+def _choice(
+    record: ForwardRecord,
+    names: list[str],
+    blocks: str | tuple[str, ...] | None,
+    why: tuple[str, ...] = (),
+) -> BlockChoice:
+    notes = [sentence for sentence, _ in unusual_blocks(record, names).values()]
+    return BlockChoice(tuple(names), blocks, _coverage(record, names), (*why, *notes))
 
 
 def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
@@ -440,11 +435,13 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
             # Raises with what to do.
             refuse(module)
     with as_trained(model), buffers_kept(model), seeded(0):
+        record = ForwardRecord(model)
         try:
-            with ForwardRecord(model) as record:
+            with record.running():
                 loss(model, batch)
         except ValuesNeeded:
-            with ForwardRecord(model, with_values=True) as record:
+            record = ForwardRecord(model, with_values=True)
+            with record.running():
                 loss(model, batch)
         except RuntimeError as error:
             if "saved tensor hooks" not in str(error):
@@ -454,10 +451,6 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
                 "nor offload works: take them with torch.autograd.grad"
             ) from error
     return record
-
-
-def _given(blocks: str | Sequence[str]) -> str | tuple[str, ...]:
-    return blocks if isinstance(blocks, str) else tuple(blocks)
 
 
 def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
@@ -534,11 +527,6 @@ def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tup
             sentence = f"{listed(blocks)} {one if len(blocks) == 1 else several} {rest}"
             sentences[trait] = sentence, blocks
     return sentences
-
-
-def _notes_on(record: ForwardRecord, names: Sequence[str]) -> tuple[str, ...]:
-    """Return what a user would not expect of these blocks."""
-    return tuple(sentence for sentence, _ in unusual_blocks(record, names).values())
 
 
 def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..core.blocks import become, find_blocks, restore
-from .recompute import RECOMPUTE_ATTRIBUTE, Checkpointed, Pair, RecomputeOptions
+from .recompute import Checkpointed, Pair, RecomputeOptions
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
 
@@ -118,28 +118,14 @@ def _by_name(text: str) -> Any:
 
 def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call draws random numbers; attention does so only with dropout."""
-    may_draw, index, default = _drawing(operation)
-    if index is None:
-        return may_draw
-    positional = args[index] if index < len(args) else default
-    return bool(kwargs.get("dropout_p", positional))
-
-
-@functools.cache
-def _drawing(operation: Operation) -> tuple[bool, int | None, Any]:
-    """Return whether an operation may draw random numbers.
-
-    If that depends on `dropout_p`, the index and the default of that argument follow; else None.
-    """
     if (
         not isinstance(operation, OpOverload)
         or torch.Tag.nondeterministic_seeded not in operation.tags
     ):
-        return False, None, None
-    for index, argument in enumerate(operation._schema.arguments):
-        if argument.name == "dropout_p":
-            return True, index, argument.default_value
-    return True, None, None
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return "dropout_p" not in names or bool(given.get("dropout_p"))
 
 
 def writes_in_place(operation: Operation) -> bool:
@@ -320,20 +306,16 @@ class _BlockForward:
                     "use recompute_blocks, or leave the block out",
                 )
 
-        cheap = {
-            operation: choices for operation, choices in self.kept.items() if is_cheap(operation)
-        }
-        num_saved_cheap = sum(map(sum, cheap.values()))
-        most_saved_cheap = sum(map(len, cheap.values())) * MOST_CHEAP_SHARE
-        num_expensive = sum(
-            len(self.kept[operation]) for operation in self.kept.keys() & EXPENSIVE_OPERATIONS
-        )
-        saves_expensive = bool(EXPENSIVE_OPERATIONS & set(saved))
-        if num_expensive and not saves_expensive and num_saved_cheap > most_saved_cheap:
+        kept = self.kept.items()
+        cheap = [one for operation, found in kept if is_cheap(operation) for one in found]
+        expensive = [
+            one for operation, found in kept if operation in EXPENSIVE_OPERATIONS for one in found
+        ]
+        if expensive and not any(expensive) and sum(cheap) > len(cheap) * MOST_CHEAP_SHARE:
             raise PolicyError(
                 f"policy {self.policy.name!r} is the wrong way round for {self.block}: it saves "
-                f"{num_saved_cheap} outputs of cheap operations, and recomputes all "
-                f"{num_expensive} matrix products, convolutions and attentions",
+                f"{sum(cheap)} outputs of cheap operations, and recomputes all {len(expensive)} "
+                "matrix products, convolutions and attentions",
                 "use 'save_expensive', which saves those and recomputes the rest",
             )
 
@@ -433,7 +415,7 @@ def apply_sac(
     found = find_blocks(model, blocks)
     for name, block in found.items():
         contexts = functools.partial(_contexts, chosen, name, allow_cache_entry_mutation)
-        become(Sac, block, **{RECOMPUTE_ATTRIBUTE: replace(settings, context_fn=contexts)})
+        become(Sac, block, replace(settings, context_fn=contexts))
     return list(found)
 
 
@@ -443,4 +425,4 @@ def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
 
 def remove_sac(model: nn.Module) -> list[str]:
     """Undo `apply_sac` and return the names of the blocks that had a policy."""
-    return restore(model, Sac, RECOMPUTE_ATTRIBUTE)
+    return restore(model, Sac)

@@ -23,7 +23,6 @@ from ..core.measure import is_out_of_memory
 from ..core.wording import require_whole
 from .recompute import RecomputeOptions, run_checkpointed
 
-SEGMENT_ATTRIBUTE = "_segment"
 REMEDY = "recompute each block by itself (strategy full)"
 
 
@@ -133,7 +132,7 @@ class SegmentMember(Derived):
     """A block in a `Segment`; its hooks run where the block is computed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        segment: Segment = self.__dict__[SEGMENT_ATTRIBUTE]
+        segment: Segment = self._technique
         if segment.running or not (segment.options.enabled and is_active(self)):
             return super().__call__(*args, **kwargs)
         return segment.call(self, args, kwargs)
@@ -170,14 +169,14 @@ def recompute_segments(
         for names in _split(chain, num_segments)[:-1]:
             segment = Segment(names, [found[name] for name in names], settings)
             for block in segment.blocks:
-                become(SegmentMember, block, **{SEGMENT_ATTRIBUTE: segment})
+                become(SegmentMember, block, segment)
             recomputed += names
     return recomputed
 
 
 def remove_segments(model: nn.Module) -> None:
     """Undo `recompute_segments`."""
-    restore(model, SegmentMember, SEGMENT_ATTRIBUTE)
+    restore(model, SegmentMember)
 
 
 def chains_of(names: Sequence[str]) -> list[list[str]]:

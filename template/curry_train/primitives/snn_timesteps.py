@@ -77,24 +77,16 @@ def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
     """Run one step and check that it returns a pair."""
     result: Any = step(x, state)
     if not (isinstance(result, tuple | list) and len(result) == 2):
-        is_sequence = isinstance(result, tuple | list)
-        returned = f"{len(result)} values" if is_sequence else type(result).__name__
-        raise ValueError(f"step must return a pair, (output, state), and returned {returned}")
+        returned = type(result).__name__
+        raise ValueError(f"step must return a pair, (output, state), and returned a {returned}")
     return result[0], result[1]
 
 
-def slice_time(inputs: Any, time_dim: Any) -> Sequence[Any]:
+def slice_time(inputs: Any, time_dim: int) -> Sequence[Any]:
     """Divide inputs into one entry for each timestep; raise if there is none."""
-    if type(time_dim) is not int:
-        raise ValueError(f"time_dim must be a whole number, got {time_dim!r}")
     if isinstance(inputs, Tensor):
         shape = tuple(inputs.shape)
-        if not -inputs.dim() <= time_dim < inputs.dim():
-            raise ValueError(
-                f"inputs of shape {shape} have no dimension {time_dim}: set time_dim to the "
-                "dimension of time"
-            )
-        if not shape[time_dim]:
+        if not (-inputs.dim() <= time_dim < inputs.dim() and shape[time_dim]):
             raise ValueError(
                 f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim "
                 "right?"
@@ -125,9 +117,9 @@ class Collected:
 
     outputs: str
     time_dim: int
-    _all: list[Any] = field(default_factory=list)
-    _total: Any = None
-    _count: int = 0
+    count: int = 0
+    # All outputs to stack; else the last one, or the sum.
+    kept: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.outputs not in OUTPUT_MODES:
@@ -136,30 +128,28 @@ class Collected:
             )
 
     def add(self, output: Any) -> None:
-        if self.outputs == "stack":
-            self._all.append(output)
-        elif self.outputs == "last" or self._count == 0:
-            if self.outputs != "last" and any(_is_bool(leaf) for leaf in tree_leaves(output)):
+        self.count += 1
+        if self.outputs == "last":
+            self.kept.clear()
+        elif self.outputs != "stack":
+            if self.kept:
+                output = tree_map(operator.add, self.kept.pop(), output)
+            elif any(_is_bool(leaf) for leaf in tree_leaves(output)):
                 raise ValueError(
                     f"the {self.outputs} of truth values is not defined: return the output as "
                     "floating point"
                 )
-            self._total = output
-        elif isinstance(output, Tensor):
-            self._total = self._total + output
-        else:
-            self._total = tree_map(operator.add, self._total, output)
-        self._count += 1
+        self.kept.append(output)
 
     def finish(self) -> Any:
         """Return the collected outputs and release them: recomputation keeps this object alive."""
-        collected, self._all = self._all, []
-        total, self._total = self._total, None
+        kept = self.kept
+        self.kept = []
         if self.outputs == "stack":
-            return tree_map(lambda *leaves: self._stack(leaves), *collected)
+            return tree_map(lambda *leaves: self._stack(leaves), *kept)
         if self.outputs == "mean":
-            return tree_map(lambda leaf: leaf / self._count, total)
-        return total
+            return tree_map(lambda leaf: leaf / self.count, kept[0])
+        return kept[0]
 
     def _stack(self, leaves: tuple[Any, ...]) -> Any:
         """Stack along `time_dim`, or along the last dimension if the output has too few."""

@@ -46,7 +46,7 @@ class Sample:
     """Inputs that a strategy may use to measure a model before it chooses."""
 
     batch: Any
-    loss: Loss
+    loss: Any  # a `Loss`; without a batch None
     blocks: str | Sequence[str] | None = None  # names or globs; None for the repeated blocks
 
     # For strategy `plan`: applies a plan that was read from a file.
@@ -74,9 +74,6 @@ class Strategy:
 
     # Returns extra figures, such as bytes moved, of a changed model that has run a step.
     facts: Callable[[nn.Module], dict[str, float]] | None = None
-
-    # Changes the named blocks as one option of a plan; None if no plan chooses this strategy.
-    on_blocks: Callable[[nn.Module, list[str], Any], Any] | None = None
 
     # Whether `CheckpointConfig.strategy` may be this name.
     configurable: bool = True
@@ -158,14 +155,6 @@ def choose_segments(
 SELECTIVE_SHARE = 0.6
 
 
-def _none(model: nn.Module, sample: Sample) -> list[str]:
-    return []
-
-
-def _full(model: nn.Module, sample: Sample) -> list[str]:
-    return recompute_blocks(model, blocks=sample.blocks, **sample.options)
-
-
 def _sequential(model: nn.Module, sample: Sample) -> list[str]:
     count = sample.num_segments
     if count is None and sample.batch is None:
@@ -181,10 +170,7 @@ def _sequential(model: nn.Module, sample: Sample) -> list[str]:
 def _selective(model: nn.Module, sample: Sample) -> list[str]:
     layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
-    savings = sum(max(0, layer.saving_bytes) for layer in layers)
-    target = max(SELECTIVE_SHARE * held, held - savings)
-    chosen, _ = choose_largest(layers, held - round(target + 1))
-    names = [layer.name for layer in layers if layer.name in chosen]
+    names, _ = choose_largest(layers, held - round(SELECTIVE_SHARE * held + 1))
     return recompute_blocks(model, blocks=names) if names else []
 
 
@@ -193,10 +179,6 @@ def _selective(model: nn.Module, sample: Sample) -> list[str]:
 
 def _sac(model: nn.Module, sample: Sample, *, policy: str = "save_expensive") -> list[str]:
     return apply_sac(model, policy, blocks=sample.blocks, **sample.options)
-
-
-def _sac_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    apply_sac(model, Policy(str(option), calls=option.keep), blocks=names)
 
 
 def _regions(model: nn.Module, sample: Sample) -> list[str]:
@@ -211,10 +193,6 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
     return []
 
 
-def _regions_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    apply_regions(model, blocks=names)
-
-
 # Offload of the activations of blocks to host memory.
 
 
@@ -226,10 +204,6 @@ def _offload(model: nn.Module, sample: Sample) -> list[str]:
         blocks=sample.blocks,
         keep_last=1 if several else 0,
     )
-
-
-def _offload_on_blocks(model: nn.Module, names: list[str], option: Any) -> None:
-    primitives.offload.offload_blocks(model, blocks=names, keep_last=0)
 
 
 def moved_bytes(model: nn.Module) -> dict[str, float]:
@@ -287,12 +261,11 @@ def _plan(model: nn.Module, sample: Sample) -> list[str]:
 # The registry. Nothing and whole blocks come first: the others are read against them.
 
 _REGISTERED_STRATEGIES = (
-    Strategy("none", "keep every activation", _none, on_blocks=lambda model, names, option: None),
+    Strategy("none", "keep every activation", lambda model, sample: []),
     Strategy(
         "full",
         "recompute every block",
-        _full,
-        on_blocks=lambda model, names, option: recompute_blocks(model, blocks=names),
+        lambda model, sample: recompute_blocks(model, blocks=sample.blocks, **sample.options),
     ),
     Strategy("sequential", "recompute runs of blocks, the count with the lowest peak", _sequential),
     Strategy(
@@ -306,14 +279,8 @@ _REGISTERED_STRATEGIES = (
         "move what the blocks hold to CPU memory",
         _offload,
         facts=moved_bytes,
-        on_blocks=_offload_on_blocks,
     ),
-    Strategy(
-        "sac",
-        "keep products, attention and convolutions, by operation",
-        _sac,
-        on_blocks=_sac_on_blocks,
-    ),
+    Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
     Strategy(
         "sac_matmuls",
         "keep matrix products alone, by operation",
@@ -332,12 +299,7 @@ _REGISTERED_STRATEGIES = (
         partial(_sac, policy="every_second_matmul"),
         configurable=False,
     ),
-    Strategy(
-        "regions",
-        "keep products and attention, without a dispatch mode",
-        _regions,
-        on_blocks=_regions_on_blocks,
-    ),
+    Strategy("regions", "keep products and attention, without a dispatch mode", _regions),
     Strategy("timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False),
     Strategy("plan", "what a plan from a file says", _plan),
 )
@@ -346,8 +308,18 @@ ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES
 # What commands list and run on any model; strategy `plan` needs a file.
 STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
 
-# The options that a plan chooses from for each block.
-BLOCK_STRATEGIES = {name: found.on_blocks for name, found in STRATEGIES.items() if found.on_blocks}
+# The strategies that a plan chooses from for each block, and how the named blocks are changed.
+BLOCK_STRATEGIES: dict[str, Callable[[nn.Module, list[str], Any], Any]] = {
+    "none": lambda model, names, option: None,
+    "full": lambda model, names, option: recompute_blocks(model, blocks=names),
+    "offload": lambda model, names, option: primitives.offload.offload_blocks(
+        model, blocks=names, keep_last=0
+    ),
+    "sac": lambda model, names, option: apply_sac(
+        model, Policy(str(option), calls=option.keep), blocks=names
+    ),
+    "regions": lambda model, names, option: apply_regions(model, blocks=names),
+}
 
 # The values of `CheckpointConfig.strategy`.
 CONFIGURED_STRATEGIES = tuple(name for name, found in ALL_STRATEGIES.items() if found.configurable)
@@ -453,11 +425,9 @@ class CheckpointConfig:
                 )
 
     @classmethod
-    def from_config(cls, config: Any) -> "CheckpointConfig":
-        """Build from a mapping (unknown keys are errors) or from an object's attributes."""
+    def from_config(cls, config: Mapping[str, Any]) -> "CheckpointConfig":
+        """Build from a mapping; an unknown key is an error."""
         names = [setting.name for setting in fields(cls)]
-        if not isinstance(config, Mapping):
-            config = {name: getattr(config, name) for name in names if hasattr(config, name)}
         for key in config:
             if key not in names:
                 raise ValueError(f"unknown key {key!r}; {did_you_mean(str(key), names)}")
@@ -498,15 +468,11 @@ def apply_config(
         if config.strategy not in ("none", "plan"):
             names = _configured_blocks(model, config, batch, loss)
         num_segments = config.sequential_segments
-        sample = Sample(batch, loss or _no_loss, names, apply_plan, options, num_segments)
+        sample = Sample(batch, loss, names, apply_plan, options, num_segments)
         changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
     if not config.use_reentrant:
         primitives.keep_routing(model)
     return changed
-
-
-def _no_loss(model: nn.Module, batch: Any) -> Any:
-    raise ValueError("this strategy measures the model: give batch and loss")
 
 
 def _configured_blocks(
