@@ -162,7 +162,7 @@ def test_a_measured_tolerance_accepts_rounding(folder, monkeypatch):
     (folder / "rounds.py").write_text(ROUNDS)
     record_with(monkeypatch, "A")
     record_with(monkeypatch, "B", TORCH_HALVES="1")
-    assert invoke("locate", "A", "B").output.startswith("step 1, forward: model.0, call 0")
+    assert invoke("locate", "A", "B").stdout.startswith("step 1, forward: model.0, call 0")
     ended = invoke("locate", "A", "B", "--tolerance", "auto")
     assert ended.exit_code == 0, ended.output
     assert "differ by rounding alone" in " ".join(ended.output.split())
@@ -233,7 +233,7 @@ def test_equal_records_end_with_status_0(folder):
     recorded(folder / "B")
     ended = invoke("locate", "A", "B")
     assert ended.exit_code == 0
-    assert ended.output.startswith("equal: ")
+    assert ended.stdout.startswith("equal: ")
     # A difference on one rank alone is found.
     recorded(folder / "C", "epsilon")
     for name, other in (("A", "B"), ("B", "C")):

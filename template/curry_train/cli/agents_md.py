@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .screen import ScreenCommand, UnusableInput
+from .screen import UnusableInput, screen_command
 
 LINES = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 BEGIN = b"<!-- curry-train: begin -->"
@@ -21,7 +21,7 @@ MARKED = rb"%s.*?%s" % (re.escape(BEGIN), re.escape(END))
 ADDED = re.compile(rb"(?:\r?\n)?%s\s*\Z|%s\r?\n" % (MARKED, MARKED), re.DOTALL)
 
 
-@click.command("agents-md", cls=ScreenCommand, example="CLAUDE.md")
+@screen_command("agents-md", example="CLAUDE.md")
 @click.argument(
     "file", type=click.Path(dir_okay=False, path_type=Path), default="AGENTS.md", required=False
 )

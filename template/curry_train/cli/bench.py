@@ -35,7 +35,7 @@ from .options import (
     training_options,
 )
 from .savings import interval_cell
-from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
+from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Table of a benchmark, at most 80 columns wide.
 
@@ -139,7 +139,11 @@ def _peak(text: str) -> float | str:
     return rate
 
 
-@click.command("bench", cls=ScreenCommand, example="--model transformer --lever full")
+@screen_command(
+    "bench",
+    example="--model transformer --lever full",
+    takes="runs rounds of steps, in the time of these steps; --steps gives their number",
+)
 @training_options("spec")
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
 @click.option(

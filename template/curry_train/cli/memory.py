@@ -53,7 +53,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
+from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Lines of code that a report lists, so that it has 30 lines in all; --json has more.
 MOST_LINES = 4
@@ -226,7 +226,7 @@ def report_snapshot(path: str) -> Report:
 # The command.
 
 
-@click.command("memory", cls=ScreenCommand, example="--model transformer --plot memory.png")
+@screen_command("memory", example="--model transformer --plot memory.png")
 @training_options("spec", required=False)
 @click.option(
     "--snapshot",

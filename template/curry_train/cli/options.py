@@ -101,25 +101,22 @@ def training_options(
         @functools.wraps(command)
         def run(
             *args: Any,
-            trainer: str | None,
-            script: str | None,
+            program: list[str],
             model_config: str | None,
-            arguments: tuple[str, ...],
             factory_path: str | None,
             **settings: Any,
         ) -> Any:
+            kind, *words = program
             given = settings[name] if multiple else [settings[name]]
             specs = [one for one in given if one is not None]
             if model_config is not None:
                 # The name is for people; the architecture is in the file.
                 model = specs[-1] if specs else Path(model_config).stem
                 specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{model}"]
-            if trainer is not None:
-                specs.append(f"{TRAINER_PREFIX}{trainer}")
-            if script is not None:
-                specs.append(SCRIPT_PREFIX + shlex.join([script, *arguments]))
-            elif arguments:
-                raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
+            if kind == "trainer":
+                specs.append(TRAINER_PREFIX + words[0])
+            if kind == "script":
+                specs.append(SCRIPT_PREFIX + shlex.join(words))
             elif factory_path is not None:
                 raise click.UsageError("--factory writes what --script has read: give it too")
             if not multiple and (len(specs) > 1 or (required and not specs)):
@@ -132,7 +129,7 @@ def training_options(
 
     inputs = all_of(
         model_option(name, more=f". {more}".rstrip(), multiple=multiple),
-        *PROGRAM_INPUTS,
+        program_option(otherwise=""),
         click.option(
             "--model-config",
             metavar="FILE",
@@ -147,17 +144,6 @@ def training_options(
     return decorate
 
 
-# Options that name a program of the user, where others name a model.
-PROGRAM_INPUTS = (
-    click.option(
-        "--trainer",
-        metavar="FACTORY",
-        help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
-        "module, or an Accelerator with its training.",
-    ),
-    click.option("--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."),
-    click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-)
 # The path of --factory in the context of a command.
 FACTORY_KEY = "curry_train.factory_path"
 
@@ -390,7 +376,7 @@ def steps_option(default: int, least: int) -> OptionDecorator:
 def program_option(otherwise: str | None = None) -> OptionDecorator:
     """Add the options of a user's program, which the command gets as `program`: kind and words.
 
-    Without a script or a trainer, the kind is `otherwise`.
+    Without a script or a trainer, the kind is `otherwise`: "" has no words, None is refused.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -404,7 +390,7 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
         ) -> Any:
             if (script and trainer) or (not (script or trainer) and otherwise is None):
                 raise click.UsageError("give either --script or --trainer")
-            if trainer and arguments:
+            if arguments and (trainer or not (script or otherwise)):
                 raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
             if script and not Path(script).is_file():
                 raise UnusableInput(f"there is no file {script}")
@@ -412,7 +398,18 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
             program = [kind, *filter(None, [script or trainer]), *arguments]
             return command(*args, program=program, **settings)
 
-        return all_of(*PROGRAM_INPUTS)(run)
+        return all_of(
+            click.option(
+                "--trainer",
+                metavar="FACTORY",
+                help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's "
+                "with its module, or an Accelerator with its training.",
+            ),
+            click.option(
+                "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
+            ),
+            click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+        )(run)
 
     return decorate
 

@@ -45,7 +45,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, ScreenCommand, messages_on_screen
+from .screen import Ended, messages_on_screen, screen_command
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -113,7 +113,11 @@ SHARDING_OPTIONS = all_of(
 )
 
 
-@click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
+@screen_command(
+    "plan",
+    example="--model transformer --budget 16MiB",
+    takes="tries options on shapes: seconds for a small model, a minute for one of 8B",
+)
 @training_options("spec")
 @click.option(
     "--budget",

@@ -25,7 +25,7 @@ from ..core.wording import provenance
 from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
 from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
+from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 from .train import train_command
 
 Steps = list[dict[str, Any]]
@@ -226,7 +226,11 @@ def _newest_checkpoint(folder: str) -> Path | None:
 # The command.
 
 
-@click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=16")
+@screen_command(
+    "resume-check",
+    example="--steps 6 batch_size=16",
+    takes="runs your training about eight times: whole, resumed, without each part",
+)
 @program_option(otherwise="train")
 @steps_option(12, 3)
 @number_option(

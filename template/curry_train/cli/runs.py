@@ -24,10 +24,10 @@ from .options import results_option
 from .screen import (
     Ended,
     LazyGroup,
-    ScreenCommand,
     UnusableInput,
     fill_screen,
     messages_on_screen,
+    screen_command,
     table,
 )
 
@@ -162,7 +162,7 @@ IN_MODULES = {
         "Estimate the disk space that a checkpoint policy needs.",
     ),
 }
-RUN_ARGUMENT = click.argument("run", metavar="RUN")
+RUN_ARGUMENT = click.argument("run")
 
 
 @click.group("runs", cls=LazyGroup, lazy=IN_MODULES, example="list")
@@ -173,7 +173,7 @@ def runs_command() -> None:
     """
 
 
-@click.command("list", cls=ScreenCommand, example="runs")
+@screen_command("list", example="runs")
 @click.argument("folder", default="runs")
 @results_option()
 def runs_list_command(folder: str) -> Ended:
@@ -189,7 +189,7 @@ def runs_list_command(folder: str) -> Ended:
     return {"folder": folder, "runs": rows}, any(row["damaged"] for row in rows)
 
 
-@click.command("show", cls=ScreenCommand, example="run-001")
+@screen_command("show", example="run-001")
 @RUN_ARGUMENT
 @results_option()
 def show_command(run: str) -> Ended:
@@ -214,7 +214,7 @@ def show_command(run: str) -> Ended:
     return facts, any(row["damaged"] for row in rows)
 
 
-@click.command("verify", cls=ScreenCommand, example="run-001 latest")
+@screen_command("verify", example="run-001 latest")
 @RUN_ARGUMENT
 @click.argument("checkpoint", required=False)
 @results_option()
@@ -303,7 +303,7 @@ def export_parameters(
     return sorted(parameters)
 
 
-@click.command("export", cls=ScreenCommand, example="run-001 latest --out model")
+@screen_command("export", example="run-001 latest --out model")
 @RUN_ARGUMENT
 @click.argument("checkpoint", default="latest")
 @click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")

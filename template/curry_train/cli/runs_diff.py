@@ -18,7 +18,7 @@ from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
 from .options import results_option
-from .screen import Ended, ScreenCommand, fill_screen, table
+from .screen import Ended, fill_screen, screen_command, table
 
 SECTIONS = ("config", "code", "environment")
 
@@ -154,9 +154,9 @@ def _value(value: Any) -> str:
     return printable(value if isinstance(value, str) and value else json.dumps(value))
 
 
-@click.command("diff", cls=ScreenCommand, example="run-001 run-002")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@screen_command("diff", example="run-001 run-002")
+@click.argument("a")
+@click.argument("b")
 @results_option()
 def runs_diff_command(a: str, b: str) -> Ended:
     """Compare two runs by their journals.

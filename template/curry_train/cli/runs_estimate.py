@@ -15,7 +15,7 @@ from ..runs.store import SavedRun
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .options import dtype_option, model_option, results_option
-from .screen import Ended, ScreenCommand, echo_lines, table
+from .screen import Ended, echo_lines, screen_command, table
 
 # Bytes per parameter: the weights, and the weights with the state of AdamW.
 BYTES_PER_PARAMETER = {
@@ -69,7 +69,7 @@ def estimate_table(found: Mapping[str, Any]) -> str:
     return table(lines)
 
 
-@click.command("estimate", cls=ScreenCommand, example="--parameters 7e9 retention.rollback_keep=2")
+@screen_command("estimate", example="--parameters 7e9 retention.rollback_keep=2")
 @click.option(
     "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
 )

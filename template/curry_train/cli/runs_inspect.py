@@ -33,7 +33,7 @@ from ..runs.ranks import RunError
 from ..runs.trainers import read_commit, verify_commit
 from .options import results_option
 from .runs import is_run
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, table
+from .screen import Ended, UnusableInput, echo_lines, screen_command, table
 from .tensor_files import (
     DAMAGE,
     FoundTensor,
@@ -299,8 +299,8 @@ MOST_LINES_SHOWN = 10
 MOST_VALUES_SHOWN = 4
 
 
-@click.command("inspect", cls=ScreenCommand, example="runs/run-001/latest")
-@click.argument("path", metavar="PATH")
+@screen_command("inspect", example="runs/run-001/latest")
+@click.argument("path")
 @results_option()
 def inspect_command(path: str) -> Ended:
     """Inspect anybody's checkpoint without unpickling it.

@@ -22,10 +22,14 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import program_options, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
+from .screen import Ended, UnusableInput, echo_lines, screen_command
 
 
-@click.command("record", cls=ScreenCommand, example="--script train.py --out before -- --rate 0.1")
+@screen_command(
+    "record",
+    example="--script train.py --out before -- --rate 0.1",
+    takes="runs the first steps of your training, in up to twice their own time",
+)
 @program_options(3, least_steps=1)
 @click.option(
     "--level",
@@ -82,9 +86,13 @@ Run = list[dict[str, Any]]
 Pair = tuple[Run, Run]
 
 
-@click.command("locate", cls=ScreenCommand, example="A B --op")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@screen_command(
+    "locate",
+    example="A B --op",
+    takes="compares in seconds; --op and --tolerance run both trainings again",
+)
+@click.argument("a")
+@click.argument("b")
 @click.option(
     "--op", "names_operation", is_flag=True, help="Run both again, and name the operation."
 )

@@ -18,13 +18,17 @@ from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
 from .options import number_option, program_option, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
+from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 
-@click.command("replay", cls=ScreenCommand, example=EXAMPLE)
-@click.argument("box", metavar="BOX")
+@screen_command(
+    "replay",
+    example=EXAMPLE,
+    takes="runs the bad step again, which takes as long as your training's first step",
+)
+@click.argument("box")
 @program_option(otherwise="")
 @number_option(
     "Repeat it so often, and compare the operations of the repeats.", "--times", default=1

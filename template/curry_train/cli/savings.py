@@ -57,9 +57,9 @@ from .options import (
 from .screen import (
     SCREEN_WIDTH,
     Ended,
-    ScreenCommand,
     fill_screen,
     messages_on_screen,
+    screen_command,
     table,
 )
 
@@ -177,7 +177,11 @@ def _numbers(values: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-@click.command("savings", cls=ScreenCommand, example="--out savings --model mlp --strategy full")
+@screen_command(
+    "savings",
+    example="--out savings --model mlp --strategy full",
+    takes="runs steps with each strategy, in the time of a dozen steps for each",
+)
 @click.option(
     "--out",
     required=True,

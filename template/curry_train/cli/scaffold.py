@@ -48,7 +48,7 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import LazyGroup, ScreenCommand, UnusableInput, echo_lines
+from .screen import LazyGroup, UnusableInput, echo_lines, screen_command
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
@@ -57,7 +57,7 @@ EXIT_CONFLICT = 1
 # new
 
 
-@click.command("new", cls=ScreenCommand, example="my-run")
+@screen_command("new", example="my-run")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--name", metavar="NAME", help="Name of the project.  [default: from DIR]")
 @click.option("--own", is_flag=True, help="Copy the run-time rooms instead of the wheel.")
@@ -113,8 +113,8 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
 # add
 
 
-@click.command("add", cls=ScreenCommand, example="sac --into src/mylib/training")
-@click.argument("technique", metavar="TECHNIQUE")
+@screen_command("add", example="sac --into src/mylib/training")
+@click.argument("technique")
 @click.option(
     "--into",
     "directory",
@@ -270,7 +270,7 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 # update
 
 
-@click.command("update", cls=ScreenCommand, example="my-run --dry-run")
+@screen_command("update", example="my-run --dry-run")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
 @click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
 def update_command(directory: Path, dry_run: bool) -> None:
@@ -335,7 +335,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # diff and list
 
 
-@click.command("diff", cls=ScreenCommand, example="my-run --patch")
+@screen_command("diff", example="my-run --patch")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
 @click.option("--patch", is_flag=True, help="Print what turns your files into the bundle's.")
 def diff_command(directory: Path, patch: bool) -> None:
@@ -372,7 +372,7 @@ def patch_lines(file: CopiedFile) -> Iterator[str]:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-@click.command("list", cls=ScreenCommand, example="")
+@screen_command("list", example="")
 def list_command() -> None:
     """List the techniques and what adding each one copies."""
     bundle = find_bundle()

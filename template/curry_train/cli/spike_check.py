@@ -32,7 +32,7 @@ from ..workloads.workload import map_tensors
 from .options import choose_device, model_option, number_option, results_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
+from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 from .train import open_named_run
 
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
@@ -201,7 +201,11 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
     return None
 
 
-@click.command("spike-check", cls=ScreenCommand, example="--steps 18 batch_size=4")
+@screen_command(
+    "spike-check",
+    example="--steps 18 batch_size=4",
+    takes="trains three times: recovered, without the bad samples, and through them",
+)
 @model_option("model", more=". Same as model=.")
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."

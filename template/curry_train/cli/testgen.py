@@ -36,10 +36,10 @@ from .options import (
 from .screen import (
     LIBRARY_FOLDERS,
     WORDS_KEY,
-    ScreenCommand,
     UnusableInput,
     literal,
     render_template,
+    screen_command,
     write_output,
 )
 
@@ -141,7 +141,7 @@ def _path_expression(path: Path, out: Path) -> str:
 # Command `gen-tests`.
 
 
-@click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
+@screen_command("gen-tests", example="--model mlp --out test_gates.py")
 @model_option("model")
 @program_option(otherwise="")
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
@@ -183,8 +183,6 @@ def testgen_command(
     kind, *words = program
     if (model is None) == (not kind):
         raise click.UsageError("give either --model, --trainer or --script")
-    if words and not kind:
-        raise click.UsageError(f"{words[0]!r} is for no script: give --script FILE")
     path = Path(out)
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.

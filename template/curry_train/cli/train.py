@@ -62,7 +62,7 @@ from .options import (
     number_option,
     results_option,
 )
-from .screen import Ended, ScreenCommand, UnusableInput, wrapped
+from .screen import Ended, UnusableInput, fill_screen, screen_command
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 
@@ -165,9 +165,8 @@ def _vocabulary(module: nn.Module) -> int | None:
 STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 
 
-@click.command(
+@screen_command(
     "train",
-    cls=ScreenCommand,
     keeps_traceback=True,
     leave=leave,
     example="steps=20 microbatch=4",
@@ -232,7 +231,7 @@ def train_command(
             trained = train_run(run, watch=watch)
     except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         # Training can't go on, or its state can't be saved.
-        click.echo(wrapped(f"Error: {error}"), err=True)
+        click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
     return _results(config, trained), STATUSES.get(trained.report.ended_by, 0)
 

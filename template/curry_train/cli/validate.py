@@ -59,7 +59,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, progress_on_screen
+from .screen import Ended, UnusableInput, fill_screen, messages_on_screen, screen_command
 
 # Lines of verdicts: one per technique or per gate.
 
@@ -207,7 +207,11 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
         yield fill_screen(f"      {contract.promise}", indent="      ")
 
 
-@click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
+@screen_command(
+    "validate",
+    example="--model mlp --gate grad-accum",
+    takes="runs the gates on the model: seconds if it is small; a time follows if not",
+)
 @training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
@@ -372,13 +376,11 @@ def _measured(
 ) -> Iterator[GateRow]:
     """Run the gates, and yield each row as soon as its verdict is there."""
     rows = measure_rows(cases, gates, implementations=given)
-    with progress_on_screen() as progress:
-        task = progress.add_task("", total=len(cases) * sum(gate.steps for gate in gates))
+    with messages_on_screen() as show_message:
         for case, gate in itertools.product(cases, gates):
-            progress.update(task, description=f"{case.workload.name}: {gate.name}")
+            show_message(f"{case.workload.name}: {gate.name}")
             row = next(rows)
             yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
-            progress.advance(task, gate.steps)
 
 
 def _look(case: Case) -> tuple[Case, FirstLook]:
