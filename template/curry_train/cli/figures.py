@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from ..bench.report import Bench
+from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
@@ -99,20 +99,39 @@ class Trade(NamedTuple):
     peak_bytes: int
 
 
-def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: str) -> None:
+class TradePanel(NamedTuple):
+    """What one panel shows, with the meaning of a cost."""
+
+    title: str
+    axis: str
+    trades: Sequence[Trade]
+
+
+def _time(row: Figures | SavingsRow) -> Trade:
+    ratio = row.ratio or PLAIN_RATIO
+    return Trade(row.name, ratio.median, (ratio.lower, ratio.upper), row.peak_bytes or 0)
+
+
+def _plot_trades(path: str | Path, title: str, cases: Sequence[Sequence[TradePanel]]) -> None:
     """Draw the peak over the cost of each setup; a setup looks alike in all panels."""
-    points = [(trade.cost, trade.peak_bytes / BYTES_PER_MIB) for trade in trades]
-    for trade, (cost, peak) in zip(trades, points, strict=True):
-        index = names.index(trade.name)
-        colour = COLOURS[index % len(COLOURS)]
-        marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
-        axes.plot([cost], [peak], marker, color=colour, label=trade.name)
-        if None not in trade.ends:
-            axes.hlines(peak, *trade.ends, colour, linewidth=0.9, alpha=0.5)
-    front = list(zip(*pareto(points), strict=True))
-    axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
-    axes.set_ylim(0, 1.1 * max((peak for _, peak in points), default=1.0))
-    axes.set(xlabel=x, ylabel="peak, MiB")
+    names = list(dict.fromkeys(t.name for case in cases for panel in case for t in panel.trades))
+    width, height = 3.5 + 4 * len(cases[0]), 0.5 + 4 * len(cases)
+    with _picture(path, width, height, title, TRADE_NOTE) as figure:
+        grid = figure.subplots(len(cases), len(cases[0]), squeeze=False)
+        for axes, panel in zip(grid.flat, itertools.chain(*cases), strict=True):
+            points = [(trade.cost, trade.peak_bytes / BYTES_PER_MIB) for trade in panel.trades]
+            for trade, (cost, peak) in zip(panel.trades, points, strict=True):
+                index = names.index(trade.name)
+                colour = COLOURS[index % len(COLOURS)]
+                marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
+                axes.plot([cost], [peak], marker, color=colour, label=trade.name)
+                if None not in trade.ends:
+                    axes.hlines(peak, *trade.ends, colour, linewidth=0.9, alpha=0.5)
+            front = list(zip(*pareto(points), strict=True))
+            axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
+            axes.set(xlabel=panel.axis, ylabel="peak, MiB", title=panel.title)
+            axes.set_ylim(bottom=0)
+        figure.legend(*grid[0, -1].get_legend_handles_labels(), loc=RIGHT)
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
@@ -121,38 +140,25 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
         f"{device or bench.device}: one optimizer step"
     )
-    trades = []
-    for row in bench.rows:
-        if row.step and row.peak_bytes:
-            ratio = row.ratio or PLAIN_RATIO
-            ends = (ratio.lower, ratio.upper)
-            trades.append(Trade(row.name, ratio.median, ends, row.peak_bytes))
-    with _picture(path, 9, 5, title, TRADE_NOTE) as figure:
-        _draw_trades(figure.add_subplot(), trades, [trade.name for trade in trades], RATIO_AXIS)
-        figure.legend(loc=RIGHT)
+    times = [_time(row) for row in bench.rows if row.step and row.peak_bytes]
+    _plot_trades(path, title, [[TradePanel("", RATIO_AXIS, times)]])
 
 
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> None:
     """Write a PNG of the rows that were measured, a line of panels for each case."""
-    rows = [row for row in rows if row.outcome == MEASURED_OUTCOME]
-    names = list(dict.fromkeys(row.name for row in rows))
-    cases = [list(case) for _, case in itertools.groupby(rows, key=lambda row: row.label)]
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
-    with _picture(path, 11.5, 0.5 + 4.0 * len(cases), title, TRADE_NOTE) as figure:
-        for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
-            times = []
-            flops = []
-            for row in case:
-                peak = row.peak_bytes or 0
-                if row.ratio is not None or row.name == REFERENCE_STRATEGY:
-                    ratio = row.ratio or PLAIN_RATIO
-                    times.append(Trade(row.name, ratio.median, (ratio.lower, ratio.upper), peak))
-                share = 100 * (row.recompute_ratio or 0)
-                flops.append(Trade(row.name, share, (None, None), peak))
-            _draw_trades(panels[0], times, names, RATIO_AXIS)
-            _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
-            panels[0].set_title(case[0].label)
-            panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    measured = [row for row in rows if row.outcome == MEASURED_OUTCOME]
+    cases = []
+    for label, case in itertools.groupby(measured, key=lambda row: row.label):
+        shown = list(case)
+        times = [_time(row) for row in shown if row.ratio or row.name == REFERENCE_STRATEGY]
+        flops = [
+            Trade(row.name, 100 * (row.recompute_ratio or 0), (None, None), row.peak_bytes or 0)
+            for row in shown
+        ]
+        again = TradePanel("", "recomputed FLOPs, % of one forward", flops)
+        cases.append([TradePanel(label, RATIO_AXIS, times), again])
+    _plot_trades(path, title, cases)
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -425,30 +431,31 @@ def plot_runs(
         raise ValueError("there is nothing to draw: no journal has a step that counts")
     looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
     metrics = [name for history in drawn for name in history.metrics]
-    metric = max(metrics, key=metrics.count) if metrics else None
-    heights = [3.4, *([1.5] if metric else []), 1.0, 1.0, 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
+    metric = max(metrics, key=metrics.count) if metrics else ""
+    labels = {"loss": "loss" if smooth is None else f"loss, mean over {smooth} steps"}
+    if metric:
+        labels["value"] = printable(metric, longest=20).replace("_", " ")
+    labels |= {"learning_rate": "learning rate", "peak_bytes": "peak, GiB"}
+    heights = [3.4, *[1.2] * (len(labels) - 1), 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
     title = f"{len(drawn)} runs" if len(drawn) > 1 else shorten(drawn[0].name)
     with _picture(path, 11, sum(heights) + 1.5, title) as figure:
         panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-        loss, *dev, rate, memory, events = panels
-
-        # The runs with a name are drawn last, over the others.
-        for number, (history, colour) in reversed(list(enumerate(looks))):
-            label = shorten(history.name) if number < MOST_NAMED else None
-            _draw_values(loss, history.course, "loss", colour, smooth=smooth, label=label)
-            _draw_values(rate, history.course, "learning_rate", colour)
-            _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
-            if metric in history.metrics:
-                _draw_values(dev[0], history.metrics[metric], "value", colour)
-        _scale_loss(loss, [history.course for history in drawn])
-        loss.set(ylabel="loss" if smooth is None else f"loss, mean over {smooth} steps")
-        if metric:
-            dev[0].set(ylabel=printable(metric, longest=20).replace("_", " "))
-        for axes, name in ((rate, "learning rate"), (memory, "peak, GiB")):
-            axes.set(ylabel=name, ylim=(0, 1.15 * axes.get_ylim()[1]))
-        _draw_events(events, looks[:MOST_NAMED])
+        for axes, (name, label) in zip(panels, labels.items(), strict=False):
+            # The runs with a name are drawn last, over the others.
+            for number, (history, colour) in reversed(list(enumerate(looks))):
+                course = history.metrics.get(metric) if name == "value" else history.course
+                run = shorten(history.name) if number < MOST_NAMED else None
+                if course is not None:
+                    _draw_values(axes, course, name, colour, label=run, smooth=smooth)
+            axes.set(ylabel=label)
+        least, most = panels[0].dataLim.intervaly
+        if 0 < LOG_FROM * least < most:
+            panels[0].set_yscale("log")
+        for axes in panels[-3:-1]:
+            axes.set_ylim(bottom=0)
+        _draw_events(panels[-1], looks[:MOST_NAMED])
         if len(drawn) > 1:
-            handles, names = loss.get_legend_handles_labels()
+            handles, names = panels[0].get_legend_handles_labels()
             figure.legend(handles[::-1], names[::-1], loc=RIGHT)
     return [history.name for history, _ in looks[:MOST_NAMED]]
 
@@ -462,20 +469,19 @@ def shorten(name: str) -> str:
 
 
 def _draw_values(
-    axes: Any,
-    course: Course,
-    name: str,
-    colour: str,
-    *,
-    smooth: int | None = None,
-    divide: float = 1.0,
-    label: str | None = None,
+    axes: Any, course: Course, name: str, colour: str, *, label: str | None, smooth: int | None
 ) -> None:
-    """Draw the steps that count, and faintly those that were rolled back or resumed over."""
+    """Draw the steps that count, and faintly those that were rolled back or resumed over.
+
+    Losses that are not finite are marked at the edge.
+    """
     for steps in (*course.superseded, course.steps):
         x = numpy.asarray(steps.step)
-        y = numpy.asarray(steps.values[name]) / divide
-        if smooth is not None and len(y) >= smooth:
+        y = numpy.asarray(steps.values[name])
+        if name == "peak_bytes":
+            y = y / BYTES_PER_GIB
+        lost = x[~numpy.isfinite(y)] if name == "loss" else x[:0]
+        if name == "loss" and smooth is not None and len(y) >= smooth:
             x = x[smooth - 1 :]
             y = numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
         y = numpy.where(numpy.isfinite(y), y, numpy.nan)
@@ -483,37 +489,21 @@ def _draw_values(
         look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}
         # A value alone has no line.
         axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)
-
-
-def _scale_loss(axes: Any, courses: Sequence[Course]) -> None:
-    """Use a logarithmic axis where losses span a decade; mark at the edge those not finite."""
-    parts = [part for course in courses for part in (course.steps, *course.superseded)]
-    lost = [
-        step
-        for part in parts
-        for step, loss in zip(part.step, part.values["loss"], strict=True)
-        if not math.isfinite(loss)
-    ]
-    edge = axes.get_xaxis_transform()
-    axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, transform=edge, zorder=5)
-    current = numpy.concatenate([numpy.asarray(one.steps.values["loss"]) for one in courses])
-    finite = current[numpy.isfinite(current)]
-    if len(finite) and 0 < LOG_FROM * finite.min() < finite.max():
-        axes.set_yscale("log")
+        edge = {"transform": axes.get_xaxis_transform(), "zorder": 5}
+        axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, **edge)
 
 
 def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
     """Draw a row of events for each run, with a legend of their signs below."""
+    signs = {}
     for row, (history, colour) in enumerate(runs):
         axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
         for kind, marker in EVENT_MARKERS.items():
             if steps := [event.step for event in history.events.get(kind, [])]:
                 own = SPIKE_COLOUR if kind == "spike" else colour
-                sign = {"marker": marker, "linestyle": "none", "clip_on": False}
-                axes.plot(steps, [row] * len(steps), color=own, label=kind, **sign)
-    axes.plot([], [], color=GREY_COLOUR, alpha=FAINT_OPACITY, label="rolled back or resumed over")
-    handles, labels = axes.get_legend_handles_labels()
-    signs = dict(zip(labels, handles, strict=True))
+                (signs[kind],) = axes.plot(steps, [row] * len(steps), marker, color=own)
+    look = {"color": GREY_COLOUR, "alpha": FAINT_OPACITY}
+    (signs["rolled back or resumed over"],) = axes.plot([], [], **look)
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
     axes.figure.legend(signs.values(), signs.keys(), **place)
     axes.set(xlabel="step", ylabel="events", ylim=(len(runs) - 0.4, -0.6), yticks=[])

@@ -4,13 +4,13 @@ Proof: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,7 +55,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     """Record a program in processes of its own, by the options of `record_run`."""
     if Path(out).exists() and any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
-    job = Recording(out, program, options)
+    job = functools.partial(_watch, out, program, options)
     exchange = options.get("exchange") or {}
     ignored = [out, *(str(one) for one in exchange.values() if isinstance(one, str))]
     found = run_ranks(job, program, num_ranks=num_ranks, ignored=ignored)
@@ -63,23 +63,20 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
         raise UnusableInput("it ended before a step of an optimizer")
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Records a program into a folder, by the options of `record_run`."""
-
-    out: str
-    program: Sequence[str]
-    options: Mapping[str, Any]
-
-    def watch(self, run: Callable[[], None], end: End) -> None:
-        """Run it until the steps are recorded."""
-        options = {"exchange": None, **self.options}
-        if options["exchange"]:
-            options["exchange"] = Exchange(**options["exchange"])
-        options["when_enough"] = lambda: end({"steps": options["steps"]})
-        with record_run(self.out, program=self.program, **options):
-            run()
-        end({"steps": read_fingerprints(self.out)[-1].get("step", 0)})
+def _watch(
+    out: str, program: Sequence[str], options: dict[str, Any], run: Callable[[], None], end: End
+) -> None:
+    """Run a program until its steps are recorded."""
+    exchange = options.pop("exchange", None)
+    with record_run(
+        out,
+        program=program,
+        exchange=Exchange(**exchange) if exchange else None,
+        when_enough=lambda: end({"steps": options["steps"]}),
+        **options,
+    ):
+        run()
+    end({"steps": read_fingerprints(out)[-1].get("step", 0)})
 
 
 Run = list[dict[str, Any]]

@@ -211,14 +211,14 @@ def with_technique(bundle: Bundle, technique: Technique, target: CopyTarget) -> 
             f"{target.root / LOCK_NAME} has the techniques of this project in {known.directory}; "
             f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
         )
-    place = {"directory": target.inside_root, "package": target.package}
     files = dict(known.files)
     # What was deleted since comes again.
-    for path in technique_files(bundle, [technique], **place):
+    into, package = target.inside_root, target.package
+    for path in technique_files(bundle, [technique], directory=into, package=package):
         if not (target.root / path).exists():
             files.pop(path, None)
     techniques = tuple(sorted({*known.techniques, technique.name}))
-    return replace(known, techniques=techniques, files=files, **place)
+    return replace(known, directory=into, package=package, techniques=techniques, files=files)
 
 
 INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'

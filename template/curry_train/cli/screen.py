@@ -172,7 +172,7 @@ class ScreenCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> None:
         if self.takes and not ctx.params.get("list_only"):
-            click.echo(f"{self.name} {self.takes}", err=True)
+            click.echo(fill_screen(f"{self.name} {self.takes}"), err=True)
         path = ctx.meta.get(JSON_KEY)
         kept = standard_output_kept() if path == "-" else nullcontext()
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
