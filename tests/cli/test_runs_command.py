@@ -98,9 +98,9 @@ def test_a_missing_run_is_answered_with_the_existing_ones(runs, monkeypatch):
     status, output = call("show", "frist-001")
     assert (status, " ".join(output.split())) == (
         2,
-        "Error: frist-001 is no run: did you mean first-001? runs has first-001",
+        "Error: there is no run frist-001; did you mean first-001? runs has first-001",
     )
-    assert "is no run: runs has first-001" in " ".join(call("verify", "runs/zzz")[1].split())
+    assert "no run runs/zzz; runs has first-001" in " ".join(call("verify", "runs/zzz")[1].split())
 
 
 def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from ..core.wording import format_bytes
 from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
-from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs
+from ..runs.layout import CHECKPOINT_KINDS, find_run
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.store import SavedRun
 from .options import results_option
@@ -242,16 +242,7 @@ def verify_command(run: str, checkpoint: str | None) -> Ended:
 
 def _open(run: str) -> SavedRun:
     """Open a run given by folder, or by name in `runs`."""
-    for place in (Path(run), Path("runs", run)):
-        if is_run(place):
-            return SavedRun(place)
-    root = Path(run).parent if Path(run).parent.name else Path("runs")
-    names = [path.name for path in root.glob("*/") if is_run(path)]
-    folders = ", ".join(CHECKPOINT_KINDS)
-    advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
-    if names:
-        advice = describe_existing_runs(Path(run).name, names, root=root)
-    raise UnusableInput(printable(f"{run} is no run: {advice}", longest=1000))
+    return SavedRun(find_run(run, root="runs", is_run=is_run))
 
 
 def is_run(path: Path) -> bool:

@@ -53,8 +53,6 @@ PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # The path of --json in the context of a command.
 JSON_KEY = "curry_train.json_path"
-# The words that were typed behind the name of a command.
-WORDS_KEY = "curry_train.words"
 
 
 class UnusableInput(click.ClickException):
@@ -163,7 +161,6 @@ class ScreenCommand(click.Command):
         if not isinstance(self, click.Group):
             home = str(Path.home())
             args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
-            ctx.meta[WORDS_KEY] = tuple(args)
         return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
