@@ -123,8 +123,8 @@ preflight --script gone.py                  | there is no file gone.py
 preflight --script gone.py --steps 1        | --steps
 runs list nowhere                           | there is no folder nowhere
 runs show nowhere                           | there is no run nowhere; runs has no runs yet
-runs estimate                               | give --parameters or --model
-runs estimate --parameters many             | many
+runs estimate                               | Missing option '--parameters'
+runs estimate --parameters 0                | 0
 runs estimate --parameters 7e9 retention.rollback=1 | checkpoint.retention.rollback is no key
 runs estimate --parameters 7e9 best_k       | sets nothing: write key=value
 runs record --out A                         | give either --script or --trainer

@@ -53,7 +53,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
+from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command, table
 
 # Lines of code that a report lists, so that it has 30 lines in all; --json has more.
 MOST_LINES = 4
@@ -235,7 +235,7 @@ def report_snapshot(path: str) -> Report:
     metavar="FILE",
     help="Read a CUDA memory snapshot in place of a model.",
 )
-@click.option("--on-shapes", is_flag=True, help="Run the model without values, in little memory.")
+@flag("Run the model without values, in little memory.", "--on-shapes")
 @run_options
 @plot_option("Draw the timeline as PNG; needs matplotlib.")
 @output_option("Write the timeline as a page for a browser.", "--html", "html_path")

@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 import functools
 import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -45,7 +44,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, messages_on_screen, screen_command
+from .screen import Ended, flag, messages_on_screen, screen_command
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -181,13 +180,10 @@ SHARDING_OPTIONS = all_of(
     help="Compute the loss in chunks of tokens, or whole.  [default: try both]",
 )
 @seed_option()
-@click.option("--explain", is_flag=True, help="Print every candidate.")
-@click.option("--verify", is_flag=True, help="Measure a planned step on this device.")
+@flag("Print every candidate.", "--explain")
+@flag("Measure a planned step on this device.", "--verify")
 @output_option("Write the plan as JSON, which Plan.load reads.", "--out")
 @plot_option("Draw step time against memory as PNG; needs matplotlib.")
-@output_option(
-    "Write the planned step as a page for a browser.", "--html", "page_path", metavar="FILE"
-)
 @results_option()
 def plan_command(
     spec: str,
@@ -205,7 +201,6 @@ def plan_command(
     verify: bool,
     out: str | None,
     plot_path: str | None,
-    page_path: str | None,
     **shared: Any,
 ) -> Ended:
     """Find the fastest way to train within a memory budget.
@@ -247,9 +242,7 @@ def plan_command(
             sharding=sharding,
             **settings,
         )
-        plan, plain = _find_plan(
-            planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
-        )
+        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, plot_path)
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
@@ -310,11 +303,9 @@ def _find_plan(
     budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
-    *,
     plot_path: str | None,
-    page_path: str | None,
 ) -> tuple[Plan, Timeline]:
-    """Return the plan and the timeline of the plain step; write the pictures of the plan.
+    """Return the plan and the timeline of the plain step; draw the plan.
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
@@ -330,13 +321,6 @@ def _find_plan(
         if plot_path:
             show_message("drawing")
             plot_plan(planner, plan, plot_path)
-        if page_path:
-            # Imported here because most plans are drawn on no page.
-            from .memory_page import course_of_timeline, write_page
-
-            title = f"{plan.workload} on {plan.settings['device']}, as planned"
-            course = course_of_timeline(planner.planned_timeline())
-            write_page(replace(course, title=title), page_path)
     return plan, plain
 
 

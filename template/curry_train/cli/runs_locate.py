@@ -22,7 +22,7 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import program_options, results_option
-from .screen import Ended, UnusableInput, echo_lines, screen_command
+from .screen import Ended, UnusableInput, echo_lines, flag, screen_command
 
 
 @screen_command(
@@ -90,9 +90,7 @@ Pair = tuple[Run, Run]
 )
 @click.argument("a")
 @click.argument("b")
-@click.option(
-    "--op", "names_operation", is_flag=True, help="Run both again, and name the operation."
-)
+@flag("Run both again, and name the operation.", "--op", "names_operation")
 @click.option(
     "--tolerance",
     type=click.Choice(("none", "auto")),

@@ -244,22 +244,16 @@ def savings_command(
     cases, choices = _cases(models or ("transformer",), place, options)
     if limit is not None:
         check_limit(limit, place)
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
     facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
     facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
     rows = list[SavingsRow]()
-    try:
-        with messages_on_screen() as show:
-            for case, depth in cases:
-                show(f"{case.workload.name}, {case.batch_size} samples")
-                rows += measure_savings(
-                    case, names, depth=depth, repeats=repeats, limit=limit, tell=show
-                )
-    except BaseException:
-        if is_new:
-            out.rmdir()
-        raise
+    with messages_on_screen() as show:
+        for case, depth in cases:
+            show(f"{case.workload.name}, {case.batch_size} samples")
+            rows += measure_savings(
+                case, names, depth=depth, repeats=repeats, limit=limit, tell=show
+            )
+    out.mkdir(parents=True, exist_ok=True)
     data = facts | {"limit_bytes": limit, "rows": [asdict(row) for row in rows]}
     write_json(str(out / "savings.json"), data)
     title = f"{facts['device']}, torch {facts['torch']}"

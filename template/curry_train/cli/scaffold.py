@@ -45,7 +45,7 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import LazyGroup, UnusableInput, echo_lines, screen_command
+from .screen import LazyGroup, UnusableInput, echo_lines, flag, screen_command
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
@@ -57,8 +57,8 @@ EXIT_CONFLICT = 1
 @screen_command("new", example="my-run")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--name", metavar="NAME", help="Name of the project.  [default: from DIR]")
-@click.option("--own", is_flag=True, help="Copy the run-time rooms instead of the wheel.")
-@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+@flag("Copy the run-time rooms instead of the wheel.", "--own")
+@flag("List what would be written; write nothing.", "--dry-run")
 def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> None:
     """Start a training project.
 
@@ -115,8 +115,8 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
     type=click.Path(path_type=Path),
     help="The package that gets it; made if missing.",
 )
-@click.option("--own", is_flag=True, help="Copy the room runs/ too (saving, loss spikes).")
-@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+@flag("Copy the room runs/ too (saving, loss spikes).", "--own")
+@flag("List what would be written; write nothing.", "--dry-run")
 def add_command(technique: str, directory: Path | None, own: bool, dry_run: bool) -> None:
     """Add one technique to a repository.
 
@@ -242,7 +242,7 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 
 @screen_command("update", example="my-run --dry-run")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+@flag("List what would be written; write nothing.", "--dry-run")
 def update_command(directory: Path, dry_run: bool) -> None:
     """Merge a newer release into copied files.
 
@@ -323,7 +323,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 @screen_command("diff", example="my-run --patch")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
-@click.option("--patch", is_flag=True, help="Print what turns your files into the bundle's.")
+@flag("Print what turns your files into the bundle's.", "--patch")
 def diff_command(directory: Path, patch: bool) -> None:
     """Compare copied files with their origin.
 

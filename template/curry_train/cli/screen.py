@@ -221,6 +221,11 @@ class ScreenCommand(click.Command):
         formatter.write(f"\nExample: {runner}{ctx.command_path} {self.example}".rstrip() + "\n")
 
 
+def flag(text: str, *names: str) -> Callable[[Any], Any]:
+    """Add an option without a value."""
+    return click.option(*names, is_flag=True, help=text)
+
+
 def screen_command(name: str, *, example: str, **settings: Any) -> Callable[[Any], ScreenCommand]:
     """Return the decorator of a command, with the settings of `ScreenCommand`."""
     return click.command(name, cls=ScreenCommand, example=example, **settings)

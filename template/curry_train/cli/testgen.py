@@ -38,6 +38,7 @@ from .options import (
 from .screen import (
     LIBRARY_FOLDERS,
     UnusableInput,
+    flag,
     literal,
     render_template,
     screen_command,
@@ -165,7 +166,7 @@ def _path_expression(path: Path, out: Path) -> str:
     metavar="NAME",
     help="Where the gates are, such as mylib.training.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
+@flag("Replace FILE even if something else wrote it.", "--overwrite")
 def testgen_command(
     model: str | None,
     program: list[str],

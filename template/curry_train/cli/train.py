@@ -62,7 +62,7 @@ from .options import (
     number_option,
     results_option,
 )
-from .screen import Ended, UnusableInput, fill_screen, screen_command
+from .screen import Ended, UnusableInput, fill_screen, flag, screen_command
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 
@@ -187,9 +187,9 @@ STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
-@click.option("--record-memory", is_flag=True, help="Write a snapshot if a GPU is out of memory.")
+@flag("Write a snapshot if a GPU is out of memory.", "--record-memory")
 @results_option()
-@click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")
+@flag("Print the complete configuration and exit.", "--show-config")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
     path: str | None,

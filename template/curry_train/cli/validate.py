@@ -60,6 +60,7 @@ from .screen import (
     UnusableInput,
     echo_lines,
     fill_screen,
+    flag,
     messages_on_screen,
     screen_command,
 )
@@ -230,12 +231,11 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
 )
 @run_options
 @number_option("Check the same model with this many layers.", "--shrink")
-@click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
-@click.option(
+@flag("Show what each gate measured; implied by --gate.", "--figures")
+@flag(
+    "List the gates, with --figures their claims and what --impl takes; exit.",
     "--list",
     "list_only",
-    is_flag=True,
-    help="List the gates, with --figures their claims and what --impl takes; exit.",
 )
 def validate_command(
     models: tuple[str, ...],
