@@ -114,6 +114,11 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
     assert (package / "checkpointed.py").is_file()
     assert (package / "blocks.py").read_text() == newer
     assert (package / "blocks.py").stat().st_mode & 0o777 == 0o640
+    planned = scaffold(bundle, *arguments, "--overwrite", "--dry-run", cwd=repository)
+    assert "replace    src/mylib/training/sac.py" in planned.stdout
+    assert (package / "sac.py").read_text() == "EDITED = True\n"
+    assert scaffold(bundle, *arguments, "--overwrite", cwd=repository).returncode == 0
+    assert "def apply_sac" in (package / "sac.py").read_text()
 
 
 @pytest.mark.parametrize("link", ["src/mylib/training", "src/mylib/training/blocks.py", "tests"])
@@ -155,7 +160,7 @@ def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path
     )
     refused = scaffold(REAL, "add", technique.name, "--own", cwd=tmp_path)
     assert (refused.returncode, tree(tmp_path)) == (2, {})
-    assert "takes no --own" in refused.error
+    assert "takes neither --own nor --overwrite" in refused.error
 
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)

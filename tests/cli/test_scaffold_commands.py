@@ -123,7 +123,7 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path):
             "there are memory-plan, sac, grad-accum, loss-spike",
         ),
         (["add", "sac"], "--into is missing"),
-        (["add", "memory-plan", "--own"], "takes no --own"),
+        (["add", "memory-plan", "--own"], "takes neither --own nor --overwrite"),
         (["add", "sac", "--into", "my-package"], "can't import a folder called 'my-package'"),
         (["add", "sac", "--into", "file"], "file is a file, and a folder must go there"),
         (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),

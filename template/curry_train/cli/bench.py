@@ -55,10 +55,10 @@ def bench_table(bench: Bench) -> str:
     heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
     rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
     blocks = [
-        "\n".join(fill_screen(line, indent="") for line in setup),
+        fill_screen("\n".join(setup), indent=""),
         table([heads, *map(_cells, rows)]),
-        "\n".join(fill_screen(line) for line in _remarks(bench)),
-        "\n".join(fill_screen(line, indent="  ") for line in _legend(bench)),
+        fill_screen("\n".join(_remarks(bench))),
+        fill_screen("\n".join(_legend(bench))),
     ]
     return "\n\n".join(block for block in blocks if block)
 

@@ -113,7 +113,7 @@ class DeviceReport:
                 f"    {format_bytes(event.address)} of the device free, {format_bytes(free)} "
                 "reserved but unallocated"
             )
-        lines += [fill_screen(f"  {note}") for note in self.notes]
+        lines += map(fill_screen, self.notes)
         tables = [self._owner_rows(), self._lever_rows()]
         lines += [f"\n{table(rows)}" for rows in tables]
         return "\n".join(lines)

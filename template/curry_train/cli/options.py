@@ -337,7 +337,7 @@ def first_line(error: Exception) -> str:
 
 def blocks_text(choice: BlockChoice) -> str:
     """Return the lines on the blocks, at most 80 columns wide."""
-    return "\n".join(map(fill_screen, choice.lines()))
+    return fill_screen("\n".join(choice.lines()))
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, flag, messages_on_screen, screen_command
+from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -329,7 +328,7 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     peak = plain.peak
     owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
     lines = [
-        *textwrap.wrap(plan.assumptions(), 80),
+        fill_screen(plan.assumptions(), indent=""),
         f"as it is, {plan.microbatch} samples: {format_bytes(peak.bytes_alive)} of tensors in "
         f"{peak.phase}",
     ]
@@ -338,12 +337,10 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         for held, owner in owners
     ]
     host = [plan.settings["host_note"]] if "host_note" in plan.settings else []
-    for line in (*plan.settings.get("block_notes", ()), *host):
-        lines += textwrap.wrap(line, 80, subsequent_indent="  ")
+    lines += map(fill_screen, (*plan.settings.get("block_notes", ()), *host))
     if plan.settings["why_real"]:
-        lines += textwrap.wrap(
-            f"measured for real, without offload: {plan.settings['why_real']}", 80
-        )
+        why = f"measured for real, without offload: {plan.settings['why_real']}"
+        lines.append(fill_screen(why, indent=""))
     return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
 

@@ -21,6 +21,7 @@ from .main import COMMANDS
 from .merge import (
     LOCK_NAME,
     STATES,
+    Base,
     Change,
     CopiedFile,
     Lock,
@@ -117,7 +118,10 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
 )
 @flag("Copy the room runs/ too (saving, loss spikes).", "--own")
 @flag("List what would be written; write nothing.", "--dry-run")
-def add_command(technique: str, directory: Path | None, own: bool, dry_run: bool) -> None:
+@flag("Replace files that differ, edits too.", "--overwrite")
+def add_command(
+    technique: str, directory: Path | None, own: bool, dry_run: bool, overwrite: bool
+) -> None:
     """Add one technique to a repository.
 
     Its modules and its test are copied and are yours; what was copied before is updated. For what
@@ -129,9 +133,10 @@ def add_command(technique: str, directory: Path | None, own: bool, dry_run: bool
     bundle = find_bundle()
     chosen = bundle.find(technique)
     if chosen.kind is Kind.TOOL or (chosen.kind is Kind.ROOM and not own):
-        if own:
+        if own or overwrite:
             raise UnusableInput(
-                f"{technique} takes no --own: 'curry-train list' shows what is copied"
+                f"{technique} takes neither --own nor --overwrite: "
+                "'curry-train list' shows what is copied"
             )
         _echo_usage(bundle, chosen)
         return
@@ -141,7 +146,7 @@ def add_command(technique: str, directory: Path | None, own: bool, dry_run: bool
             "such as --into src/mylib/training"
         )
     target = find_target(directory)
-    lock = with_technique(bundle, chosen, target)
+    lock = with_technique(bundle, chosen, target, overwrite=overwrite)
     _bring(bundle, target.root, lock, what=chosen.name, dry_run=dry_run)
     if chosen.kind is Kind.OWNED:
         click.echo(f"Next:\n  {target.test_command(chosen.test)}")
@@ -203,8 +208,13 @@ def find_target(directory: Path) -> CopyTarget:
     return CopyTarget(directory, root, ".".join(names), top.parent)
 
 
-def with_technique(bundle: Bundle, technique: Technique, target: CopyTarget) -> Lock:
-    """Return the lock of a project with one more technique."""
+def with_technique(
+    bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
+) -> Lock:
+    """Return the lock of a project with one more technique.
+
+    With `overwrite`, what is in its files counts as copied, so that nothing of it is kept.
+    """
     known = read_lock(target.root) or Lock(bundle.version)
     if known.directory not in (None, target.inside_root):
         raise UnusableInput(
@@ -212,11 +222,13 @@ def with_technique(bundle: Bundle, technique: Technique, target: CopyTarget) -> 
             f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
         )
     files = dict(known.files)
-    # What was deleted since comes again.
     into, package = target.inside_root, target.package
     for path in technique_files(bundle, [technique], directory=into, package=package):
-        if not (target.root / path).exists():
-            files.pop(path, None)
+        place = target.root / path
+        if not place.exists():
+            files.pop(path, None)  # what was deleted since comes again
+        elif overwrite:
+            files[path] = Base(known.version, place.read_bytes())
     techniques = tuple(sorted({*known.techniques, technique.name}))
     return replace(known, directory=into, package=package, techniques=techniques, files=files)
 
