@@ -131,7 +131,9 @@ def _plot_trades(path: str | Path, title: str, cases: Sequence[Sequence[TradePan
             axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
             axes.set(xlabel=panel.axis, ylabel="peak, MiB", title=panel.title)
             axes.set_ylim(bottom=0)
-        figure.legend(*grid[0, -1].get_legend_handles_labels(), loc=RIGHT)
+        found = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
+        marks = {name: mark for mark, name in itertools.chain(*found)}
+        figure.legend(marks.values(), marks.keys(), loc=RIGHT)
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
@@ -262,40 +264,35 @@ PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
 
 def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
-    with _picture(path, 11, 4.6, course.title) as figure:
-        _draw_course(figure.add_subplot(), course, colours)
-        figure.legend(title="MiB at the peak", reverse=True, loc=RIGHT)
-
-
-def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
-    total = course.totals[course.peak_place]
-    peak = total / BYTES_PER_MIB
+    total = max(course.totals[course.peak_place], 1)
     reserved = [size / BYTES_PER_MIB for size in course.reserved]
-    for number, (phase, start, end) in enumerate(course.phases):
-        axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
-        if (end - start) * 80 >= course.end * len(phase):
-            axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9, zorder=4)
-    axes.stackplot(
-        course.moments,
-        [numpy.array(owned) / BYTES_PER_MIB for owned in course.owners.values()],
-        colors=[colours[owner] for owner in course.owners],
-        labels=[
-            f"{owner}  {format_mebibytes(owned[course.peak_place])} "
-            f"({owned[course.peak_place] / max(total, 1):.0%})"
-            for owner, owned in course.owners.items()
-        ],
-        step="post",
-        linewidth=0,
-    )
-    if reserved:
-        line = {"drawstyle": "steps-post", "color": "black", "linewidth": 1}
-        axes.plot(course.moments, reserved, label="reserved", **line)
-    axes.set_xlim(course.moments[0], course.end)
-    axes.set_ylim(0, max([peak, *reserved, 1e-9]) * 1.1)
-    moment = course.moments[course.peak_place]
-    axes.plot([moment], [peak], "v", color="black", clip_on=False, label=course.peak_text)
-    axes.set(xlabel=course.unit, ylabel="MiB alive")
-    axes.grid(False, axis="x")
+    with _picture(path, 11, 4.6, course.title) as figure:
+        axes = figure.add_subplot()
+        for number, (phase, start, end) in enumerate(course.phases):
+            axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
+            if (end - start) * 80 >= course.end * len(phase):
+                axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9)
+        at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
+        axes.stackplot(
+            course.moments,
+            [numpy.array(sizes) / BYTES_PER_MIB for sizes in course.owners.values()],
+            colors=[colours[owner] for owner in course.owners],
+            labels=[
+                f"{owner}  {format_mebibytes(size)} ({size / total:.0%})"
+                for owner, size in at_peak.items()
+            ],
+            step="post",
+            linewidth=0,
+        )
+        if reserved:
+            axes.step(course.moments, reserved, "k", where="post", linewidth=1, label="reserved")
+        peak = ([course.moments[course.peak_place]], [total / BYTES_PER_MIB])
+        axes.plot(*peak, "v", color="black", label=course.peak_text)
+        axes.set(xlabel=course.unit, ylabel="MiB alive")
+        axes.set_xlim(course.moments[0], course.end)
+        axes.set_ylim(bottom=0)
+        axes.grid(False, axis="x")
+        figure.legend(title="MiB at the peak", reverse=True, loc=RIGHT)
 
 
 # plan: predicted step time against memory, a line for each microbatch.
@@ -309,8 +306,8 @@ PLAN_PLOT_NOTE = (
 )
 
 
-def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[Candidate]]:
-    """Write a PNG and return the drawn candidates by their name in the legend.
+def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
+    """Write a PNG of what the plan was chosen from.
 
     Each microbatch is a line: the predicted time of an optimizer step at each budget that it fits.
     """
@@ -325,7 +322,6 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     )
     most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
     step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
-    lines: dict[str, list[Candidate]] = {}
     microbatches = sorted({row.microbatch for row in plan.candidates})
     with _picture(path, 10, 5.6, title, PLAN_PLOT_NOTE) as figure:
         axes = figure.add_subplot()
@@ -333,18 +329,25 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
             front = trade_off(planner, row, most, step_bytes=step)
             if not front:
                 continue
-            name = f"{row.steps} x {row.microbatch} samples{', chunked loss' * row.chunked_loss}"
-            lines[name] = front
             axes.plot(
                 [candidate.peak_bytes / size for candidate in front],
                 [1e3 * _seconds(candidate) for candidate in front],
                 "--o" if row.chunked_loss else "-o",
                 color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
-                label=name,
+                label=f"{row.steps} x {row.microbatch} samples"
+                f"{', chunked loss' * row.chunked_loss}",
                 drawstyle="steps-post",
                 markevery=[at for at, one in enumerate(front) if one.options == row.options],
             )
-        _draw_chosen_plan(axes, plan, size)
+        budget = plan.budget_bytes / size
+        left, right = axes.get_xlim()
+        axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
+        # Room for the marks of small peaks, where the budget is far larger.
+        axes.set_xlim(max(0.0, left - 0.03 * (budget - left)), max(right, budget))
+        label = f"the budget, {format_bytes(plan.budget_bytes)}"
+        axes.axvline(budget, color="black", linestyle=":", label=label)
+        place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])
+        axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
         per_rank = " of each rank" if plan.ranks > 1 else ""
         samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
         axes.set(
@@ -353,21 +356,6 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
         )
         # Long enough to show which lines are dashed.
         figure.legend(handlelength=4, loc=RIGHT)
-    return lines
-
-
-def _draw_chosen_plan(axes: Any, plan: Plan, size: int) -> None:
-    """Draw the budget, the area above it, and a star at the chosen plan."""
-    budget = plan.budget_bytes / size
-    left, right = axes.get_xlim()
-    right = max(right, budget)
-    axes.axvspan(budget, right, color="#F0F0F0", linewidth=0, zorder=0)
-    # Room for the marks of small peaks, where the budget is far larger.
-    axes.set_xlim(max(0.0, left - 0.03 * (right - left)), right)
-    label = f"the budget, {format_bytes(plan.budget_bytes)}"
-    axes.axvline(budget, color="black", linestyle=":", label=label)
-    place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])
-    axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
 
 
 def trade_off(
