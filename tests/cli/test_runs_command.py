@@ -122,7 +122,7 @@ def test_estimate_of_a_policy(tmp_path):
     assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
     assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
     status, output = call(
-        "estimate", "--model", "mlp", "retention.rollback_keep=2", "--folder", tmp_path
+        "estimate", "--parameters", "1e6", "retention.rollback_keep=2", "--folder", tmp_path
     )
     assert "MB" in output
     assert "0.00" not in output
@@ -136,7 +136,7 @@ def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     words = ["--steps", "6", "--kill-at", "5", *TINY, "--json", "found.json"]
     status, output = call("resume-check", *words)
     assert status == 0, output
-    assert output.splitlines()[:2] == [
+    assert output.splitlines()[1:3] == [
         "6 steps, killed in step 5, resumed after step 4",
         "equal to the bit: 2 steps",
     ]
