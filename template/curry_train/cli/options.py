@@ -51,11 +51,16 @@ def choose_device(name: str) -> torch.device:
         raise DeviceMissing(str(error)) from error
 
 
-def _writable(path: str | None) -> str | None:
-    """Refuse a path whose folder does not exist, before a long run rather than at its end."""
-    if path not in (None, "-") and not Path(path).parent.is_dir():
-        raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
-    return path
+class OutputFile(click.Path):
+    """A file to write; its folder has to exist before a long run rather than at its end."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).parent.is_dir():
+            self.fail(f"the folder of {value!r} does not exist: create it first", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -181,31 +186,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def output_option(
-    text: str, *names: str, standard_output: bool = False, **settings: Any
-) -> OptionDecorator:
+def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
     """Add an option for an output file, which is checked before the work begins."""
-    path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
-    settings = {"callback": lambda context, option, value: _writable(value)} | settings
-    return click.option(*names, type=path, help=text, **settings)
+    return click.option(*names, type=OutputFile(), help=text, **settings)
 
 
 def json_option(**settings: Any) -> OptionDecorator:
     """Add `--json`, the path of the results as JSON; - is standard output."""
-    return output_option(
-        "Write the results as JSON; - is standard output.",
-        "--json",
-        "json_path",
-        standard_output=True,
-        **settings,
-    )
+    text = "Write the results as JSON; - is standard output."
+    return output_option(text, "--json", "json_path", **settings)
 
 
 def results_option() -> OptionDecorator:
     """Add `--json`, where a `ScreenCommand` writes the results that the command returns."""
 
     def note(context: click.Context, option: click.Parameter, path: str | None) -> None:
-        context.meta[JSON_KEY] = _writable(path)
+        context.meta[JSON_KEY] = path
 
     return json_option(callback=note, expose_value=False)
 
@@ -213,15 +209,14 @@ def results_option() -> OptionDecorator:
 def plot_option(text: str) -> OptionDecorator:
     """Add `--plot`, the path of a PNG."""
 
-    def check(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
-        if path is not None and Path(path).suffix != ".png":
+    def check(path: str) -> str:
+        if Path(path).suffix != ".png":
             name = Path(path).with_suffix(".png")
-            raise click.BadParameter(f"{path}: a picture is a PNG, name it {name}")
-        if path is not None:
-            require_matplotlib()
-        return _writable(path)
+            raise ValueError(f"{path}: a picture is a PNG, name it {name}")
+        require_matplotlib()
+        return path
 
-    return output_option(text, "--plot", "plot_path", callback=check)
+    return output_option(text, "--plot", "plot_path", callback=parsed(check))
 
 
 def device_option() -> OptionDecorator:

@@ -128,7 +128,8 @@ def add_command(
     is better depended on (checkpoint-policy and loss-spike without --own, memory-plan, bench) the
     lines to add are printed and nothing is written.
 
-    Exit status: 0 added or there already, 2 wrong usage or a file is in the way.
+    Exit status: 0 added or there already, 1 with conflicts to resolve, 2 wrong usage or a file is
+    in the way.
     """
     bundle = find_bundle()
     chosen = bundle.find(technique)
@@ -156,17 +157,12 @@ def add_command(
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A package's folder and the project around it; `search_path` is where Python finds it."""
+    """A package's folder inside a project's root; `search_path` is where Python finds it."""
 
-    directory: Path
+    inside_root: str
     root: Path
     package: str
     search_path: Path
-
-    @property
-    def inside_root(self) -> str:
-        """Return the folder relative to the project's root."""
-        return self.directory.relative_to(self.root).as_posix()
 
     def test_command(self, test: str) -> str:
         """Return the command that runs a copied test, typed in the current folder."""
@@ -205,7 +201,7 @@ def find_target(directory: Path) -> CopyTarget:
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
-    return CopyTarget(directory, root, ".".join(names), top.parent)
+    return CopyTarget(directory.relative_to(root).as_posix(), root, ".".join(names), top.parent)
 
 
 def with_technique(
