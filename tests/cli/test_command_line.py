@@ -46,7 +46,7 @@ def pages(group=main, path=()):
     yield path
     context = click.Context(group)
     for name in group.list_commands(context):
-        command = group.get_command(context, name)
+        command = group.load(name)
         if isinstance(command, click.Group):
             yield from pages(command, (*path, name))
         else:
@@ -56,7 +56,7 @@ def pages(group=main, path=()):
 def command_at(path):
     command = main
     for name in path:
-        command = command.get_command(click.Context(command), name)
+        command = command.load(name)
     return command
 
 

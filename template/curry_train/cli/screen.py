@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import click
-from click.shell_completion import CompletionItem
 
 from ..core.wording import write_json
 
@@ -238,29 +237,25 @@ class LazyGroup(ScreenCommand, click.Group):
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
-        # Click suggests these names for a misspelled one.
-        names = dict.fromkeys(lazy, click.Command(None))
-        super().__init__(*args, commands=names, keeps_traceback=True, **settings)
+        # Their names and summaries, which are all that a page of help and a shell need.
+        listed = {name: click.Command(name, short_help=lazy[name][1]) for name in lazy}
+        super().__init__(*args, commands=listed, keeps_traceback=True, **settings)
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.lazy]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.lazy:
-            return None
-        module, _, attribute = self.lazy[cmd_name][0].partition(":")
+    def load(self, name: str) -> click.Command:
+        """Import the command of this name."""
+        module, _, attribute = self.lazy[name][0].partition(":")
         loaded = importlib.import_module(f".{module}", __package__)
         return cast(click.Command, getattr(loaded, attribute))
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a line for each command, without importing it."""
-        with formatter.section(f"Commands, with a page each by {ctx.command_path} COMMAND --help"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in self.lazy.items()])
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name) for name in self.lazy if name.startswith(incomplete)]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and self.load(args[0]), rest
 
 
 # Signals.
