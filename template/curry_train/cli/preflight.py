@@ -14,7 +14,7 @@ from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
 from ..gates.verdict import Verdict
 from .options import number_option, program_options, results_option
-from .screen import Ended, UnusableInput, echo_lines, screen_command
+from .screen import Ended, UnusableInput, echo_lines, screen_command, tell_what_it_takes
 
 
 @screen_command(
@@ -38,6 +38,7 @@ def preflight_command(
     status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
     """
     kind, *words = program
+    tell_what_it_takes()
     verdicts = preflight_program(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )

@@ -36,35 +36,28 @@ from .screen import (
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     """Summarize the checkpoints of a run in one row."""
-    checkpoints = run.all_committed()
-    counts = dict.fromkeys(CHECKPOINT_KINDS, 0)
-    for saved in checkpoints:
-        counts[saved.kind] += 1
     newest = run.latest()
     return {
         "run": name,
         "latest": newest.step if newest else None,
-        **counts,
-        "bytes": sum(saved.num_bytes for saved in checkpoints),
+        **{kind: len(run.committed(kind)) for kind in CHECKPOINT_KINDS},
+        "bytes": sum(saved.num_bytes for saved in run.all_committed()),
         "damaged": sum(len(run.damaged(kind)) for kind in CHECKPOINT_KINDS),
     }
 
 
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     """Return a row for every checkpoint of a run, damaged ones included."""
-    empty = dict.fromkeys(("step", "metric", "date", "damaged")) | {"bytes": 0}
-    rows = []
+    heads = ("kind", "folder", "step", "bytes", "date", "metric", "damaged")
+    rows: list[tuple[Any, ...]] = []
     for kind in CHECKPOINT_KINDS:
         for saved in run.committed(kind):
-            metric = saved.metric
-            date = saved.about.get("date", "")
-            row = {"kind": kind, "folder": saved.folder, "step": saved.step, "date": str(date)}
-            row |= {"bytes": saved.num_bytes}
-            row |= {"metric": f"{metric.name} {metric.value:.6g}" if metric else None}
-            rows.append(empty | row)
+            metric = f"{saved.metric.name} {saved.metric.value:.6g}" if saved.metric else None
+            date = str(saved.about.get("date", ""))
+            rows.append((kind, saved.folder, saved.step, saved.num_bytes, date, metric, None))
         for folder, why in run.damaged(kind).items():
-            rows.append(empty | {"kind": kind, "folder": folder, "damaged": why})
-    return rows
+            rows.append((kind, folder, None, 0, None, None, why))
+    return [dict(zip(heads, row, strict=True)) for row in rows]
 
 
 def runs_table(rows: list[dict[str, Any]]) -> str:

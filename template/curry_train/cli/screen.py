@@ -52,6 +52,8 @@ PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # The path of --json in the context of a command.
 JSON_KEY = "curry_train.json_path"
+# What a command takes, in its context until it is printed.
+TAKES_KEY = "curry_train.takes"
 
 
 class UnusableInput(click.ClickException):
@@ -128,8 +130,8 @@ class ScreenCommand(click.Command):
     """Show a line for each option, in sections, and one example.
 
     `example` is what follows the name of the command in a call that works. A command that may take
-    longer than ten seconds first prints what it `takes`. It returns `Ended`: the results, which are
-    written where `--json` has a path, and how it ends, by `leave`.
+    longer than ten seconds prints what it `takes` before it works. It returns `Ended`: the results,
+    which are written where `--json` has a path, and how it ends, by `leave`.
     An error of the input or the environment ends it with its message and status 2, unless it
     `keeps_traceback`.
     """
@@ -167,8 +169,7 @@ class ScreenCommand(click.Command):
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> None:
-        if self.takes and not ctx.params.get("list_only"):
-            click.echo(fill_screen(f"{self.name} {self.takes}"), err=True)
+        ctx.meta[TAKES_KEY] = self.takes
         path = ctx.meta.get(JSON_KEY)
         kept = standard_output_kept() if path == "-" else nullcontext()
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
@@ -402,9 +403,20 @@ def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
+def tell_what_it_takes() -> None:
+    """Print once what the command takes; call it when its input is known to be right."""
+    context = click.get_current_context(silent=True)
+    if context is not None and (takes := context.meta.pop(TAKES_KEY, "")):
+        click.echo(fill_screen(f"{context.info_name} {takes}"), err=True)
+
+
 @contextmanager
 def messages_on_screen() -> Iterator[Callable[[str], None]]:
-    """Show what a command does at the moment, on standard error if that is a terminal."""
+    """Show what a command does at the moment, on standard error if that is a terminal.
+
+    The command itself prints nothing meanwhile.
+    """
+    tell_what_it_takes()
     # Here, because the list of commands is shown without rich.
     from rich.console import Console
 

@@ -63,6 +63,7 @@ from .screen import (
     flag,
     messages_on_screen,
     screen_command,
+    tell_what_it_takes,
 )
 
 # Lines of verdicts: one per technique or per gate.
@@ -265,6 +266,7 @@ def validate_command(
     facts = provenance(asked.device)
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
     loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
+    tell_what_it_takes()
     looked_at = [_look(make_case(workload)) for workload in _named_once(loaded)]
     cases = [case for case, _ in looked_at]
     looks = {case.workload.name: first for case, first in looked_at}
@@ -370,11 +372,11 @@ def _measured(
 ) -> Iterator[GateRow]:
     """Run the gates, and yield each row as soon as its verdict is there."""
     rows = measure_rows(cases, gates, implementations=given)
-    with messages_on_screen() as show_message:
-        for case, gate in itertools.product(cases, gates):
+    for case, gate in itertools.product(cases, gates):
+        with messages_on_screen() as show_message:
             show_message(f"{case.workload.name}: {gate.name}")
             row = next(rows)
-            yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
+        yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
 
 
 def _look(case: Case) -> tuple[Case, FirstLook]:
