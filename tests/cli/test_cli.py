@@ -269,7 +269,7 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     monkeypatch.chdir(tmp_path)
 
     def printed_header(*words):
-        return CliRunner().invoke(main, [*words]).output.splitlines()[0]
+        return CliRunner().invoke(main, [*words]).stdout.splitlines()[0]
 
     assert "batch size 7," in printed_header("memory", "--model", "sized_model.py:pair")
     assert "batch size 4," in printed_header("memory", "--model", "sized_model.py:alone")

@@ -313,7 +313,6 @@ def _files_of(folder: Path) -> Iterator[str]:
 # The wheel
 
 SOURCES_OF_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
-LEAST_SETUPTOOLS = 77
 # The first second that a zip file can hold, so that equal sources give equal wheels.
 WHEEL_TIME = 315_532_800
 # Files of an installed package that belong to its installation.
@@ -340,25 +339,18 @@ def build_wheel(bundle: Bundle) -> bytes:
         caches = shutil.ignore_patterns("__pycache__")
         shutil.copytree(bundle.package.parent, Path(folder, "template"), ignore=caches)
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir"]
-        if _setuptools_version() >= LEAST_SETUPTOOLS:
-            command.append("--no-build-isolation")  # it needs no network then
-        done = subprocess.run(
-            [*command, "--wheel-dir", folder, folder],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
-        )
-        if done.returncode:
-            raise UnusableInput(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
-        return (Path(folder) / wheel_name(bundle)).read_bytes()
-
-
-def _setuptools_version() -> int:
-    try:
-        return int(importlib.metadata.version("setuptools").split(".")[0])
-    except importlib.metadata.PackageNotFoundError:
-        return 0
+        # By the setuptools that is here, if it is new enough: that needs no network.
+        for build in (["--no-build-isolation"], []):
+            done = subprocess.run(
+                [*command, *build, "--wheel-dir", folder, folder],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
+            )
+            if done.returncode == 0:
+                return (Path(folder) / wheel_name(bundle)).read_bytes()
+        raise UnusableInput(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
 
 
 def _pack_again(distribution: importlib.metadata.Distribution) -> bytes:
