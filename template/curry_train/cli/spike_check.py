@@ -82,7 +82,6 @@ def spike_check(
     at: int,
     num_windows: int,
     config: str | None = None,
-    show: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Train with these configuration words in `folder` and check the recovery.
 
@@ -96,7 +95,7 @@ def spike_check(
         _train(settings, at, num_windows, show)
         return read_history(folder / f"{name}-001")
 
-    with unheard(*SILENCED_LOGGERS):
+    with unheard(*SILENCED_LOGGERS), messages_on_screen() as show:
         runs = {"recovered": train_as("recovered")}
         spikes, rollbacks, skips = (
             runs["recovered"].events.get(kind, []) for kind in ("spike", "rollback", "skip")
@@ -244,7 +243,7 @@ def spike_check_command(
         given.append(f"model={model}")
     if keep_path and Path(keep_path).exists() and any(Path(keep_path).iterdir()):
         raise UnusableInput(f"{keep_path} is not empty: give a new folder")
-    with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
+    with tempfile.TemporaryDirectory() as folder:
         found = spike_check(
             Path(keep_path or folder),
             given,
@@ -252,7 +251,6 @@ def spike_check_command(
             at=at,
             num_windows=windows,
             config=config,
-            show=show,
         )
     echo_lines(*describe(found), indent="")
     device = choose_device(load_config(config, given).device)
