@@ -76,7 +76,7 @@ class RankTrainings:
     folder: str
     count: int
 
-    def watch(self, run: Callable[[], None], end: End) -> None:
+    def __call__(self, run: Callable[[], None], end: End) -> None:
         with quietly():
             made = train_all(Path(self.folder), self.count)
         end({"faults": made})

@@ -8,8 +8,9 @@ are errors that name the key.
 Proof: `python -m pytest tests/trainer/test_config.py`.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,42 +27,6 @@ from .runs.policy_config import (
     require,
     require_least,
 )
-
-# Learning rate schedule: warm-up, then a cosine or linear decay.
-
-
-@dataclass(frozen=True)
-class LearningRateSchedule:
-    """Factor on the peak learning rate for each step.
-
-    Steps count from 0. The factor decays to `least` in the last step and stays there.
-    """
-
-    steps: int
-    warmup_steps: int = 0
-    least: float = 0.1
-    shape: Literal["cosine", "linear", "constant"] = "cosine"
-
-    def __post_init__(self) -> None:
-        if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(
-                f"warmup_steps must be from 0 to the {self.steps} steps of the run; "
-                f"got {self.warmup_steps}"
-            )
-        if not 0 <= self.least <= 1:
-            raise ValueError(
-                f"least must be from 0 to 1, a part of the learning rate; got {self.least}"
-            )
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.shape == "constant":
-            return 1.0
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps))
-        falling = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
-        return self.least + (1 - self.least) * falling
-
 
 # Configuration of a run, from a YAML file and `key=value` words.
 
@@ -133,6 +98,24 @@ class ScheduleConfig:
     # None is a twentieth of the steps.
     warmup_steps: int | None = None
     least: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(0 <= self.least <= 1, "least", self.least, "from 0 to 1")
+
+    def warmup(self, steps: int) -> int:
+        """Return the steps of the warm-up of a run with so many steps."""
+        return steps // 20 if self.warmup_steps is None else self.warmup_steps
+
+    def factor(self, step: int, *, steps: int) -> float:
+        """Return the factor on the learning rate in a step, counted from 0."""
+        warmup = self.warmup(steps)
+        if step < warmup:
+            return (step + 1) / warmup
+        if self.shape == "constant":
+            return 1.0
+        done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
+        falling = 1 - done if self.shape == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.least + (1 - self.least) * falling
 
 
 @dataclass(frozen=True)
@@ -210,10 +193,9 @@ class Config:
         mixes_halves = self.dtype == "bfloat16" and self.precision == "float16"
         wanted = "bfloat16 or float32 for bfloat16 weights"
         require(not mixes_halves, "precision", self.precision, wanted)
-        try:
-            self.learning_rates()
-        except ValueError as error:
-            raise ValueError(f"schedule.{error}") from error
+        warmup = self.schedule.warmup(self.steps)
+        wanted = f"from 0 to the {self.steps} steps of the run"
+        require(0 <= warmup <= self.steps, "schedule.warmup_steps", warmup, wanted)
         self.recomputation()
 
     def _check_batch_size(self) -> None:
@@ -239,10 +221,9 @@ class Config:
             require(start < end, "data.skip", [start, stop], wanted)
             end += stop - start
 
-    def learning_rates(self) -> LearningRateSchedule:
-        schedule = self.schedule
-        warmup = self.steps // 20 if schedule.warmup_steps is None else schedule.warmup_steps
-        return LearningRateSchedule(self.steps, warmup, schedule.least, schedule.shape)
+    def learning_rates(self) -> Callable[[int], float]:
+        """Return the factor on the learning rate by step, counted from 0."""
+        return functools.partial(self.schedule.factor, steps=self.steps)
 
     def recomputation(self) -> CheckpointConfig:
         """Return the recompute settings; naming a strategy enables recompute."""

@@ -44,7 +44,7 @@ from .runs.layout import (
     BEST_KIND,
     CHECKPOINT_KINDS,
     SavedCheckpoint,
-    describe_existing_runs,
+    find_run,
     step_of,
 )
 from .runs.ranks import Ranks
@@ -327,23 +327,14 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     if step is not None:
         return (None, resume) if kind == BEST_KIND else (path.parent.parent, str(step))
     place, inside = split_request(resume)
-    runs = [root / place, Path(place)]
     if place == "latest":
-        runs = [path for _, path in sorted(_runs_of(root, config.name), reverse=True)]
-    for folder in runs:
-        if _is_run(folder):
-            return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
-
-    # A path is searched for in its own parent folder.
-    searched = root
-    if place != "latest" and Path(place).parent.name:
-        searched = Path(place).parent
-    names = [folder.name for folder in searched.glob("*/") if _is_run(folder)]
-    wanted = config.name if place == "latest" else Path(place).name
-    known = f"no run in {searched} has one"
-    if names:
-        known = describe_existing_runs(wanted, names, root=searched)
-    raise ValueError(f"there is no saved state to resume from for {resume!r}: {known}")
+        runs = [path for _, path in sorted(_runs_of(root, config.name)) if _is_run(path)]
+        if not runs:
+            raise ValueError(f"no run of {config.name} in {root} has a saved state to resume from")
+        folder = runs[-1]
+    else:
+        folder = find_run(place, root=root, is_run=_is_run)
+    return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
 
 
 def _is_run(folder: Path) -> bool:

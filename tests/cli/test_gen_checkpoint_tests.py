@@ -193,7 +193,7 @@ def test_the_loop_of_a_script_becomes_a_test(outcomes):
 # The file itself.
 
 
-def test_the_command_in_the_header_writes_the_same_file_again(repository, run):
+def test_the_command_in_the_header_writes_the_same_file_again(repository, run, monkeypatch):
     arguments = [
         "--model",
         "theirs.models:healthy",
@@ -214,7 +214,10 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run):
         "--dtype",
         "bfloat16",
     ]
-    assert run(*arguments, "--device", "cpu").exit_code == 0
+    arguments += ["--device", "cpu"]
+    typed = ["python", "bin/curry-train", "gen-tests", *map(str, arguments)]
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert run(*arguments).exit_code == 0
     path = repository / "tests" / "test_again.py"
     text = path.read_text()
     assert f"curry-train {curry_train.__version__}." in text

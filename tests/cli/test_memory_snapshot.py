@@ -98,10 +98,10 @@ def test_names_from_the_file_are_escaped(tmp_path):
     assert "\\x1b[2J\\n.py" in output
 
 
-def test_a_measured_step_with_convolutions_names_their_workspace():
-    ended = run("--model", "resnet", "--batch-size", "2")
+def test_a_step_with_convolutions_names_their_workspace():
+    ended = run("--model", "resnet", "--batch-size", "2", "--on-shapes", "--json", "-")
     assert ended.exit_code == 0, ended.output
-    assert "convolution workspace on a GPU, estimated: " in ended.output
-    found = results("--model", "resnet", "--batch-size", "2", "--on-shapes")
-    assert found["convolution_workspace_bytes"] > 0
+    # Standard output has the results alone.
+    assert "convolution workspace on a GPU, estimated: " in ended.stderr
+    assert json.loads(ended.stdout)["convolution_workspace_bytes"] > 0
     assert results("--model", "mlp")["convolution_workspace_bytes"] == 0

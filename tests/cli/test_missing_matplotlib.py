@@ -3,14 +3,13 @@
 python -m pytest tests/cli/test_missing_matplotlib.py
 """
 
-import click
 import pytest
 from click.testing import CliRunner
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.runs_plot import runs_plot_command
 
-FOUND = {name: main.get_command(click.Context(main), name) for name in COMMANDS}
+FOUND = {name: main.load(name) for name in COMMANDS}
 DRAWING = [
     name
     for name, command in FOUND.items()

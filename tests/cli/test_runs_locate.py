@@ -118,7 +118,7 @@ def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "train.py"]
     found = invoke("locate", "A", "B", "--op", "--json", "found.json")
     assert found.exit_code == 1, found.output
-    text = " ".join(found.output.split())
+    text = " ".join(found.stdout.split())
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
     result = json.loads((folder / "found.json").read_text())
@@ -162,7 +162,7 @@ def test_a_measured_tolerance_accepts_rounding(folder, monkeypatch):
     (folder / "rounds.py").write_text(ROUNDS)
     record_with(monkeypatch, "A")
     record_with(monkeypatch, "B", TORCH_HALVES="1")
-    assert invoke("locate", "A", "B").output.startswith("step 1, forward: model.0, call 0")
+    assert invoke("locate", "A", "B").stdout.startswith("step 1, forward: model.0, call 0")
     ended = invoke("locate", "A", "B", "--tolerance", "auto")
     assert ended.exit_code == 0, ended.output
     assert "differ by rounding alone" in " ".join(ended.output.split())
@@ -209,7 +209,7 @@ def test_the_rank_that_differs_is_named(folder):
         words = ["--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name]
         ended = invoke("record", *words)
         assert ended.exit_code == 0, ended.output
-    text = " ".join(invoke("locate", "right", "wrong").output.split())
+    text = " ".join(invoke("locate", "right", "wrong").stdout.split())
     start = json.loads((folder / "right" / "rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2
     assert text.startswith("step 2, data: the loop gives other data: input 0 of model, call 0")
@@ -222,7 +222,7 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
         words = ["--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name]
         ended = invoke("record", *words)
         assert ended.exit_code == 0, ended.output
-    text = " ".join(invoke("locate", "seeded", "other").output.split())
+    text = " ".join(invoke("locate", "seeded", "other").stdout.split())
     assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
     assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text
     assert "in B" in text
@@ -233,7 +233,7 @@ def test_equal_records_end_with_status_0(folder):
     recorded(folder / "B")
     ended = invoke("locate", "A", "B")
     assert ended.exit_code == 0
-    assert ended.output.startswith("equal: ")
+    assert ended.stdout.startswith("equal: ")
     # A difference on one rank alone is found.
     recorded(folder / "C", "epsilon")
     for name, other in (("A", "B"), ("B", "C")):

@@ -84,42 +84,41 @@ def test_add_refuses_a_foreign_file_before_it_writes(bundle, repository):
     before = tree(repository)
     refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
     assert refused.returncode == 2
-    assert "src/mylib/training/blocks.py: yours" in refused.error
-    apart = "src/mylib/training/techniques"
-    assert f"--into {repository}/{apart}" in refused.error
+    assert "in the way: src/mylib/training/blocks.py. Move them" in refused.error
     assert tree(repository) == before
+    apart = "src/mylib/training/techniques"
     added = scaffold(bundle, "add", "sac", "--into", apart, cwd=repository)
     command = "PYTHONPATH=src python -m pytest tests/test_sac.py"
     assert (added.returncode, after(added.stdout, "Next:")) == (0, command), added.stderr
 
 
-def test_add_names_an_edit_and_an_older_version_and_overwrites_on_request(bundle, repository):
+def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_deleted(
+    bundle, repository
+):
     arguments = ("add", "sac", "--into", "src/mylib/training")
     scaffold(bundle, *arguments, cwd=repository)
     package = repository / "src/mylib/training"
     write(package / "sac.py", "EDITED = True\n")
+    (package / "checkpointed.py").unlink()
+    (package / "blocks.py").chmod(0o640)
     newer = "def find_blocks():\n    return ['newer']\n"
     write(bundle.package / "core/blocks.py", newer)
     before = tree(repository)
-    refused = scaffold(bundle, *arguments, cwd=repository)
-    assert refused.returncode == 2
-    assert "2 files are in the way; nothing was written" in refused.error
-    assert "sac.py: edited" in refused.error
-    assert "blocks.py: newer in bundle" in refused.error
-    assert "'curry-train update' merges" in refused.error
+    arguments = ("add", "sac", "--into", "src/mylib/training")
+    planned = scaffold(bundle, *arguments, "--dry-run", cwd=repository)
     assert tree(repository) == before
-
-    planned = scaffold(bundle, *arguments, "--overwrite", "--dry-run", cwd=repository)
-    assert tree(repository) == before
-    (package / "blocks.py").chmod(0o640)
-    done = scaffold(bundle, *arguments, "--overwrite", cwd=repository)
-    assert planned.stdout.replace("Dry run: would write", "Wrote") == done.stdout
-    changed = {path for path, content in tree(repository).items() if before[path] != content}
-    assert changed == {
-        line.split()[1] for line in done.stdout.splitlines() if line.startswith("replace")
-    }
+    done = scaffold(bundle, *arguments, cwd=repository)
+    assert done.stdout.startswith(planned.stdout.replace("Dry run: would write", "Wrote"))
+    assert "keep       src/mylib/training/sac.py" in done.stdout
+    assert (package / "sac.py").read_text() == "EDITED = True\n"
+    assert (package / "checkpointed.py").is_file()
     assert (package / "blocks.py").read_text() == newer
     assert (package / "blocks.py").stat().st_mode & 0o777 == 0o640
+    planned = scaffold(bundle, *arguments, "--overwrite", "--dry-run", cwd=repository)
+    assert "replace    src/mylib/training/sac.py" in planned.stdout
+    assert (package / "sac.py").read_text() == "EDITED = True\n"
+    assert scaffold(bundle, *arguments, "--overwrite", cwd=repository).returncode == 0
+    assert "def apply_sac" in (package / "sac.py").read_text()
 
 
 @pytest.mark.parametrize("link", ["src/mylib/training", "src/mylib/training/blocks.py", "tests"])

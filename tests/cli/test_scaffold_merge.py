@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from scaffold_case import edit, make_bundle, release, scaffold, shell, tree, write
 
-from curry_train.cli.merge import OURS_MARKER, THEIRS_MARKER, read_lock
+from curry_train.cli.merge import OURS_MARKER, read_lock
 
 
 @pytest.fixture
@@ -90,15 +90,13 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     done = scaffold(bundle, "update", cwd=project)
     assert done.returncode == 1
     assert "conflict   README.md" in done.stdout
-    assert "1 file needs you" in done.stderr
+    assert done.stderr == "1 file to resolve: look between <<<<<<< and >>>>>>>\n"
     assert (project / "README.md").read_text() == (
-        f"# run\n\n{OURS_MARKER}\nRead my notes.\n=======\nRead config.yaml.\n{THEIRS_MARKER}\n"
+        f"# run\n\n{OURS_MARKER}\nRead my notes.\n=======\nRead config.yaml.\n>>>>>>> curry-train\n"
     )
     assert (project / ".gitignore").read_text() == "/runs/\n/build/\n"
 
-    # It is still a conflict, and a newer release is refused, until it is resolved.
-    again = scaffold(bundle, "update", cwd=project)
-    assert (again.returncode, "conflict   README.md" in again.stdout) == (1, True)
+    # A newer release is refused until it is resolved.
     edit(bundle.project / "README.md.jinja", "# {{ name }}", "# The project {{ name }}")
     refused = scaffold(bundle, "update", cwd=project)
     assert refused.returncode == 2
@@ -109,17 +107,14 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     assert merged == "# The project run\n\nRead my notes and config.yaml.\n"
 
 
-def test_update_leaves_files_of_the_user_in_the_way(bundle, project):
+def test_update_refuses_files_of_the_user_in_the_way(bundle, project):
     write(project / "data.py", "MINE = 1\n")
     write(bundle.project / "data.py", "THEIRS = 1\n")
     write(bundle.package / "core/blocks.py", "NEWER = 1\n")
-    done = scaffold(bundle, "update", cwd=project)
-    assert done.returncode == 1
-    assert "in the way data.py" in done.stdout
-    assert (project / "data.py").read_text() == "MINE = 1\n"
-    lock = read_lock(project)
-    assert lock is not None
-    assert "data.py" not in lock.files
+    before = tree(project)
+    refused = scaffold(bundle, "update", cwd=project)
+    assert (refused.returncode, "in the way: data.py" in refused.error) == (2, True)
+    assert tree(project) == before
     (project / "data.py").unlink()
     assert scaffold(bundle, "update", cwd=project).returncode == 0
     assert (project / "data.py").read_text() == "THEIRS = 1\n"
@@ -171,7 +166,7 @@ def conflicting(bundle, project):
     write(bundle.project / "gone.txt", "1\n")
     scaffold(bundle, "update", cwd=project)
     (bundle.project / "gone.txt").unlink()
-    write(bundle.project / "deep/er/fresh.txt", "new\n")
+    write(bundle.project / "tests/fresh.txt", "new\n")
     edit(project / "train.py", "def main():", "def main():\n    print('mine')")
     edit(bundle.project / "train.py", "Train a model.", "Train a model, faster.")
     edit(project / "README.md", "Read train.py.", "Read my notes.")
@@ -199,7 +194,6 @@ def test_update_that_was_killed_between_two_files_is_completed_by_running_it_aga
             raise KeyboardInterrupt
         return replace(self, target)
 
-    write(conflicting / ".curry-train-staging/0", "of an update that was killed before")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", killed)
         stopped = scaffold(bundle, "update", cwd=conflicting)

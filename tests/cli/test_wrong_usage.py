@@ -68,7 +68,7 @@ grad-flow --model mlp --plot nowhere/f.png  | create it first
 train --trainer made.py:blocks              | takes no --trainer, give a factory
 train stpes=3                               | Error: stpes is no key; did you mean 'steps'?
 train --config none.yaml                    | can't read the configuration none.yaml: No such file or directory
-train --resume latest                       | there is no saved state to resume from for 'latest'
+train --resume latest                       | has a saved state to resume from
 train parallel=ddp                          | this is a single process: start it with torchrun
 train model=mlp                             | use data.source=workload
 memory                                      | give either --model or --snapshot
@@ -123,9 +123,9 @@ preflight --script a.py --trainer b:c       | give either --script or --trainer
 preflight --script gone.py                  | there is no file gone.py
 preflight --script gone.py --steps 1        | --steps
 runs list nowhere                           | there is no folder nowhere
-runs show nowhere                           | nowhere is no run: give a folder that holds rollback, recovery, best-k or journal.jsonl
-runs estimate                               | give --parameters or --model
-runs estimate --parameters many             | many
+runs show nowhere                           | there is no run nowhere; runs has no runs yet
+runs estimate                               | Missing option '--parameters'
+runs estimate --parameters 0                | 0
 runs estimate --parameters 7e9 retention.rollback=1 | checkpoint.retention.rollback is no key
 runs estimate --parameters 7e9 best_k       | sets nothing: write key=value
 runs record --out A                         | give either --script or --trainer

@@ -8,7 +8,7 @@ import math
 import pytest
 import yaml
 
-from curry_train.config import Config, LearningRateSchedule, load_config
+from curry_train.config import Config, load_config
 from curry_train.runs.policy_config import flat_keys
 
 
@@ -64,9 +64,9 @@ def test_naming_a_strategy_turns_recompute_on_unless_enabled_is_false():
 
 
 def test_warm_up_defaults_to_a_twentieth_of_the_steps():
-    assert load_config(None, ["steps=200"]).learning_rates().warmup_steps == 10
-    assert load_config(None, ["steps=5"]).learning_rates().warmup_steps == 0
-    assert load_config(None, ["schedule.warmup_steps=7"]).learning_rates().warmup_steps == 7
+    assert load_config(None, ["steps=200"]).schedule.warmup(200) == 10
+    assert load_config(None, ["steps=5"]).schedule.warmup(5) == 0
+    assert load_config(None, ["schedule.warmup_steps=7"]).schedule.warmup(300) == 7
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,13 @@ def test_a_word_may_set_a_block_and_another_a_key_of_it():
     assert (config.spike.action, config.spike.window) == ("rollback", 16)
 
 
+def schedule(steps, **settings):
+    words = [f"schedule.{name}={value}" for name, value in settings.items()]
+    return load_config(None, [f"steps={steps}", *words]).learning_rates()
+
+
 def test_cosine_has_its_value_at_each_turn():
-    factor = LearningRateSchedule(steps=101, warmup_steps=0, least=0.0)
+    factor = schedule(101, warmup_steps=0, least=0)
     assert factor(0) == 1.0
     assert factor(50) == pytest.approx(0.5)
     assert factor(25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
@@ -172,7 +177,7 @@ def test_cosine_has_its_value_at_each_turn():
 
 
 def test_warm_up_rises_in_a_line_to_the_peak_and_the_last_step_has_the_least():
-    factor = LearningRateSchedule(steps=100, warmup_steps=10, least=0.1)
+    factor = schedule(100, warmup_steps=10, least=0.1)
     assert [factor(step) for step in (0, 4, 9)] == [0.1, 0.5, 1.0]
     assert factor(10) == 1.0
     assert factor(99) == pytest.approx(0.1)
@@ -180,7 +185,7 @@ def test_warm_up_rises_in_a_line_to_the_peak_and_the_last_step_has_the_least():
 
 
 def test_linear_and_constant_schedules():
-    assert [LearningRateSchedule(5, least=0.5, shape="linear")(step) for step in range(6)] == [
+    assert [schedule(5, least=0.5, shape="linear")(step) for step in range(6)] == [
         1.0,
         0.875,
         0.75,
@@ -188,7 +193,7 @@ def test_linear_and_constant_schedules():
         0.5,
         0.5,
     ]
-    assert [LearningRateSchedule(5, 2, shape="constant")(step) for step in range(4)] == [
+    assert [schedule(5, warmup_steps=2, shape="constant")(step) for step in range(4)] == [
         0.5,
         1.0,
         1.0,
@@ -205,4 +210,4 @@ def test_linear_and_constant_schedules():
 )
 def test_impossible_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        LearningRateSchedule(10, **options)
+        schedule(10, **options)

@@ -60,16 +60,16 @@ def test_resuming_from_the_best_parameters_starts_a_new_run(tmp_path):
 
 def test_a_missing_run_or_step_is_answered_with_the_existing_ones(tmp_path):
     with pytest.raises(
-        ValueError, match=r"no saved state to resume from for 'latest': no run in .*runs has one"
+        ValueError, match=r"no run of run in .*runs has a saved state to resume from"
     ):
         run_to_resume(config(tmp_path), "latest")
     saved(new_run(config(tmp_path)), 1)
-    with pytest.raises(ValueError, match=r"for 'run-7': did you mean run-001\?"):
+    with pytest.raises(ValueError, match=r"no run run-7; did you mean run-001\?"):
         run_to_resume(config(tmp_path), "run-7")
     saved(new_run(config(tmp_path, "name=night")), 1)
     with pytest.raises(
         ValueError,
-        match=r"for 'nigth-001@5': did you mean night-001\? .*runs has night-001, run-001",
+        match=r"no run nigth-001; did you mean night-001\? .*runs has night-001, run-001",
     ):
         run_to_resume(config(tmp_path), "nigth-001@5")
 

@@ -294,6 +294,7 @@ def test_savings_and_grad_flow_take_a_trainer_and_its_optimizer(theirs, tmp_path
 def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     out = tmp_path / "test_gates.py"
     words = ["gen-tests", "--trainer", "their_trainers:accelerator", "--gate", "recompute"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "curry-train", *words])
     ended = CliRunner().invoke(main, [*words, "--out", str(out)])
     assert ended.exit_code == 0, ended.output
     monkeypatch.setattr(sys, "path", [*sys.path])

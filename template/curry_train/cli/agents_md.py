@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .screen import ScreenCommand, UnusableInput
+from .screen import UnusableInput, flag, screen_command
 
 LINES = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 BEGIN = b"<!-- curry-train: begin -->"
@@ -21,12 +21,12 @@ MARKED = rb"%s.*?%s" % (re.escape(BEGIN), re.escape(END))
 ADDED = re.compile(rb"(?:\r?\n)?%s\s*\Z|%s\r?\n" % (MARKED, MARKED), re.DOTALL)
 
 
-@click.command("agents-md", cls=ScreenCommand, example="CLAUDE.md")
+@screen_command("agents-md", example="CLAUDE.md")
 @click.argument(
     "file", type=click.Path(dir_okay=False, path_type=Path), default="AGENTS.md", required=False
 )
-@click.option("--remove", is_flag=True, help="Remove the lines, and a file that has no others.")
-@click.option("--print", "only_print", is_flag=True, help="Print the lines, and write nothing.")
+@flag("Remove the lines, and a file that has no others.", "--remove")
+@flag("Print the lines, and write nothing.", "--print", "only_print")
 def agents_md_command(file: Path, remove: bool, only_print: bool) -> None:
     """Write ten lines for agents into AGENTS.md.
 

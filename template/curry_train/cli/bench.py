@@ -35,7 +35,7 @@ from .options import (
     training_options,
 )
 from .savings import interval_cell
-from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
+from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Table of a benchmark, at most 80 columns wide.
 
@@ -55,10 +55,10 @@ def bench_table(bench: Bench) -> str:
     heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
     rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
     blocks = [
-        "\n".join(fill_screen(line, indent="") for line in setup),
+        fill_screen("\n".join(setup), indent=""),
         table([heads, *map(_cells, rows)]),
-        "\n".join(fill_screen(line) for line in _remarks(bench)),
-        "\n".join(fill_screen(line, indent="  ") for line in _legend(bench)),
+        fill_screen("\n".join(_remarks(bench))),
+        fill_screen("\n".join(_legend(bench))),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -139,7 +139,11 @@ def _peak(text: str) -> float | str:
     return rate
 
 
-@click.command("bench", cls=ScreenCommand, example="--model transformer --lever full")
+@screen_command(
+    "bench",
+    example="--model transformer --lever full",
+    takes="runs rounds of steps, in the time of these steps; --steps sets how many",
+)
 @training_options("spec")
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
 @click.option(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 
-from ..bench.report import Bench
+from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
@@ -99,20 +99,41 @@ class Trade(NamedTuple):
     peak_bytes: int
 
 
-def _draw_trades(axes: Any, trades: Sequence[Trade], names: Sequence[str], x: str) -> None:
+class TradePanel(NamedTuple):
+    """What one panel shows, with the meaning of a cost."""
+
+    title: str
+    axis: str
+    trades: Sequence[Trade]
+
+
+def _time(row: Figures | SavingsRow) -> Trade:
+    ratio = row.ratio or PLAIN_RATIO
+    return Trade(row.name, ratio.median, (ratio.lower, ratio.upper), row.peak_bytes or 0)
+
+
+def _plot_trades(path: str | Path, title: str, cases: Sequence[Sequence[TradePanel]]) -> None:
     """Draw the peak over the cost of each setup; a setup looks alike in all panels."""
-    points = [(trade.cost, trade.peak_bytes / BYTES_PER_MIB) for trade in trades]
-    for trade, (cost, peak) in zip(trades, points, strict=True):
-        index = names.index(trade.name)
-        colour = COLOURS[index % len(COLOURS)]
-        marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
-        axes.plot([cost], [peak], marker, color=colour, label=trade.name)
-        if None not in trade.ends:
-            axes.hlines(peak, *trade.ends, colour, linewidth=0.9, alpha=0.5)
-    front = list(zip(*pareto(points), strict=True))
-    axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
-    axes.set_ylim(0, 1.1 * max((peak for _, peak in points), default=1.0))
-    axes.set(xlabel=x, ylabel="peak, MiB")
+    names = list(dict.fromkeys(t.name for case in cases for panel in case for t in panel.trades))
+    width, height = 3.5 + 4 * len(cases[0]), 0.5 + 4 * len(cases)
+    with _picture(path, width, height, title, TRADE_NOTE) as figure:
+        grid = figure.subplots(len(cases), len(cases[0]), squeeze=False)
+        for axes, panel in zip(grid.flat, itertools.chain(*cases), strict=True):
+            points = [(trade.cost, trade.peak_bytes / BYTES_PER_MIB) for trade in panel.trades]
+            for trade, (cost, peak) in zip(panel.trades, points, strict=True):
+                index = names.index(trade.name)
+                colour = COLOURS[index % len(COLOURS)]
+                marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
+                axes.plot([cost], [peak], marker, color=colour, label=trade.name)
+                if None not in trade.ends:
+                    axes.hlines(peak, *trade.ends, colour, linewidth=0.9, alpha=0.5)
+            front = list(zip(*pareto(points), strict=True))
+            axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
+            axes.set(xlabel=panel.axis, ylabel="peak, MiB", title=panel.title)
+            axes.set_ylim(bottom=0)
+        found = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
+        marks = {name: mark for mark, name in itertools.chain(*found)}
+        figure.legend(marks.values(), marks.keys(), loc=RIGHT)
 
 
 def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
@@ -121,38 +142,25 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
         f"{device or bench.device}: one optimizer step"
     )
-    trades = []
-    for row in bench.rows:
-        if row.step and row.peak_bytes:
-            ratio = row.ratio or PLAIN_RATIO
-            ends = (ratio.lower, ratio.upper)
-            trades.append(Trade(row.name, ratio.median, ends, row.peak_bytes))
-    with _picture(path, 9, 5, title, TRADE_NOTE) as figure:
-        _draw_trades(figure.add_subplot(), trades, [trade.name for trade in trades], RATIO_AXIS)
-        figure.legend(loc=RIGHT)
+    times = [_time(row) for row in bench.rows if row.step and row.peak_bytes]
+    _plot_trades(path, title, [[TradePanel("", RATIO_AXIS, times)]])
 
 
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> None:
     """Write a PNG of the rows that were measured, a line of panels for each case."""
-    rows = [row for row in rows if row.outcome == MEASURED_OUTCOME]
-    names = list(dict.fromkeys(row.name for row in rows))
-    cases = [list(case) for _, case in itertools.groupby(rows, key=lambda row: row.label)]
     title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
-    with _picture(path, 11.5, 0.5 + 4.0 * len(cases), title, TRADE_NOTE) as figure:
-        for case, panels in zip(cases, figure.subplots(len(cases), 2, squeeze=False), strict=True):
-            times = []
-            flops = []
-            for row in case:
-                peak = row.peak_bytes or 0
-                if row.ratio is not None or row.name == REFERENCE_STRATEGY:
-                    ratio = row.ratio or PLAIN_RATIO
-                    times.append(Trade(row.name, ratio.median, (ratio.lower, ratio.upper), peak))
-                share = 100 * (row.recompute_ratio or 0)
-                flops.append(Trade(row.name, share, (None, None), peak))
-            _draw_trades(panels[0], times, names, RATIO_AXIS)
-            _draw_trades(panels[1], flops, names, "recomputed FLOPs, % of one forward")
-            panels[0].set_title(case[0].label)
-            panels[1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))
+    measured = [row for row in rows if row.outcome == MEASURED_OUTCOME]
+    cases = []
+    for label, case in itertools.groupby(measured, key=lambda row: row.label):
+        shown = list(case)
+        times = [_time(row) for row in shown if row.ratio or row.name == REFERENCE_STRATEGY]
+        flops = [
+            Trade(row.name, 100 * (row.recompute_ratio or 0), (None, None), row.peak_bytes or 0)
+            for row in shown
+        ]
+        again = TradePanel("", "recomputed FLOPs, % of one forward", flops)
+        cases.append([TradePanel(label, RATIO_AXIS, times), again])
+    _plot_trades(path, title, cases)
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -256,40 +264,35 @@ PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
 
 def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
-    with _picture(path, 11, 4.6, course.title) as figure:
-        _draw_course(figure.add_subplot(), course, colours)
-        figure.legend(title="MiB at the peak", reverse=True, loc=RIGHT)
-
-
-def _draw_course(axes: Any, course: "MemoryCourse", colours: Mapping[str, str]) -> None:
-    total = course.totals[course.peak_place]
-    peak = total / BYTES_PER_MIB
+    total = max(course.totals[course.peak_place], 1)
     reserved = [size / BYTES_PER_MIB for size in course.reserved]
-    for number, (phase, start, end) in enumerate(course.phases):
-        axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
-        if (end - start) * 80 >= course.end * len(phase):
-            axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9, zorder=4)
-    axes.stackplot(
-        course.moments,
-        [numpy.array(owned) / BYTES_PER_MIB for owned in course.owners.values()],
-        colors=[colours[owner] for owner in course.owners],
-        labels=[
-            f"{owner}  {format_mebibytes(owned[course.peak_place])} "
-            f"({owned[course.peak_place] / max(total, 1):.0%})"
-            for owner, owned in course.owners.items()
-        ],
-        step="post",
-        linewidth=0,
-    )
-    if reserved:
-        line = {"drawstyle": "steps-post", "color": "black", "linewidth": 1}
-        axes.plot(course.moments, reserved, label="reserved", **line)
-    axes.set_xlim(course.moments[0], course.end)
-    axes.set_ylim(0, max([peak, *reserved, 1e-9]) * 1.1)
-    moment = course.moments[course.peak_place]
-    axes.plot([moment], [peak], "v", color="black", clip_on=False, label=course.peak_text)
-    axes.set(xlabel=course.unit, ylabel="MiB alive")
-    axes.grid(False, axis="x")
+    with _picture(path, 11, 4.6, course.title) as figure:
+        axes = figure.add_subplot()
+        for number, (phase, start, end) in enumerate(course.phases):
+            axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
+            if (end - start) * 80 >= course.end * len(phase):
+                axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9)
+        at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
+        axes.stackplot(
+            course.moments,
+            [numpy.array(sizes) / BYTES_PER_MIB for sizes in course.owners.values()],
+            colors=[colours[owner] for owner in course.owners],
+            labels=[
+                f"{owner}  {format_mebibytes(size)} ({size / total:.0%})"
+                for owner, size in at_peak.items()
+            ],
+            step="post",
+            linewidth=0,
+        )
+        if reserved:
+            axes.step(course.moments, reserved, "k", where="post", linewidth=1, label="reserved")
+        peak = ([course.moments[course.peak_place]], [total / BYTES_PER_MIB])
+        axes.plot(*peak, "v", color="black", label=course.peak_text)
+        axes.set(xlabel=course.unit, ylabel="MiB alive")
+        axes.set_xlim(course.moments[0], course.end)
+        axes.set_ylim(bottom=0)
+        axes.grid(False, axis="x")
+        figure.legend(title="MiB at the peak", reverse=True, loc=RIGHT)
 
 
 # plan: predicted step time against memory, a line for each microbatch.
@@ -303,8 +306,8 @@ PLAN_PLOT_NOTE = (
 )
 
 
-def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[Candidate]]:
-    """Write a PNG and return the drawn candidates by their name in the legend.
+def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
+    """Write a PNG of what the plan was chosen from.
 
     Each microbatch is a line: the predicted time of an optimizer step at each budget that it fits.
     """
@@ -319,7 +322,6 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
     )
     most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
     step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
-    lines: dict[str, list[Candidate]] = {}
     microbatches = sorted({row.microbatch for row in plan.candidates})
     with _picture(path, 10, 5.6, title, PLAN_PLOT_NOTE) as figure:
         axes = figure.add_subplot()
@@ -327,18 +329,25 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
             front = trade_off(planner, row, most, step_bytes=step)
             if not front:
                 continue
-            name = f"{row.steps} x {row.microbatch} samples{', chunked loss' * row.chunked_loss}"
-            lines[name] = front
             axes.plot(
                 [candidate.peak_bytes / size for candidate in front],
                 [1e3 * _seconds(candidate) for candidate in front],
                 "--o" if row.chunked_loss else "-o",
                 color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
-                label=name,
+                label=f"{row.steps} x {row.microbatch} samples"
+                f"{', chunked loss' * row.chunked_loss}",
                 drawstyle="steps-post",
                 markevery=[at for at, one in enumerate(front) if one.options == row.options],
             )
-        _draw_chosen_plan(axes, plan, size)
+        budget = plan.budget_bytes / size
+        left, right = axes.get_xlim()
+        axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
+        # Room for the marks of small peaks, where the budget is far larger.
+        axes.set_xlim(max(0.0, left - 0.03 * (budget - left)), max(right, budget))
+        label = f"the budget, {format_bytes(plan.budget_bytes)}"
+        axes.axvline(budget, color="black", linestyle=":", label=label)
+        place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])
+        axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
         per_rank = " of each rank" if plan.ranks > 1 else ""
         samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
         axes.set(
@@ -347,21 +356,6 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> dict[str, list[
         )
         # Long enough to show which lines are dashed.
         figure.legend(handlelength=4, loc=RIGHT)
-    return lines
-
-
-def _draw_chosen_plan(axes: Any, plan: Plan, size: int) -> None:
-    """Draw the budget, the area above it, and a star at the chosen plan."""
-    budget = plan.budget_bytes / size
-    left, right = axes.get_xlim()
-    right = max(right, budget)
-    axes.axvspan(budget, right, color="#F0F0F0", linewidth=0, zorder=0)
-    # Room for the marks of small peaks, where the budget is far larger.
-    axes.set_xlim(max(0.0, left - 0.03 * (right - left)), right)
-    label = f"the budget, {format_bytes(plan.budget_bytes)}"
-    axes.axvline(budget, color="black", linestyle=":", label=label)
-    place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])
-    axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
 
 
 def trade_off(
@@ -425,30 +419,31 @@ def plot_runs(
         raise ValueError("there is nothing to draw: no journal has a step that counts")
     looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
     metrics = [name for history in drawn for name in history.metrics]
-    metric = max(metrics, key=metrics.count) if metrics else None
-    heights = [3.4, *([1.5] if metric else []), 1.0, 1.0, 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
+    metric = max(metrics, key=metrics.count) if metrics else ""
+    labels = {"loss": "loss" if smooth is None else f"loss, mean over {smooth} steps"}
+    if metric:
+        labels["value"] = printable(metric, longest=20).replace("_", " ")
+    labels |= {"learning_rate": "learning rate", "peak_bytes": "peak, GiB"}
+    heights = [3.4, *[1.2] * (len(labels) - 1), 0.25 + 0.14 * min(len(drawn), MOST_NAMED)]
     title = f"{len(drawn)} runs" if len(drawn) > 1 else shorten(drawn[0].name)
     with _picture(path, 11, sum(heights) + 1.5, title) as figure:
         panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
-        loss, *dev, rate, memory, events = panels
-
-        # The runs with a name are drawn last, over the others.
-        for number, (history, colour) in reversed(list(enumerate(looks))):
-            label = shorten(history.name) if number < MOST_NAMED else None
-            _draw_values(loss, history.course, "loss", colour, smooth=smooth, label=label)
-            _draw_values(rate, history.course, "learning_rate", colour)
-            _draw_values(memory, history.course, "peak_bytes", colour, divide=BYTES_PER_GIB)
-            if metric in history.metrics:
-                _draw_values(dev[0], history.metrics[metric], "value", colour)
-        _scale_loss(loss, [history.course for history in drawn])
-        loss.set(ylabel="loss" if smooth is None else f"loss, mean over {smooth} steps")
-        if metric:
-            dev[0].set(ylabel=printable(metric, longest=20).replace("_", " "))
-        for axes, name in ((rate, "learning rate"), (memory, "peak, GiB")):
-            axes.set(ylabel=name, ylim=(0, 1.15 * axes.get_ylim()[1]))
-        _draw_events(events, looks[:MOST_NAMED])
+        for axes, (name, label) in zip(panels, labels.items(), strict=False):
+            # The runs with a name are drawn last, over the others.
+            for number, (history, colour) in reversed(list(enumerate(looks))):
+                course = history.metrics.get(metric) if name == "value" else history.course
+                run = shorten(history.name) if number < MOST_NAMED else None
+                if course is not None:
+                    _draw_values(axes, course, name, colour, label=run, smooth=smooth)
+            axes.set(ylabel=label)
+        least, most = panels[0].dataLim.intervaly
+        if 0 < LOG_FROM * least < most:
+            panels[0].set_yscale("log")
+        for axes in panels[-3:-1]:
+            axes.set_ylim(bottom=0)
+        _draw_events(panels[-1], looks[:MOST_NAMED])
         if len(drawn) > 1:
-            handles, names = loss.get_legend_handles_labels()
+            handles, names = panels[0].get_legend_handles_labels()
             figure.legend(handles[::-1], names[::-1], loc=RIGHT)
     return [history.name for history, _ in looks[:MOST_NAMED]]
 
@@ -462,20 +457,19 @@ def shorten(name: str) -> str:
 
 
 def _draw_values(
-    axes: Any,
-    course: Course,
-    name: str,
-    colour: str,
-    *,
-    smooth: int | None = None,
-    divide: float = 1.0,
-    label: str | None = None,
+    axes: Any, course: Course, name: str, colour: str, *, label: str | None, smooth: int | None
 ) -> None:
-    """Draw the steps that count, and faintly those that were rolled back or resumed over."""
+    """Draw the steps that count, and faintly those that were rolled back or resumed over.
+
+    Losses that are not finite are marked at the edge.
+    """
     for steps in (*course.superseded, course.steps):
         x = numpy.asarray(steps.step)
-        y = numpy.asarray(steps.values[name]) / divide
-        if smooth is not None and len(y) >= smooth:
+        y = numpy.asarray(steps.values[name])
+        if name == "peak_bytes":
+            y = y / BYTES_PER_GIB
+        lost = x[~numpy.isfinite(y)] if name == "loss" else x[:0]
+        if name == "loss" and smooth is not None and len(y) >= smooth:
             x = x[smooth - 1 :]
             y = numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
         y = numpy.where(numpy.isfinite(y), y, numpy.nan)
@@ -483,37 +477,21 @@ def _draw_values(
         look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}
         # A value alone has no line.
         axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)
-
-
-def _scale_loss(axes: Any, courses: Sequence[Course]) -> None:
-    """Use a logarithmic axis where losses span a decade; mark at the edge those not finite."""
-    parts = [part for course in courses for part in (course.steps, *course.superseded)]
-    lost = [
-        step
-        for part in parts
-        for step, loss in zip(part.step, part.values["loss"], strict=True)
-        if not math.isfinite(loss)
-    ]
-    edge = axes.get_xaxis_transform()
-    axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, transform=edge, zorder=5)
-    current = numpy.concatenate([numpy.asarray(one.steps.values["loss"]) for one in courses])
-    finite = current[numpy.isfinite(current)]
-    if len(finite) and 0 < LOG_FROM * finite.min() < finite.max():
-        axes.set_yscale("log")
+        edge = {"transform": axes.get_xaxis_transform(), "zorder": 5}
+        axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, **edge)
 
 
 def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
     """Draw a row of events for each run, with a legend of their signs below."""
+    signs = {}
     for row, (history, colour) in enumerate(runs):
         axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
         for kind, marker in EVENT_MARKERS.items():
             if steps := [event.step for event in history.events.get(kind, [])]:
                 own = SPIKE_COLOUR if kind == "spike" else colour
-                sign = {"marker": marker, "linestyle": "none", "clip_on": False}
-                axes.plot(steps, [row] * len(steps), color=own, label=kind, **sign)
-    axes.plot([], [], color=GREY_COLOUR, alpha=FAINT_OPACITY, label="rolled back or resumed over")
-    handles, labels = axes.get_legend_handles_labels()
-    signs = dict(zip(labels, handles, strict=True))
+                (signs[kind],) = axes.plot(steps, [row] * len(steps), marker, color=own)
+    look = {"color": GREY_COLOUR, "alpha": FAINT_OPACITY}
+    (signs["rolled back or resumed over"],) = axes.plot([], [], **look)
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
     axes.figure.legend(signs.values(), signs.keys(), **place)
     axes.set(xlabel="step", ylabel="events", ylim=(len(runs) - 0.4, -0.6), yticks=[])

@@ -28,7 +28,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import Ended, ScreenCommand, progress_on_screen
+from .screen import Ended, messages_on_screen, screen_command
 
 DEFAULT_LEARNING_RATE = 1e-3
 
@@ -38,7 +38,7 @@ DEFAULT_LEARNING_RATE = 1e-3
 LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight checks your loop"
 
 
-@click.command("grad-flow", cls=ScreenCommand, example="--model mlp --steps 5 --plot flow.png")
+@screen_command("grad-flow", example="--model mlp --steps 5 --plot flow.png")
 @training_options("spec")
 @run_options
 @number_option("Optimizer steps to train.", "--steps", default=20)
@@ -116,13 +116,12 @@ def _train(
 ) -> list[float | str]:
     """Train with a new batch for each step and return its loss, as text if it is not finite."""
     losses = []
-    with progress_on_screen() as progress, seeded(case.seed), flow:
-        task = progress.add_task("training", total=steps)
+    with messages_on_screen() as show_message, seeded(case.seed), flow:
         for step in range(steps):
+            show_message(f"step {step + 1} of {steps}")
             optimizer.zero_grad()
             loss = case.workload.mean_loss(module, replace(case, seed=case.seed + step).batch())
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-            progress.advance(task)
     return [loss if math.isfinite(loss) else str(loss) for loss in losses]

@@ -53,7 +53,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, ScreenCommand, fill_screen, messages_on_screen, table
+from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command, table
 
 # Lines of code that a report lists, so that it has 30 lines in all; --json has more.
 MOST_LINES = 4
@@ -65,124 +65,112 @@ MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 # The report of a snapshot.
 
 
-class DeviceReport:
-    """Owners of the peak of one device of a snapshot, as text and as JSON."""
+def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
+    """Return who owns the peak of one device of a snapshot, and what lowers it."""
+    history = owned.history
+    owners = list(owned.owners.items())
+    steps = []
+    for start, end in owned.steps():
+        step = {"first_event": start, "last_event": end}
+        for name in ("allocated", "reserved"):
+            sizes = getattr(history, name)
+            during = sizes[start + 1 : max(end, start) + 2]
+            step[name] = max(during, default=sizes[-1])
+        steps.append(step)
+    return {
+        "device": history.record.device,
+        "events": len(history.record.events),
+        "peak_allocated_bytes": history.peak_allocated,
+        "peak_reserved_bytes": history.peak_reserved,
+        "reserved_at_peak_bytes": history.reserved_at_peak,
+        "peak_event": history.peak_index,
+        "peak_phase": owned.peak_phase,
+        # They add up to the allocated peak, and with the free blocks to what is reserved then.
+        "owners": owners,
+        "owners_of_reserved": [
+            *owners,
+            (FREE_OWNER, history.reserved_at_peak - history.peak_allocated),
+        ],
+        "lines": [
+            {"owner": one.owner, "line": one.line, "bytes": one.num_bytes}
+            | {"blocks": one.num_blocks}
+            for one in owned.lines()[:100]
+        ],
+        "steps": steps,
+        "levers": [
+            {"owner": lever.owner, "change": lever.change}
+            | {"allocated_saved_bytes": lever.allocated_saved}
+            | {"reserved_saved_bytes": lever.reserved_saved}
+            for lever in levers(owned)
+        ],
+        "out_of_memory": [
+            {"event": index, "requested_bytes": event.num_bytes}
+            | {"device_free_bytes": event.address}
+            | {"reserved_free_bytes": history.reserved[index + 1] - history.allocated[index + 1]}
+            for index, event in history.out_of_memory()
+        ],
+        "notes": list(_notes(owned)),
+    }
 
-    def __init__(self, owned: OwnedBlocks, *, name: str) -> None:
-        self.name = name
-        self.owned = owned
-        self.history = owned.history
-        self.levers = levers(owned)
 
-    @property
-    def notes(self) -> Iterator[str]:
-        """Yield what the record lacks."""
-        history = self.history
-        if not history.record.events:
-            yield (
-                "no events were recorded, so this is the moment of the snapshot and not the peak: "
-                "call torch.cuda.memory._record_memory_history() first"
-            )
-        elif not self.owned.has_stacks:
-            yield "the events have no stacks, so only sizes tell owners apart: record context='all'"
-        if history.is_cut:
-            missing = [life for life in history.lives if life.born < 0 and life.stack]
-            yield (
-                f"the record holds the last {len(history.record.events):,} events only: older ones "
-                f"were dropped, and {len(missing):,} blocks have no time. A larger max_entries of "
-                "_record_memory_history keeps them"
-            )
-        if history.contradictions:
-            yield f"{history.contradictions:,} blocks were allocated twice without a release"
+def _notes(owned: OwnedBlocks) -> Iterator[str]:
+    """Yield what the record lacks."""
+    history = owned.history
+    if not history.record.events:
+        yield (
+            "no events were recorded, so this is the moment of the snapshot and not the peak: "
+            "call torch.cuda.memory._record_memory_history() first"
+        )
+    elif not owned.has_stacks:
+        yield "the events have no stacks, so only sizes tell owners apart: record context='all'"
+    if history.is_cut:
+        missing = [life for life in history.lives if life.born < 0 and life.stack]
+        yield (
+            f"the record holds the last {len(history.record.events):,} events only: older ones "
+            f"were dropped, and {len(missing):,} blocks have no time. A larger max_entries of "
+            "_record_memory_history keeps them"
+        )
+    if history.contradictions:
+        yield f"{history.contradictions:,} blocks were allocated twice without a release"
 
-    def text(self) -> str:
-        """Format the report in 80 columns."""
-        history = self.history
-        lines = [
-            f"{self.name}: {len(history.record.events):,} events, "
-            f"{len(self.owned.steps())} steps or parts of one",
-            f"  allocated peak {format_bytes(history.peak_allocated)} in {self.owned.peak_phase}, "
-            f"event {history.peak_index:,}",
-            f"  reserved {format_bytes(history.reserved_at_peak)} at that moment, at most "
-            f"{format_bytes(history.peak_reserved)}",
-        ]
-        for index, event in history.out_of_memory():
-            free = history.reserved[index + 1] - history.allocated[index + 1]
-            lines.append(
-                f"  out of memory at event {index:,}: {format_bytes(event.num_bytes)} asked for,\n"
-                f"    {format_bytes(event.address)} of the device free, {format_bytes(free)} "
-                "reserved but unallocated"
-            )
-        lines += [fill_screen(f"  {note}") for note in self.notes]
-        tables = [self._owner_rows(), self._lever_rows()]
-        lines += [f"\n{table(rows)}" for rows in tables]
-        return "\n".join(lines)
 
-    def _owner_rows(self) -> list[list[str]]:
-        whole = self.history.peak_allocated
-        rows = [["owner at the peak", "MiB", "share"]]
-        lines = self.owned.lines()[:MOST_LINES]
-        for owner, size in self.owned.owners.items():
-            rows.append(_row(owner, size, whole))
-            own = [line for line in lines if line.owner == owner]
-            for line in own:
-                blocks = "" if line.num_blocks == 1 else f" ({line.num_blocks} blocks)"
-                room = NAME_WIDTH - 2 - len(blocks)
-                name = f"  {printable(line.line, longest=room)}{blocks}"
-                rows.append(_row(name, line.num_bytes, whole))
-        free = self.history.reserved_at_peak - whole
-        return [*rows, [f"{FREE_OWNER} (reserved, not allocated)", _mib(free), ""]]
+def text_of_device(name: str, found: dict[str, Any]) -> str:
+    """Format the owners of a device in 80 columns."""
+    whole, peak = found["peak_allocated_bytes"], found["peak_reserved_bytes"]
+    lines = [
+        f"{name}, device {found['device']}: {found['events']:,} events, "
+        f"{len(found['steps'])} steps or parts of one",
+        f"  allocated peak {format_bytes(whole)} in {found['peak_phase']}, "
+        f"event {found['peak_event']:,}",
+        f"  reserved {format_bytes(found['reserved_at_peak_bytes'])} at that moment, at most "
+        f"{format_bytes(peak)}",
+    ]
+    for error in found["out_of_memory"]:
+        asked, device, free = (format_bytes(size) for size in [*error.values()][1:])
+        lines.append(
+            f"  out of memory at event {error['event']:,}: {asked} asked for,\n"
+            f"    {device} of the device free, {free} reserved but unallocated"
+        )
+    lines += map(fill_screen, found["notes"])
 
-    def _lever_rows(self) -> list[list[str]]:
-        rows = [["what lowers the peak, by replay", "allocated", "reserved MiB"]]
-        for lever in self.levers:
-            rows.append([lever.change, _mib(lever.allocated_saved), _mib(lever.reserved_saved)])
-        if not self.levers:
-            rows.append(["nothing that is known here takes off 0.5%", "", ""])
-        return rows
+    rows = [["owner at the peak", "MiB", "share"]]
+    for owner, size in found["owners"]:
+        rows.append(_row(owner, size, whole))
+        for line in found["lines"][:MOST_LINES]:
+            if line["owner"] == owner:
+                blocks = "" if line["blocks"] == 1 else f" ({line['blocks']} blocks)"
+                code = printable(line["line"], longest=NAME_WIDTH - 2 - len(blocks))
+                rows.append(_row(f"  {code}{blocks}", line["bytes"], whole))
+    _, free = found["owners_of_reserved"][-1]
+    rows.append([f"{FREE_OWNER} (reserved, not allocated)", _mib(free), ""])
 
-    def to_json(self) -> dict[str, Any]:
-        history = self.history
-        owners = list(self.owned.owners.items())
-        free = history.reserved_at_peak - history.peak_allocated
-        steps = []
-        for start, end in self.owned.steps():
-            step = {"first_event": start, "last_event": end}
-            for name in ("allocated", "reserved"):
-                sizes = getattr(history, name)
-                during = sizes[start + 1 : max(end, start) + 2]
-                step[name] = max(during, default=sizes[-1])
-            steps.append(step)
-        return {
-            "device": history.record.device,
-            "events": len(history.record.events),
-            "peak_allocated_bytes": history.peak_allocated,
-            "peak_reserved_bytes": history.peak_reserved,
-            "reserved_at_peak_bytes": history.reserved_at_peak,
-            "peak_event": history.peak_index,
-            "peak_phase": self.owned.peak_phase,
-            # They add up to the allocated peak, and with the free blocks to what is reserved then.
-            "owners": owners,
-            "owners_of_reserved": [*owners, (FREE_OWNER, free)],
-            "lines": [
-                {"owner": one.owner, "line": one.line, "bytes": one.num_bytes}
-                | {"blocks": one.num_blocks}
-                for one in self.owned.lines()[:100]
-            ],
-            "steps": steps,
-            "levers": [
-                {"owner": lever.owner, "change": lever.change}
-                | {"allocated_saved_bytes": lever.allocated_saved}
-                | {"reserved_saved_bytes": lever.reserved_saved}
-                for lever in self.levers
-            ],
-            "out_of_memory": [
-                {"event": index, "requested_bytes": event.num_bytes}
-                | {"device_free_bytes": event.address}
-                for index, event in history.out_of_memory()
-            ],
-            "notes": list(self.notes),
-        }
+    lowering = [["what lowers the peak, by replay", "allocated", "reserved MiB"]]
+    for lever in found["levers"]:
+        saved = (lever["allocated_saved_bytes"], lever["reserved_saved_bytes"])
+        lowering.append([lever["change"], *map(_mib, saved)])
+    if not found["levers"]:
+        lowering.append(["nothing that is known here takes off 0.5%", "", ""])
+    return "\n".join([*lines, f"\n{table(rows)}", f"\n{table(lowering)}"])
 
 
 def _mib(num_bytes: int) -> str:
@@ -208,25 +196,22 @@ def report_snapshot(path: str) -> Report:
         show_message(f"reading {format_bytes(Path(path).stat().st_size)}")
         snapshot = read_snapshot(path)
     name = printable(Path(path).name)
-    reports = []
-    for record in snapshot.devices:
-        owned = OwnedBlocks(BlockHistory(record))
-        reports.append(DeviceReport(owned, name=f"{name}, device {record.device}"))
-    reports.sort(key=lambda report: -report.history.peak_allocated)
-    fullest = reports[0]
-    texts = [report.text() for report in reports]
+    devices = [OwnedBlocks(BlockHistory(record)) for record in snapshot.devices]
+    devices.sort(key=lambda owned: -owned.history.peak_allocated)
+    found = [owners_of_device(owned) for owned in devices]
+    texts = [text_of_device(name, one) for one in found]
     texts += [f"note: {note}" for note in snapshot.notes]
-    results = provenance(torch.device("cpu")) | fullest.to_json()
-    results |= {"snapshot": path, "settings": list(snapshot.notes)}
-    results["devices"] = [report.to_json() for report in reports]
-    course = functools.partial(course_of_blocks, fullest.owned, title=fullest.name)
+    results = provenance(torch.device("cpu")) | found[0]
+    results |= {"snapshot": path, "settings": list(snapshot.notes), "devices": found}
+    title = f"{name}, device {found[0]['device']}"
+    course = functools.partial(course_of_blocks, devices[0], title=title)
     return Report("\n\n".join(texts), results, course)
 
 
 # The command.
 
 
-@click.command("memory", cls=ScreenCommand, example="--model transformer --plot memory.png")
+@screen_command("memory", example="--model transformer --plot memory.png")
 @training_options("spec", required=False)
 @click.option(
     "--snapshot",
@@ -235,7 +220,7 @@ def report_snapshot(path: str) -> Report:
     metavar="FILE",
     help="Read a CUDA memory snapshot in place of a model.",
 )
-@click.option("--on-shapes", is_flag=True, help="Run the model without values, in little memory.")
+@flag("Run the model without values, in little memory.", "--on-shapes")
 @run_options
 @plot_option("Draw the timeline as PNG; needs matplotlib.")
 @output_option("Write the timeline as a page for a browser.", "--html", "html_path")

@@ -10,13 +10,12 @@ Proof: `python -m pytest tests/cli/test_scaffold_merge.py`.
 """
 
 import base64
-import contextlib
 import json
 import shutil
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,11 +23,9 @@ from typing import NamedTuple
 from .screen import UnusableInput, write_output
 
 LOCK_NAME = "curry-train.lock"
-STAGING_FOLDER = ".curry-train-staging"
 
-# Git's markers around lines that both sides changed.
+# Git's marker before lines that both sides changed.
 OURS_MARKER = "<<<<<<< yours"
-THEIRS_MARKER = ">>>>>>> curry-train"
 MOST_CONFLICTS = 127  # the highest exit status of `git merge-file` that is a number of conflicts
 
 
@@ -126,41 +123,39 @@ class Change(NamedTuple):
     before: bytes | None
     after: bytes | None
 
-    @property
-    def is_conflict(self) -> bool:
-        """Return whether the user has to settle this file."""
-        return self.action in ("conflict", "in the way")
-
 
 def compare_files(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[CopiedFile]:
     """Compare every file that the lock records or the bundle would write now."""
     compared = []
     for path in sorted({*lock.files, *wanted}):
-        place = destination(root, path)
-        yours = place.read_bytes() if place.exists() else None
+        yours = _content(destination(root, path))
         compared.append(CopiedFile(path, lock.files.get(path), yours, wanted.get(path)))
     return compared
 
 
-def plan_changes(
-    root: Path, lock: Lock, files: Iterable[CopiedFile], decide: Callable[[CopiedFile], Change]
-) -> list[Change]:
+def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Change]:
     """Decide on each file; the last change is that of the lock, which names them."""
     bases = dict(lock.files)
     changes = []
-    for file in files:
-        change = decide(file)
+    for file in compare_files(root, lock, wanted):
+        change = updated(file)
         changes.append(change)
-        if change.action in ("delete", "yours now"):
-            bases.pop(file.path, None)
-        elif file.wanted is None or change.action in ("missing", "in the way"):
-            continue
+        if file.wanted is None:
+            bases.pop(file.path)
         # A base that is the same keeps its version, so that locks differ only where files do.
-        elif file.base is None or file.base.content != file.wanted:
+        elif file.state != "missing" and (file.base is None or file.base.content != file.wanted):
             bases[file.path] = Base(lock.version, file.wanted)
-    place = destination(root, LOCK_NAME)
-    before = place.read_bytes() if place.exists() else None
+    if yours := [change.path for change in changes if change.action == "in the way"]:
+        raise UnusableInput(
+            f"nothing was written, because files of yours are in the way: {', '.join(yours)}. Move "
+            "them, or add techniques with another --into"
+        )
+    before = _content(destination(root, LOCK_NAME))
     return [*changes, copied(LOCK_NAME, before, replace(lock, files=bases).to_bytes())]
+
+
+def _content(place: Path) -> bytes | None:
+    return place.read_bytes() if place.exists() else None
 
 
 def copied(path: str, before: bytes | None, after: bytes | None) -> Change:
@@ -182,11 +177,8 @@ def destination(root: Path, path: str) -> Path:
     return place
 
 
-def added(file: CopiedFile, *, overwrite: bool = False) -> Change:
-    """Write a wanted file; one that differs is a conflict, or replaced."""
-    change = copied(file.path, file.yours, file.wanted)
-    is_refused = change.action == "replace" and not overwrite
-    return change._replace(action="conflict") if is_refused else change
+# What is done with a file that does not change.
+ACTIONS = {"as it came": "same", "edited": "keep", "missing": "missing", "yours": "in the way"}
 
 
 def updated(file: CopiedFile) -> Change:
@@ -195,42 +187,29 @@ def updated(file: CopiedFile) -> Change:
         return copied(file.path, file.yours, file.wanted)
     if file.state == "both":
         return _merged(file)
-    if file.state == "gone from bundle" and (
-        file.yours is None or (file.base and file.yours == file.base.content)
-    ):
-        return Change(file.path, "delete", file.yours, None)
-    action = {
-        "as it came": "same",
-        "edited": "conflict" if _has_conflict(file.yours) else "keep",
-        "missing": "missing",
-        "gone from bundle": "yours now",
-        "yours": "in the way",
-    }[file.state]
-    return Change(file.path, action, file.yours, file.yours)
-
-
-def _has_conflict(content: bytes | None) -> bool:
-    """Check for a conflict that an earlier update marked and nobody resolved."""
-    lines = (content or b"").splitlines()
-    return OURS_MARKER.encode() in lines and THEIRS_MARKER.encode() in lines
+    if file.state == "gone from bundle":
+        if file.yours is None or (file.base and file.yours == file.base.content):
+            return Change(file.path, "delete", file.yours, None)
+        return Change(file.path, "yours now", file.yours, file.yours)
+    return Change(file.path, ACTIONS[file.state], file.yours, file.yours)
 
 
 def _merged(file: CopiedFile) -> Change:
     """Merge both edits of a file by git; conflicts are marked in the text."""
-    if _has_conflict(file.yours):
+    base = file.base.content if file.base else b""
+    # Git writes these names next to its markers.
+    sides = {"yours": file.yours or b"", "base": base, "curry-train": file.wanted or b""}
+    if OURS_MARKER.encode() in sides["yours"].splitlines():
         raise UnusableInput(
             f"{file.path} has an unresolved conflict from an earlier update; "
             f"resolve it first: look for {OURS_MARKER!r}"
         )
-    base = file.base.content if file.base else b""
-    sides = {"yours": file.yours or b"", "base": base, "curry-train": file.wanted or b""}
-    labels = [word for label in sides for word in ("-L", label)]
     with tempfile.TemporaryDirectory() as folder:
-        for label, content in sides.items():
-            Path(folder, label).write_bytes(content)
+        for name, content in sides.items():
+            Path(folder, name).write_bytes(content)
         try:
             done = subprocess.run(
-                ["git", "merge-file", "-p", *labels, *sides], cwd=folder, capture_output=True
+                ["git", "merge-file", "-p", *sides], cwd=folder, capture_output=True
             )
         except FileNotFoundError as error:
             raise UnusableInput("merging your edits needs git; install it first") from error
@@ -248,25 +227,17 @@ def write_changes(root: Path, changes: Sequence[Change]) -> None:
     writes = [change for change in changes if change.before != change.after]
     if not writes:
         return
-    is_new = not root.exists()
-    staging = root / STAGING_FOLDER
-    shutil.rmtree(staging, ignore_errors=True)
-    try:
-        staging.mkdir(parents=True)
-        for number, change in enumerate(writes):
-            if change.after is not None:
-                write_output(staging / str(number), change.after)
-        for number, change in enumerate(writes):
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root, prefix=".curry-train-") as folder:
+        staged = [Path(folder, str(number)) for number in range(len(writes))]
+        for new, change in zip(staged, writes, strict=True):
+            write_output(new, change.after or b"")
+        for new, change in zip(staged, writes, strict=True):
             place = destination(root, change.path)
             if change.after is None:
                 place.unlink(missing_ok=True)
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
             if place.exists():
-                shutil.copymode(place, staging / str(number))
-            (staging / str(number)).replace(place)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-        if is_new:
-            with contextlib.suppress(OSError):
-                root.rmdir()  # which has files, unless nothing was written
+                shutil.copymode(place, new)
+            new.replace(place)

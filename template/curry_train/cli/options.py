@@ -51,11 +51,16 @@ def choose_device(name: str) -> torch.device:
         raise DeviceMissing(str(error)) from error
 
 
-def _writable(path: str | None) -> str | None:
-    """Refuse a path whose folder does not exist, before a long run rather than at its end."""
-    if path not in (None, "-") and not Path(path).parent.is_dir():
-        raise click.BadParameter(f"the folder of {path!r} does not exist: create it first")
-    return path
+class OutputFile(click.Path):
+    """A file to write; its folder has to exist before a long run rather than at its end."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).parent.is_dir():
+            self.fail(f"the folder of {value!r} does not exist: create it first", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -101,25 +106,22 @@ def training_options(
         @functools.wraps(command)
         def run(
             *args: Any,
-            trainer: str | None,
-            script: str | None,
+            program: list[str],
             model_config: str | None,
-            arguments: tuple[str, ...],
             factory_path: str | None,
             **settings: Any,
         ) -> Any:
+            kind, *words = program
             given = settings[name] if multiple else [settings[name]]
             specs = [one for one in given if one is not None]
             if model_config is not None:
                 # The name is for people; the architecture is in the file.
                 model = specs[-1] if specs else Path(model_config).stem
                 specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{model}"]
-            if trainer is not None:
-                specs.append(f"{TRAINER_PREFIX}{trainer}")
-            if script is not None:
-                specs.append(SCRIPT_PREFIX + shlex.join([script, *arguments]))
-            elif arguments:
-                raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
+            if kind == "trainer":
+                specs.append(TRAINER_PREFIX + words[0])
+            if kind == "script":
+                specs.append(SCRIPT_PREFIX + shlex.join(words))
             elif factory_path is not None:
                 raise click.UsageError("--factory writes what --script has read: give it too")
             if not multiple and (len(specs) > 1 or (required and not specs)):
@@ -132,7 +134,7 @@ def training_options(
 
     inputs = all_of(
         model_option(name, more=f". {more}".rstrip(), multiple=multiple),
-        *PROGRAM_INPUTS,
+        program_option(otherwise=""),
         click.option(
             "--model-config",
             metavar="FILE",
@@ -147,17 +149,6 @@ def training_options(
     return decorate
 
 
-# Options that name a program of the user, where others name a model.
-PROGRAM_INPUTS = (
-    click.option(
-        "--trainer",
-        metavar="FACTORY",
-        help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
-        "module, or an Accelerator with its training.",
-    ),
-    click.option("--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."),
-    click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-)
 # The path of --factory in the context of a command.
 FACTORY_KEY = "curry_train.factory_path"
 
@@ -195,31 +186,22 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def output_option(
-    text: str, *names: str, standard_output: bool = False, **settings: Any
-) -> OptionDecorator:
+def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
     """Add an option for an output file, which is checked before the work begins."""
-    path = click.Path(dir_okay=False, writable=True, allow_dash=standard_output)
-    settings = {"callback": lambda context, option, value: _writable(value)} | settings
-    return click.option(*names, type=path, help=text, **settings)
+    return click.option(*names, type=OutputFile(), help=text, **settings)
 
 
 def json_option(**settings: Any) -> OptionDecorator:
     """Add `--json`, the path of the results as JSON; - is standard output."""
-    return output_option(
-        "Write the results as JSON; - is standard output.",
-        "--json",
-        "json_path",
-        standard_output=True,
-        **settings,
-    )
+    text = "Write the results as JSON; - is standard output."
+    return output_option(text, "--json", "json_path", **settings)
 
 
 def results_option() -> OptionDecorator:
     """Add `--json`, where a `ScreenCommand` writes the results that the command returns."""
 
     def note(context: click.Context, option: click.Parameter, path: str | None) -> None:
-        context.meta[JSON_KEY] = _writable(path)
+        context.meta[JSON_KEY] = path
 
     return json_option(callback=note, expose_value=False)
 
@@ -227,15 +209,14 @@ def results_option() -> OptionDecorator:
 def plot_option(text: str) -> OptionDecorator:
     """Add `--plot`, the path of a PNG."""
 
-    def check(context: click.Context, option: click.Parameter, path: str | None) -> str | None:
-        if path is not None and Path(path).suffix != ".png":
+    def check(path: str) -> str:
+        if Path(path).suffix != ".png":
             name = Path(path).with_suffix(".png")
-            raise click.BadParameter(f"{path}: a picture is a PNG, name it {name}")
-        if path is not None:
-            require_matplotlib()
-        return _writable(path)
+            raise ValueError(f"{path}: a picture is a PNG, name it {name}")
+        require_matplotlib()
+        return path
 
-    return output_option(text, "--plot", "plot_path", callback=check)
+    return output_option(text, "--plot", "plot_path", callback=parsed(check))
 
 
 def device_option() -> OptionDecorator:
@@ -351,7 +332,7 @@ def first_line(error: Exception) -> str:
 
 def blocks_text(choice: BlockChoice) -> str:
     """Return the lines on the blocks, at most 80 columns wide."""
-    return "\n".join(map(fill_screen, choice.lines()))
+    return fill_screen("\n".join(choice.lines()))
 
 
 def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -390,7 +371,7 @@ def steps_option(default: int, least: int) -> OptionDecorator:
 def program_option(otherwise: str | None = None) -> OptionDecorator:
     """Add the options of a user's program, which the command gets as `program`: kind and words.
 
-    Without a script or a trainer, the kind is `otherwise`.
+    Without a script or a trainer, the kind is `otherwise`: "" has no words, None is refused.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -404,7 +385,7 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
         ) -> Any:
             if (script and trainer) or (not (script or trainer) and otherwise is None):
                 raise click.UsageError("give either --script or --trainer")
-            if trainer and arguments:
+            if arguments and (trainer or not (script or otherwise)):
                 raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
             if script and not Path(script).is_file():
                 raise UnusableInput(f"there is no file {script}")
@@ -412,7 +393,18 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
             program = [kind, *filter(None, [script or trainer]), *arguments]
             return command(*args, program=program, **settings)
 
-        return all_of(*PROGRAM_INPUTS)(run)
+        return all_of(
+            click.option(
+                "--trainer",
+                metavar="FACTORY",
+                help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's "
+                "with its module, or an Accelerator with its training.",
+            ),
+            click.option(
+                "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
+            ),
+            click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+        )(run)
 
     return decorate
 

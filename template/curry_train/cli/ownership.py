@@ -37,8 +37,6 @@ TRAINER_MODULES = ("__init__.py", "loop.py", "benchmark.py", "config.py", "data.
 NEEDED_BY_PROJECTS = ("curry-train", "torch", "numpy", "pyyaml", "rich", "pytest", "tensorboard")
 
 TEMPLATE_SUFFIX = ".jinja"
-# Files that runs and builds leave in the template folder, and that no project gets.
-LEFT_BY_RUNS = frozenset({"runs", "build", "wheels", "curry-train.lock"})
 
 # The relative imports of a module and the imports of its test; in a copy all are siblings.
 RELATIVE_IMPORT = re.compile(rb"^( *)from \.+(?:\w+\.)*(\w+) import ", re.MULTILINE)
@@ -269,7 +267,7 @@ def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> Iterator[str]:
 def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     """Return the files of a new project called `name`, with the run-time rooms if `own`."""
     files = {}
-    for path in _files_below(bundle.project):
+    for path in _files_of(bundle.project):
         content = (bundle.project / path).read_bytes()
         place = path.removesuffix(TEMPLATE_SUFFIX)
         if path != place:
@@ -304,20 +302,17 @@ def is_module_name(name: str) -> bool:
     return name.isidentifier() and not keyword.iskeyword(name)
 
 
-def _files_below(folder: Path) -> Iterator[str]:
-    """Yield the files below `folder` except caches, hidden ones and what runs left."""
-    for path in sorted(folder.rglob("*")):
-        names = path.relative_to(folder).parts
-        hidden = [part for part in names if part.startswith(".") and part != ".gitignore"]
-        made = [part for part in names if part == "__pycache__" or part.endswith(".egg-info")]
-        if path.is_file() and not hidden and not made and names[0] not in LEFT_BY_RUNS:
-            yield "/".join(names)
+def _files_of(folder: Path) -> Iterator[str]:
+    """Yield the files of a project's template, which are those that the package carries."""
+    for path in sorted([*folder.glob("*"), *folder.glob("tests/*")]):
+        is_hidden = path.name.startswith(".") and path.name != ".gitignore"
+        if path.is_file() and not is_hidden:
+            yield path.relative_to(folder).as_posix()
 
 
 # The wheel
 
 SOURCES_OF_WHEEL = ("pyproject.toml", "README.md", "LICENSE")
-LEAST_SETUPTOOLS = 77
 # The first second that a zip file can hold, so that equal sources give equal wheels.
 WHEEL_TIME = 315_532_800
 # Files of an installed package that belong to its installation.
@@ -344,25 +339,18 @@ def build_wheel(bundle: Bundle) -> bytes:
         caches = shutil.ignore_patterns("__pycache__")
         shutil.copytree(bundle.package.parent, Path(folder, "template"), ignore=caches)
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir"]
-        if _setuptools_version() >= LEAST_SETUPTOOLS:
-            command.append("--no-build-isolation")  # it needs no network then
-        done = subprocess.run(
-            [*command, "--wheel-dir", folder, folder],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
-        )
-        if done.returncode:
-            raise UnusableInput(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
-        return (Path(folder) / wheel_name(bundle)).read_bytes()
-
-
-def _setuptools_version() -> int:
-    try:
-        return int(importlib.metadata.version("setuptools").split(".")[0])
-    except importlib.metadata.PackageNotFoundError:
-        return 0
+        # By the setuptools that is here, if it is new enough: that needs no network.
+        for build in (["--no-build-isolation"], []):
+            done = subprocess.run(
+                [*command, *build, "--wheel-dir", folder, folder],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
+            )
+            if done.returncode == 0:
+                return (Path(folder) / wheel_name(bundle)).read_bytes()
+        raise UnusableInput(f"pip can't build the wheel of {root}:\n{done.stderr.strip()}")
 
 
 def _pack_again(distribution: importlib.metadata.Distribution) -> bytes:

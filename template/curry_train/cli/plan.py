@@ -6,9 +6,7 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
-import textwrap
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import click
@@ -45,7 +43,7 @@ from .options import (
     training_options,
     typed_options,
 )
-from .screen import Ended, ScreenCommand, messages_on_screen
+from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -113,7 +111,11 @@ SHARDING_OPTIONS = all_of(
 )
 
 
-@click.command("plan", cls=ScreenCommand, example="--model transformer --budget 16MiB")
+@screen_command(
+    "plan",
+    example="--model transformer --budget 16MiB",
+    takes="tries options on shapes: seconds for a small model, a minute for one of 8B",
+)
 @training_options("spec")
 @click.option(
     "--budget",
@@ -177,13 +179,10 @@ SHARDING_OPTIONS = all_of(
     help="Compute the loss in chunks of tokens, or whole.  [default: try both]",
 )
 @seed_option()
-@click.option("--explain", is_flag=True, help="Print every candidate.")
-@click.option("--verify", is_flag=True, help="Measure a planned step on this device.")
+@flag("Print every candidate.", "--explain")
+@flag("Measure a planned step on this device.", "--verify")
 @output_option("Write the plan as JSON, which Plan.load reads.", "--out")
 @plot_option("Draw step time against memory as PNG; needs matplotlib.")
-@output_option(
-    "Write the planned step as a page for a browser.", "--html", "page_path", metavar="FILE"
-)
 @results_option()
 def plan_command(
     spec: str,
@@ -201,7 +200,6 @@ def plan_command(
     verify: bool,
     out: str | None,
     plot_path: str | None,
-    page_path: str | None,
     **shared: Any,
 ) -> Ended:
     """Find the fastest way to train within a memory budget.
@@ -243,9 +241,7 @@ def plan_command(
             sharding=sharding,
             **settings,
         )
-        plan, plain = _find_plan(
-            planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
-        )
+        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, plot_path)
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
@@ -306,11 +302,9 @@ def _find_plan(
     budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
-    *,
     plot_path: str | None,
-    page_path: str | None,
 ) -> tuple[Plan, Timeline]:
-    """Return the plan and the timeline of the plain step; write the pictures of the plan.
+    """Return the plan and the timeline of the plain step; draw the plan.
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
@@ -326,13 +320,6 @@ def _find_plan(
         if plot_path:
             show_message("drawing")
             plot_plan(planner, plan, plot_path)
-        if page_path:
-            # Imported here because most plans are drawn on no page.
-            from .memory_page import course_of_timeline, write_page
-
-            title = f"{plan.workload} on {plan.settings['device']}, as planned"
-            course = course_of_timeline(planner.planned_timeline())
-            write_page(replace(course, title=title), page_path)
     return plan, plain
 
 
@@ -341,7 +328,7 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     peak = plain.peak
     owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
     lines = [
-        *textwrap.wrap(plan.assumptions(), 80),
+        fill_screen(plan.assumptions(), indent=""),
         f"as it is, {plan.microbatch} samples: {format_bytes(peak.bytes_alive)} of tensors in "
         f"{peak.phase}",
     ]
@@ -350,12 +337,10 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         for held, owner in owners
     ]
     host = [plan.settings["host_note"]] if "host_note" in plan.settings else []
-    for line in (*plan.settings.get("block_notes", ()), *host):
-        lines += textwrap.wrap(line, 80, subsequent_indent="  ")
+    lines += map(fill_screen, (*plan.settings.get("block_notes", ()), *host))
     if plan.settings["why_real"]:
-        lines += textwrap.wrap(
-            f"measured for real, without offload: {plan.settings['why_real']}", 80
-        )
+        why = f"measured for real, without offload: {plan.settings['why_real']}"
+        lines.append(fill_screen(why, indent=""))
     return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
 

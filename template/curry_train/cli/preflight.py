@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
-import click
 import torch
 
 from ..core.wording import provenance
@@ -15,10 +14,14 @@ from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
 from ..gates.verdict import Verdict
 from .options import number_option, program_options, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
+from .screen import Ended, UnusableInput, echo_lines, screen_command, tell_what_it_takes
 
 
-@click.command("preflight", cls=ScreenCommand, example="--script train.py -- --rate 0.1")
+@screen_command(
+    "preflight",
+    example="--script train.py -- --rate 0.1",
+    takes="runs a few steps of your training, in up to three times their own time",
+)
 @program_options(DEFAULT_STEPS, least_steps=2)
 @number_option(
     "Build models that have a configuration with so many layers, where they are too large.",
@@ -35,6 +38,7 @@ def preflight_command(
     status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
     """
     kind, *words = program
+    tell_what_it_takes()
     verdicts = preflight_program(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )

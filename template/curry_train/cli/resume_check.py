@@ -8,13 +8,13 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import contextlib
+import functools
 import os
 import shlex
 import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..core.wording import provenance
 from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
 from .options import number_option, program_option, results_option, steps_option
 from .resume_watch import PARTS, StateWatch
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
+from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 from .train import train_command
 
 Steps = list[dict[str, Any]]
@@ -51,7 +51,7 @@ def check_resume(
         undo = str(folder) if mode == "killed" else None
         left = [] if mode in ("straight", "killed") else map(str, read_changes(folder))
         ignored = [str(folder), *left]
-        job = WatchedRun(mode, last, fresh, str(folder), program)
+        job = functools.partial(_watch, mode, last, fresh, str(folder), program)
         found = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]
         forget(found["steps"], unseeded)
         return found
@@ -187,33 +187,31 @@ def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
 # What a process does.
 
 
-@dataclass(frozen=True)
-class WatchedRun:
-    """Watches the state of a program until a step; its mode is that of `StateWatch`."""
+def _watch(
+    mode: str,
+    last: int,
+    fresh: str,
+    changes: str,
+    program: list[str],
+    run: Callable[[], None],
+    end: End,
+) -> None:
+    """Watch the state of a program until a step, in a mode of `StateWatch`."""
 
-    mode: str
-    last: int
-    fresh: str
-    changes: str
-    program: list[str]
+    def finish(watched: StateWatch) -> None:
+        end({"steps": watched.steps, "present": watched.present})
 
-    def watch(self, run: Callable[[], None], end: End) -> None:
-        """Run it, and tell what each step began with."""
-
-        def finish(watched: StateWatch) -> None:
-            end({"steps": watched.steps, "present": watched.present})
-
-        kind, *words = self.program
-        watched = StateWatch(self.last, finish, self.fresh, self.mode)
-        with watched.watching():
-            if kind == "train":
-                with contextlib.suppress(SystemExit):
-                    train_command.main(words, standalone_mode=False)
-            elif kind == "resumed trainer":
-                train_by(words[0], resume_from=lambda: _newest_checkpoint(self.changes))
-            else:
-                run()
-        finish(watched)
+    kind, *words = program
+    watched = StateWatch(last, finish, fresh, mode)
+    with watched.watching():
+        if kind == "train":
+            with contextlib.suppress(SystemExit):
+                train_command.main(words, standalone_mode=False)
+        elif kind == "resumed trainer":
+            train_by(words[0], resume_from=lambda: _newest_checkpoint(changes))
+        else:
+            run()
+    finish(watched)
 
 
 def _newest_checkpoint(folder: str) -> Path | None:
@@ -226,7 +224,11 @@ def _newest_checkpoint(folder: str) -> Path | None:
 # The command.
 
 
-@click.command("resume-check", cls=ScreenCommand, example="--steps 6 batch_size=16")
+@screen_command(
+    "resume-check",
+    example="--steps 6 batch_size=16",
+    takes="runs your training eight times: whole, resumed, without each part",
+)
 @program_option(otherwise="train")
 @steps_option(12, 3)
 @number_option(

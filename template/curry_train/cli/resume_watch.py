@@ -56,7 +56,8 @@ class StateWatch:
         if mode in PARTS:
             # The parent process has let another process write it.
             self.fresh = torch.load(fresh, weights_only=False)
-        self._num_settled = dict.fromkeys(self._made, 0)
+        # What was made since the last look at it, with its part.
+        self._new: list[tuple[str, Any]] = []
         self._now: dict[str, Any] = {}
         self._depth = 0
         self._stepping = 0
@@ -89,6 +90,7 @@ class StateWatch:
     def _add(self, part: str, made: Any) -> None:
         if all(one is not made for one in self._made[part]):
             self._made[part].append(made)
+            self._new.append((part, made))
 
     @property
     def present(self) -> list[str]:
@@ -101,13 +103,12 @@ class StateWatch:
             self.fresh["generators"] = generator_states()
         elif self.mode == "generators" and "generators" in self.fresh:
             set_generator_states(self.fresh.pop("generators"))
-        for part, objects in self._made.items():
-            for number, one in enumerate(objects[self._num_settled[part] :]):
-                if self.mode == "straight":
-                    self.fresh[part].append(copy.deepcopy(one.state_dict()))
-                elif self.mode == part:
-                    one.load_state_dict(self.fresh[part][self._num_settled[part] + number])
-            self._num_settled[part] = len(objects)
+        for part, one in self._new:
+            if self.mode == "straight":
+                self.fresh[part].append(copy.deepcopy(one.state_dict()))
+            elif self.mode == part:
+                one.load_state_dict(self.fresh[part].pop(0))
+        self._new = []
 
     def _states(self, part: str) -> dict[str, Any]:
         """Return the state of a part: digests of tensors, and numbers."""

@@ -17,17 +17,17 @@ from ..core.wording import format_bytes
 from ..runs.format import MODEL_PREFIX
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
-from ..runs.layout import CHECKPOINT_KINDS, describe_existing_runs
+from ..runs.layout import CHECKPOINT_KINDS, find_run
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.store import SavedRun
 from .options import results_option
 from .screen import (
     Ended,
     LazyGroup,
-    ScreenCommand,
     UnusableInput,
     fill_screen,
     messages_on_screen,
+    screen_command,
     table,
 )
 
@@ -52,19 +52,16 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
 
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     """Return a row for every checkpoint of a run, damaged ones included."""
-    empty = dict.fromkeys(("step", "metric", "date", "damaged")) | {"bytes": 0}
-    rows = []
+    heads = ("kind", "folder", "step", "bytes", "date", "metric", "damaged")
+    rows: list[tuple[Any, ...]] = []
     for kind in CHECKPOINT_KINDS:
         for saved in run.committed(kind):
-            metric = saved.metric
-            date = saved.about.get("date", "")
-            row = {"kind": kind, "folder": saved.folder, "step": saved.step, "date": str(date)}
-            row |= {"bytes": saved.num_bytes}
-            row |= {"metric": f"{metric.name} {metric.value:.6g}" if metric else None}
-            rows.append(empty | row)
+            metric = f"{saved.metric.name} {saved.metric.value:.6g}" if saved.metric else None
+            date = str(saved.about.get("date", ""))
+            rows.append((kind, saved.folder, saved.step, saved.num_bytes, date, metric, None))
         for folder, why in run.damaged(kind).items():
-            rows.append(empty | {"kind": kind, "folder": folder, "damaged": why})
-    return rows
+            rows.append((kind, folder, None, 0, None, None, why))
+    return [dict(zip(heads, row, strict=True)) for row in rows]
 
 
 def runs_table(rows: list[dict[str, Any]]) -> str:
@@ -162,7 +159,7 @@ IN_MODULES = {
         "Estimate the disk space that a checkpoint policy needs.",
     ),
 }
-RUN_ARGUMENT = click.argument("run", metavar="RUN")
+RUN_ARGUMENT = click.argument("run")
 
 
 @click.group("runs", cls=LazyGroup, lazy=IN_MODULES, example="list")
@@ -173,7 +170,7 @@ def runs_command() -> None:
     """
 
 
-@click.command("list", cls=ScreenCommand, example="runs")
+@screen_command("list", example="runs")
 @click.argument("folder", default="runs")
 @results_option()
 def runs_list_command(folder: str) -> Ended:
@@ -189,7 +186,7 @@ def runs_list_command(folder: str) -> Ended:
     return {"folder": folder, "runs": rows}, any(row["damaged"] for row in rows)
 
 
-@click.command("show", cls=ScreenCommand, example="run-001")
+@screen_command("show", example="run-001")
 @RUN_ARGUMENT
 @results_option()
 def show_command(run: str) -> Ended:
@@ -214,7 +211,7 @@ def show_command(run: str) -> Ended:
     return facts, any(row["damaged"] for row in rows)
 
 
-@click.command("verify", cls=ScreenCommand, example="run-001 latest")
+@screen_command("verify", example="run-001 latest")
 @RUN_ARGUMENT
 @click.argument("checkpoint", required=False)
 @results_option()
@@ -242,16 +239,7 @@ def verify_command(run: str, checkpoint: str | None) -> Ended:
 
 def _open(run: str) -> SavedRun:
     """Open a run given by folder, or by name in `runs`."""
-    for place in (Path(run), Path("runs", run)):
-        if is_run(place):
-            return SavedRun(place)
-    root = Path(run).parent if Path(run).parent.name else Path("runs")
-    names = [path.name for path in root.glob("*/") if is_run(path)]
-    folders = ", ".join(CHECKPOINT_KINDS)
-    advice = f"give a folder that holds {folders} or {JOURNAL_FILE_NAME}, such as runs/run-001"
-    if names:
-        advice = describe_existing_runs(Path(run).name, names, root=root)
-    raise UnusableInput(printable(f"{run} is no run: {advice}", longest=1000))
+    return SavedRun(find_run(run, root="runs", is_run=is_run))
 
 
 def is_run(path: Path) -> bool:
@@ -303,7 +291,7 @@ def export_parameters(
     return sorted(parameters)
 
 
-@click.command("export", cls=ScreenCommand, example="run-001 latest --out model")
+@screen_command("export", example="run-001 latest --out model")
 @RUN_ARGUMENT
 @click.argument("checkpoint", default="latest")
 @click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")

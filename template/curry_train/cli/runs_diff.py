@@ -7,18 +7,18 @@ Proof: `python -m pytest tests/cli/test_runs_diff.py`.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
 import click
-import numpy
 
 from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
 from .options import results_option
-from .screen import Ended, ScreenCommand, fill_screen, table
+from .screen import Ended, fill_screen, screen_command, table
 
 SECTIONS = ("config", "code", "environment")
 
@@ -90,27 +90,26 @@ def continuation(earlier: History, later: History) -> str | None:
 
 def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:
     """Compare the values at the steps that both have; nan on both sides counts as equal."""
-    common, *places = numpy.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
-    values = [
-        numpy.asarray(steps.values[name])[place]
-        for steps, place in zip((a, b), places, strict=True)
-    ]
-    both_nan = numpy.isnan(values[0]) & numpy.isnan(values[1])
-    differ = numpy.flatnonzero((values[0] != values[1]) & ~both_nan)
+    of_a, of_b = (dict(zip(run.step, run.values[name], strict=True)) for run in (a, b))
+    common = [step for step in of_a if step in of_b]
+    pairs = ((step, of_a[step], of_b[step]) for step in common)
     found = [
-        {"step": int(common[at]), "a": float(values[0][at]), "b": float(values[1][at])}
-        for at in differ
+        {"step": step, "a": one, "b": other}
+        for step, one, other in pairs
+        if one != other and not (math.isnan(one) and math.isnan(other))
     ]
-    with numpy.errstate(invalid="ignore"):
-        sizes = numpy.nan_to_num(abs(values[1] - values[0])[differ], nan=numpy.inf)
+
+    def size(difference: Mapping[str, float]) -> float:
+        by = abs(difference["b"] - difference["a"])
+        return math.inf if math.isnan(by) else by
+
     return {
         "num_common": len(common),
         "num_different": len(found),
-        "first_common": int(common[0]) if len(common) else None,
-        "last_common": int(common[-1]) if len(common) else None,
+        "first_common": common[0] if common else None,
+        "last_common": common[-1] if common else None,
         "first": found[0] if found else None,
-        # The step with the largest absolute difference.
-        "largest": found[int(sizes.argmax())] if found else None,
+        "largest": max(found, key=size, default=None),
     }
 
 
@@ -154,9 +153,9 @@ def _value(value: Any) -> str:
     return printable(value if isinstance(value, str) and value else json.dumps(value))
 
 
-@click.command("diff", cls=ScreenCommand, example="run-001 run-002")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@screen_command("diff", example="run-001 run-002")
+@click.argument("a")
+@click.argument("b")
 @results_option()
 def runs_diff_command(a: str, b: str) -> Ended:
     """Compare two runs by their journals.

@@ -12,10 +12,8 @@ from ..config import set_words
 from ..core.wording import format_count
 from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.store import SavedRun
-from ..workloads.models import load_workload
-from ..workloads.workload import Case
-from .options import dtype_option, model_option, results_option
-from .screen import Ended, ScreenCommand, echo_lines, table
+from .options import dtype_option, results_option
+from .screen import Ended, echo_lines, screen_command, table
 
 # Bytes per parameter: the weights, and the weights with the state of AdamW.
 BYTES_PER_PARAMETER = {
@@ -28,8 +26,6 @@ BYTES_PER_PARAMETER = {
 
 def estimate_disk(parameters: int, config: PolicyConfig, *, dtype: str) -> dict[str, Any]:
     """Estimate the bytes for a model with this number of parameters, trained with AdamW."""
-    if parameters < 1:
-        raise ValueError(f"parameters must be 1 or more, got {parameters}")
     best, checkpoint = [parameters * each for each in BYTES_PER_PARAMETER[dtype]]
     retention = config.retention
     kept = {
@@ -69,11 +65,14 @@ def estimate_table(found: Mapping[str, Any]) -> str:
     return table(lines)
 
 
-@click.command("estimate", cls=ScreenCommand, example="--parameters 7e9 retention.rollback_keep=2")
+@screen_command("estimate", example="--parameters 7e9 retention.rollback_keep=2")
 @click.option(
-    "--parameters", metavar="NUMBER", help="Number of parameters, such as 7e9; or give --model."
+    "--parameters",
+    type=click.FloatRange(1),
+    metavar="NUMBER",
+    required=True,
+    help="Number of parameters, such as 7e9.",
 )
-@model_option("model", more=". Its parameters are counted.")
 @dtype_option(type=click.Choice(list(BYTES_PER_PARAMETER)), help="Type of the weights.")
 @click.option(
     "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
@@ -81,28 +80,17 @@ def estimate_table(found: Mapping[str, Any]) -> str:
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 @results_option()
 def estimate_command(
-    parameters: str | None,
-    model: str | None,
-    dtype: str,
-    folder: str | None,
-    words: tuple[str, ...],
+    parameters: float, dtype: str, folder: str | None, words: tuple[str, ...]
 ) -> Ended:
     """Estimate the disk space that a checkpoint policy needs.
 
     KEY=VALUE sets a key of the block checkpoint:, such as retention.rollback_keep=2. Exit status: 0
     estimated, 1 the volume of --folder is too small, 2 wrong usage.
     """
-    if (parameters is None) == (model is None):
-        raise ValueError("give --parameters or --model")
-    if model:
-        module = Case(load_workload(model)).build()
-        number = sum(parameter.numel() for parameter in module.parameters())
-    else:
-        number = int(float(parameters or 0))
     block: dict[str, Any] = {}
     set_words(block, [word.removeprefix("checkpoint.") for word in words])
     policy = read_fields(PolicyConfig, block, inside="checkpoint")
-    estimate = estimate_disk(number, policy, dtype=dtype)
+    estimate = estimate_disk(int(parameters), policy, dtype=dtype)
     click.echo(estimate_table(estimate))
     if (every := policy.retention.keep_every) is not None:
         more = f"retention.keep_every: {every} keeps one checkpoint every {every} steps forever, in"

@@ -18,7 +18,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..runs.ranks import RunError
 from ..runs.trainers import read_commit, verify_commit
 from .options import results_option
 from .runs import is_run
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, table
+from .screen import Ended, UnusableInput, echo_lines, screen_command, table
 from .tensor_files import (
     DAMAGE,
     FoundTensor,
@@ -154,6 +154,7 @@ TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar
 RANK_FILE_PATTERN = re.compile(r".+_\d+\.pt")
 DISTRIBUTED_INDEX = ".metadata"
 SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+NO_FILES_UNKNOWN = "it holds no file of tensors in a format that is known"
 MISSING_FILES_UNKNOWN = "the folder does not list its files: a missing one can't be told"
 
 
@@ -161,18 +162,14 @@ def _inspect_folder(path: Path) -> Inspection:
     found = Inspection("folder")
     files = {one.name: one for one in sorted(path.iterdir()) if one.is_file()}
     found.num_bytes = sum(one.stat().st_size for one in files.values())
-    readers: dict[str, Callable[..., None]] = {
-        DISTRIBUTED_INDEX: _read_distributed,
-        **dict.fromkeys(SHARD_INDEXES, _read_shards),
-    }
     try:
         manifest = files.get(MANIFEST_FILE_NAME)
         # Also if one of its bits is damaged.
         is_ours = manifest and re.search(rb'"(files|hash)"', read_whole(manifest))
         if is_ours:
             del files[MANIFEST_FILE_NAME]
-        name = next((name for name in readers if name in files), "")
-        readers.get(name, _read_each)(files, found)
+        read = _read_distributed if DISTRIBUTED_INDEX in files else _read_each
+        read(files, found)
         if is_ours:
             _compare_with_manifest(path, found)
     except (RunError, RecursionError, *DAMAGE) as error:
@@ -181,25 +178,37 @@ def _inspect_folder(path: Path) -> Inspection:
 
 
 def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
-    """Read every file of tensors in a folder whose format lists no files."""
-    names = [name for name in files if name.endswith(TENSOR_SUFFIXES)]
-    found.format = _folder_format(files)
-    only_model = names == ["model.safetensors"]
-    for name in names:
+    """Read every file of tensors in a folder, or those that an index of Hugging Face lists."""
+    index = next((files[name] for name in SHARD_INDEXES if name in files), None)
+    # The keys that each file should hold.
+    keys: dict[str, set[str]] = {}
+    if index is None:
+        found.format = _folder_format(files)
+        keys = {name: set() for name in files if name.endswith(TENSOR_SUFFIXES)}
+    else:
+        found.format = "Hugging Face folder"
+        for key, name in json.loads(read_whole(index))["weight_map"].items():
+            keys.setdefault(str(name), set()).add(key)
+    is_model = index is not None or [*keys] == ["model.safetensors"]
+    for name in sorted(keys):
+        if name not in files:
+            found.problems.append(f"{name:.80} is missing, with {len(keys[name]):,} tensors")
+            continue
         content = read_tensor_file(files[name])
-        found.add(content, prefix="" if only_model else f"{name}: ")
+        missing = keys[name] - {tensor.name for tensor in content.tensors}
+        found.add(content, prefix="" if is_model else f"{name}: ")
+        if missing:
+            found.problems.append(f"{name:.80} lacks {min(missing)!r:.80}")
     for name in files:
         if name.endswith(".json") and files[name].stat().st_size:
             try:
                 json.loads(read_whole(files[name]))
             except (ValueError, RecursionError) as error:
                 found.problems.append(f"{name}: it is no JSON ({error!s:.100})")
-    if not names:
-        found.unknown.append("it holds no file of tensors in a format that is known")
-    elif only_model:
+    if is_model:
         found.complete = True
     else:
-        found.unknown.append(MISSING_FILES_UNKNOWN)
+        found.unknown.append(MISSING_FILES_UNKNOWN if keys else NO_FILES_UNKNOWN)
 
 
 def _folder_format(files: Mapping[str, Path]) -> str:
@@ -210,25 +219,6 @@ def _folder_format(files: Mapping[str, Path]) -> str:
     if any(name.startswith("random_states_") for name in files):
         return "Accelerate state"
     return "Hugging Face folder" if "config.json" in files else "folder of files"
-
-
-def _read_shards(files: Mapping[str, Path], found: Inspection) -> None:
-    """Read a model of Hugging Face in several files, by its index."""
-    found.format = "Hugging Face folder"
-    index_name = next(name for name in SHARD_INDEXES if name in files)
-    by_file: dict[str, set[str]] = {}
-    for key, file_name in json.loads(read_whole(files[index_name]))["weight_map"].items():
-        by_file.setdefault(str(file_name), set()).add(key)
-    found.complete = True
-    for file_name, keys in sorted(by_file.items()):
-        if file_name not in files:
-            found.problems.append(f"{file_name:.80} is missing, with {len(keys):,} tensors")
-            continue
-        content = read_tensor_file(files[file_name])
-        missing = keys - {tensor.name for tensor in content.tensors}
-        found.add(content)
-        if missing:
-            found.problems.append(f"{file_name:.80} lacks {min(missing)!r:.80}")
 
 
 # torch.distributed.checkpoint: an index of tensors, and files that hold pieces of them.
@@ -299,8 +289,8 @@ MOST_LINES_SHOWN = 10
 MOST_VALUES_SHOWN = 4
 
 
-@click.command("inspect", cls=ScreenCommand, example="runs/run-001/latest")
-@click.argument("path", metavar="PATH")
+@screen_command("inspect", example="runs/run-001/latest")
+@click.argument("path")
 @results_option()
 def inspect_command(path: str) -> Ended:
     """Inspect anybody's checkpoint without unpickling it.

@@ -4,13 +4,13 @@ Proof: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,10 +22,14 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import program_options, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines
+from .screen import Ended, UnusableInput, echo_lines, flag, screen_command, tell_what_it_takes
 
 
-@click.command("record", cls=ScreenCommand, example="--script train.py --out before -- --rate 0.1")
+@screen_command(
+    "record",
+    example="--script train.py --out before -- --rate 0.1",
+    takes="runs the first steps of your training, in up to twice their own time",
+)
 @program_options(3, least_steps=1)
 @click.option(
     "--level",
@@ -51,43 +55,43 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     """Record a program in processes of its own, by the options of `record_run`."""
     if Path(out).exists() and any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
-    job = Recording(out, program, options)
+    job = functools.partial(_watch, out, program, options)
     exchange = options.get("exchange") or {}
     ignored = [out, *(str(one) for one in exchange.values() if isinstance(one, str))]
+    tell_what_it_takes()
     found = run_ranks(job, program, num_ranks=num_ranks, ignored=ignored)
     if not all(one.get("steps") for one in found):
         raise UnusableInput("it ended before a step of an optimizer")
 
 
-@dataclass(frozen=True)
-class Recording:
-    """Records a program into a folder, by the options of `record_run`."""
-
-    out: str
-    program: Sequence[str]
-    options: Mapping[str, Any]
-
-    def watch(self, run: Callable[[], None], end: End) -> None:
-        """Run it until the steps are recorded."""
-        options = {"exchange": None, **self.options}
-        if options["exchange"]:
-            options["exchange"] = Exchange(**options["exchange"])
-        options["when_enough"] = lambda: end({"steps": options["steps"]})
-        with record_run(self.out, program=self.program, **options):
-            run()
-        end({"steps": read_fingerprints(self.out)[-1].get("step", 0)})
+def _watch(
+    out: str, program: Sequence[str], options: dict[str, Any], run: Callable[[], None], end: End
+) -> None:
+    """Run a program until its steps are recorded."""
+    exchange = options.pop("exchange", None)
+    with record_run(
+        out,
+        program=program,
+        exchange=Exchange(**exchange) if exchange else None,
+        when_enough=lambda: end({"steps": options["steps"]}),
+        **options,
+    ):
+        run()
+    end({"steps": read_fingerprints(out)[-1].get("step", 0)})
 
 
 Run = list[dict[str, Any]]
 Pair = tuple[Run, Run]
 
 
-@click.command("locate", cls=ScreenCommand, example="A B --op")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
-@click.option(
-    "--op", "names_operation", is_flag=True, help="Run both again, and name the operation."
+@screen_command(
+    "locate",
+    example="A B --op",
+    takes="compares in seconds; --op and --tolerance run both trainings again",
 )
+@click.argument("a")
+@click.argument("b")
+@flag("Run both again, and name the operation.", "--op", "names_operation")
 @click.option(
     "--tolerance",
     type=click.Choice(("none", "auto")),

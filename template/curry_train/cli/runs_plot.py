@@ -12,10 +12,10 @@ from ..runs.journal import finite
 from .figures import plot_runs
 from .options import number_option, output_option, results_option
 from .runs_diff import summary
-from .screen import Ended, ScreenCommand
+from .screen import Ended, screen_command
 
 
-@click.command("plot", cls=ScreenCommand, example="run-001 --out run.png")
+@screen_command("plot", example="run-001 --out run.png")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
 @output_option("Write this PNG.", "--out", default="runs.png", show_default=True)
 @number_option(

@@ -3,10 +3,10 @@
 Proof: `python -m pytest tests/cli/test_runs_replay.py`.
 """
 
+import functools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,17 @@ from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
 from .options import number_option, program_option, results_option
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
+from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
 
 
-@click.command("replay", cls=ScreenCommand, example=EXAMPLE)
-@click.argument("box", metavar="BOX")
+@screen_command(
+    "replay",
+    example=EXAMPLE,
+    takes="runs the bad step again, in the time of your training's first step",
+)
+@click.argument("box")
 @program_option(otherwise="")
 @number_option(
     "Repeat it so often, and compare the operations of the repeats.", "--times", default=1
@@ -84,7 +88,7 @@ def repeat(
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
     """Return what the first rank has found, or the first one that names an operation."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
-        job = BoxReplay(box, until, record)
+        job = functools.partial(_replay, box, until, record)
         found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
         if not all("steps" in one for one in found):
             raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
@@ -93,21 +97,12 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
     return next((one for one in found if one["origin"]), found[0])
 
 
-@dataclass(frozen=True)
-class BoxReplay:
-    """Repeats the steps of a box until one of them, and records that."""
-
-    box: str
-    until: int
-    record: str
-
-    def watch(self, run: Callable[[], None], end: End) -> None:
-        """Run the script, whose call of `saving` begins at the state of the box."""
-        root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
-        record = Path(self.record)
-        with Replay(self.box, until=self.until, root=root, record=record, end=end).running():
-            run()
-        end({"ended": True})
+def _replay(box: str, until: int, record: str, run: Callable[[], None], end: End) -> None:
+    """Run the script, whose call of `saving` begins at the state of the box, up to a step."""
+    root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
+    with Replay(box, until=until, root=root, record=Path(record), end=end).running():
+        run()
+    end({"ended": True})
 
 
 def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:

@@ -57,9 +57,9 @@ from .options import (
 from .screen import (
     SCREEN_WIDTH,
     Ended,
-    ScreenCommand,
     fill_screen,
     messages_on_screen,
+    screen_command,
     table,
 )
 
@@ -177,7 +177,11 @@ def _numbers(values: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-@click.command("savings", cls=ScreenCommand, example="--out savings --model mlp --strategy full")
+@screen_command(
+    "savings",
+    example="--out savings --model mlp --strategy full",
+    takes="runs steps with each strategy, in the time of a dozen steps for each",
+)
 @click.option(
     "--out",
     required=True,
@@ -240,22 +244,16 @@ def savings_command(
     cases, choices = _cases(models or ("transformer",), place, options)
     if limit is not None:
         check_limit(limit, place)
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
     facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
     facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
     rows = list[SavingsRow]()
-    try:
-        with messages_on_screen() as show:
-            for case, depth in cases:
-                show(f"{case.workload.name}, {case.batch_size} samples")
-                rows += measure_savings(
-                    case, names, depth=depth, repeats=repeats, limit=limit, tell=show
-                )
-    except BaseException:
-        if is_new:
-            out.rmdir()
-        raise
+    with messages_on_screen() as show:
+        for case, depth in cases:
+            show(f"{case.workload.name}, {case.batch_size} samples")
+            rows += measure_savings(
+                case, names, depth=depth, repeats=repeats, limit=limit, tell=show
+            )
+    out.mkdir(parents=True, exist_ok=True)
     data = facts | {"limit_bytes": limit, "rows": [asdict(row) for row in rows]}
     write_json(str(out / "savings.json"), data)
     title = f"{facts['device']}, torch {facts['torch']}"

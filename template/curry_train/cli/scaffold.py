@@ -13,7 +13,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import click
@@ -22,15 +21,14 @@ from .main import COMMANDS
 from .merge import (
     LOCK_NAME,
     STATES,
+    Base,
     Change,
     CopiedFile,
     Lock,
-    added,
     compare_files,
     copied,
     plan_changes,
     read_lock,
-    updated,
     write_changes,
 )
 from .ownership import (
@@ -48,7 +46,7 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import LazyGroup, ScreenCommand, UnusableInput, echo_lines
+from .screen import LazyGroup, UnusableInput, echo_lines, flag, screen_command
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 EXIT_CONFLICT = 1
@@ -57,11 +55,11 @@ EXIT_CONFLICT = 1
 # new
 
 
-@click.command("new", cls=ScreenCommand, example="my-run")
+@screen_command("new", example="my-run")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.option("--name", metavar="NAME", help="Name of the project.  [default: from DIR]")
-@click.option("--own", is_flag=True, help="Copy the run-time rooms instead of the wheel.")
-@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+@flag("Copy the run-time rooms instead of the wheel.", "--own")
+@flag("List what would be written; write nothing.", "--dry-run")
 def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> None:
     """Start a training project.
 
@@ -75,11 +73,7 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
     name = root.name.replace("-", "_") if name is None else name
     check_project_name(name)
     _check_new_folder(root)
-    lock = Lock(bundle.version, name, own)
-    compared = compare_files(root, lock, project_files(bundle, name=name, own=own))
-    changes = plan_changes(root, lock, compared, added)
-    changes = [*wheel_changes(bundle, root, lock), *changes]
-    _write(root, changes, what="a new project", dry_run=dry_run)
+    _bring(bundle, root, Lock(bundle.version, name, own), what="a new project", dry_run=dry_run)
     if not dry_run:
         click.echo(f"Next:\n  cd {shlex.quote(str(directory))}\n  make test\n  make train")
 
@@ -113,8 +107,8 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
 # add
 
 
-@click.command("add", cls=ScreenCommand, example="sac --into src/mylib/training")
-@click.argument("technique", metavar="TECHNIQUE")
+@screen_command("add", example="sac --into src/mylib/training")
+@click.argument("technique")
 @click.option(
     "--into",
     "directory",
@@ -122,26 +116,27 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
     type=click.Path(path_type=Path),
     help="The package that gets it; made if missing.",
 )
-@click.option("--own", is_flag=True, help="Copy the room runs/ too (saving, loss spikes).")
-@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
-@click.option("--overwrite", is_flag=True, help="Replace files that differ, edits too.")
+@flag("Copy the room runs/ too (saving, loss spikes).", "--own")
+@flag("List what would be written; write nothing.", "--dry-run")
+@flag("Replace files that differ, edits too.", "--overwrite")
 def add_command(
     technique: str, directory: Path | None, own: bool, dry_run: bool, overwrite: bool
 ) -> None:
     """Add one technique to a repository.
 
-    Its modules and its test are copied and are yours. For what is better depended on
-    (checkpoint-policy and loss-spike without --own, memory-plan, bench) the lines to add are
-    printed and nothing is written.
+    Its modules and its test are copied and are yours; what was copied before is updated. For what
+    is better depended on (checkpoint-policy and loss-spike without --own, memory-plan, bench) the
+    lines to add are printed and nothing is written.
 
-    Exit status: 0 added or there already, 2 wrong usage or a file is in the way.
+    Exit status: 0 added or there already, 1 with conflicts to resolve, 2 wrong usage or a file is
+    in the way.
     """
     bundle = find_bundle()
     chosen = bundle.find(technique)
     if chosen.kind is Kind.TOOL or (chosen.kind is Kind.ROOM and not own):
         if own or overwrite:
             raise UnusableInput(
-                f"{technique} without its own copy takes neither --own nor --overwrite: "
+                f"{technique} takes neither --own nor --overwrite: "
                 "'curry-train list' shows what is copied"
             )
         _echo_usage(bundle, chosen)
@@ -152,8 +147,8 @@ def add_command(
             "such as --into src/mylib/training"
         )
     target = find_target(directory)
-    changes = plan_addition(bundle, chosen, target, overwrite=overwrite)
-    _write(target.root, changes, what=chosen.name, dry_run=dry_run)
+    lock = with_technique(bundle, chosen, target, overwrite=overwrite)
+    _bring(bundle, target.root, lock, what=chosen.name, dry_run=dry_run)
     if chosen.kind is Kind.OWNED:
         click.echo(f"Next:\n  {target.test_command(chosen.test)}")
     module = "runs" if chosen.kind is Kind.ROOM else Path(chosen.home).stem
@@ -162,17 +157,12 @@ def add_command(
 
 @dataclass(frozen=True)
 class CopyTarget:
-    """A package's folder and the project around it; `search_path` is where Python finds it."""
+    """A package's folder inside a project's root; `search_path` is where Python finds it."""
 
-    directory: Path
+    inside_root: str
     root: Path
     package: str
     search_path: Path
-
-    @property
-    def inside_root(self) -> str:
-        """Return the folder relative to the project's root."""
-        return self.directory.relative_to(self.root).as_posix()
 
     def test_command(self, test: str) -> str:
         """Return the command that runs a copied test, typed in the current folder."""
@@ -211,44 +201,32 @@ def find_target(directory: Path) -> CopyTarget:
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
-    return CopyTarget(directory, root, ".".join(names), top.parent)
+    return CopyTarget(directory.relative_to(root).as_posix(), root, ".".join(names), top.parent)
 
 
-def plan_addition(
+def with_technique(
     bundle: Bundle, technique: Technique, target: CopyTarget, *, overwrite: bool
-) -> list[Change]:
-    """Plan the copy of one technique; refuse files in the way unless `overwrite`."""
+) -> Lock:
+    """Return the lock of a project with one more technique.
+
+    With `overwrite`, what is in its files counts as copied, so that nothing of it is kept.
+    """
     known = read_lock(target.root) or Lock(bundle.version)
     if known.directory not in (None, target.inside_root):
         raise UnusableInput(
             f"{target.root / LOCK_NAME} has the techniques of this project in {known.directory}; "
             f"use --into {target.root / str(known.directory)}, or correct the lock if they moved"
         )
-    lock = replace(
-        known,
-        version=bundle.version,
-        directory=target.inside_root,
-        package=target.package,
-        techniques=tuple(sorted({*known.techniques, technique.name})),
-    )
-    files = technique_files(
-        bundle, [technique], directory=target.inside_root, package=target.package
-    )
-    init = f"{target.inside_root}/__init__.py"
-    if not (target.root / init).exists() or init in known.files:
-        files[init] = INIT_TEXT
-    compared = [file for file in compare_files(target.root, known, files) if file.wanted]
-    changes = plan_changes(target.root, lock, compared, partial(added, overwrite=overwrite))
-    refused = {change.path for change in changes if change.is_conflict}
-    if refused:
-        count = "1 file is" if len(refused) == 1 else f"{len(refused)} files are"
-        lines = [f"{count} in the way; nothing was written"]
-        lines += [f"  {file.path}: {file.state}" for file in compared if file.path in refused]
-        advice = "'curry-train update' merges; --overwrite takes the bundle's version"
-        if read_lock(target.root) is None:
-            advice = f"keep yours apart with --into {target.directory / 'techniques'}"
-        raise UnusableInput("\n".join([*lines, advice]))
-    return changes
+    files = dict(known.files)
+    into, package = target.inside_root, target.package
+    for path in technique_files(bundle, [technique], directory=into, package=package):
+        place = target.root / path
+        if not place.exists():
+            files.pop(path, None)  # what was deleted since comes again
+        elif overwrite:
+            files[path] = Base(known.version, place.read_bytes())
+    techniques = tuple(sorted({*known.techniques, technique.name}))
+    return replace(known, directory=into, package=package, techniques=techniques, files=files)
 
 
 INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
@@ -270,9 +248,9 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 # update
 
 
-@click.command("update", cls=ScreenCommand, example="my-run --dry-run")
+@screen_command("update", example="my-run --dry-run")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
-@click.option("--dry-run", is_flag=True, help="List what would be written; write nothing.")
+@flag("List what would be written; write nothing.", "--dry-run")
 def update_command(directory: Path, dry_run: bool) -> None:
     """Merge a newer release into copied files.
 
@@ -285,27 +263,43 @@ def update_command(directory: Path, dry_run: bool) -> None:
     bundle = find_bundle()
     root = Path(os.path.abspath(directory))
     lock = _lock_of(root)
+    _bring(bundle, root, lock, what="this release of curry-train", dry_run=dry_run)
+
+
+def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) -> None:
+    """Bring the files of a lock to this release, and print a line for each that is not the same.
+
+    A dry run writes none of them. With conflicts the command ends here, with status 1.
+    """
     if _numbers(bundle.version) < _numbers(lock.version):
         raise UnusableInput(
             f"{root} is from curry-train {lock.version}, and this is {bundle.version}; "
             "run a version that is as new"
         )
-    compared = compare_files(root, lock, files_of_lock(bundle, lock))
-    wheels = wheel_changes(bundle, root, lock)
     lock = replace(lock, version=bundle.version)
-    changes = [*wheels, *plan_changes(root, lock, compared, updated)]
-    _write(root, changes, what="this release of curry-train", dry_run=dry_run)
-    if conflicts := sum(change.is_conflict for change in changes):
-        count = "1 file needs" if conflicts == 1 else f"{conflicts} files need"
+    changes = plan_changes(root, lock, files_of_lock(bundle, lock, root))
+    changes = [*wheel_changes(bundle, root, lock), *changes]
+    if not dry_run:
+        write_changes(root, changes)
+    for change in changes:
+        if change.action != "same":
+            click.echo(f"{change.action:<11}{change.path}")
+    counts = Counter(change.action for change in changes)
+    if counts["same"]:
+        click.echo(f"{'same':<11}{_files(counts['same'])}")
+    if writes := sum(change.before != change.after for change in changes):
+        done = "Dry run: would write" if dry_run else "Wrote"
+        click.echo(f"{done} {_files(writes)} for {what} in {root}.")
+    else:
+        click.echo(f"Nothing to do: {what} is in {root} already.")
+    if counts["conflict"]:
         click.echo(
-            f"{count} you: resolve the lines between <<<<<<< and >>>>>>> of each 'conflict', and "
-            "move each file 'in the way'",
-            err=True,
+            f"{_files(counts['conflict'])} to resolve: look between <<<<<<< and >>>>>>>", err=True
         )
         raise click.exceptions.Exit(EXIT_CONFLICT)
 
 
-def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, bytes]:
+def files_of_lock(bundle: Bundle, lock: Lock, root: Path) -> dict[str, bytes]:
     """Return what this bundle would write into the project that `lock` describes."""
     files: dict[str, bytes] = {}
     if lock.project is not None:
@@ -314,7 +308,7 @@ def files_of_lock(bundle: Bundle, lock: Lock) -> dict[str, bytes]:
         techniques = [one for one in bundle.techniques if one.name in lock.techniques]
         files |= technique_files(bundle, techniques, directory=lock.directory, package=lock.package)
         init = f"{lock.directory}/__init__.py"
-        if init in lock.files:
+        if init in lock.files or not (root / init).exists():
             files[init] = INIT_TEXT
     return files
 
@@ -335,9 +329,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 # diff and list
 
 
-@click.command("diff", cls=ScreenCommand, example="my-run --patch")
+@screen_command("diff", example="my-run --patch")
 @click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
-@click.option("--patch", is_flag=True, help="Print what turns your files into the bundle's.")
+@flag("Print what turns your files into the bundle's.", "--patch")
 def diff_command(directory: Path, patch: bool) -> None:
     """Compare copied files with their origin.
 
@@ -348,7 +342,7 @@ def diff_command(directory: Path, patch: bool) -> None:
     root = Path(os.path.abspath(directory))
     lock = _lock_of(root)
     bundle = find_bundle()
-    compared = compare_files(root, lock, files_of_lock(bundle, lock))
+    compared = compare_files(root, lock, files_of_lock(bundle, lock, root))
     for file in compared:
         click.echo(f"{file.state:<17}{file.path}")
         if patch:
@@ -372,7 +366,7 @@ def patch_lines(file: CopiedFile) -> Iterator[str]:
         yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
 
 
-@click.command("list", cls=ScreenCommand, example="")
+@screen_command("list", example="")
 def list_command() -> None:
     """List the techniques and what adding each one copies."""
     bundle = find_bundle()
@@ -393,22 +387,6 @@ def added_size(bundle: Bundle, technique: Technique) -> str:
         return f"add: prints the lines; with --own {count}, {lines:,} lines"
     tests = ", 1 test" if (bundle.tests / technique.test).is_file() else ""
     return f"add: {count}, {lines:,} lines{tests}"
-
-
-def _write(root: Path, changes: list[Change], *, what: str, dry_run: bool) -> None:
-    """Write the changes unless it is a dry run, and print a line for each that is not the same."""
-    if not dry_run:
-        write_changes(root, changes)
-    for change in changes:
-        if change.action != "same":
-            click.echo(f"{change.action:<11}{change.path}")
-    if same := sum(change.action == "same" for change in changes):
-        click.echo(f"{'same':<11}{_files(same)}")
-    if writes := sum(change.before != change.after for change in changes):
-        done = "Dry run: would write" if dry_run else "Wrote"
-        click.echo(f"{done} {_files(writes)} for {what} in {root}.")
-    else:
-        click.echo(f"Nothing to do: {what} is in {root} already.")
 
 
 def _files(count: int) -> str:

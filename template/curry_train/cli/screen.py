@@ -1,6 +1,6 @@
 """Help, text and tables for a terminal, and groups that import a command when it runs.
 
-    @click.command("memory", cls=ScreenCommand, example="--model transformer")
+    @screen_command("memory", example="--model transformer")
 
 Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
@@ -23,15 +23,11 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import click
-from click.shell_completion import CompletionItem
 
-from ..core.wording import did_you_mean, write_json
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
+from ..core.wording import write_json
 
 SCREEN_WIDTH = 80
 
@@ -52,25 +48,12 @@ OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 
 
-# For each command that may take longer than ten seconds: what it does, and how long that takes.
-LONG_COMMANDS = {
-    "validate": "runs the gates on the model: seconds if it is small; a time follows if not",
-    "plan": "tries options on shapes: seconds for a small model, a minute for one of 8B",
-    "preflight": "runs a few steps of your training, in up to three times their own time",
-    "savings": "runs steps with each strategy, in the time of a dozen steps for each",
-    "bench": "runs rounds of steps, in the time of these steps; --steps gives their number",
-    "record": "runs the first steps of your training, in up to twice their own time",
-    "locate": "compares in seconds; --op and --tolerance run both trainings again",
-    "resume-check": "runs your training about eight times: whole, resumed, without each part",
-    "spike-check": "trains three times: recovered, without the bad samples, and through them",
-    "replay": "runs the bad step again, which takes as long as your training's first step",
-}
 PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # The path of --json in the context of a command.
 JSON_KEY = "curry_train.json_path"
-# The words that were typed behind the name of a command.
-WORDS_KEY = "curry_train.words"
+# What a command takes, in its context until it is printed.
+TAKES_KEY = "curry_train.takes"
 
 
 class UnusableInput(click.ClickException):
@@ -85,25 +68,20 @@ Ended = tuple[Mapping[str, Any], bool | int | UnusableInput]
 
 @contextmanager
 def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
-    """End a command in a few lines, also where its output can't be written."""
+    """End a command in a few lines where its input or a file can't be used."""
     try:
         yield
     except click.ClickException as error:
-        message = wrapped(error.format_message(), begun=len("Error: "))
+        width = SCREEN_WIDTH - len("Error: ")
+        message = fill_screen(error.format_message(), indent="", width=width)
         error.format_message = lambda: message  # type: ignore[method-assign]
         raise
     except OSError as error:
         if error.errno == errno.EPIPE or keeps_traceback:
             raise
-        if error.filename is not None:
-            raise UnusableInput(f"{error.filename}: {error.strerror}") from error
-        place = traceback.extract_tb(error.__traceback__)[-1].filename
-        if {"click", "rich"}.isdisjoint(Path(place).parts):
-            raise UnusableInput(f"{error.strerror or error} ({place_of(error)})") from error
-        # Buffered text is written at the end of the process, and would fail again.
-        with suppress(OSError), Path(os.devnull).open("w") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
-        raise UnusableInput(f"standard output: {error.strerror}") from error
+        place = f"{error.filename}: " if error.filename else ""
+        where = "" if place else f" ({place_of(error)})"
+        raise UnusableInput(f"{place}{error.strerror or error}{where}") from error
 
 
 def place_of(error: BaseException) -> str:
@@ -151,8 +129,9 @@ def standard_output_kept() -> Iterator[None]:
 class ScreenCommand(click.Command):
     """Show a line for each option, in sections, and one example.
 
-    `example` is what follows the name of the command in a call that works. A command returns
-    `Ended`: the results, which are written where `--json` has a path, and how it ends, by `leave`.
+    `example` is what follows the name of the command in a call that works. A command that may take
+    longer than ten seconds prints what it `takes` before it works. It returns `Ended`: the results,
+    which are written where `--json` has a path, and how it ends, by `leave`.
     An error of the input or the environment ends it with its message and status 2, unless it
     `keeps_traceback`.
     """
@@ -161,23 +140,19 @@ class ScreenCommand(click.Command):
         self,
         *args: Any,
         example: str = "",
+        takes: str = "",
         keeps_traceback: bool = False,
         leave: Callable[[int], NoReturn] = sys.exit,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
         self.example = example
+        self.takes = takes
         self.keeps_traceback = keeps_traceback
         self.leave = leave
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
-        """Run the command, after a line on what it does if that is long; a signal ends some."""
-        if args is None and SUPERVISED_VARIABLE not in os.environ:
-            words = [self.name, *sys.argv[1 : 3 if sys.argv[1:2] == ["runs"] else 2]]
-            found = [f"{word} {LONG_COMMANDS[word]}" for word in words if word in LONG_COMMANDS]
-            if found and {"-h", "--help", "--list"}.isdisjoint(sys.argv):
-                # Now, because the import of the command takes seconds itself.
-                click.echo(found[-1], err=True)
+        """Run the command; a signal ends some at once."""
         if args is None and not SUPERVISED.isdisjoint({self.name, *sys.argv[1:2]}):
             supervise()
         return super().main(args, *rest, **settings)
@@ -187,23 +162,14 @@ class ScreenCommand(click.Command):
         if not isinstance(self, click.Group):
             home = str(Path.home())
             args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
-            ctx.meta[WORDS_KEY] = tuple(args)
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name not in ("--script", "--trainer"):
-                raise
-            raise click.UsageError(
-                f"{ctx.info_name} takes no {error.option_name}, give a factory as --model: "
-                "`curry-train memory --script FILE --factory kept.py` writes one",
-                ctx,
-            ) from error
+        return super().parse_args(ctx, args)
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with errors_that_fit():
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> None:
+        ctx.meta[TAKES_KEY] = self.takes
         path = ctx.meta.get(JSON_KEY)
         kept = standard_output_kept() if path == "-" else nullcontext()
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
@@ -255,6 +221,16 @@ class ScreenCommand(click.Command):
         formatter.write(f"\nExample: {runner}{ctx.command_path} {self.example}".rstrip() + "\n")
 
 
+def flag(text: str, *names: str) -> Callable[[Any], Any]:
+    """Add an option without a value."""
+    return click.option(*names, is_flag=True, help=text)
+
+
+def screen_command(name: str, *, example: str, **settings: Any) -> Callable[[Any], ScreenCommand]:
+    """Return the decorator of a command, with the settings of `ScreenCommand`."""
+    return click.command(name, cls=ScreenCommand, example=example, **settings)
+
+
 class LazyGroup(ScreenCommand, click.Group):
     """A group of commands in modules of this folder, so that `--help` does not import torch.
 
@@ -262,36 +238,25 @@ class LazyGroup(ScreenCommand, click.Group):
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
-        super().__init__(*args, keeps_traceback=True, **settings)
+        # Their names and summaries, which are all that a page of help and a shell need.
+        listed = {name: click.Command(name, short_help=lazy[name][1]) for name in lazy}
+        super().__init__(*args, commands=listed, keeps_traceback=True, **settings)
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.lazy]
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in self.lazy:
-            return None
-        module, _, attribute = self.lazy[cmd_name][0].partition(":")
+    def load(self, name: str) -> click.Command:
+        """Import the command of this name."""
+        module, _, attribute = self.lazy[name][0].partition(":")
         loaded = importlib.import_module(f".{module}", __package__)
         return cast(click.Command, getattr(loaded, attribute))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        is_known = args[0] in self.lazy or args[0].startswith("-")
-        if not is_known and not ctx.resilient_parsing:
-            advice = did_you_mean(args[0], self.lazy)
-            ctx.fail(f"no command is called {args[0]!r}: {advice}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a line for each command, without importing it."""
-        with formatter.section(f"Commands, with a page each by {ctx.command_path} COMMAND --help"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in self.lazy.items()])
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        found = [CompletionItem(name) for name in self.lazy if name.startswith(incomplete)]
-        return found + click.Command.shell_complete(self, ctx, incomplete)
+        name, listed, rest = super().resolve_command(ctx, args)
+        return name, listed and self.load(args[0]), rest
 
 
 # Signals.
@@ -391,26 +356,24 @@ def render_template(place: Path, **values: Any) -> str:
     return environment.get_template(place.name).render(**values)
 
 
-def fill_screen(text: str, *, indent: str = "  ") -> str:
-    """Break a text into lines; all but the first are indented."""
-    return textwrap.fill(text, SCREEN_WIDTH, subsequent_indent=indent, break_on_hyphens=False)
+def fill_screen(text: str, *, indent: str = "  ", width: int = SCREEN_WIDTH) -> str:
+    """Break each line of a text between words; what follows of a line is indented."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            width,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        for line in text.splitlines()
+    )
 
 
 def echo_lines(*lines: str, indent: str = "  ") -> None:
     """Print lines, each broken where it is too long; what follows of it is indented."""
     for line in lines:
         click.echo(fill_screen(line, indent=indent))
-
-
-def wrapped(text: str, *, begun: int = 0) -> str:
-    """Break each line between words, and never at a hyphen of an option or inside of a path.
-
-    In the first line so many columns are in use; no line is longer than the first may be.
-    """
-    return "\n".join(
-        textwrap.fill(line, SCREEN_WIDTH - begun, break_long_words=False, break_on_hyphens=False)
-        for line in text.splitlines()
-    )
 
 
 def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
@@ -440,38 +403,22 @@ def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-# Progress of long work.
-
-
-def progress_on_screen(*, estimate: bool = True) -> "Progress":
-    """Return a progress display on standard error, which stays quiet where that is no terminal.
-
-    It shows an estimate of the time left, or else the elapsed time.
-    """
-    # Here, because the list of commands is shown without rich.
-    from rich.console import Console
-    from rich.progress import (
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn() if estimate else TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+def tell_what_it_takes() -> None:
+    """Print once what the command takes; call it when its input is known to be right."""
+    context = click.get_current_context(silent=True)
+    if context is not None and (takes := context.meta.pop(TAKES_KEY, "")):
+        click.echo(fill_screen(f"{context.info_name} {takes}"), err=True)
 
 
 @contextmanager
 def messages_on_screen() -> Iterator[Callable[[str], None]]:
-    """Show what a command does at the moment, with the elapsed time."""
-    with progress_on_screen(estimate=False) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda message: progress.update(task, description=message)
+    """Show what a command does at the moment, on standard error if that is a terminal.
+
+    The command itself prints nothing meanwhile.
+    """
+    tell_what_it_takes()
+    # Here, because the list of commands is shown without rich.
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update

@@ -32,7 +32,7 @@ from ..workloads.workload import map_tensors
 from .options import choose_device, model_option, number_option, results_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
-from .screen import Ended, ScreenCommand, UnusableInput, echo_lines, messages_on_screen
+from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 from .train import open_named_run
 
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
@@ -82,7 +82,6 @@ def spike_check(
     at: int,
     num_windows: int,
     config: str | None = None,
-    show: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Train with these configuration words in `folder` and check the recovery.
 
@@ -96,7 +95,7 @@ def spike_check(
         _train(settings, at, num_windows, show)
         return read_history(folder / f"{name}-001")
 
-    with unheard(*SILENCED_LOGGERS):
+    with unheard(*SILENCED_LOGGERS), messages_on_screen() as show:
         runs = {"recovered": train_as("recovered")}
         spikes, rollbacks, skips = (
             runs["recovered"].events.get(kind, []) for kind in ("spike", "rollback", "skip")
@@ -201,7 +200,11 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
     return None
 
 
-@click.command("spike-check", cls=ScreenCommand, example="--steps 18 batch_size=4")
+@screen_command(
+    "spike-check",
+    example="--steps 18 batch_size=4",
+    takes="trains three times: recovered, without the bad samples, through them",
+)
 @model_option("model", more=". Same as model=.")
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
@@ -240,7 +243,7 @@ def spike_check_command(
         given.append(f"model={model}")
     if keep_path and Path(keep_path).exists() and any(Path(keep_path).iterdir()):
         raise UnusableInput(f"{keep_path} is not empty: give a new folder")
-    with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
+    with tempfile.TemporaryDirectory() as folder:
         found = spike_check(
             Path(keep_path or folder),
             given,
@@ -248,7 +251,6 @@ def spike_check_command(
             at=at,
             num_windows=windows,
             config=config,
-            show=show,
         )
     echo_lines(*describe(found), indent="")
     device = choose_device(load_config(config, given).device)

@@ -79,10 +79,6 @@ class Inspection:
     num_bytes: int = 0
 
     @property
-    def well(self) -> bool:
-        return not self.problems
-
-    @property
     def whole(self) -> bool | None:
         """True if all of it is there, False if something is missing or damaged, None: unknown."""
         return False if self.problems else self.complete

@@ -17,8 +17,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import click
+import torch
 
 from .. import __version__
+from ..core.wording import provenance
 from ..gates.verdict import checked_globs
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
@@ -35,11 +37,11 @@ from .options import (
 )
 from .screen import (
     LIBRARY_FOLDERS,
-    WORDS_KEY,
-    ScreenCommand,
     UnusableInput,
+    flag,
     literal,
     render_template,
+    screen_command,
     write_output,
 )
 
@@ -141,7 +143,7 @@ def _path_expression(path: Path, out: Path) -> str:
 # Command `gen-tests`.
 
 
-@click.command("gen-tests", cls=ScreenCommand, example="--model mlp --out test_gates.py")
+@screen_command("gen-tests", example="--model mlp --out test_gates.py")
 @model_option("model")
 @program_option(otherwise="")
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
@@ -164,11 +166,8 @@ def _path_expression(path: Path, out: Path) -> str:
     metavar="NAME",
     help="Where the gates are, such as mylib.training.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace FILE even if something else wrote it.")
-@click.pass_context
+@flag("Replace FILE even if something else wrote it.", "--overwrite")
 def testgen_command(
-    context: click.Context,
-    /,
     model: str | None,
     program: list[str],
     out: str,
@@ -183,8 +182,6 @@ def testgen_command(
     kind, *words = program
     if (model is None) == (not kind):
         raise click.UsageError("give either --model, --trainer or --script")
-    if words and not kind:
-        raise click.UsageError(f"{words[0]!r} is for no script: give --script FILE")
     path = Path(out)
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.
@@ -193,7 +190,9 @@ def testgen_command(
         raise UnusableInput(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
-    command = _command(context)
+    # An option a line.
+    typed = provenance(torch.device("cpu"))["command"]
+    command = "    " + re.sub(r" (?=--)", r" \\\n        ", typed)
     if kind == "script":
         text = render_loop(*words, out=path, command=command)
     else:
@@ -201,16 +200,6 @@ def testgen_command(
     write_output(path, text)
     python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
     click.echo(f"wrote {shown}; run it with\n  {python_path}python -m pytest {shlex.quote(shown)}")
-
-
-def _command(context: click.Context) -> str:
-    """Return the command as it was typed, an option a line."""
-    name = context.command_path
-    if ".py" in name:
-        script = PurePath(os.path.relpath(sys.argv[0])).as_posix()
-        name = " ".join(["python", script, *name.split()[2:]])
-    words = shlex.join(context.meta[WORDS_KEY])
-    return "    " + re.sub(r"(?:^| )(?=--)", r" \\\n        ", f"{name} {words}")
 
 
 def _python_path() -> str:

@@ -62,7 +62,7 @@ from .options import (
     number_option,
     results_option,
 )
-from .screen import Ended, ScreenCommand, UnusableInput, wrapped
+from .screen import Ended, UnusableInput, fill_screen, flag, screen_command
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 
@@ -165,9 +165,8 @@ def _vocabulary(module: nn.Module) -> int | None:
 STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 
 
-@click.command(
+@screen_command(
     "train",
-    cls=ScreenCommand,
     keeps_traceback=True,
     leave=leave,
     example="steps=20 microbatch=4",
@@ -188,9 +187,9 @@ STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
-@click.option("--record-memory", is_flag=True, help="Write a snapshot if a GPU is out of memory.")
+@flag("Write a snapshot if a GPU is out of memory.", "--record-memory")
 @results_option()
-@click.option("--show-config", is_flag=True, help="Print the complete configuration and exit.")
+@flag("Print the complete configuration and exit.", "--show-config")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
     path: str | None,
@@ -232,7 +231,7 @@ def train_command(
             trained = train_run(run, watch=watch)
     except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         # Training can't go on, or its state can't be saved.
-        click.echo(wrapped(f"Error: {error}"), err=True)
+        click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
     return _results(config, trained), STATUSES.get(trained.report.ended_by, 0)
 

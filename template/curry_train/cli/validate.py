@@ -14,10 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from ..core.measure import heap_kept
 from ..core.wording import format_duration, format_seconds, provenance
@@ -59,12 +55,21 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import Ended, ScreenCommand, UnusableInput, fill_screen, progress_on_screen
+from .screen import (
+    Ended,
+    UnusableInput,
+    echo_lines,
+    fill_screen,
+    flag,
+    messages_on_screen,
+    screen_command,
+    tell_what_it_takes,
+)
 
 # Lines of verdicts: one per technique or per gate.
 
-VERDICT_MARKS = {True: "[green]held[/]", False: "[red]FAILED[/]", None: "n/a"}
-NAME_WIDTH = 28  # of a technique or gate, before what is printed of it
+VERDICT_MARKS = {True: "held", False: "FAILED", None: "n/a"}
+NAME_WIDTH = 30  # of a technique or gate, before what is printed of it
 
 
 @dataclass(frozen=True)
@@ -87,17 +92,18 @@ class FirstLook:
     def short(self, reason: str) -> str:
         """Return the number of a cause in place of its text, which stands with the model."""
         is_cause = reason in self.causes
-        return escape(f"cause {self.causes.index(reason) + 1}" if is_cause else reason)
+        return f"cause {self.causes.index(reason) + 1}" if is_cause else reason
 
 
 def print_verdicts(
-    console: Console, rows: Iterable[GateRow], looks: Mapping[str, FirstLook], *, by_gate: bool
+    rows: Iterable[GateRow], looks: Mapping[str, FirstLook], *, by_gate: bool
 ) -> list[GateRow]:
     """Print verdicts as they come: a line per technique, or per gate with its figures."""
     printed: list[GateRow] = []
     for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
         first = looks[workload]
-        _print_columns(console, workload, "\n".join(map(escape, first.lines())), "dim")
+        for name, line in itertools.zip_longest([workload], first.lines(), fillvalue=""):
+            _print_columns(name, line)
         techniques = itertools.groupby(of_workload, key=lambda row: technique_of(row.verdict.gate))
         for technique, group in techniques:
             verdicts = []
@@ -105,18 +111,15 @@ def print_verdicts(
                 printed.append(row)
                 verdicts.append(row.verdict)
                 if by_gate:
-                    text = _of_gate(row.verdict, first)
-                    _print_columns(console, f"  {row.verdict.gate}", text)
+                    _print_columns(f"  {row.verdict.gate}", _of_gate(row.verdict, first))
             if not by_gate:
-                _print_columns(console, f"  {technique}", _counted(verdicts, first))
+                _print_columns(f"  {technique}", _counted(verdicts, first))
     return printed
 
 
-def _print_columns(console: Console, name: str, text: str, style: str = "") -> None:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(min_width=NAME_WIDTH, no_wrap=True)
-    grid.add_row(name, Text.from_markup(text, style=style))
-    console.print(grid)
+def _print_columns(name: str, text: str) -> None:
+    line = fill_screen(f"{name:<{NAME_WIDTH - 1}} {text}", indent=" " * NAME_WIDTH)
+    click.echo(line.replace("FAILED", click.style("FAILED", fg="red")))
 
 
 def _of_gate(verdict: Verdict, first: FirstLook) -> str:
@@ -127,7 +130,7 @@ def _of_gate(verdict: Verdict, first: FirstLook) -> str:
     if verdict.passed is None:
         return f"{mark}: {first.short(verdict.hint)}"
     ran = " + ".join(verdict.ran) or "nothing"
-    return f"{mark} [dim]on {ran}[/]: {escape(verdict.measured)}"
+    return f"{mark} on {ran}: {verdict.measured}"
 
 
 def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
@@ -141,7 +144,7 @@ def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
     return ": ".join([counted, *reasons])
 
 
-def print_end(console: Console, rows: Sequence[GateRow], notes: Sequence[str]) -> None:
+def print_end(rows: Sequence[GateRow], notes: Sequence[str]) -> None:
     """Print once what failed alike and what to do, the counts, and what of the user's ran."""
     causes: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
@@ -149,15 +152,14 @@ def print_end(console: Console, rows: Sequence[GateRow], notes: Sequence[str]) -
             facts = (row.verdict.measured, row.verdict.required, row.verdict.hint)
             causes.setdefault((row.workload, *facts), []).append(row.verdict.gate)
     for (workload, *texts), gates in causes.items():
-        console.print(f"\n{workload}, {', '.join(gates)}: {VERDICT_MARKS[False]}")
+        click.echo(f"\n{workload}, {', '.join(gates)}: {VERDICT_MARKS[False]}")
         for label, text in zip(("measured", "required", "what to do"), texts, strict=True):
-            filled = fill_screen(f"  {label}: {text}", indent="    ")
-            console.print(filled, markup=False, soft_wrap=True)
+            echo_lines(f"  {label}: {text}", indent="    ")
     counts = Counter(row.verdict.passed for row in rows)
     counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
-    console.print("\n" + "; ".join([counted, *notes]))
+    click.echo("\n" + "; ".join([counted, *notes]))
     if counts[True] + counts[False]:
-        console.print(coverage(rows))
+        click.echo(coverage(rows))
 
 
 def coverage(rows: Sequence[GateRow]) -> str:
@@ -207,7 +209,11 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
         yield fill_screen(f"      {contract.promise}", indent="      ")
 
 
-@click.command("validate", cls=ScreenCommand, example="--model mlp --gate grad-accum")
+@screen_command(
+    "validate",
+    example="--model mlp --gate grad-accum",
+    takes="runs the gates: seconds for a small model, a time follows for others",
+)
 @training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",
@@ -226,12 +232,11 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
 )
 @run_options
 @number_option("Check the same model with this many layers.", "--shrink")
-@click.option("--figures", is_flag=True, help="Show what each gate measured; implied by --gate.")
-@click.option(
+@flag("Show what each gate measured; implied by --gate.", "--figures")
+@flag(
+    "List the gates, with --figures their claims and what --impl takes; exit.",
     "--list",
     "list_only",
-    is_flag=True,
-    help="List the gates, with --figures their claims and what --impl takes; exit.",
 )
 def validate_command(
     models: tuple[str, ...],
@@ -258,28 +263,28 @@ def validate_command(
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = models or BUILTIN_WORKLOADS
 
-    console = Console(highlight=False)
     facts = provenance(asked.device)
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
     loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
+    tell_what_it_takes()
     looked_at = [_look(make_case(workload)) for workload in _named_once(loaded)]
     cases = [case for case, _ in looked_at]
     looks = {case.workload.name: first for case, first in looked_at}
 
     seconds = FORWARDS_IN_A_STEP * sum(first.forward_seconds for first in looks.values())
     if is_long := seconds * sum(gate.steps for gate in gates) >= LONG_SECONDS:
-        _announce_time(console, seconds, gates, shrinks=bool(shrink))
+        _announce_time(seconds, gates, shrinks=bool(shrink))
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
-    settings = _print_settings(console, cases, facts, asked.seed)
+    settings = _print_settings(cases, facts, asked.seed)
     for one in given:
-        console.print(f"{one.spec} in place of our {one.name}", style="dim")
+        click.echo(f"{one.spec} in place of our {one.name}")
         settings.setdefault("implementations", {})[one.name] = one.spec
 
     by_gate = bool(figures or patterns or is_long)
     began = time.perf_counter()
     with heap_kept():
         measured = _measured(cases, gates, given, looks)
-        rows = print_verdicts(console, measured, looks, by_gate=by_gate)
+        rows = print_verdicts(measured, looks, by_gate=by_gate)
     settings["seconds"] = round(time.perf_counter() - began, 1)
     loops = (
         GateRow(case.workload.name, verdict)
@@ -287,9 +292,9 @@ def validate_command(
         if is_taken(spec)
         for verdict in loop_verdicts(spec)
     )
-    rows += print_verdicts(console, loops, looks, by_gate=by_gate)
+    rows += print_verdicts(loops, looks, by_gate=by_gate)
     notes = [] if by_gate else ["--figures shows what each measured"]
-    print_end(console, rows, notes)
+    print_end(rows, notes)
     return facts | settings | _as_json(rows, looks), _status(rows, patterns)
 
 
@@ -299,27 +304,22 @@ LONG_SECONDS = 120.0
 FORWARDS_IN_A_STEP = 3
 
 
-def _announce_time(
-    console: Console, seconds: float, gates: Sequence[Gate], *, shrinks: bool
-) -> None:
+def _announce_time(seconds: float, gates: Sequence[Gate], *, shrinks: bool) -> None:
     """Print how long the gates take, of which a step takes so many seconds."""
     num_steps = sum(gate.steps for gate in gates)
     total = format_duration(num_steps * seconds)
     steps = f"{num_steps} steps of {format_seconds(seconds)}, {total} in all"
-    console.print(f"about {steps}: a line for each gate, short gates first")
-    console.print(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
+    click.echo(f"about {steps}: a line for each gate, short gates first")
+    click.echo(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
 
 
-def _print_settings(
-    console: Console, cases: Sequence[Case], facts: Mapping[str, Any], seed: int
-) -> dict[str, Any]:
+def _print_settings(cases: Sequence[Case], facts: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Print what the cases are, and return it for the results."""
     sizes = list(dict.fromkeys(case.batch_size for case in cases))
     dtypes = ", ".join(dict.fromkeys(dtype_name(case.dtype) for case in cases))
-    console.print(
+    click.echo(
         f"{facts['device']}, torch {facts['torch']}, {dtypes}, "
-        f"batch size {', '.join(map(str, sizes))}, seed {seed}",
-        style="dim",
+        f"batch size {', '.join(map(str, sizes))}, seed {seed}"
     )
     for case in cases:
         echo_notes(case.workload)
@@ -372,13 +372,11 @@ def _measured(
 ) -> Iterator[GateRow]:
     """Run the gates, and yield each row as soon as its verdict is there."""
     rows = measure_rows(cases, gates, implementations=given)
-    with progress_on_screen() as progress:
-        task = progress.add_task("", total=len(cases) * sum(gate.steps for gate in gates))
-        for case, gate in itertools.product(cases, gates):
-            progress.update(task, description=f"{case.workload.name}: {gate.name}")
+    for case, gate in itertools.product(cases, gates):
+        with messages_on_screen() as show_message:
+            show_message(f"{case.workload.name}: {gate.name}")
             row = next(rows)
-            yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
-            progress.advance(task, gate.steps)
+        yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
 
 
 def _look(case: Case) -> tuple[Case, FirstLook]:

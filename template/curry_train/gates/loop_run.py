@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
 import contextlib
+import functools
 import getpass
 import json
 import os
@@ -21,10 +22,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from unittest import mock
 from uuid import uuid4
 
@@ -74,7 +75,7 @@ def preflight_program(
 
     With a number of layers the configurations of the user's models are changed to it.
     """
-    job = Preflight(num_steps, num_layers)
+    job = functools.partial(_check, num_steps, num_layers)
     found = run_ranks(job, [kind, *words], num_ranks=num_ranks)
     verdicts = [
         [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
@@ -93,12 +94,9 @@ Found = dict[str, Any]
 End = Callable[[Found], NoReturn]
 
 
-class Job(Protocol):
-    """Work in a process that runs a user's program; the job is pickled and sent there."""
-
-    def watch(self, run: Callable[[], None], end: End) -> None:
-        """Run the program, and call `end` when enough is known."""
-        ...
+# Work in another process, to which it is pickled. It runs the user's program by calling its first
+# argument, and calls the second when enough is known.
+Job = Callable[[Callable[[], None], End], None]
 
 
 def run_ranks(
@@ -225,7 +223,7 @@ def run_watched(
         # For those who wait.
         register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
         with files.noticed(), _saving(saves=saves):
-            job.watch(lambda: run(*words), end)
+            job(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
@@ -236,31 +234,24 @@ def run_watched(
         end({"error": error.message if isinstance(error, click.ClickException) else failure})
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """Checks the loop after so many steps, with so many layers of its models, or 0 for all."""
+def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -> None:
+    """Judge the loop after so many steps, with so many layers of its models, or 0 for all."""
+    notes: list[str] = []
 
-    num_steps: int
-    num_layers: int
+    def when_enough(trace: Trace) -> None:
+        if num_layers and not notes:
+            end({"error": NOT_SHRUNK})
+        for note in notes:
+            print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
+        verdicts = [asdict(verdict) for verdict in judge(trace)]
+        end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
-    def watch(self, run: Callable[[], None], end: End) -> None:
-        """Run the loop, and judge what it did."""
-        notes: list[str] = []
-
-        def when_enough(trace: Trace) -> None:
-            if self.num_layers and not notes:
-                end({"error": NOT_SHRUNK})
-            for note in notes:
-                print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
-            verdicts = [asdict(verdict) for verdict in judge(trace)]
-            end({"verdicts": verdicts, "ranks": rank_facts(trace)})
-
-        small: Any = contextlib.nullcontext()
-        if self.num_layers:
-            small = shrunk_configurations(self.num_layers, notes)
-        with small:
-            trace = observe(run, num_steps=self.num_steps, when_enough=when_enough)
-        when_enough(trace)
+    small: Any = contextlib.nullcontext()
+    if num_layers:
+        small = shrunk_configurations(num_layers, notes)
+    with small:
+        trace = observe(run, num_steps=num_steps, when_enough=when_enough)
+    when_enough(trace)
 
 
 def _script(file: str, *arguments: str) -> None:

@@ -32,11 +32,10 @@ from .journal import (
     JOURNAL_FILE_NAME,
     OPENING_EVENT_KINDS,
     Event,
-    JournalError,
     event_number,
     read_events,
 )
-from .layout import describe_existing_runs
+from .layout import find_run
 
 if TYPE_CHECKING:
     import torch
@@ -178,18 +177,11 @@ def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -
     given = os.fspath(run)
     place, _, number = given.rpartition("@")
     attempt = math.inf
-    path = _existing(given, root)
-    if path is None and number.isdecimal():
-        path = _existing(place, root)
+    if number.isdecimal() and not (Path(given).exists() or Path(root, given).exists()):
+        given = place
         attempt = int(number)
-    if path is None:
-        # A path is searched for in its own parent folder.
-        folder = Path(given).parent if Path(given).parent.name else Path(root)
-        runs = [found.parent.name for found in folder.glob(f"*/{JOURNAL_FILE_NAME}")]
-        known = describe_existing_runs(Path(given).name, runs, root=folder)
-        raise JournalError(f"there is no run {given}; {known}")
-
-    history = History(name or given, path / JOURNAL_FILE_NAME if path.is_dir() else path)
+    path = find_run(given, root=root, is_run=_has_journal)
+    history = History(name or os.fspath(run), path / JOURNAL_FILE_NAME if path.is_dir() else path)
     damaged: list[int] = []
     for event in read_events(history.path, damaged):
         if event.attempt > attempt:
@@ -202,8 +194,8 @@ def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -
     return history
 
 
-def _existing(name: str, root: StrPath) -> Path | None:
-    return next((path for path in (Path(name), Path(root, name)) if path.exists()), None)
+def _has_journal(place: Path) -> bool:
+    return place.is_file() or (place / JOURNAL_FILE_NAME).is_file()
 
 
 # What differs between two runs.

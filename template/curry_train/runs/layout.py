@@ -13,7 +13,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ..core.wording import nearest
-from .files import Files
+from .files import Files, StrPath
 from .ranks import DamagedCheckpoint, reading
 
 # Names of the checkpoints in a run's folder.
@@ -71,14 +71,18 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER_PATTERN.fullmatch(name) is not None
 
 
-def describe_existing_runs(name: str, existing: Iterable[str], *, root: object) -> str:
-    """List the runs in `root`, the most similar first, for an error about a missing run."""
-    runs = sorted(existing)
-    if not runs:
-        return f"the folder {root} has no runs yet"
-    closest = nearest(name, runs)
+def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Path:
+    """Return the place of a run, given by its name in `root` or its path; raise ValueError."""
+    for place in (Path(root, given), Path(given)):
+        if is_run(place):
+            return place
+    # A path is searched for in its own parent folder.
+    folder = Path(given).parent if Path(given).parent.name else Path(root)
+    runs = sorted(place.name for place in folder.glob("*/") if is_run(place))
+    known = f"{folder} has {', '.join(runs[:MOST_NAMED_RUNS]) or 'no runs yet'}"
+    closest = nearest(Path(given).name, runs)
     meant = "" if closest is None else f"did you mean {closest}? "
-    return f"{meant}{root} has {', '.join(runs[:MOST_NAMED_RUNS])}"
+    raise ValueError(f"there is no run {given}; {meant}{known}")
 
 
 # Hash files while they are written.
