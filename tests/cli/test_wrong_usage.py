@@ -65,7 +65,6 @@ grad-flow --model mlpp                      | no workload is called 'mlpp'
 grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no module; there are 0, 0.0
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
-train --trainer made.py:blocks              | takes no --trainer, give a factory
 train stpes=3                               | Error: stpes is no key; did you mean 'steps'?
 train --config none.yaml                    | can't read the configuration none.yaml: No such file or directory
 train --resume latest                       | has a saved state to resume from
