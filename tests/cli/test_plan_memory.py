@@ -4,6 +4,7 @@ python -m pytest tests/cli/test_plan_memory.py
 """
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -113,6 +114,8 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_p
         "plan.json",
         "--plot",
         "plan.png",
+        "--html",
+        "plan.html",
         "--microbatch",
         "8",
         budget=budget,
@@ -135,6 +138,11 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_p
 
     assert plan.apply(blocks()[0])
     assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    page = Path("plan.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert data["limit"] == round(0.8 * free)
+    at_peak = sum(figures[data["peak"]] for _, _, figures in data["owners"])
+    assert at_peak == plan.peak_bytes
 
 
 def test_the_output_mentions_that_a_model_was_measured_for_real():

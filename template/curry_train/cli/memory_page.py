@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/cli/test_memory_page.py`.
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +31,10 @@ from ..plan.owners import (
     OwnedBlocks,
 )
 from ..plan.profiler import STEP_PHASES, Timeline
+from ..plan.saved import Plan
 from .screen import render_template, write_output
 
+CONTEXT_OWNER = "context"
 # From Paul Tol's palettes for colour-blind readers. Bytes that live through the whole step are at
 # the bottom, in grey or blue.
 GROUP_COLOURS = {
@@ -48,6 +50,7 @@ GROUP_COLOURS = {
 }
 OWNER_COLOURS = {
     **GROUP_COLOURS,
+    CONTEXT_OWNER: "#555555",
     EARLIER_OWNER: "#999999",
     LOGITS_OWNER: "#CC6677",
     FORWARD_TEMPORARIES: "#EEDD88",
@@ -86,6 +89,7 @@ class MemoryCourse:
     peak_place: int  # index of the peak among the moments
     peak_text: str
     reserved: tuple[int, ...] = ()
+    limit: int = 0  # bytes of the budget
     blocks: tuple[CourseBlock, ...] = ()
 
     @property
@@ -118,6 +122,17 @@ def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> Memory
         peak_text=f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
         blocks=_largest(named),
     )
+
+
+def course_of_plan(plan: Plan, planned: Timeline) -> MemoryCourse:
+    """Return the course of a planned step, on top of the context, below the line of the budget."""
+    course = course_of_timeline(planned)
+    owners = course.owners
+    if plan.cuda is not None:
+        context = (plan.cuda["context_bytes"],) * len(course.moments)
+        owners = {CONTEXT_OWNER: context, **owners}
+    title = f"{plan.workload} on {plan.settings['device']}, as planned"
+    return replace(course, title=title, owners=owners, limit=plan.budget_bytes)
 
 
 def _largest(blocks: Iterable[CourseBlock]) -> tuple[CourseBlock, ...]:
@@ -190,6 +205,7 @@ def write_page(course: MemoryCourse, path: str | Path) -> None:
         "moments": course.moments,
         "owners": [[name, OWNER_COLOURS[name], course.owners[name]] for name in names],
         "reserved": course.reserved,
+        "limit": course.limit,
         "phases": course.phases,
         "peak": course.peak_place,
         "blocks": blocks,

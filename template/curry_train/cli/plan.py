@@ -183,6 +183,7 @@ SHARDING_OPTIONS = all_of(
 @flag("Measure a planned step on this device.", "--verify")
 @output_option("Write the plan as JSON, which Plan.load reads.", "--out")
 @plot_option("Draw step time against memory as PNG; needs matplotlib.")
+@output_option("Write the planned step as a page for a browser.", "--html", "page_path")
 @results_option()
 def plan_command(
     spec: str,
@@ -200,6 +201,7 @@ def plan_command(
     verify: bool,
     out: str | None,
     plot_path: str | None,
+    page_path: str | None,
     **shared: Any,
 ) -> Ended:
     """Find the fastest way to train within a memory budget.
@@ -241,7 +243,9 @@ def plan_command(
             sharding=sharding,
             **settings,
         )
-        plan, plain = _find_plan(planner, budget_bytes, size, microbatch, plot_path)
+        plan, plain = _find_plan(
+            planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
+        )
         measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
@@ -302,9 +306,11 @@ def _find_plan(
     budget_bytes: int | None,
     global_batch: int | None,
     microbatch: int | None,
+    *,
     plot_path: str | None,
+    page_path: str | None,
 ) -> tuple[Plan, Timeline]:
-    """Return the plan and the timeline of the plain step; draw the plan.
+    """Return the plan and the timeline of the plain step; write the pictures of the plan.
 
     `planner_for` makes the planner from `tell=`, a function that shows progress.
     """
@@ -320,6 +326,11 @@ def _find_plan(
         if plot_path:
             show_message("drawing")
             plot_plan(planner, plan, plot_path)
+        if page_path:
+            # Imported here because most plans are drawn on no page.
+            from .memory_page import course_of_plan, write_page
+
+            write_page(course_of_plan(plan, planner.planned_timeline()), page_path)
     return plan, plain
 
 

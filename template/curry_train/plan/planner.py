@@ -31,7 +31,7 @@ from .cuda_allocator import AllocatorSettings
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory
-from .profiler import OPTIMIZER_STATE_GROUP
+from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
 from .saved import (
     OPTION_KINDS,
@@ -202,6 +202,7 @@ class Planner:
         self.whole_steps = WholeSteps(
             self.sketch, card=self.card, links=links or links_of(self.profile.name)
         )
+        self._best: Candidate | None = None  # of the latest plan
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
@@ -252,6 +253,11 @@ class Planner:
             ),
             "limit_bytes": limit_bytes,
         }
+
+    def planned_timeline(self) -> Timeline:
+        """Return the timeline of the planned step."""
+        assert self._best is not None, "a plan is made first"
+        return self.whole_steps.step(self._best).timeline
 
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
@@ -376,6 +382,7 @@ class Planner:
             )
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
+        self._best = best
         module = self.sketch.build()
         blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
         plain = self.whole_steps.plain(best).step_seconds
