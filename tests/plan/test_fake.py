@@ -28,7 +28,7 @@ from curry_train.primitives import apply_sac, recompute, recompute_blocks
 from curry_train.primitives.regions import Replay
 from curry_train.primitives.rerun import BlockState
 from curry_train.workloads.models import llama_8b, transformer
-from curry_train.workloads.workload import Workload, WorkloadError
+from curry_train.workloads.workload import IndivisibleBatch, Workload, WorkloadError
 
 TEMPLATE = Path(curry_train.__file__).parents[1]
 
@@ -468,6 +468,34 @@ def test_the_error_of_a_factory_is_one_message(tmp_path, monkeypatch, caplog, fa
         pass
     assert not caplog.records  # torch would log the same error again, with its traceback
     assert not isinstance(torch.zeros(2), FakeTensor)
+
+
+GRAPHS = """
+import torch
+from torch import nn
+class Graph(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.read = read
+    def forward(self, nodes, edges):
+        return self.linear(self.read(nodes, edges))
+def graph(read):
+    edges = torch.tensor([[0, 1, 2], [5, 4, 3]])
+    return lambda: (Graph(read), {"nodes": torch.randn(6, 4), "edges": edges})
+indexed = graph(lambda nodes, edges: nodes[edges[1]])
+selected = graph(lambda nodes, edges: nodes.index_select(0, edges[1]))
+"""
+
+
+def test_nodes_of_a_graph_are_not_divided(tmp_path, monkeypatch):
+    (tmp_path / "graphs.py").write_text(GRAPHS)
+    monkeypatch.syspath_prepend(tmp_path)
+    for factory in ("indexed", "selected"):
+        with Sketch(f"graphs:{factory}") as sketch:
+            assert sketch.step(6).peak_bytes > 0
+            with pytest.raises(IndivisibleBatch, match="does not run on 2 of the 6 rows"):
+                sketch.step(2)
 
 
 # Speed and memory.

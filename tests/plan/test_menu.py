@@ -292,6 +292,20 @@ def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
     assert all(Option(FULL_KIND) not in menu for menu in steps.menus.values())
 
 
+def test_a_reason_for_which_many_options_can_not_run_is_there_once():
+    class Recurrent(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.cell = nn.GRUCell(width, width)
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(self.cell(x)))
+
+    _, left_out = measured(stack(lambda _: Recurrent(16), 2, (16,)))
+    assert [reason.partition(" runs")[2][:18] for reason in left_out] == [" aten.unsafe_split"]
+
+
 class Neuron(nn.Module):
     """Keeps its potential from one call to the next, with the graph of that call."""
 

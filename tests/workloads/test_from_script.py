@@ -295,6 +295,14 @@ optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 (Double.apply(layer(torch.ones(3, 2))).mean() + layer(torch.ones(3, 2)).mean()).backward()
 optimizer.step()
 """: r"the loss needs a tensor of shape \(3, 1\) that no function of torch has made",
+    """
+import torch
+layer = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+computed = {name: 2 * one for name, one in layer.named_parameters()}
+torch.func.functional_call(layer, computed, torch.ones(3, 2)).mean().backward()
+optimizer.step()
+""": "it calls a Linear on parameters that it computes",
 }
 
 

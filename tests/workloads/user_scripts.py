@@ -226,15 +226,14 @@ import itertools
 from shared import *
 
 torch.manual_seed(0)
-class Encoder(nn.Sequential): pass
-class Decoder(nn.Sequential): pass
-encoder, decoder = Encoder(nn.Linear(16, 8), nn.Tanh()), Decoder(nn.Linear(8, 16))
+encoder, decoder = nn.Sequential(nn.Linear(16, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 16))
 optimizer = torch.optim.SGD(itertools.chain(encoder.parameters(), decoder.parameters()), lr=0.1)
 images, _ = next(iter(loader()))
 loss = ((decoder(encoder(images)) - images) ** 2).mean()
 loss.backward()
 optimizer.step()
-torch.save(nn.ModuleDict({"Encoder": encoder, "Decoder": decoder}).state_dict(), "trained.pt")
+both = nn.ModuleDict({"Sequential_0": encoder, "Sequential_1": decoder})
+torch.save(both.state_dict(), "trained.pt")
 """
 
 METHOD_OF_THE_MODEL = """

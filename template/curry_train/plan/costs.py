@@ -228,7 +228,7 @@ def measure_menus(
             turn, index = divmod(place, len(names))
             rounds[turn][names[index]] = option
 
-    left_out: list[str] = []
+    left_out: dict[str, str] = {}
     found: defaultdict[str, dict[Option, tuple[Bytes, float]]] = defaultdict(dict)
     for turn, options in rounds.items():
         tell(f"measuring options of {len(options)} blocks", turn / (len(rounds) + 1))
@@ -259,11 +259,11 @@ def measure_menus(
     # A block that did not run, as its model skips layers at random, costs what others do.
     by_class = {_class_of(blocks[name]): menu for name, menu in menus.items()}
     known = {name: menus.get(name) or by_class.get(_class_of(one)) for name, one in blocks.items()}
-    return {name: menu for name, menu in known.items() if menu}, left_out
+    return {name: menu for name, menu in known.items() if menu}, [*left_out.values()]
 
 
 def _run(
-    step_of: StepOf, size: int, options: Mapping[str, Option], left_out: list[str]
+    step_of: StepOf, size: int, options: Mapping[str, Option], left_out: dict[str, str]
 ) -> Iterator[tuple[Mapping[str, Option], StepEstimate]]:
     """Yield steps with these options; where one can't run, the others run without it."""
     try:
@@ -272,7 +272,9 @@ def _run(
         names = [*options]
         if len(names) == 1:
             why = (str(error).splitlines() or [type(error).__name__])[0]
-            left_out.append(f"{names[0]} can't run as {options[names[0]]}: {why}")
+            # Other blocks and policies, which may be many, fail for the same reason.
+            reason = why.replace(names[0], "")
+            left_out.setdefault(reason, f"{names[0]} can't run as {options[names[0]]}: {why}")
             return
         for part in (names[::2], names[1::2]):
             yield from _run(step_of, size, {name: options[name] for name in part}, left_out)

@@ -76,6 +76,11 @@ SPARSE_SIZES_REASON = "the number of values in a sparse tensor does not follow f
 TRIAL_BATCH_SIZE = 2  # batch norm needs two
 
 
+def trial_size(case: Case, size: int = TRIAL_BATCH_SIZE) -> int:
+    """Return the size of a small batch: all rows where they can't be divided."""
+    return size if case.workload.is_divisible else case.workload.own_batch or size
+
+
 def needs_rehearsal(case: Case) -> bool:
     """Check whether the second step may differ from the first one, so that both must run.
 
@@ -84,7 +89,7 @@ def needs_rehearsal(case: Case) -> bool:
     Raises one of `NEEDS_VALUES` if shapes are not enough.
     """
     module = case.build()
-    batch = case.batch(TRIAL_BATCH_SIZE)
+    batch = case.batch(trial_size(case))
     with seeded(0), torch.enable_grad(), CheckedStorages() as trial:
         before = random.getstate()
         loss = case.workload.mean_loss(module, batch)
@@ -105,7 +110,7 @@ def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
     for value in (LARGEST_DRAW, SMALLEST_DRAW):
         draws.value = value
         module = case.build()
-        batch = case.batch(TRIAL_BATCH_SIZE)
+        batch = case.batch(trial_size(case))
         with seeded(0), torch.enable_grad(), LiveStorages() as storages:
             loss = case.workload.mean_loss(module, batch)
             held[value] = storages.bytes_alive
@@ -278,9 +283,7 @@ class Sketch:
         """Let all layers run, and choose the blocks by one forward of a small batch."""
         if self.draws.drawn:
             _let_layers_run(self.case, self.draws)
-        workload = self.case.workload
-        size = self.case.batch_size if workload.is_divisible else workload.own_batch
-        sized = replace(self.case, batch_size=size or self.case.batch_size)
+        sized = replace(self.case, batch_size=trial_size(self.case, self.case.batch_size))
         with contextlib.suppress(NoBlocks):
             chosen, self.choice = sized.with_running_blocks()
             self.case = replace(self.case, blocks=chosen.blocks)

@@ -48,15 +48,6 @@ from .whole_step import (
 
 # Part of torch's message where a norm over the batch gets a single value.
 NEEDS_SAMPLES_ERROR = "Expected more than 1 value per channel"
-DROPOUT_TYPES = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
 # A message after this time names the time left.
 PATIENCE_SECONDS = 2.0
@@ -94,7 +85,7 @@ def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
         return ""
     layers = list(module.named_modules())
     dropouts = [name for name, layer in layers if _dropout(layer) > 0]
-    norms = [name for name, layer in layers if isinstance(layer, BATCH_NORMS)]
+    norms = [name for name, layer in layers if "BatchNorm" in type(layer).__name__]
 
     effects = []
     if dropouts:
@@ -113,7 +104,7 @@ def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
 
 def _dropout(layer: nn.Module) -> float:
     """Return the dropout probability of a layer, 0 if it has none."""
-    probability = getattr(layer, "p" if isinstance(layer, DROPOUT_TYPES) else "dropout", 0)
+    probability = getattr(layer, "p" if "Dropout" in type(layer).__name__ else "dropout", 0)
     return float(probability) if isinstance(probability, int | float) else 0.0
 
 
@@ -430,11 +421,15 @@ class Planner:
         """Yield what is in use before any activation, and what would help: what is free first."""
         step = self.whole_steps.plain_steps(chunked=least.chunked_loss)[-1]
         accumulated = step.gradients if least.steps > 1 else 0
-        line = f"before any activation {format_bytes(step.fixed + accumulated)} is in use: "
-        line += "parameters and optimizer state"
-        if accumulated:
-            line += ", and gradients of earlier microbatches"
-        if step.fixed + accumulated > budget_bytes:
+        in_use = {
+            "parameters and optimizer state": step.fixed,
+            "gradients of earlier microbatches": accumulated,
+            "the context of the process": self.card.context(self.card.trace_of(step)),
+        }
+        num_bytes = sum(in_use.values())
+        line = f"before any activation {format_bytes(num_bytes)} is in use: "
+        line += ", and ".join(name for name, part in in_use.items() if part)
+        if num_bytes > budget_bytes:
             line += "; that alone is over the budget, so no choice for activations helps"
         yield line
 

@@ -14,7 +14,7 @@ import copy
 import logging
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -55,6 +55,8 @@ GROUP_NORM_BACKWARD = aten.native_group_norm_backward.default
 LIFT_OPERATION = aten.lift_fresh.default
 GROUPED_MM_OPERATION = aten._grouped_mm.default
 READ_OPERATION = aten._local_scalar_dense.default
+INDEX = aten.index.Tensor
+INDEX_SELECT = aten.index_select.default
 EMBEDDING_BAG = aten._embedding_bag.default
 # Losses that allocate a value for each element, and resize that storage to the sum or mean.
 RESIZED_LOSSES = (
@@ -97,6 +99,7 @@ class KernelsAsTheyRun(FakeTensorMode):
             args = (contiguous, *args[1:])
         if func is GROUPED_MM_OPERATION and args[0].dtype is not torch.bfloat16:
             return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+        _check_indices(func, args)
         out: Any = super().dispatch(func, types, args, kwargs)
         if func in NORM_FORWARDS:
             return self._norm(func, args, out)
@@ -148,6 +151,18 @@ class KernelsAsTheyRun(FakeTensorMode):
         strides = [size[1] * row, row, 1][-len(size) :]
         with self:
             return torch.empty_strided(size, strides, dtype=a.dtype, device=a.device)
+
+
+def _check_indices(func: Any, args: Any) -> None:
+    """Raise an error for an index out of range, as the real kernels do."""
+    chosen: Iterable[tuple[int, Any]] = ()
+    if func is INDEX:
+        chosen = zip(args[0].shape, args[1], strict=False)
+    elif func is INDEX_SELECT:
+        chosen = [(args[0].shape[args[1]], args[2])]
+    for size, index in chosen:
+        if has_values(index) and index.dtype is torch.int64 and (index >= size).any():
+            raise IndexError(f"index {int(index.max())} is out of range for {size} entries")
 
 
 def has_values(value: Any) -> bool:

@@ -314,6 +314,11 @@ class RunningScript:
                 return call(module, *args, **options)
             if self.depth == 0:
                 self._find_trainer(sys._getframe(1))
+                if any(one.grad_fn is not None for one in module.parameters()):
+                    raise WorkloadError(
+                        f"it calls a {type(module).__name__} on parameters that it computes, as "
+                        "functional_call does: write a factory whose module does so in forward"
+                    )
             self.depth += 1
             try:
                 output = call(module, *args, **options)
@@ -626,8 +631,7 @@ class ScriptTraining:
         place = self.place or "its trainer"
         text = (
             f'"""The training of {shlex.join(self.words)}, read at {place}.\n\n'
-            "Replace what is taken from the script as you like; the loss is what it computed."
-            '\n"""\n\n'
+            'Replace what is taken as you like; the loss is what the script computed.\n"""\n\n'
             "import torch\n\n"
             "from curry_train.workloads.from_script import read_script\n\n"
             f"taken = read_script({words})\n\n\n"
@@ -744,8 +748,10 @@ def _root_of(recording: Recording, trained: set[int], notes: list[str]) -> nn.Mo
     whole = [one for one in found.values() if trained <= _ids(one)]
     if whole:
         return min(whole, key=lambda one: sum(p.numel() for p in one.parameters()))
-    several = {type(one).__name__: one for one in called if trained & _ids(one)}
-    together = nn.ModuleDict(several)
+    several = dict.fromkeys(one for one in called if trained & _ids(one))
+    together = nn.ModuleDict(
+        {f"{type(one).__name__}_{place}": one for place, one in enumerate(several)}
+    )
     if not trained <= _ids(together):
         notes.append("parameters of its optimizer that are of no module are left out")
     return together
