@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, RandomSampler
 
+from ..workloads.optimizers import parameter_ids
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
     Backward,
@@ -39,7 +40,6 @@ from .loop_trace import (
     Zero,
     grouped,
     observe,
-    parameter_ids,
     world_size,
 )
 from .verdict import NotApplicable, Verdict, not_applicable
@@ -172,23 +172,18 @@ def _microbatches(trace: Trace, window: Window) -> Iterator[list[Backward]]:
 
 def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
     """Return for each part of the loss what it was in each call; nothing if calls differ."""
-    scaled = [call.terms for call in calls]
-    shapes = [[(term.name, term.reduction) for term in terms] for terms in scaled]
+    shapes = [[(term.name, term.reduction) for term in call.terms] for call in calls]
     if any(one != shapes[0] for one in shapes):
         return []
-    columns = [list(column) for column in zip(*scaled, strict=True)]
+    columns = [list(column) for column in zip(*(call.terms for call in calls), strict=True)]
     return [one for one in columns if all(t.reduction and t.num_terms and t.factor for t in one)]
-
-
-def _strengths(column: Sequence[Term], calls: Sequence[Backward]) -> list[float]:
-    return [term.strength / call.scale for term, call in zip(column, calls, strict=True)]
 
 
 def totals(calls: Sequence[Backward]) -> list[float]:
     """Return the weight of each part of a window's loss that is a mean, or divided to be one."""
     several = grouped(calls, lambda call: call.lines)[-1:]
     return [
-        sum(_strengths(column, of_line))
+        sum(term.strength for term in column)
         for of_line in several
         for column in _columns(of_line)
         if column[0].reduction == "mean" or column[0].divisors
@@ -202,7 +197,7 @@ def _unequal(
 ) -> Iterator[Fault]:
     # The loop may divide gradients in place of losses.
     factor = window.step.factor or 1.0
-    strengths = [[factor * one for one in _strengths(column, calls)] for column in columns]
+    strengths = [[factor * term.strength for term in column] for column in columns]
     divisors = [(*column[0].divisors, 1 / factor) for column in columns]
     totals = [sum(column) for column in strengths]
     number, is_alone = len(calls), world_size() == 1
@@ -243,7 +238,7 @@ def _unequal(
     if len({one.num_samples for one in window.forwards}) > 1:
         return
     for column in columns:
-        weights = [abs(term.weight) / call.scale for term, call in zip(column, calls, strict=True)]
+        weights = [abs(term.weight) for term in column]
         spread = max(weights) / min(weights)
         if spread > 1 + TOLERANCE:
             yield (
@@ -260,11 +255,10 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
     (term,) = call.terms
     by = [one for one in term.divisors if one > 1.5 and abs(one - round(one)) < 1e-6]
     is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
-    scale = call.scale
     # A division by the ranks is looked at where they are compared.
     if term.reduction != "mean" or len(by) != 1 or is_half or by == [world_size()]:
         return None
-    if abs(term.strength / scale * by[0] - 1) > TOLERANCE:
+    if abs(term.strength * by[0] - 1) > TOLERANCE:
         return None
     return (
         call.place,
@@ -403,7 +397,8 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
     for window in trace.windows:
         calls, step = window.calls, window.step
         if not calls:
-            if step.is_repeated and step.has_gradients and not step.in_backward:
+            versions = window.previous and window.previous.step.versions
+            if step.versions == versions and step.has_gradients and not step.in_backward:
                 yield (
                     step.place,
                     "a step on the gradients of the step before, without a backward call",
@@ -418,7 +413,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
-        yield from _at_other_weights(trace, window)
+        yield from _at_other_weights(window)
         for attack, call in itertools.pairwise(calls):
             if attack.of_inputs and attack.lines != call.lines and not window.is_clean(call):
                 yield (
@@ -430,7 +425,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
         yield from _of_another_loss(window, trace.held)
 
 
-def _at_other_weights(trace: Trace, window: Window) -> Iterator[Fault]:
+def _at_other_weights(window: Window) -> Iterator[Fault]:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
     weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
     change = max(weights) - min(weights) if weights else 0
@@ -440,9 +435,8 @@ def _at_other_weights(trace: Trace, window: Window) -> Iterator[Fault]:
     if not any(map(window.is_clean, calls[1:])):
         hint = "call zero_grad() before the second backward"
         yield calls[1].place, "gradients at two points of the weights are added", hint
-    windows = trace.windows_of(window.optimizer)
-    before = windows[windows.index(window) - 1].step.after
-    if window is not windows[0] and abs(window.step.before - before) > 0.05 * change:
+    last = window.previous
+    if last is not None and abs(window.step.before - last.step.after) > 0.05 * change:
         hint = "put the weights back before the step"
         yield window.step.place, "weights that were changed for a trial stay so", hint
 
@@ -541,11 +535,12 @@ def _stepped_twice(trace: Trace) -> Iterator[Fault]:
 def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer that is made again and again, and loses its moments each time."""
     for one in trace.optimizers_that_step:
-        later = [window.step for window in trace.windows_of(one)[1:]]
-        # It may have been loaded as it was after the first step.
-        if len(later) > 2 and all(step.is_anew for step in later[1:]):
+        steps = [window.step for window in trace.windows_of(one)]
+        # It may have been loaded as it was after the first step, and may not be a number.
+        later = list(itertools.pairwise(steps))[1:]
+        if len(later) > 1 and all(abs(b.state_before - a.state_after) > 0 for a, b in later):
             yield (
-                later[0].place,
+                steps[1].place,
                 f"the state of {type(one).__name__} is lost before each step",
                 "let the optimizer keep its state from step to step",
             )
@@ -853,12 +848,21 @@ def mode(trace: Trace) -> Iterator[Fault]:
             yield one.place, "an evaluation in training mode", hint
     yield from _untrained(trace)
     for event in trace.of(Dropout):
-        measured = "dropout acts in evaluation mode"
-        hint = "pass training=self.training to F.dropout, or use nn.Dropout"
-        if event.is_recomputed:
-            measured = "dropout is recomputed with other random numbers"
+        if not event.training and not event.is_recomputed:
+            hint = "pass training=self.training to F.dropout, or use nn.Dropout"
+            yield event.place, "dropout acts in evaluation mode", hint
+    for window in trace.windows:
+        yield from _recomputed_differently(window)
+
+
+def _recomputed_differently(window: Window) -> Iterator[Fault]:
+    drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
+    generators = {one.generator for one in drawn}
+    places = {one.kind: one.place for one in drawn}
+    for event in window.of(Dropout):
+        if event.kind in places and event.generator not in generators:
             hint = "leave out preserve_rng_state=False of the checkpoint"
-        yield event.place, measured, hint
+            yield places[event.kind], "dropout is recomputed with other random numbers", hint
 
 
 def _untrained(trace: Trace) -> Iterator[Fault]:

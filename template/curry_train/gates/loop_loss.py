@@ -1,6 +1,6 @@
 """Read off a loss, and off its graph, what it is made of.
 
-    for term in terms_of(loss, {}, {})[0]:
+    for term in terms_of(loss, 1.0, {}, {})[0]:
         print(term.name, term.reduction, term.num_terms, term.factor)
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
@@ -241,17 +241,17 @@ Added = tuple[str, float]
 
 
 def terms_of(
-    loss: Tensor, calls: Mapping[Any, LossFacts], numbers: Mapping[Any, Added]
+    loss: Tensor, scale: float, calls: Mapping[Any, LossFacts], numbers: Mapping[Any, Added]
 ) -> tuple[list[Term], list[Added], bool]:
     """Return the parts of a loss, the numbers in it, and whether a part was returned before.
 
-    `calls` and `numbers` are by the node that they made. It reads what torch's nodes saved, so it
-    must be called before the backward pass.
+    Factors are those without a gradient scaler's scale. `calls` and `numbers` are by the node that
+    they made. It reads what torch's nodes saved, so it must be called before the backward pass.
     """
     found: list[Term] = []
     added: list[Added] = []
     is_second = False
-    left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
+    left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1 / scale, ())]
     while left:
         node, factor, divisors = left.pop()
         if node in numbers:
