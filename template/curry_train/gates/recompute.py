@@ -1,6 +1,6 @@
 """Gates of recompute: the same training from fewer bytes, each block computed once more.
 
-    curry-train validate --gate recompute --impl my_package.memory:checkpoint_layers
+    curry-train validate --impl recompute_blocks=my_package.memory:checkpoint_layers
 
 The gates of offload and of the compiler's memory budget are in `offload`.
 
