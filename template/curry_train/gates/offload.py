@@ -65,10 +65,10 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outc
         return names
 
     with _host_apart(case, offload_blocks):
-        return same_training(case, apply, by_torch=why_nothing_moves)
+        return same_training(case, apply, by_torch=_why_nothing_moves)
 
 
-def why_nothing_moves(case: Case, plain: Activity, _: Any, names: Sequence[str]) -> str:
+def _why_nothing_moves(case: Case, plain: Activity, _: Any, names: Sequence[str]) -> str:
     return "" if _held_at_best(case, names) < plain.held_bytes else NOTHING_TO_FREE
 
 

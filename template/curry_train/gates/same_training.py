@@ -494,7 +494,7 @@ def _held_and_growth(case: Case, module: nn.Module) -> tuple[int, int]:
     held: list[int] = []
     left: list[int] = []
     with untouched(module), LiveStorages(device=case.device) as storages:
-        while len(left) < NUM_LEAK_CALLS or _grows(left):
+        while len(left) < NUM_LEAK_CALLS or (len(left) < MOST_LEAK_CALLS and left[-1] > left[-2]):
             before = storages.bytes_alive
             value = case.workload.mean_loss(module, batch)
             held.append(storages.bytes_alive - before if value.requires_grad else 0)
@@ -507,10 +507,6 @@ def _held_and_growth(case: Case, module: nn.Module) -> tuple[int, int]:
             storages.settle()
             left.append(storages.bytes_alive)
     return held[0], left[-1] - left[-2]
-
-
-def _grows(left: list[int]) -> bool:
-    return left[-1] > left[-2] and len(left) < MOST_LEAK_CALLS
 
 
 def _cause(found: Parity) -> str:
