@@ -66,10 +66,11 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
+# After so many steps of an optimizer a parameter that is in none is looked for: it may be gone at
+# the end of the loop.
+STEPS_OF_A_STRAY = 3
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
-# After so many steps of an optimizer a parameter that is in none is looked for.
-STEPS_OF_A_STRAY = 3
 MORE_SECONDS = 5.0
 
 
@@ -311,7 +312,16 @@ class Seeding(Event):
     """A call of torch.manual_seed."""
 
 
-class Window:
+class Events:
+    """Events in their order."""
+
+    events: list[Event]
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class Window(Events):
     """The events that a step of an optimizer is made of; the step is the last one."""
 
     def __init__(self, step: Step, events: list[Event], previous: "Window | None") -> None:
@@ -347,9 +357,6 @@ class Window:
         """Return whether all gradients of the optimizer were None or 0 before a call."""
         return self.own.isdisjoint(call.dirty)
 
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -368,7 +375,7 @@ class EnoughSteps(BaseException):
 
 
 @dataclass
-class Trace:
+class Trace(Events):
     """The events of a loop, in order, and the objects that it has."""
 
     events: list[Event] = field(default_factory=list)
@@ -395,9 +402,6 @@ class Trace:
     # Parameters by id: outside of modules with a gradient, and weights whose rows are all alike.
     bare: list[int] = field(default_factory=list)
     symmetric: list[int] = field(default_factory=list)
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
 
     def named(self, parameters: Iterable[int]) -> str:
         """Return the names of some parameters, by their ids, in a few words."""
@@ -939,7 +943,7 @@ class Observer:
             state_before=self.state_before,
             state_after=_state(optimizer),
             versions=_versions(parameters),
-            is_finite=all(bool(values_of(one).isfinite().all()) for one in gradients.values()),
+            is_finite=all(map(math.isfinite, slopes.values())),
             **self.gradient.facts(gradients),
             moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
@@ -1044,18 +1048,13 @@ class Observer:
         return before is not None and not torch.equal(before, parameter.detach())
 
     def _half_moved(self, parameters: Sequence[Tensor]) -> float | None:
-        changed = counted = 0
-        for one in parameters:
-            before = self.before.get(id(one))
-            if one.dtype not in (torch.float16, torch.bfloat16) or before is None:
-                continue
-            if one.grad is not None:
-                has_gradient = values_of(one.grad) != 0
-                changed += int(
-                    ((values_of(one.detach()) != values_of(before)) & has_gradient).sum()
-                )
-                counted += int(has_gradient.sum())
-        return changed / counted if counted else None
+        changed = [
+            (values_of(one.detach()) != values_of(before))[values_of(one.grad) != 0]
+            for one in parameters
+            if one.dtype in (torch.float16, torch.bfloat16) and one.grad is not None
+            if (before := self.before.get(id(one))) is not None
+        ]
+        return float(torch.cat(changed).float().mean()) if changed else None
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
