@@ -23,6 +23,7 @@ from torch.utils.data import DistributedSampler, RandomSampler
 from ..workloads.optimizers import parameter_ids
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
+    STEPS,
     Backward,
     Clip,
     Dropout,
@@ -113,8 +114,10 @@ def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
     if call.is_second and not window.is_clean(call):
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
+    samples = sum(one.num_samples for one in window.forwards)
     for term in call.terms:
-        if term.num_masked and term.name != "Sum":
+        # A mask of samples chooses among them, as that of labels of which a model is sure.
+        if term.num_masked and term.name != "Sum" and term.num_terms > samples:
             yield _mean_over_masked(call, term)
 
 
@@ -147,7 +150,9 @@ def _same_batch(window: Window) -> Iterator[Fault]:
     targets = {one.cause.facts.targets for one in calls if isinstance(one.cause, LossCall)}
     batches = {(id(one.module), one.digests) for one in window.forwards}
     is_added = not any(map(window.is_clean, calls[1:]))
-    is_same = len(lines) == len(batches) == len(targets) == 1
+    # Weights, or noise, may be drawn anew for each.
+    values = {one.value for one in calls}
+    is_same = len(lines) == len(batches) == len(targets) == len(values) == 1
     if is_same and is_added and len(calls) == len(window.forwards) > 1:
         hint = "fetch a batch for each microbatch"
         yield window.forwards[1].place, "the microbatches of a step are the same", hint
@@ -181,10 +186,11 @@ def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
 
 def totals(calls: Sequence[Backward]) -> list[float]:
     """Return the weight of each part of a window's loss that is a mean, or divided to be one."""
-    several = grouped(calls, lambda call: call.lines)[-1:]
+    several = grouped(calls, lambda call: call.lines)
+    # Microbatches may have a line each, as with and without sync.
     return [
         sum(term.strength for term in column)
-        for of_line in several
+        for of_line in (several[-1:] if len(several) < 2 else [several[-1], calls])
         for column in _columns(of_line)
         if column[0].reduction == "mean" or column[0].divisors
     ]
@@ -203,10 +209,14 @@ def _unequal(
     number, is_alone = len(calls), world_size() == 1
     if not any(abs(total - 1) < TOLERANCE for total in totals):
         # A part may weigh more than 1 by a factor of the user's.
+        samples = sum(one.num_samples for one in window.forwards)
         too_much = [
             total
             for total, column, terms in zip(totals, strengths, columns, strict=True)
             if total > 1 + TOLERANCE
+            # A sum over the values of samples, or of positions, divided by their number.
+            and abs(total * samples - sum(term.num_terms for term in terms)) > TOLERANCE * samples
+            and abs(total - terms[0].width) > TOLERANCE
             and max(column) < 1 + TOLERANCE
             # Of a sum by hand it is not known how many terms count, and a rank may weigh more than
             # others where they divide by the terms of all.
@@ -378,6 +388,8 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
     fetches = [one for one in trace.of(Fetch) if trace.trained_on & set(one.digests)]
+    # Labels may be of no use; a loss by hand does not show its targets.
+    fetches = [one for one in fetches if one.is_used or not calls]
     labelled = [one for one in fetches if len(one.labels) > 3]
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
@@ -428,8 +440,9 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
 def _at_other_weights(window: Window) -> Iterator[Fault]:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
     weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
-    change = max(weights) - min(weights) if weights else 0
-    calls = window.calls
+    # Those of one layer alone may be changed on purpose, for an attack on what it gives.
+    change = min((max(ends) - min(ends) for ends in zip(*weights, strict=True)), default=0.0)
+    calls = window.all_calls
     if not change or len({one.digests for one in window.forwards}) > 1 or len(calls) < 2:
         return
     if not any(map(window.is_clean, calls[1:])):
@@ -497,6 +510,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             place = next(step.place for step in steps if step.optimizer is one)
             hint = "give each parameter once"
             yield place, f"a parameter is in {type(one).__name__} twice", hint
+    yield from _never_steps(trace)
     yield from _stepped_twice(trace)
     yield from _made_anew(trace)
 
@@ -509,10 +523,28 @@ def _missing(trace: Trace) -> Iterator[int]:
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
         own = [one for one in own if one in trace.with_gradient]
-        # A network of which nothing is trained only passes gradients on, as in a perceptual loss.
-        if not trace.held.isdisjoint(own):
+        calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
+        # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
+        is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
+        if is_first or not trace.held.isdisjoint(own):
             own += [id(one) for module in alone for one in module.parameters(recurse=False)]
             yield from [one for one in own if one in trace.with_gradient - trace.held]
+
+
+def _never_steps(trace: Trace) -> Iterator[Fault]:
+    """Find an optimizer without a step, whose parameters get gradients for each of another one."""
+    stepping = {id(one.optimizer): one.optimizer for one in trace.events if isinstance(one, STEPS)}
+    others = set[int]().union(*map(parameter_ids, stepping.values()))
+    made = {id(one.optimizer): one.place for one in trace.of(Made)}
+    for one in trace.optimizers:
+        own = parameter_ids(one) - others
+        windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
+        if id(one) in made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
+            yield (
+                made[id(one)],
+                f"this {type(one).__name__} makes no step, and its parameters get gradients",
+                "call its step() too, or freeze its parameters by requires_grad_(False)",
+            )
 
 
 def _stepped_twice(trace: Trace) -> Iterator[Fault]:
@@ -547,7 +579,14 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
     stepping = {id(one) for one in trace.optimizers_that_step}
     made = [one for one in trace.of(Made) if id(one.optimizer) in stepping and one.optimizer.state]
     for several in grouped(made, lambda one: (one.place, *sorted(parameter_ids(one.optimizer)))):
-        if len(several) > 2:
+        # In stages of a training each has data of its own, or many steps.
+        stages = [trace.windows_of(one.optimizer) for one in several]
+        loaders = [
+            {id(one.loader) for window in stage for one in window.of(Fetch)} for stage in stages
+        ]
+        is_staged = all(loaders) and not set.intersection(*loaders)
+        is_staged |= not any(loaders) and min(map(len, stages)) > FEWEST_STEPS
+        if len(several) > 2 and not is_staged:
             yield (
                 several[0].place,
                 f"{type(several[0].optimizer).__name__} is made {len(several)} times for the same "
@@ -725,7 +764,7 @@ def _without_schedule(
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
-    if own and len(rates) > 3 and recent < 1e-3 * max(rates[0], default=0):
+    if own and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
         hint = "count the steps of the optimizer for the length of the schedule, not epochs"
         yield own[0].place, f"the rate has fallen to {recent:.1g}, and steps go on", hint
 
@@ -813,7 +852,9 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
         events: list[Scaling] = window.of(Scaling)
         # A model may have a scaler of its own.
         for event in [one for one in events if one.scaler is events[-1].scaler]:
-            if event.call in ("unscale_", "update") and all(window.around(event)):
+            at = window.events.index(event)
+            is_within = {call in window.events[:at] for call in window.calls} == {True, False}
+            if event.call in ("unscale_", "update") and is_within:
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event.place, f"{event.call} within the window of a step", hint
 
@@ -928,8 +969,9 @@ def _other_batches(trace: Trace) -> Iterator[Fault]:
             batches[digest].add(fetch)
     found = []
     for window in trace.windows:
-        calls = [one for one in window.of(LossCall) if one.is_used]
-        inputs = set().union(*(batches[one] for each in window.forwards for one in each.digests))
+        calls = [one for one in window.body if isinstance(one, LossCall) and one.is_used]
+        forwards = [one for one in window.forwards if one in window.body]
+        inputs = set().union(*(batches[one] for each in forwards for one in each.digests))
         targets = set().union(*(batches[call.facts.targets] for call in calls))
         if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
             found.append(calls[0].place if inputs.isdisjoint(targets) else "")

@@ -39,6 +39,8 @@ class Term:
     divisors: tuple[float, ...]
     # Positions that are in a mean, and count as 0 there.
     num_masked: int = 0
+    # Values of a position, where a sum over them is known; or 1.
+    width: int = 1
 
     @property
     def strength(self) -> float:
@@ -66,6 +68,7 @@ class LossFacts:
     targets: float
     wrong_inputs: list[Doubt]
     wrong_targets: list[Doubt]
+    width: int
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -100,8 +103,16 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         smoothing = float(options.get("label_smoothing", 0))
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
     wrong_inputs = [*_wrong_inputs(name, given, target)]
-    targets = digest(target)
-    return LossFacts(name, options["reduction"], num_terms, targets, wrong_inputs, wrong_targets)
+    width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
+    return LossFacts(
+        name,
+        options["reduction"],
+        num_terms,
+        digest(target),
+        wrong_inputs,
+        wrong_targets,
+        width,
+    )
 
 
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
@@ -319,7 +330,9 @@ def _term(
 ) -> Term:
     if node in calls:
         facts = calls[node]
-        return Term(facts.name, facts.reduction, facts.num_terms, factor, divisors)
+        return Term(
+            facts.name, facts.reduction, facts.num_terms, factor, divisors, width=facts.width
+        )
     name = "" if node is None else operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))

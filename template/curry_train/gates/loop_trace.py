@@ -124,8 +124,11 @@ class Fetch(Event):
     # The number of the epoch, from when the loader was iterated over anew.
     epoch: int
     digests: tuple[float, ...]
-    # Integers of a batch, one per sample.
+    # Integers of a batch, one per sample, and where they are in memory.
     labels: tuple[int, ...]
+    address: int
+    # Whether a loss function got them as its targets.
+    is_used: bool = field(default=False, kw_only=True)
     # Whether all samples are the same.
     is_one_sample: bool
 
@@ -145,8 +148,10 @@ class Forward(Event):
     generator: int
     # Whether gradients are exchanged between ranks, where a wrapper decides that.
     syncs: bool | None
-    # What identifies the values of its first small parameter.
-    weights: float
+    # What identifies the values of its first and of its last small parameter.
+    weights: tuple[float, float]
+    # Whether an input has a gradient, as what another model gives.
+    passes_on: bool
     # Rows of tokens and the attention mask, if it was given some.
     tokens: Tensor | None
     mask: Tensor | None
@@ -287,6 +292,9 @@ class Skipped(Event):
     optimizer: Optimizer
 
 
+STEPS = (Step, Skipped)
+
+
 @dataclass(eq=False)
 class Schedule(Event):
     """A step of a learning rate's schedule."""
@@ -335,12 +343,32 @@ class Window(Events):
         # microbatch without sync to itself.
         calls: list[Backward] = self.of(Backward)
         lines = {one.lines for one in calls if one.reached & self.own}
-        self.calls = [
+        self.all_calls = [
             one
             for one in calls
             if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
+        self.calls = self._used()
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+
+    def _used(self) -> list[Backward]:
+        """Leave out calls whose gradients were set to zero before those of another loss.
+
+        A loss of another optimizer reaches these parameters too, as that of a generator does.
+        """
+        start = 0
+        for number, call in enumerate(self.all_calls):
+            is_other = call.lines not in {one.lines for one in self.all_calls[:number]}
+            if is_other and self.is_clean(call):
+                start = number
+        return self.all_calls[start:]
+
+    @property
+    def body(self) -> list[Event]:
+        """The events after the last step of another optimizer before the first backward call."""
+        first = self.events.index(self.calls[0]) if self.calls else 0
+        others = [at for at in range(first) if isinstance(self.events[at], STEPS)]
+        return self.events[others[-1] + 1 if others else 0 :]
 
     @property
     def is_by_hand(self) -> bool:
@@ -350,8 +378,8 @@ class Window(Events):
     def around(self, event: Event) -> tuple[list[Backward], list[Backward]]:
         """Return the backward calls before and after an event of the window."""
         at = self.events.index(event)
-        before = [call for call in self.calls if call in self.events[:at]]
-        return before, self.calls[len(before) :]
+        before = [call for call in self.all_calls if call in self.events[:at]]
+        return before, self.all_calls[len(before) :]
 
     def is_clean(self, call: Backward) -> bool:
         """Return whether all gradients of the optimizer were None or 0 before a call."""
@@ -433,12 +461,16 @@ class Trace(Events):
         for optimizer in self.optimizers_that_step:
             events: list[Event] = []
             window = None
+            own = parameter_ids(optimizer)
             for event in self.events:
                 events.append(event)
-                if isinstance(event, Step | Skipped) and event.optimizer is optimizer:
-                    if isinstance(event, Step):
-                        window = Window(event, events, window)
-                        windows.append(window)
+                if not isinstance(event, STEPS):
+                    continue
+                if isinstance(event, Step) and event.optimizer is optimizer:
+                    window = Window(event, events, window)
+                    windows.append(window)
+                # Another optimizer may have trained the same parameters before.
+                if not own.isdisjoint(parameter_ids(event.optimizer)):
                     events = []
         return windows
 
@@ -491,7 +523,7 @@ class Observer:
         self.trace = Trace()
         self.num_steps = num_steps
         self.when_enough = when_enough
-        self.began = time.monotonic()
+        self.began = time.thread_time(), time.monotonic()
         # Steps that each optimizer has made, by its id.
         self.num_made = Counter[int]()
         self.made: dict[int, Made] = {}
@@ -515,6 +547,7 @@ class Observer:
         self.numbers: dict[Any, Added] = {}
         # The last call of torch.autograd.grad whose result has no graph.
         self.cut = ""
+        self.is_attack = False
         self.loss_call: LossCall | None = None
         # The arguments of the last forward pass, and modules that were run again with others.
         self.given: tuple[Any, Any] = (), {}
@@ -523,6 +556,8 @@ class Observer:
         # Of each iterator: its loader, and the number of this pass over it.
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
         self.epochs = itertools.count()
+        # The last batch of each loader, by its id.
+        self.fetched: dict[int, Fetch] = {}
         self.growth = Growth()
         self.gradient = Gradient()
 
@@ -606,7 +641,8 @@ class Observer:
         finally:
             if loader is not None:
                 facts = _batch_facts(_tensors(batch), is_end=batch is None)
-                self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                made = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                self.fetched[id(loader)] = made
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
         self.note(Seeding)
@@ -664,7 +700,7 @@ class Observer:
         tokens = _rows(options.get("input_ids", args[0] if args else None))
         if tokens is not None and tokens.is_floating_point():
             tokens = None
-        small = (one for one in module.parameters() if one.numel() < MOST_SMALL)
+        small = [one for one in module.parameters() if one.numel() < MOST_SMALL]
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
         return self.note(
@@ -676,8 +712,9 @@ class Observer:
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=torch.get_autocast_dtype(device) if is_on else None,
             generator=_generator(),
-            weights=sum(map(digest, itertools.islice(small, 1))),
+            weights=(digest(small[0]), digest(small[-1])) if small else (0.0, 0.0),
             syncs=getattr(module, "require_backward_grad_sync", None),
+            passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens,
             mask=_rows(options.get("attention_mask")),
         )
@@ -692,7 +729,7 @@ class Observer:
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
         if one.grad_fn is not None and is_plain(one):
-            one.register_hook(lambda _: setattr(event, name, True))
+            one.register_hook(lambda _: None if self.is_attack else setattr(event, name, True))
 
     def _loss(self, function: Call, *args: Any, **options: Any) -> Any:
         value = function(*args, **options)
@@ -710,11 +747,22 @@ class Observer:
                 self.losses[value.grad_fn] = facts
             target = bound.arguments["target"]
             self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
+            self._note_use(target, facts)
             self._mark(value, self.loss_call, "is_used")
             forward = self.forward
             if forward is not None and facts.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
+
+    def _note_use(self, target: Tensor, facts: LossFacts) -> None:
+        """Note the batches whose labels, or a part of them, are the targets of a loss."""
+        is_index = target.device.type == "cpu" and not target.is_floating_point()
+        at = target.data_ptr() if is_index and is_plain(target) else -1
+        for fetch in self.fetched.values():
+            # Other targets may be 0 as well.
+            is_same = facts.targets in fetch.digests and (facts.targets != 0 or not is_index)
+            is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
+            fetch.is_used = fetch.is_used or is_same or is_part
 
     def _columns(self, target: Tensor) -> frozenset[int] | None:
         """Compare a target for each sample with what the model was given."""
@@ -774,9 +822,16 @@ class Observer:
         return detach(one)
 
     def _grad(self, grad: Call, *args: Any, **options: Any) -> Any:
-        if not (options.get("create_graph") or any(args[4:5])):
-            self.cut = users_line()
-        return grad(*args, **options)
+        if options.get("create_graph") or any(args[4:5]):
+            return grad(*args, **options)
+        self.cut = users_line()
+        # Gradients of inputs alone, as of an attack, train nothing.
+        wanted = leaves_of(args[1] if len(args) > 1 else options.get("inputs")).values()
+        self.is_attack = not any(isinstance(one, nn.Parameter) for one in wanted)
+        try:
+            return grad(*args, **options)
+        finally:
+            self.is_attack = False
 
     def _dropout(
         self,
@@ -791,9 +846,11 @@ class Observer:
         if forward is not None and p and self.depth and not in_transform():
             forward.drops = True
             if training:
+                # A layer may be in training mode on purpose, to draw several predictions.
+                caller = sys._getframe(2).f_locals.get("self")
                 self.note(
                     Dropout,
-                    training=forward.training,
+                    training=forward.training or isinstance(caller, nn.Dropout),
                     is_recomputed=in_backward(),
                     generator=_generator(),
                     kind=(input.shape, p),
@@ -854,11 +911,11 @@ class Observer:
         name = call.__name__
         if name in ("unscale_", "step"):
             self.gradient.use()
-        event = self.note(Scaling, call=name, scaler=scaler, is_enabled=scaler.is_enabled())
+        self.note(Scaling, call=name, scaler=scaler, is_enabled=scaler.is_enabled())
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
             self.scales[value] = float(scaler.get_scale())
-        elif name == "step" and self.trace.events[-1] is event:  # without a step of the optimizer
+        elif name == "step" and not isinstance(self.trace.events[-1], Step):
             self.note(Skipped, optimizer=args[0])
         return value
 
@@ -1060,7 +1117,9 @@ class Observer:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         if num_steps < self.num_steps:
             return sum(self.num_made.values()) >= 50 * self.num_steps
-        is_late = time.monotonic() - self.began > MORE_SECONDS
+        # On a busy machine it goes on as long as on a quiet one, within reason.
+        spent = time.thread_time() - self.began[0]
+        is_late = spent > MORE_SECONDS or time.monotonic() - self.began[1] > 4 * MORE_SECONDS
         # Ranks must end at the same step, whatever time each has taken.
         if world_size() > 1 or is_late or num_steps >= self.num_steps * MORE_STEPS:
             return True
@@ -1160,6 +1219,7 @@ def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
     return {
         "digests": () if is_end else tuple(map(digest, several)) or (0.0,),
         "labels": tuple(labels[-1].tolist()) if labels else (),
+        "address": labels[-1].data_ptr() if labels else 0,
         "is_one_sample": bool(several) and all(bool((one == one[:1]).all()) for one in several),
     }
 
