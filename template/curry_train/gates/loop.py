@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, RandomSampler
 
-from ..workloads.optimizers import parameter_ids
+from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
     STEPS,
@@ -288,10 +287,10 @@ def _without_graph(trace: Trace) -> Iterator[Fault]:
 
 def _unused(trace: Trace) -> Iterator[Fault]:
     """Find a line whose losses are computed several times in each window, and used once."""
-    for optimizer in trace.optimizers_that_step:
+    for own in trace.by_optimizer:
         of_windows = [
             several
-            for window in trace.windows_of(optimizer)
+            for window in own
             for several in grouped(window.of(LossCall), lambda call: call.lines)
         ]
         for windows in grouped(of_windows, lambda several: several[0].lines):
@@ -311,7 +310,7 @@ def sign(trace: Trace) -> Iterator[Fault]:
         if not math.isfinite(call.value):
             yield call.place, f"the loss is {call.value}", look
     by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-    for window in trace.windows if len(trace.optimizers_that_step) == 1 else ():
+    for window in trace.windows if len(trace.by_optimizer) == 1 else ():
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
         for call in window.calls:
@@ -504,12 +503,11 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
-    for one in trace.optimizers_that_step:
-        parameters = [id(p) for group in one.param_groups for p in group["params"]]
-        if len(parameters) > len(set(parameters)):
-            place = next(step.place for step in steps if step.optimizer is one)
+    for first, *_ in trace.by_optimizer:
+        if len(parameters_of(first.optimizer)) > len(first.own):
             hint = "give each parameter once"
-            yield place, f"a parameter is in {type(one).__name__} twice", hint
+            kind = type(first.optimizer).__name__
+            yield first.step.place, f"a parameter is in {kind} twice", hint
     yield from _never_steps(trace)
     yield from _stepped_twice(trace)
     yield from _made_anew(trace)
@@ -566,17 +564,17 @@ def _stepped_twice(trace: Trace) -> Iterator[Fault]:
 
 def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer that is made again and again, and loses its moments each time."""
-    for one in trace.optimizers_that_step:
-        steps = [window.step for window in trace.windows_of(one)]
+    for windows in trace.by_optimizer:
+        steps = [window.step for window in windows]
         # It may have been loaded as it was after the first step, and may not be a number.
         later = list(itertools.pairwise(steps))[1:]
         if len(later) > 1 and all(abs(b.state_before - a.state_after) > 0 for a, b in later):
             yield (
                 steps[1].place,
-                f"the state of {type(one).__name__} is lost before each step",
+                f"the state of {type(steps[0].optimizer).__name__} is lost before each step",
                 "let the optimizer keep its state from step to step",
             )
-    stepping = {id(one) for one in trace.optimizers_that_step}
+    stepping = {id(window.optimizer) for window in trace.windows}
     made = [one for one in trace.of(Made) if id(one.optimizer) in stepping and one.optimizer.state]
     for several in grouped(made, lambda one: (one.place, *sorted(parameter_ids(one.optimizer)))):
         # In stages of a training each has data of its own, or many steps.
@@ -609,8 +607,8 @@ def moves(trace: Trace) -> Iterator[Fault]:
     if any(step.moved is None for step in steps):
         raise NotApplicable("too many parameters to compare")
     yield from _forgotten_loss(trace)
-    for one in trace.optimizers_that_step:
-        own = [step for step in steps if step.optimizer is one]
+    for windows in trace.by_optimizer:
+        own = [window.step for window in windows]
         yield from _still(trace, own)
         yield from _without_effect(own)
     if trace.symmetric:
@@ -723,7 +721,9 @@ def schedule(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("no schedule of torch made a step")
     for own_steps in grouped(events, lambda event: id(event.scheduler)):
         one = own_steps[0].scheduler
-        windows = trace.windows_of(one.optimizer)
+        # Of one that wraps the optimizer that steps, the groups are the same.
+        groups = one.optimizer.param_groups
+        windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
         if not windows and len(own_steps) > 1:
             yield (
                 own_steps[0].place,
@@ -744,15 +744,14 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                     f"{len(own)} steps of the schedule per optimizer step",
                     "step the schedule once per optimizer step, not per microbatch",
                 )
-    for optimizer in trace.optimizers_that_step:
-        yield from _without_schedule(optimizer, trace.windows_of(optimizer), events)
+    for windows in trace.by_optimizer:
+        yield from _without_schedule(windows, events)
 
 
-def _without_schedule(
-    optimizer: Optimizer, windows: Sequence[Window], events: Sequence[Schedule]
-) -> Iterator[Fault]:
+def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> Iterator[Fault]:
     """Find a schedule that has no effect, or that leaves no learning rate."""
-    own = [one for one in events if one.scheduler.optimizer.param_groups is optimizer.param_groups]
+    groups = windows[0].optimizer.param_groups
+    own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
     lines = {one.lines for one in own}
     if len(own) > 2 and len({id(one.scheduler) for one in own}) == len(own) and len(lines) == 1:
         hint = "make the schedule once, before the loop"
@@ -1012,8 +1011,8 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
 def _same_randomness(trace: Trace) -> Iterator[Fault]:
     """Find a generator that is set to the same state before each step."""
     seeds = trace.of(Seeding)
-    for one in trace.optimizers_that_step:
-        windows = [window for window in trace.windows_of(one) if window.forwards]
+    for of_one in trace.by_optimizer:
+        windows = [window for window in of_one if window.forwards]
         equal = grouped(windows, lambda window: window.forwards[0].generator)
         # An evaluation now and then leaves other numbers to the step after it.
         several = max(equal, key=len, default=[])

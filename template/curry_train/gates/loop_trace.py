@@ -451,16 +451,13 @@ class Trace(Events):
         return {number for one in forwards for number in one.digests}
 
     @cached_property
-    def optimizers_that_step(self) -> list[Optimizer]:
-        return list({id(step.optimizer): step.optimizer for step in self.of(Step)}.values())
-
-    @cached_property
     def windows(self) -> list[Window]:
         """The windows of each optimizer."""
         windows = []
-        for optimizer in self.optimizers_that_step:
+        for steps in grouped(self.of(Step), lambda step: id(step.optimizer)):
             events: list[Event] = []
             window = None
+            optimizer = steps[0].optimizer
             own = parameter_ids(optimizer)
             for event in self.events:
                 events.append(event)
@@ -474,10 +471,9 @@ class Trace(Events):
                     events = []
         return windows
 
-    def windows_of(self, optimizer: Any) -> list[Window]:
-        """Return the windows of an optimizer, or of one that wraps it and shares its groups."""
-        groups = optimizer.param_groups
-        return [one for one in self.windows if one.optimizer.param_groups is groups]
+    @cached_property
+    def by_optimizer(self) -> list[list[Window]]:
+        return grouped(self.windows, lambda window: id(window.optimizer))
 
 
 class Gradient:

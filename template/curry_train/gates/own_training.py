@@ -22,7 +22,11 @@ def new_training(case: Case, *, seed: int) -> tuple[nn.Module, Optimizer]:
     """Build the model with the values of a seed, and the user's optimizer or AdamW."""
     model = replace(case, seed=seed).build()
     if case.workload.optimizer is not None:
-        return model, case.workload.optimizer(model)
+        optimizer = case.workload.optimizer(model)
+        for group in optimizer.param_groups:
+            # Left by a schedule, which no gate steps.
+            group.pop("initial_lr", None)
+        return model, optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=1e-3)
 

@@ -69,25 +69,21 @@ def compare_on_ranks(
     Arguments are passed as JSON. A wrapper that refuses the model on any rank is named.
     """
     results = _on_two_ranks(target, case, arguments)
-    refused = {
-        kind: of_kind["refused"]
-        for found in reversed(results)
-        for kind, of_kind in found.items()
-        if "refused" in of_kind
-    }
-    if len(refused) == len(results[0]):
-        raise NotApplicable("; ".join(dict.fromkeys(refused.values())))
     figures = []
+    refused = []
     is_right = True
     for kind in results[0]:
-        if kind in refused:
-            figures.append(f"{kind} not compared: {refused[kind]}")
-            continue
         of_ranks = [found[kind] for found in results]
+        if why := [found["refused"] for found in of_ranks if "refused" in found]:
+            figures.append(f"{kind} not compared: {why[0]}")
+            refused.append(why[0])
+            continue
         wrong = [rank for rank, found in enumerate(of_ranks) if found["is_wrong"]]
         where = f" on rank {wrong[0]}" if wrong else ""
         figures.append(f"{kind} {of_ranks[wrong[0] if wrong else 0]['measured']}{where}")
         is_right = is_right and not wrong
+    if len(refused) == len(figures):
+        raise NotApplicable("; ".join(dict.fromkeys(refused)))
     return "; ".join(figures), required, "" if is_right else hint
 
 
