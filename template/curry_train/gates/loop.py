@@ -149,9 +149,10 @@ def _same_batch(window: Window) -> Iterator[Fault]:
     targets = {one.cause.facts.targets for one in calls if isinstance(one.cause, LossCall)}
     batches = {(id(one.module), one.digests) for one in window.forwards}
     is_added = not any(map(window.is_clean, calls[1:]))
-    # Weights, or noise, may be drawn anew for each.
-    values = {one.value for one in calls}
-    is_same = len(lines) == len(batches) == len(targets) == len(values) == 1
+    # Other random numbers than those of dropout are drawn for each on purpose, as of weights.
+    is_drawn = len({one.value for one in calls}) > 1
+    is_drawn = is_drawn and not any(one.drops for one in window.forwards)
+    is_same = len(lines) == len(batches) == len(targets) == 1 and not is_drawn
     if is_same and is_added and len(calls) == len(window.forwards) > 1:
         hint = "fetch a batch for each microbatch"
         yield window.forwards[1].place, "the microbatches of a step are the same", hint
@@ -518,13 +519,16 @@ def _missing(trace: Trace) -> Iterator[int]:
     inside = {id(module) for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = [module for key, module in trace.ran[True].items() if key not in inside]
+    shapes = {one.shape for several in trace.optimizers for one in parameters_of(several)}
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
         own = [one for one in own if one in trace.with_gradient]
         calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
-        if is_first or not trace.held.isdisjoint(own):
+        # Nor is one missing whose copy is stepped, as in full precision.
+        is_copied = {one.shape for one in root.parameters()} <= shapes
+        if (is_first and not is_copied) or not trace.held.isdisjoint(own):
             own += [id(one) for module in alone for one in module.parameters(recurse=False)]
             yield from [one for one in own if one in trace.with_gradient - trace.held]
 
@@ -578,7 +582,10 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
     made = [one for one in trace.of(Made) if id(one.optimizer) in stepping and one.optimizer.state]
     for several in grouped(made, lambda one: (one.place, *sorted(parameter_ids(one.optimizer)))):
         # In stages of a training each has data of its own, or many steps.
-        stages = [trace.windows_of(one.optimizer) for one in several]
+        stages = [
+            [window for window in trace.windows if window.optimizer is one.optimizer]
+            for one in several
+        ]
         loaders = [
             {id(one.loader) for window in stage for one in window.of(Fetch)} for stage in stages
         ]
