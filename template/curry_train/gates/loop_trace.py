@@ -696,7 +696,9 @@ class Observer:
         tokens = _rows(options.get("input_ids", args[0] if args else None))
         if tokens is not None and tokens.is_floating_point():
             tokens = None
-        small = [one for one in module.parameters() if one.numel() < MOST_SMALL]
+        # A function of the module may have put others in their place.
+        own = (one for one in module.parameters() if one.is_leaf)
+        small = [one for one in own if one.numel() < MOST_SMALL]
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
         return self.note(
