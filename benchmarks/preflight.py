@@ -128,7 +128,7 @@ def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, An
     found = {one.gate.removeprefix("loop/"): one for one in judge(trace) if one.passed is False}
     seconds += time.process_time() - start
     torch.manual_seed(0)
-    steps = sum(len(trace.windows_of(one)) for one in trace.optimizers_that_step)
+    steps = len(trace.windows)
     alone = seconds_alone(train, steps)
     measured = found[expected].measured if expected in found else ""
     place = measured.partition(": ")[0]

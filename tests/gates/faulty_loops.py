@@ -1003,6 +1003,34 @@ def each_batch_twice_in_an_epoch():
     fit(batches=DataLoader(ConcatDataset([rows, rows]), 8))  # here: fetch
 
 
+def network_in_no_optimizer():
+    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    optimizer = adamw(head)
+    for inputs, labels in loader():
+        loss = F.cross_entropy(head(encoder(inputs).relu()), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # here
+
+
+def optimizer_that_never_steps():
+    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    optimizer = adamw(head)
+    of_encoder = torch.optim.Adam(encoder.parameters())  # here
+    for inputs, labels in loader():
+        of_encoder.zero_grad()
+        step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
+
+
+def rate_of_zero_after_a_warm_up():
+    model = classifier()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number == 1))
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+        schedule.step()  # here
+
+
 FAULTY = {
     "accumulation": [
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
@@ -1020,6 +1048,7 @@ FAULTY = {
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_step, unfrozen_but_not_added,
         one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
+        network_in_no_optimizer, optimizer_that_never_steps,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [
@@ -1032,6 +1061,7 @@ FAULTY = {
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         rate_of_zero_after_three_steps, schedule_of_epochs,
+        rate_of_zero_after_a_warm_up,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,

@@ -111,7 +111,9 @@ def momentum_contrast():
     slow = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     queue = F.normalize(torch.randn(32, 8), dim=1)
-    for inputs, _ in loader():
+    # Labels that nobody reads.
+    data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
+    for inputs, _ in DataLoader(data, 8, shuffle=True):
         query = F.normalize(model(inputs), dim=1)
         with torch.no_grad():
             for old, new in zip(slow.parameters(), model.parameters(), strict=True):
@@ -1085,6 +1087,105 @@ def gradients_read_and_set_to_zero():
         for one, parameter in zip(information, model.parameters(), strict=True):
             one.lerp_(parameter.grad.square(), 0.1)
         step(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+def stages_with_an_optimizer_each():
+    model = classifier()
+    data = loader()
+    for rate in (1e-3, 1e-2):
+        fit(model, adamw(model, rate), itertools.islice(data, 4))
+
+
+def labels_of_which_it_is_sure():
+    model = classifier()
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        with torch.no_grad():
+            sure, labels = model(inputs).softmax(1).max(1)
+        losses = F.cross_entropy(model(inputs + 0.1), labels, reduction="none")
+        step(optimizer, (losses * (sure > sure.median()).float()).mean())
+
+
+def two_networks_and_one_scaler_that_skips():
+    maker, critic = nn.Linear(8, 8), nn.Linear(8, 1)
+    of_maker, of_critic = adamw(maker), adamw(critic)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=100)
+    for inputs, _ in loader(320):
+        made = maker(inputs.roll(1, 1))
+        critic.zero_grad()
+        scaler.scale((critic(made.detach()) - critic(inputs)).half().mean()).backward()
+        scaler.step(of_critic)
+        maker.zero_grad()
+        scaler.scale(F.l1_loss(made, inputs) - critic(made).half().mean()).backward()
+        scaler.step(of_maker)
+        scaler.update()
+
+
+def attacked_in_eval_mode():
+    model = classifier(dropout=0.1)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        noise = torch.zeros_like(inputs, requires_grad=True)
+        loss = F.cross_entropy(model.eval()(inputs + noise), labels)
+        (slope,) = torch.autograd.grad(loss, [noise])
+        step(optimizer, F.cross_entropy(model.train()(inputs + 0.1 * slope.sign()), labels))
+
+
+def two_steps_of_the_actor():
+    actor, critic = nn.Linear(8, 2), nn.Linear(10, 1)
+    of_actor, of_critic = adamw(actor), adamw(critic)
+    for inputs, _ in loader():
+        values = critic(torch.cat([inputs, actor(inputs).detach()], 1)).flatten()
+        step(of_critic, F.mse_loss(values, inputs.sum(1)))
+        for _ in range(2):
+            step(of_actor, -critic(torch.cat([inputs, actor(inputs)], 1)).mean())
+
+
+def sums_over_values():
+    model = nn.Linear(8, 2)
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        for part in inputs.chunk(4):
+            loss = F.mse_loss(model(part), part[:, :2], reduction="sum")
+            (loss / len(inputs)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_drawn_twice_for_a_batch():
+    model = nn.Linear(8, 5)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        for _ in range(2):
+            drawn = {name: one + torch.randn_like(one) for name, one in model.named_parameters()}
+            outputs = torch.func.functional_call(model, drawn, inputs)
+            (F.cross_entropy(outputs, labels) / 2).backward()
+        optimizer.step()
+
+
+def one_layer_attacked():
+    model = classifier()
+    optimizer = adamw(model)
+    weight = model[0].weight
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        change = 0.1 * weight.grad.sign()
+        weight.data.add_(change)
+        F.cross_entropy(model(inputs), labels).backward()
+        weight.data.sub_(change)
+        optimizer.step()
+
+
+def several_predictions_in_evaluation():
+    model = classifier(dropout=0.1)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model.train()(inputs), labels))
+        model.eval()[2].train()
+        with torch.no_grad():
+            model(inputs)
 
 
 HEALTHY = [

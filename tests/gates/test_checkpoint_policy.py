@@ -3,6 +3,8 @@
 python -m pytest tests/gates/test_checkpoint_policy.py
 """
 
+from dataclasses import replace
+
 import torch
 from constructs import counted_in_python
 from torch import nn
@@ -26,6 +28,18 @@ def test_what_the_model_keeps_outside_of_its_state_is_found():
     verdict = GATES["bitwise"].run(Case(counted_in_python()))
     assert verdict.passed is False
     assert "not in its state_dict()" in verdict.hint
+
+
+def scheduled(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return optimizer
+
+
+def test_an_optimizer_with_a_schedule_is_judged_without_it():
+    workload = replace(load_workload("mlp"), optimizer=scheduled)
+    verdict = GATES["bitwise"].run(Case(workload))
+    assert verdict.passed, verdict
 
 
 class Function(nn.Linear):

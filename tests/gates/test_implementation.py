@@ -81,8 +81,8 @@ def test_an_implementation_that_does_nothing_fails_and_other_gates_do_not_apply(
     assert failed
 
 
-def test_a_foreign_implementation_is_found_by_the_name_of_the_technique(run):
-    options = ["--model", "transformer", "--impl", "recompute=my_foreign:Layers.again"]
+def test_a_foreign_implementation_is_checked_in_place_of_ours(run):
+    options = ["--model", "transformer", "--impl", "recompute_blocks=my_foreign:Layers.again"]
     ended = run(*options, "--gate", "recompute/parity-full", "--gate", "recompute/flops")
     assert ended.exit_code == 0, ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output
@@ -118,10 +118,10 @@ def test_without_gates_all_that_take_the_implementation_run_in_processes_too(tmp
     ("text", "message"),
     [
         ("no_such_package.sac:apply_sac", "can't import no_such_package"),
-        ("sac=my_foreign:no_such_name", "my_foreign has no callable 'no_such_name'"),
-        ("my_foreign:too_few", "the gates call apply_sac(model, *, blocks)"),
+        ("apply_sac=my_foreign:no_such_name", "my_foreign has no callable 'no_such_name'"),
+        ("apply_sac=my_foreign:too_few", "the gates call apply_sac(model, *, blocks)"),
         ("my_foreign", "give package.module:function"),
-        ("sack=my_foreign:too_few", "no gate takes 'sack'; did you mean 'sac'?"),
+        ("aply_sac=my_foreign:too_few", "what it implements: did you mean 'apply_sac'?"),
     ],
 )
 def test_an_implementation_that_can_not_be_called_ends_with_2_and_one_sentence(text, message, run):

@@ -10,7 +10,7 @@ from saboteurs import verdict_of
 from torch import nn
 
 from curry_train.gates import offload
-from curry_train.gates.offload import compare_budgets, compare_freed_bytes, compare_offload
+from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
 from curry_train.workloads.models import load_workload, transformer
 from curry_train.workloads.workload import Case, Workload, default_workload
 
@@ -47,7 +47,7 @@ def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_applicable(ch
 
 def test_a_budget_does_not_apply_where_nothing_can_be_compiled():
     verdict = verdict_of(
-        compare_budgets, Case(Workload("hidden", lambda: build(hidden()), rows, loss))
+        compare_budget, Case(Workload("hidden", lambda: build(hidden()), rows, loss))
     )
     assert verdict.passed is None, verdict
     assert "nothing of them is compiled" in verdict.hint
@@ -59,4 +59,4 @@ def test_an_error_of_a_budget_alone_stays_one(monkeypatch):
 
     monkeypatch.setattr(offload, "bound_blocks", broken)
     with pytest.raises(RuntimeError, match="only this implementation fails"):
-        compare_budgets(Case(load_workload("mlp")))
+        compare_budget(Case(load_workload("mlp")))

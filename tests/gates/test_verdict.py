@@ -5,12 +5,10 @@ Run: `python -m pytest tests/gates/test_verdict.py`.
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
 from curry_train.core.blocks import NoBlocks
-from curry_train.gates.same_training import bit_difference
 from curry_train.gates.verdict import (
     TECHNIQUES,
     Gate,
@@ -45,22 +43,6 @@ def test_gates_of_one_case_share_a_result_and_those_of_another_do_not():
     for one in (case, replace(case), another, case):
         shared_result(one, "key", lambda one=one: calls.append(one))
     assert calls == [case, another, case]
-
-
-@pytest.mark.parametrize(
-    ("found", "expected", "text"),
-    [
-        ({"a": torch.tensor([1.0, 2.0])}, {"a": torch.tensor([1.0, 2.5])}, "Mismatched"),
-        (torch.ones(1, dtype=torch.float64), torch.ones(1), "dtype"),
-        ([1, 2], [1, 3], "not equal"),
-        ([1], [1, 2], "length"),
-        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), ""),
-    ],
-)
-def test_values_are_compared_to_the_bit(found, expected, text):
-    difference = bit_difference(found, expected)
-    assert bool(difference) == bool(text)
-    assert text in difference
 
 
 def test_patterns_with_wildcards_find_their_technique():

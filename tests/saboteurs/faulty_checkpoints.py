@@ -13,23 +13,31 @@ import torch
 import torch.distributed as dist
 from saboteurs import planted
 
-from curry_train.gates import checkpoint_policy
 from curry_train.runs import state
 from curry_train.runs.attach import saving
+from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.random_state import restore_random_state
-from curry_train.runs.resume import load_chosen
+from curry_train.runs.state import TrainingState
 
 
-def not_restored(read, write):
+def not_restored(read, write, owner=SavingPolicy, name="resume"):
     """Plant a resume that leaves something as it was."""
+    restore = getattr(owner, name)
 
-    def load(run, training, what):
+    def load(*args):
+        training = next(one for one in args if isinstance(one, TrainingState))
         before = copy.deepcopy(read(training))
-        resumed = load_chosen(run, training, what)
+        resumed = restore(*args)
         write(training, before)
         return resumed
 
-    return [(checkpoint_policy, "load_chosen", load)]
+    return [(owner, name, load)]
+
+
+def generator(read, write):
+    return not_restored(
+        lambda _: read(), lambda _, before: write(before), TrainingState, "restore_random"
+    )
 
 
 def moments_anew(training, _):
@@ -90,27 +98,23 @@ FAULTS = [
     fault(
         "generators",
         "python",
-        not_restored(lambda _: random.getstate(), lambda _, before: random.setstate(before)),
+        generator(random.getstate, random.setstate),
         "generator['python']",
     ),
     fault(
         "generators",
         "numpy",
-        not_restored(
-            lambda _: numpy.random.get_state(), lambda _, before: numpy.random.set_state(before)
-        ),
+        generator(numpy.random.get_state, numpy.random.set_state),
         "generator['numpy']",
     ),
     fault(
         "generators",
         "torch",
-        not_restored(
-            lambda _: torch.get_rng_state(), lambda _, before: torch.set_rng_state(before)
-        ),
+        generator(torch.get_rng_state, torch.set_rng_state),
         "generator['torch']",
     ),
     fault("counters", "position", counter("position"), "position"),
-    fault("counters", "step", counter("step"), "step"),
+    fault("counters", "step", counter("step"), "not restored"),
     planted(
         "checkpoint-policy.two-ranks",
         "one-generator",

@@ -36,7 +36,6 @@ from ..gates.verdict import (
     discover,
     measure_rows,
     technique_of,
-    techniques_of,
 )
 from ..plan.available import load_that_fits
 from ..primitives.running_blocks import BlockChoice
@@ -252,9 +251,7 @@ def validate_command(
     Exit status: 0 all gates held, 1 a gate failed, 2 wrong usage or no gate applies, 3 device
     not available.
     """
-    # Without patterns an implementation may belong to any technique.
-    techniques = techniques_of(patterns)
-    given = [load_implementation(text, techniques=techniques) for text in implementations]
+    given = list(map(load_implementation, implementations))
     gates = choose_gates(patterns, given)
     if list_only:
         lines = list_with_claims(gates) if figures else (gate.name for gate in gates)

@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/core/test_parity.py`.
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +102,11 @@ class Parity:
 
 
 def record_step(
-    module: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+    module: nn.Module,
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    around_backward: AbstractContextManager[None] | None = None,
 ) -> StepRecord:
     """Run one forward and backward, starting without gradients, and record the results."""
     for parameter in module.parameters():
@@ -110,7 +115,8 @@ def record_step(
 
     # A faulty technique may cut off every gradient; they are recorded as None then.
     if value.requires_grad:
-        value.backward()
+        with around_backward or nullcontext():
+            value.backward()
     return record(module, value.detach())
 
 

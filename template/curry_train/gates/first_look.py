@@ -106,15 +106,13 @@ class FailureCause:
     # A word in what such a gate measured or raised; others failed for another reason.
     symptom: str = ""
 
-    def explains(self, verdict: Verdict) -> bool:
-        is_meant = any(fnmatch.fnmatch(verdict.gate, pattern) for pattern in self.gates)
-        return is_meant and self.symptom in f"{verdict.measured} {verdict.hint}".lower()
-
 
 def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
     """Return a failed verdict as not applicable, if a finding is its cause."""
-    for finding in findings:
-        if verdict.passed is False and finding.explains(verdict):
+    described = f"{verdict.measured} {verdict.hint}".lower()
+    for finding in findings if verdict.passed is False else ():
+        is_meant = any(fnmatch.fnmatch(verdict.gate, pattern) for pattern in finding.gates)
+        if is_meant and finding.symptom in described:
             return replace(verdict, passed=None, measured="not applicable", hint=finding.text)
     return verdict
 

@@ -22,15 +22,14 @@ from ..primitives.grad_accum import (
     GradientAccumulation,
     train_window,
 )
+from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of, takes
-from .same_training import bit_difference
 from .two_ranks import (
     Found,
     GradientSyncs,
     Wrapped,
     compare_on_ranks,
-    load_function,
     under_both,
 )
 from .verdict import Gate, NotApplicable, Outcome
@@ -116,7 +115,7 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
 
     most = 2.0**10 if case.dtype is torch.float16 else 2.0**100
     module = case.build().eval()
-    before = _weights(module)
+    before = [one.detach().clone() for one in module.parameters()]
     overflowed = observe(
         module,
         [window_by_hand(case, case.split(case.batch(8), [2] * 4))],
@@ -126,22 +125,13 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         is_scheduled=is_scheduled,
         scaler=torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE),
     )
-    changed = _num_changed(module, before)
+    pairs = zip(module.parameters(), before, strict=True)
+    changed = sum(not torch.equal(one, old) for one, old in pairs)
     num_scheduled = overflowed.num_schedule_steps or 0
     measured += f"; overflow: {changed} weights changed, {num_scheduled} scheduled"
     if not hint and (changed or num_scheduled):
         hint = "step through the scaler, and the schedule only if the scaler stepped"
     return measured, f"{required}; overflow: nothing changed", hint
-
-
-def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: one.detach().clone() for name, one in module.named_parameters()}
-
-
-def _num_changed(module: nn.Module, before: dict[str, Tensor]) -> int:
-    return sum(
-        bool(bit_difference(value, before[name])) for name, value in _weights(module).items()
-    )
 
 
 def random_numbers(case: Case, *, train_window: Train = train_window) -> Outcome:
@@ -232,7 +222,7 @@ def _compare_on_rank(case: Case, train: str) -> Found:
         measure_window(train_by_hand)
         error_by_hand, syncs_by_hand = measure_window(train_by_hand)
         with patch.dict(os.environ, launched):
-            error, num_syncs = measure_window(load_function(train))
+            error, num_syncs = measure_window(import_callable(train))
         if error_by_hand > tolerance:
             return {"refused": f"a loop by hand under {kind} differs by {error_by_hand:.1e}"}
         syncs = num_syncs / syncs_by_hand

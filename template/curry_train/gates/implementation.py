@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/gates/test_implementation.py`.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,46 +110,31 @@ class WrongImplementation(ValueError):
     """Raised for an implementation that can't be loaded or called; the message is one line."""
 
 
-def load_implementation(text: str, *, techniques: Sequence[str] = ()) -> Implementation:
-    """Load `[NAME=]package.module:function`, where NAME is a contract or a technique.
+def load_implementation(text: str) -> Implementation:
+    """Load `[NAME=]package.module:function`, where NAME is that of a contract.
 
-    A technique stands for its first contract. Without a name the function's own name counts, and
-    else the first contract of the only technique in `techniques`.
+    Without it the function's own name counts.
     """
-    name, equals, spec = text.rpartition("=")
+    name, _, spec = text.rpartition("=")
     source, _, attribute = spec.rpartition(":")
     if not source or not attribute:
         raise WrongImplementation(
-            f"--impl {text}: give package.module:function or file.py:function, with NAME= before "
-            f"it where the function has another name than {', '.join(CONTRACTS)}"
+            f"--impl {text}: give package.module:function or file.py:function"
         )
-    contract = _find_contract(text, name if equals else attribute, techniques, bool(equals))
+    contract = CONTRACTS.get(name or attribute)
+    if contract is None:
+        advice = did_you_mean(
+            name or attribute, list(CONTRACTS), otherwise=f"there are {', '.join(CONTRACTS)}"
+        )
+        raise WrongImplementation(
+            f"--impl {text}: write NAME={spec}, where NAME tells what it implements: {advice}"
+        )
     try:
         function = import_callable(spec)
     except ValueError as error:
         raise WrongImplementation(f"--impl {text}: {error}") from error
     _check_call(spec, function, contract)
     return Implementation(contract.name, spec, function)
-
-
-def _find_contract(text: str, name: str, techniques: Sequence[str], is_named: bool) -> Contract:
-    first_of: dict[str, Contract] = {}
-    for contract in CONTRACTS.values():
-        first_of.setdefault(contract.technique, contract)
-    if name in CONTRACTS:
-        return CONTRACTS[name]
-    if is_named and name in first_of:
-        return first_of[name]
-    if not is_named and len(techniques) == 1 and techniques[0] in first_of:
-        return first_of[techniques[0]]
-    advice = did_you_mean(
-        name, [*CONTRACTS, *first_of], otherwise=f"there are {', '.join(CONTRACTS)}"
-    )
-    if is_named:
-        raise WrongImplementation(f"--impl {text}: no gate takes {name!r}; {advice}")
-    raise WrongImplementation(
-        f"--impl {text}: write NAME={text}, where NAME tells what it implements: {advice}"
-    )
 
 
 def _check_call(spec: str, function: Callable[..., Any], contract: Contract) -> None:

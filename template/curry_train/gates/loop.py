@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, RandomSampler
 
+from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
+    STEPS,
     Backward,
     Clip,
     Dropout,
@@ -39,7 +40,6 @@ from .loop_trace import (
     Zero,
     grouped,
     observe,
-    parameter_ids,
     world_size,
 )
 from .verdict import NotApplicable, Verdict, not_applicable
@@ -113,8 +113,10 @@ def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
     if call.is_second and not window.is_clean(call):
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
+    samples = sum(one.num_samples for one in window.forwards)
     for term in call.terms:
-        if term.num_masked and term.name != "Sum":
+        # A mask of samples chooses among them, as that of labels of which a model is sure.
+        if term.num_masked and term.name != "Sum" and term.num_terms > samples:
             yield _mean_over_masked(call, term)
 
 
@@ -147,7 +149,10 @@ def _same_batch(window: Window) -> Iterator[Fault]:
     targets = {one.cause.facts.targets for one in calls if isinstance(one.cause, LossCall)}
     batches = {(id(one.module), one.digests) for one in window.forwards}
     is_added = not any(map(window.is_clean, calls[1:]))
-    is_same = len(lines) == len(batches) == len(targets) == 1
+    # Other random numbers than those of dropout are drawn for each on purpose, as of weights.
+    is_drawn = len({one.value for one in calls}) > 1
+    is_drawn = is_drawn and not any(one.drops for one in window.forwards)
+    is_same = len(lines) == len(batches) == len(targets) == 1 and not is_drawn
     if is_same and is_added and len(calls) == len(window.forwards) > 1:
         hint = "fetch a batch for each microbatch"
         yield window.forwards[1].place, "the microbatches of a step are the same", hint
@@ -172,24 +177,20 @@ def _microbatches(trace: Trace, window: Window) -> Iterator[list[Backward]]:
 
 def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
     """Return for each part of the loss what it was in each call; nothing if calls differ."""
-    scaled = [call.terms for call in calls]
-    shapes = [[(term.name, term.reduction) for term in terms] for terms in scaled]
+    shapes = [[(term.name, term.reduction) for term in call.terms] for call in calls]
     if any(one != shapes[0] for one in shapes):
         return []
-    columns = [list(column) for column in zip(*scaled, strict=True)]
+    columns = [list(column) for column in zip(*(call.terms for call in calls), strict=True)]
     return [one for one in columns if all(t.reduction and t.num_terms and t.factor for t in one)]
-
-
-def _strengths(column: Sequence[Term], calls: Sequence[Backward]) -> list[float]:
-    return [term.strength / call.scale for term, call in zip(column, calls, strict=True)]
 
 
 def totals(calls: Sequence[Backward]) -> list[float]:
     """Return the weight of each part of a window's loss that is a mean, or divided to be one."""
-    several = grouped(calls, lambda call: call.lines)[-1:]
+    several = grouped(calls, lambda call: call.lines)
+    # Microbatches may have a line each, as with and without sync.
     return [
-        sum(_strengths(column, of_line))
-        for of_line in several
+        sum(term.strength for term in column)
+        for of_line in (several[-1:] if len(several) < 2 else [several[-1], calls])
         for column in _columns(of_line)
         if column[0].reduction == "mean" or column[0].divisors
     ]
@@ -202,16 +203,20 @@ def _unequal(
 ) -> Iterator[Fault]:
     # The loop may divide gradients in place of losses.
     factor = window.step.factor or 1.0
-    strengths = [[factor * one for one in _strengths(column, calls)] for column in columns]
+    strengths = [[factor * term.strength for term in column] for column in columns]
     divisors = [(*column[0].divisors, 1 / factor) for column in columns]
     totals = [sum(column) for column in strengths]
     number, is_alone = len(calls), world_size() == 1
     if not any(abs(total - 1) < TOLERANCE for total in totals):
         # A part may weigh more than 1 by a factor of the user's.
+        samples = sum(one.num_samples for one in window.forwards)
         too_much = [
             total
             for total, column, terms in zip(totals, strengths, columns, strict=True)
             if total > 1 + TOLERANCE
+            # A sum over the values of samples, or of positions, divided by their number.
+            and abs(total * samples - sum(term.num_terms for term in terms)) > TOLERANCE * samples
+            and abs(total - terms[0].width) > TOLERANCE
             and max(column) < 1 + TOLERANCE
             # Of a sum by hand it is not known how many terms count, and a rank may weigh more than
             # others where they divide by the terms of all.
@@ -243,7 +248,7 @@ def _unequal(
     if len({one.num_samples for one in window.forwards}) > 1:
         return
     for column in columns:
-        weights = [abs(term.weight) / call.scale for term, call in zip(column, calls, strict=True)]
+        weights = [abs(term.weight) for term in column]
         spread = max(weights) / min(weights)
         if spread > 1 + TOLERANCE:
             yield (
@@ -260,11 +265,10 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
     (term,) = call.terms
     by = [one for one in term.divisors if one > 1.5 and abs(one - round(one)) < 1e-6]
     is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
-    scale = call.scale
     # A division by the ranks is looked at where they are compared.
     if term.reduction != "mean" or len(by) != 1 or is_half or by == [world_size()]:
         return None
-    if abs(term.strength / scale * by[0] - 1) > TOLERANCE:
+    if abs(term.strength * by[0] - 1) > TOLERANCE:
         return None
     return (
         call.place,
@@ -284,10 +288,10 @@ def _without_graph(trace: Trace) -> Iterator[Fault]:
 
 def _unused(trace: Trace) -> Iterator[Fault]:
     """Find a line whose losses are computed several times in each window, and used once."""
-    for optimizer in trace.optimizers_that_step:
+    for own in trace.by_optimizer:
         of_windows = [
             several
-            for window in trace.windows_of(optimizer)
+            for window in own
             for several in grouped(window.of(LossCall), lambda call: call.lines)
         ]
         for windows in grouped(of_windows, lambda several: several[0].lines):
@@ -307,7 +311,7 @@ def sign(trace: Trace) -> Iterator[Fault]:
         if not math.isfinite(call.value):
             yield call.place, f"the loss is {call.value}", look
     by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-    for window in trace.windows if len(trace.optimizers_that_step) == 1 else ():
+    for window in trace.windows if len(trace.by_optimizer) == 1 else ():
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
         for call in window.calls:
@@ -384,6 +388,8 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
     fetches = [one for one in trace.of(Fetch) if trace.trained_on & set(one.digests)]
+    # Labels may be of no use; a loss by hand does not show its targets.
+    fetches = [one for one in fetches if one.is_used or not calls]
     labelled = [one for one in fetches if len(one.labels) > 3]
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
@@ -403,7 +409,8 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
     for window in trace.windows:
         calls, step = window.calls, window.step
         if not calls:
-            if step.is_repeated and step.has_gradients and not step.in_backward:
+            versions = window.previous and window.previous.step.versions
+            if step.versions == versions and step.has_gradients and not step.in_backward:
                 yield (
                     step.place,
                     "a step on the gradients of the step before, without a backward call",
@@ -418,7 +425,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
-        yield from _at_other_weights(trace, window)
+        yield from _at_other_weights(window)
         for attack, call in itertools.pairwise(calls):
             if attack.of_inputs and attack.lines != call.lines and not window.is_clean(call):
                 yield (
@@ -430,19 +437,19 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
         yield from _of_another_loss(window, trace.held)
 
 
-def _at_other_weights(trace: Trace, window: Window) -> Iterator[Fault]:
+def _at_other_weights(window: Window) -> Iterator[Fault]:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
     weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
-    change = max(weights) - min(weights) if weights else 0
-    calls = window.calls
+    # Those of one layer alone may be changed on purpose, for an attack on what it gives.
+    change = min((max(ends) - min(ends) for ends in zip(*weights, strict=True)), default=0.0)
+    calls = window.all_calls
     if not change or len({one.digests for one in window.forwards}) > 1 or len(calls) < 2:
         return
     if not any(map(window.is_clean, calls[1:])):
         hint = "call zero_grad() before the second backward"
         yield calls[1].place, "gradients at two points of the weights are added", hint
-    windows = trace.windows_of(window.optimizer)
-    before = windows[windows.index(window) - 1].step.after
-    if window is not windows[0] and abs(window.step.before - before) > 0.05 * change:
+    last = window.previous
+    if last is not None and abs(window.step.before - last.step.after) > 0.05 * change:
         hint = "put the weights back before the step"
         yield window.step.place, "weights that were changed for a trial stay so", hint
 
@@ -497,12 +504,12 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
-    for one in trace.optimizers_that_step:
-        parameters = [id(p) for group in one.param_groups for p in group["params"]]
-        if len(parameters) > len(set(parameters)):
-            place = next(step.place for step in steps if step.optimizer is one)
+    for first, *_ in trace.by_optimizer:
+        if len(parameters_of(first.optimizer)) > len(first.own):
             hint = "give each parameter once"
-            yield place, f"a parameter is in {type(one).__name__} twice", hint
+            kind = type(first.optimizer).__name__
+            yield first.step.place, f"a parameter is in {kind} twice", hint
+    yield from _never_steps(trace)
     yield from _stepped_twice(trace)
     yield from _made_anew(trace)
 
@@ -512,13 +519,34 @@ def _missing(trace: Trace) -> Iterator[int]:
     inside = {id(module) for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = [module for key, module in trace.ran[True].items() if key not in inside]
+    shapes = {one.shape for several in trace.optimizers for one in parameters_of(several)}
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
         own = [one for one in own if one in trace.with_gradient]
-        # A network of which nothing is trained only passes gradients on, as in a perceptual loss.
-        if not trace.held.isdisjoint(own):
+        calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
+        # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
+        is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
+        # Nor is one missing whose copy is stepped, as in full precision.
+        is_copied = {one.shape for one in root.parameters()} <= shapes
+        if (is_first and not is_copied) or not trace.held.isdisjoint(own):
             own += [id(one) for module in alone for one in module.parameters(recurse=False)]
             yield from [one for one in own if one in trace.with_gradient - trace.held]
+
+
+def _never_steps(trace: Trace) -> Iterator[Fault]:
+    """Find an optimizer without a step, whose parameters get gradients for each of another one."""
+    stepping = {id(one.optimizer): one.optimizer for one in trace.events if isinstance(one, STEPS)}
+    others = set[int]().union(*map(parameter_ids, stepping.values()))
+    made = {id(one.optimizer): one.place for one in trace.of(Made)}
+    for one in trace.optimizers:
+        own = parameter_ids(one) - others
+        windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
+        if id(one) in made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
+            yield (
+                made[id(one)],
+                f"this {type(one).__name__} makes no step, and its parameters get gradients",
+                "call its step() too, or freeze its parameters by requires_grad_(False)",
+            )
 
 
 def _stepped_twice(trace: Trace) -> Iterator[Fault]:
@@ -540,19 +568,30 @@ def _stepped_twice(trace: Trace) -> Iterator[Fault]:
 
 def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer that is made again and again, and loses its moments each time."""
-    for one in trace.optimizers_that_step:
-        later = [window.step for window in trace.windows_of(one)[1:]]
-        # It may have been loaded as it was after the first step.
-        if len(later) > 2 and all(step.is_anew for step in later[1:]):
+    for windows in trace.by_optimizer:
+        steps = [window.step for window in windows]
+        # It may have been loaded as it was after the first step, and may not be a number.
+        later = list(itertools.pairwise(steps))[1:]
+        if len(later) > 1 and all(abs(b.state_before - a.state_after) > 0 for a, b in later):
             yield (
-                later[0].place,
-                f"the state of {type(one).__name__} is lost before each step",
+                steps[1].place,
+                f"the state of {type(steps[0].optimizer).__name__} is lost before each step",
                 "let the optimizer keep its state from step to step",
             )
-    stepping = {id(one) for one in trace.optimizers_that_step}
+    stepping = {id(window.optimizer) for window in trace.windows}
     made = [one for one in trace.of(Made) if id(one.optimizer) in stepping and one.optimizer.state]
     for several in grouped(made, lambda one: (one.place, *sorted(parameter_ids(one.optimizer)))):
-        if len(several) > 2:
+        # In stages of a training each has data of its own, or many steps.
+        stages = [
+            [window for window in trace.windows if window.optimizer is one.optimizer]
+            for one in several
+        ]
+        loaders = [
+            {id(one.loader) for window in stage for one in window.of(Fetch)} for stage in stages
+        ]
+        is_staged = all(loaders) and not set.intersection(*loaders)
+        is_staged |= not any(loaders) and min(map(len, stages)) > FEWEST_STEPS
+        if len(several) > 2 and not is_staged:
             yield (
                 several[0].place,
                 f"{type(several[0].optimizer).__name__} is made {len(several)} times for the same "
@@ -575,8 +614,8 @@ def moves(trace: Trace) -> Iterator[Fault]:
     if any(step.moved is None for step in steps):
         raise NotApplicable("too many parameters to compare")
     yield from _forgotten_loss(trace)
-    for one in trace.optimizers_that_step:
-        own = [step for step in steps if step.optimizer is one]
+    for windows in trace.by_optimizer:
+        own = [window.step for window in windows]
         yield from _still(trace, own)
         yield from _without_effect(own)
     if trace.symmetric:
@@ -689,7 +728,9 @@ def schedule(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("no schedule of torch made a step")
     for own_steps in grouped(events, lambda event: id(event.scheduler)):
         one = own_steps[0].scheduler
-        windows = trace.windows_of(one.optimizer)
+        # Of one that wraps the optimizer that steps, the groups are the same.
+        groups = one.optimizer.param_groups
+        windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
         if not windows and len(own_steps) > 1:
             yield (
                 own_steps[0].place,
@@ -710,15 +751,14 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                     f"{len(own)} steps of the schedule per optimizer step",
                     "step the schedule once per optimizer step, not per microbatch",
                 )
-    for optimizer in trace.optimizers_that_step:
-        yield from _without_schedule(optimizer, trace.windows_of(optimizer), events)
+    for windows in trace.by_optimizer:
+        yield from _without_schedule(windows, events)
 
 
-def _without_schedule(
-    optimizer: Optimizer, windows: Sequence[Window], events: Sequence[Schedule]
-) -> Iterator[Fault]:
+def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> Iterator[Fault]:
     """Find a schedule that has no effect, or that leaves no learning rate."""
-    own = [one for one in events if one.scheduler.optimizer.param_groups is optimizer.param_groups]
+    groups = windows[0].optimizer.param_groups
+    own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
     lines = {one.lines for one in own}
     if len(own) > 2 and len({id(one.scheduler) for one in own}) == len(own) and len(lines) == 1:
         hint = "make the schedule once, before the loop"
@@ -730,7 +770,7 @@ def _without_schedule(
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
-    if own and len(rates) > 3 and recent < 1e-3 * max(rates[0], default=0):
+    if own and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
         hint = "count the steps of the optimizer for the length of the schedule, not epochs"
         yield own[0].place, f"the rate has fallen to {recent:.1g}, and steps go on", hint
 
@@ -818,7 +858,9 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
         events: list[Scaling] = window.of(Scaling)
         # A model may have a scaler of its own.
         for event in [one for one in events if one.scaler is events[-1].scaler]:
-            if event.call in ("unscale_", "update") and all(window.around(event)):
+            at = window.events.index(event)
+            is_within = {call in window.events[:at] for call in window.calls} == {True, False}
+            if event.call in ("unscale_", "update") and is_within:
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event.place, f"{event.call} within the window of a step", hint
 
@@ -853,12 +895,21 @@ def mode(trace: Trace) -> Iterator[Fault]:
             yield one.place, "an evaluation in training mode", hint
     yield from _untrained(trace)
     for event in trace.of(Dropout):
-        measured = "dropout acts in evaluation mode"
-        hint = "pass training=self.training to F.dropout, or use nn.Dropout"
-        if event.is_recomputed:
-            measured = "dropout is recomputed with other random numbers"
+        if not event.training and not event.is_recomputed:
+            hint = "pass training=self.training to F.dropout, or use nn.Dropout"
+            yield event.place, "dropout acts in evaluation mode", hint
+    for window in trace.windows:
+        yield from _recomputed_differently(window)
+
+
+def _recomputed_differently(window: Window) -> Iterator[Fault]:
+    drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
+    generators = {one.generator for one in drawn}
+    places = {one.kind: one.place for one in drawn}
+    for event in window.of(Dropout):
+        if event.kind in places and event.generator not in generators:
             hint = "leave out preserve_rng_state=False of the checkpoint"
-        yield event.place, measured, hint
+            yield places[event.kind], "dropout is recomputed with other random numbers", hint
 
 
 def _untrained(trace: Trace) -> Iterator[Fault]:
@@ -924,8 +975,9 @@ def _other_batches(trace: Trace) -> Iterator[Fault]:
             batches[digest].add(fetch)
     found = []
     for window in trace.windows:
-        calls = [one for one in window.of(LossCall) if one.is_used]
-        inputs = set().union(*(batches[one] for each in window.forwards for one in each.digests))
+        calls = [one for one in window.body if isinstance(one, LossCall) and one.is_used]
+        forwards = [one for one in window.forwards if one in window.body]
+        inputs = set().union(*(batches[one] for each in forwards for one in each.digests))
         targets = set().union(*(batches[call.facts.targets] for call in calls))
         if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
             found.append(calls[0].place if inputs.isdisjoint(targets) else "")
@@ -966,8 +1018,8 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
 def _same_randomness(trace: Trace) -> Iterator[Fault]:
     """Find a generator that is set to the same state before each step."""
     seeds = trace.of(Seeding)
-    for one in trace.optimizers_that_step:
-        windows = [window for window in trace.windows_of(one) if window.forwards]
+    for of_one in trace.by_optimizer:
+        windows = [window for window in of_one if window.forwards]
         equal = grouped(windows, lambda window: window.forwards[0].generator)
         # An evaluation now and then leaves other numbers to the step after it.
         several = max(equal, key=len, default=[])

@@ -52,9 +52,7 @@ class Growth:
             return
         if num_steps > LAST_STEP and not self.found:
             return
-        if not self.graphs and len(_with_graphs(num_steps - AGE_OF_A_GRAPH)[1]) > 1:
-            gc.collect()
-            self.graphs = _lines_that_keep_graphs(num_steps - AGE_OF_A_GRAPH)
+        self.graphs = self.graphs or _lines_that_keep_graphs(num_steps - AGE_OF_A_GRAPH)
         containers = {
             id(one): one
             for one in gc.get_objects()
@@ -133,6 +131,9 @@ def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:
 def _lines_that_keep_graphs(last: int) -> list[str]:
     """Return the lines that add to tensors with graphs of several steps."""
     tensors, lines = _with_graphs(last)
+    if len(lines) > 1:
+        gc.collect()
+        tensors, lines = _with_graphs(last)
     # One may wait for the next evaluation.
     if len(lines) < 2:
         return []

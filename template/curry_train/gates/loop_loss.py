@@ -1,6 +1,6 @@
 """Read off a loss, and off its graph, what it is made of.
 
-    for term in terms_of(loss, {}, {})[0]:
+    for term in terms_of(loss, 1.0, {}, {})[0]:
         print(term.name, term.reduction, term.num_terms, term.factor)
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
@@ -39,6 +39,8 @@ class Term:
     divisors: tuple[float, ...]
     # Positions that are in a mean, and count as 0 there.
     num_masked: int = 0
+    # Values of a position, where a sum over them is known; or 1.
+    width: int = 1
 
     @property
     def strength(self) -> float:
@@ -66,6 +68,7 @@ class LossFacts:
     targets: float
     wrong_inputs: list[Doubt]
     wrong_targets: list[Doubt]
+    width: int
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -100,8 +103,16 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         smoothing = float(options.get("label_smoothing", 0))
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
     wrong_inputs = [*_wrong_inputs(name, given, target)]
-    targets = digest(target)
-    return LossFacts(name, options["reduction"], num_terms, targets, wrong_inputs, wrong_targets)
+    width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
+    return LossFacts(
+        name,
+        options["reduction"],
+        num_terms,
+        digest(target),
+        wrong_inputs,
+        wrong_targets,
+        width,
+    )
 
 
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
@@ -241,17 +252,17 @@ Added = tuple[str, float]
 
 
 def terms_of(
-    loss: Tensor, calls: Mapping[Any, LossFacts], numbers: Mapping[Any, Added]
+    loss: Tensor, scale: float, calls: Mapping[Any, LossFacts], numbers: Mapping[Any, Added]
 ) -> tuple[list[Term], list[Added], bool]:
     """Return the parts of a loss, the numbers in it, and whether a part was returned before.
 
-    `calls` and `numbers` are by the node that they made. It reads what torch's nodes saved, so it
-    must be called before the backward pass.
+    Factors are those without a gradient scaler's scale. `calls` and `numbers` are by the node that
+    they made. It reads what torch's nodes saved, so it must be called before the backward pass.
     """
     found: list[Term] = []
     added: list[Added] = []
     is_second = False
-    left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1.0, ())]
+    left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1 / scale, ())]
     while left:
         node, factor, divisors = left.pop()
         if node in numbers:
@@ -319,7 +330,9 @@ def _term(
 ) -> Term:
     if node in calls:
         facts = calls[node]
-        return Term(facts.name, facts.reduction, facts.num_terms, factor, divisors)
+        return Term(
+            facts.name, facts.reduction, facts.num_terms, factor, divisors, width=facts.width
+        )
     name = "" if node is None else operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))

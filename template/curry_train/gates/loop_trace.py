@@ -18,7 +18,7 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -39,9 +39,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.digest import is_plain
 from ..core.measure import heap_kept
-from ..primitives.grad_flow_probe import in_transform
-from ..runs.fingerprints import LoaderIterator
+from ..primitives.grad_flow_probe import in_backward, in_transform
+from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
+from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_growth import Growth, mark_graph
 from .loop_loss import (
     ON_CLASSES,
@@ -65,10 +66,11 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
+# After so many steps of an optimizer a parameter that is in none is looked for: it may be gone at
+# the end of the loop.
+STEPS_OF_A_STRAY = 3
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
-# After so many steps of an optimizer a parameter that is in none is looked for.
-STEPS_OF_A_STRAY = 3
 MORE_SECONDS = 5.0
 
 
@@ -122,8 +124,11 @@ class Fetch(Event):
     # The number of the epoch, from when the loader was iterated over anew.
     epoch: int
     digests: tuple[float, ...]
-    # Integers of a batch, one per sample.
+    # Integers of a batch, one per sample, and where they are in memory.
     labels: tuple[int, ...]
+    address: int
+    # Whether a loss function got them as its targets.
+    is_used: bool = field(default=False, kw_only=True)
     # Whether all samples are the same.
     is_one_sample: bool
 
@@ -143,8 +148,10 @@ class Forward(Event):
     generator: int
     # Whether gradients are exchanged between ranks, where a wrapper decides that.
     syncs: bool | None
-    # What identifies the values of its first small parameter.
-    weights: float
+    # What identifies the values of its first and of its last small parameter.
+    weights: tuple[float, float]
+    # Whether an input has a gradient, as what another model gives.
+    passes_on: bool
     # Rows of tokens and the attention mask, if it was given some.
     tokens: Tensor | None
     mask: Tensor | None
@@ -181,9 +188,16 @@ class Targets(Event):
 
 @dataclass(eq=False)
 class Dropout(Event):
-    """A wrong call of dropout: in evaluation mode, or recomputed with other random numbers."""
+    """A call of dropout that acts, in a model."""
 
+    # Of the model, in the forward pass that it is in or that is recomputed.
+    training: bool
+    # Whether it runs in a backward pass, which recomputes a forward pass.
     is_recomputed: bool
+    # What identifies the state of the CPU's generator.
+    generator: int
+    # The shape and the rate, which are the same where it is recomputed.
+    kind: tuple[torch.Size, float]
 
 
 @dataclass(eq=False)
@@ -239,10 +253,11 @@ class Step(Event):
 
     optimizer: Optimizer
     rates: list[float]
-    # Whether its state was changed since its step before.
-    is_anew: bool
-    # Whether its gradients are the ones of its step before.
-    is_repeated: bool
+    # What identifies its state before and after it.
+    state_before: float
+    state_after: float
+    # What changes with the gradients of its parameters.
+    versions: "Versions"
     is_finite: bool
     # Numbers that are linear in a gradient: after the last backward call, and before clipping,
     # unscaling and the step. The factor between them; None if the loop has not only multiplied it.
@@ -277,6 +292,9 @@ class Skipped(Event):
     optimizer: Optimizer
 
 
+STEPS = (Step, Skipped)
+
+
 @dataclass(eq=False)
 class Schedule(Event):
     """A step of a learning rate's schedule."""
@@ -302,24 +320,55 @@ class Seeding(Event):
     """A call of torch.manual_seed."""
 
 
-class Window:
+class Events:
+    """Events in their order."""
+
+    events: list[Event]
+
+    def of(self, kind: type[Event]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+class Window(Events):
     """The events that a step of an optimizer is made of; the step is the last one."""
 
-    def __init__(self, step: Step, events: list[Event]) -> None:
+    def __init__(self, step: Step, events: list[Event], previous: "Window | None") -> None:
         self.step = step
         self.events = events
+        # The one of the same optimizer before it.
+        self.previous = previous
         self.optimizer = step.optimizer
         self.own = parameter_ids(step.optimizer)
         # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
         # microbatch without sync to itself.
         calls: list[Backward] = self.of(Backward)
         lines = {one.lines for one in calls if one.reached & self.own}
-        self.calls = [
+        self.all_calls = [
             one
             for one in calls
             if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
+        self.calls = self._used()
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+
+    def _used(self) -> list[Backward]:
+        """Leave out calls whose gradients were set to zero before those of another loss.
+
+        A loss of another optimizer reaches these parameters too, as that of a generator does.
+        """
+        start = 0
+        for number, call in enumerate(self.all_calls):
+            is_other = call.lines not in {one.lines for one in self.all_calls[:number]}
+            if is_other and self.is_clean(call):
+                start = number
+        return self.all_calls[start:]
+
+    @property
+    def body(self) -> list[Event]:
+        """The events after the last step of another optimizer before the first backward call."""
+        first = self.events.index(self.calls[0]) if self.calls else 0
+        others = [at for at in range(first) if isinstance(self.events[at], STEPS)]
+        return self.events[others[-1] + 1 if others else 0 :]
 
     @property
     def is_by_hand(self) -> bool:
@@ -329,15 +378,12 @@ class Window:
     def around(self, event: Event) -> tuple[list[Backward], list[Backward]]:
         """Return the backward calls before and after an event of the window."""
         at = self.events.index(event)
-        before = [call for call in self.calls if call in self.events[:at]]
-        return before, self.calls[len(before) :]
+        before = [call for call in self.all_calls if call in self.events[:at]]
+        return before, self.all_calls[len(before) :]
 
     def is_clean(self, call: Backward) -> bool:
         """Return whether all gradients of the optimizer were None or 0 before a call."""
         return self.own.isdisjoint(call.dirty)
-
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
 
 
 def world_size() -> int:
@@ -357,7 +403,7 @@ class EnoughSteps(BaseException):
 
 
 @dataclass
-class Trace:
+class Trace(Events):
     """The events of a loop, in order, and the objects that it has."""
 
     events: list[Event] = field(default_factory=list)
@@ -385,9 +431,6 @@ class Trace:
     bare: list[int] = field(default_factory=list)
     symmetric: list[int] = field(default_factory=list)
 
-    def of(self, kind: type[Event]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
     def named(self, parameters: Iterable[int]) -> str:
         """Return the names of some parameters, by their ids, in a few words."""
         names = sorted({self.names.get(one, "?") for one in parameters})
@@ -408,27 +451,29 @@ class Trace:
         return {number for one in forwards for number in one.digests}
 
     @cached_property
-    def optimizers_that_step(self) -> list[Optimizer]:
-        return list({id(step.optimizer): step.optimizer for step in self.of(Step)}.values())
-
-    @cached_property
     def windows(self) -> list[Window]:
         """The windows of each optimizer."""
         windows = []
-        for optimizer in self.optimizers_that_step:
+        for steps in grouped(self.of(Step), lambda step: id(step.optimizer)):
             events: list[Event] = []
+            window = None
+            optimizer = steps[0].optimizer
+            own = parameter_ids(optimizer)
             for event in self.events:
                 events.append(event)
-                if isinstance(event, Step | Skipped) and event.optimizer is optimizer:
-                    if isinstance(event, Step):
-                        windows.append(Window(event, events))
+                if not isinstance(event, STEPS):
+                    continue
+                if isinstance(event, Step) and event.optimizer is optimizer:
+                    window = Window(event, events, window)
+                    windows.append(window)
+                # Another optimizer may have trained the same parameters before.
+                if not own.isdisjoint(parameter_ids(event.optimizer)):
                     events = []
         return windows
 
-    def windows_of(self, optimizer: Any) -> list[Window]:
-        """Return the windows of an optimizer, or of one that wraps it and shares its groups."""
-        groups = optimizer.param_groups
-        return [one for one in self.windows if one.optimizer.param_groups is groups]
+    @cached_property
+    def by_optimizer(self) -> list[list[Window]]:
+        return grouped(self.windows, lambda window: id(window.optimizer))
 
 
 class Gradient:
@@ -474,31 +519,23 @@ class Observer:
         self.trace = Trace()
         self.num_steps = num_steps
         self.when_enough = when_enough
-        self.began = time.monotonic()
+        self.began = time.thread_time(), time.monotonic()
         # Steps that each optimizer has made, by its id.
         self.num_made = Counter[int]()
         self.made: dict[int, Made] = {}
-        # Of parameters: what changes with their gradients, after a backward call and at a step.
+        # Of parameters: what changes with their gradients, after a backward call.
         self.at_backward: Versions = {}
-        self.at_step: Versions = {}
         # Modules, schedules and optimizers that run.
         self.depth = 0
         self.schedule_depth = 0
         self.stepping: list[Optimizer] = []
-        self.in_backward = False
         # Of the step that runs: parameters before it, and whether they are all there.
         self.before: dict[int, Tensor] = {}
         self.before_digest = 0.0
         self.is_compared = False
-        # Of each optimizer, by its id: what identifies its state after its last step.
-        self.states: dict[int, float] = {}
-        self.is_anew = False
+        self.state_before = 0.0
         # Leaves that models were given and that get a gradient, in this window.
         self.inputs: list[weakref.ref[Tensor]] = []
-        # States of generators at which dropout acted in the forward passes of a step, and where.
-        self.dropped: dict[int, None] = {}
-        self.dropped_at: dict[Any, tuple[str, ...]] = {}
-        self.scaler: Any = None
         # The scale of each loss that a scaler returned.
         self.scales: Any = WeakIdKeyDictionary()
         self.losses: dict[Any, LossFacts] = {}
@@ -506,6 +543,7 @@ class Observer:
         self.numbers: dict[Any, Added] = {}
         # The last call of torch.autograd.grad whose result has no graph.
         self.cut = ""
+        self.is_attack = False
         self.loss_call: LossCall | None = None
         # The arguments of the last forward pass, and modules that were run again with others.
         self.given: tuple[Any, Any] = (), {}
@@ -514,6 +552,8 @@ class Observer:
         # Of each iterator: its loader, and the number of this pass over it.
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
         self.epochs = itertools.count()
+        # The last batch of each loader, by its id.
+        self.fetched: dict[int, Fetch] = {}
         self.growth = Growth()
         self.gradient = Gradient()
 
@@ -529,7 +569,7 @@ class Observer:
     def last(self, kind: type[Event]) -> Any:
         return next((one for one in reversed(self.trace.events) if isinstance(one, kind)), None)
 
-    def note(self, kind: type[Event], **facts: Any) -> Any:
+    def note(self, kind: type[Event], /, **facts: Any) -> Any:
         at: dict[str, Any] = {"lines": users_lines(), "in_step": bool(self.stepping)}
         event = kind(**at | facts)
         self.trace.events.append(event)
@@ -597,7 +637,8 @@ class Observer:
         finally:
             if loader is not None:
                 facts = _batch_facts(_tensors(batch), is_end=batch is None)
-                self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                made = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                self.fetched[id(loader)] = made
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
         self.note(Seeding)
@@ -610,7 +651,7 @@ class Observer:
             caller = caller.f_back
         # A hook that a library adds in each step, as Trainers do, is not for the user to remove.
         is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
-        if is_users and not self.in_backward and not self.stepping:
+        if is_users and not in_backward() and not self.stepping:
             one = handle.hooks_dict_ref, handle.id, users_line(), self.num_steps_made
             self.growth.hooks.append(one)
 
@@ -624,7 +665,7 @@ class Observer:
         event = None
         # A loss is a module too, without parameters.
         is_model = next(module.parameters(), None) is not None
-        if is_model and not self.depth and not self.in_backward:
+        if is_model and not self.depth and not in_backward():
             with torch.no_grad():
                 event = self._note_forward(module, args, options, has_gradients)
         self.depth += 1
@@ -655,7 +696,9 @@ class Observer:
         tokens = _rows(options.get("input_ids", args[0] if args else None))
         if tokens is not None and tokens.is_floating_point():
             tokens = None
-        small = (one for one in module.parameters() if one.numel() < MOST_SMALL)
+        # A function of the module may have put others in their place.
+        own = (one for one in module.parameters() if one.is_leaf)
+        small = [one for one in own if one.numel() < MOST_SMALL]
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
         return self.note(
@@ -667,8 +710,9 @@ class Observer:
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=torch.get_autocast_dtype(device) if is_on else None,
             generator=_generator(),
-            weights=sum(map(digest, itertools.islice(small, 1))),
+            weights=(digest(small[0]), digest(small[-1])) if small else (0.0, 0.0),
             syncs=getattr(module, "require_backward_grad_sync", None),
+            passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens,
             mask=_rows(options.get("attention_mask")),
         )
@@ -683,7 +727,7 @@ class Observer:
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
         if one.grad_fn is not None and is_plain(one):
-            one.register_hook(lambda _: setattr(event, name, True))
+            one.register_hook(lambda _: None if self.is_attack else setattr(event, name, True))
 
     def _loss(self, function: Call, *args: Any, **options: Any) -> Any:
         value = function(*args, **options)
@@ -701,11 +745,22 @@ class Observer:
                 self.losses[value.grad_fn] = facts
             target = bound.arguments["target"]
             self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
+            self._note_use(target, facts)
             self._mark(value, self.loss_call, "is_used")
             forward = self.forward
             if forward is not None and facts.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
+
+    def _note_use(self, target: Tensor, facts: LossFacts) -> None:
+        """Note the batches whose labels, or a part of them, are the targets of a loss."""
+        is_index = target.device.type == "cpu" and not target.is_floating_point()
+        at = target.data_ptr() if is_index and is_plain(target) else -1
+        for fetch in self.fetched.values():
+            # Other targets may be 0 as well.
+            is_same = facts.targets in fetch.digests and (facts.targets != 0 or not is_index)
+            is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
+            fetch.is_used = fetch.is_used or is_same or is_part
 
     def _columns(self, target: Tensor) -> frozenset[int] | None:
         """Compare a target for each sample with what the model was given."""
@@ -765,9 +820,16 @@ class Observer:
         return detach(one)
 
     def _grad(self, grad: Call, *args: Any, **options: Any) -> Any:
-        if not (options.get("create_graph") or any(args[4:5])):
-            self.cut = users_line()
-        return grad(*args, **options)
+        if options.get("create_graph") or any(args[4:5]):
+            return grad(*args, **options)
+        self.cut = users_line()
+        # Gradients of inputs alone, as of an attack, train nothing.
+        wanted = leaves_of(args[1] if len(args) > 1 else options.get("inputs")).values()
+        self.is_attack = not any(isinstance(one, nn.Parameter) for one in wanted)
+        try:
+            return grad(*args, **options)
+        finally:
+            self.is_attack = False
 
     def _dropout(
         self,
@@ -781,37 +843,35 @@ class Observer:
         forward = self.forward
         if forward is not None and p and self.depth and not in_transform():
             forward.drops = True
-            state, kind = _generator(), (input.shape, p)
-            if training and not self.in_backward:
-                self.dropped[state] = None
-                self.dropped_at[kind] = users_lines()
-                if not forward.training:
-                    self.note(Dropout, is_recomputed=False)
-            # The states are those of the CPU's generator.
-            elif training and state not in self.dropped and kind in self.dropped_at:
-                self.note(Dropout, is_recomputed=True, lines=self.dropped_at[kind])
+            if training:
+                # A layer may be in training mode on purpose, to draw several predictions.
+                caller = sys._getframe(2).f_locals.get("self")
+                self.note(
+                    Dropout,
+                    training=forward.training or isinstance(caller, nn.Dropout),
+                    is_recomputed=in_backward(),
+                    generator=_generator(),
+                    kind=(input.shape, p),
+                )
         return drop(input, p, training, *more, **options)
 
     # The backward pass.
 
     def _backward(self, backward: Call, tensors: Any, *args: Any, **options: Any) -> None:
         loss = tensors if isinstance(tensors, Tensor) else next(iter(tensors))
-        if self.in_backward or loss.numel() != 1:
+        if in_backward() or loss.numel() != 1:
             backward(tensors, *args, **options)
             return
         event = self._note_backward(loss)
         trace = self.trace
-        owned = [_parameters(one) for one in (*trace.roots, *trace.optimizers)]
+        owners = (*trace.roots, *trace.optimizers)
+        parameters = [one for owner in owners for one in _parameters(owner)]
         # Also of modules that no other one has.
-        owned += [one.parameters(recurse=False) for one in trace.ran[True].values()]
-        parameters = [one for several in owned for one in several]
+        for module in trace.ran[True].values():
+            parameters += module.parameters(recurse=False)
         before = _versions(parameters)
         event.is_next = all(before[key] == self.at_backward.get(key) for key in before)
-        self.in_backward = True
-        try:
-            backward(tensors, *args, **options)
-        finally:
-            self.in_backward = False
+        backward(tensors, *args, **options)
         self.at_backward = after = _versions(parameters)
         event.reached = frozenset(key for key in after if after[key] != before[key])
         self.gradient.keep(one for one in parameters if id(one) in event.reached)
@@ -829,12 +889,13 @@ class Observer:
     def _note_backward(self, loss: Tensor) -> Backward:
         mark_graph(loss, self.num_steps_made, users_line())
         loss_call, self.loss_call = self.loss_call, None
-        parameters = [one for several in self.trace.optimizers for one in _parameters(several)]
-        terms, numbers, is_second = terms_of(loss, self.losses, self.numbers)
+        parameters = [one for several in self.trace.optimizers for one in parameters_of(several)]
+        scale = self.scales.get(loss, 1.0)
+        terms, numbers, is_second = terms_of(loss, scale, self.losses, self.numbers)
         return self.note(
             Backward,
             value=float(loss.detach()),
-            scale=self.scales.get(loss, 1.0),
+            scale=scale,
             in_autocast=torch.is_autocast_enabled(loss.device.type),
             dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
             terms=terms,
@@ -844,20 +905,15 @@ class Observer:
             cause=loss_call,
         )
 
-    def _scale(self) -> float:
-        is_on = self.scaler is not None and self.scaler.is_enabled()
-        return float(self.scaler.get_scale()) if is_on else 1.0
-
     def _scaling(self, call: Call, scaler: Any, *args: Any, **options: Any) -> Any:
         name = call.__name__
-        self.scaler = scaler
         if name in ("unscale_", "step"):
             self.gradient.use()
-        event = self.note(Scaling, call=name, scaler=scaler, is_enabled=scaler.is_enabled())
+        self.note(Scaling, call=name, scaler=scaler, is_enabled=scaler.is_enabled())
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
-            self.scales[value] = self._scale()
-        elif name == "step" and self.trace.events[-1] is event:  # without a step of the optimizer
+            self.scales[value] = float(scaler.get_scale())
+        elif name == "step" and not isinstance(self.trace.events[-1], Step):
             self.note(Skipped, optimizer=args[0])
         return value
 
@@ -865,17 +921,18 @@ class Observer:
         bound = inspect.signature(clip).bind(parameters, *args, **options)
         limit = list(bound.arguments.values())[1]
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        # One that is off has no states.
-        states = getattr(self.scaler, "_per_optimizer_states", {})
-        stages = [one["stage"].name for one in states.values()]
-        is_scaled = self._scale() != 1 and "UNSCALED" not in stages
-        own = frozenset(map(id, given))
+        last = self.last(Scaling)
         self.gradient.use()
-        self.note(Clip, parameters=own, limit=float(limit), is_scaled=is_scaled)
+        self.note(
+            Clip,
+            parameters=frozenset(map(id, given)),
+            limit=float(limit),
+            is_scaled=last is not None and last.is_enabled and last.call == "scale",
+        )
         return clip(given, *args, **options)
 
     def _zero(self, zero: Call, owner: Any, *args: Any, **options: Any) -> Any:
-        parameters = list(_parameters(owner))
+        parameters = _parameters(owner)
         if any(parameter.grad is not None for parameter in parameters):
             self.note(Zero, parameters=frozenset(map(id, parameters)))
         return zero(owner, *args, **options)
@@ -905,14 +962,12 @@ class Observer:
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
             self.gradient.use()
-            state = _state(optimizer)
-            # Also false where one is not a number.
-            self.is_anew = abs(state - self.states.get(id(optimizer), state)) > 0
-            compared = [*_parameters(optimizer), *self._frozen()]
+            self.state_before = _state(optimizer)
+            compared = [*parameters_of(optimizer), *self._frozen()]
             self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
             if self.is_compared:
                 self.before = {id(one): one.detach().clone() for one in compared}
-                self.before_digest = sum(map(digest, _parameters(optimizer)))
+                self.before_digest = sum(map(digest, parameters_of(optimizer)))
         self.stepping.append(optimizer)
 
     def _frozen(self) -> list[Tensor]:
@@ -928,22 +983,22 @@ class Observer:
         if self.stepping:  # an optimizer that steps another one
             return
         key = id(optimizer)
-        parameters = list(_parameters(optimizer))
+        parameters = parameters_of(optimizer)
         gradients = {id(one): one.grad for one in parameters if one.grad is not None}
         slopes = {key: _largest(grad) for key, grad in gradients.items()}
         flat = [key for key, slope in slopes.items() if not slope]
         # Less is what rounding leaves of 0, as of a bias before a normalization.
         least = 1e-6 * max(slopes.values(), default=0.0)
-        versions = _versions(parameters)
         last = self.trace.events[-1] if self.trace.events else None
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
         self.note(
             Step,
             optimizer=optimizer,
             rates=_rates(optimizer),
-            is_anew=self.is_anew,
-            is_finite=all(bool(values_of(one).isfinite().all()) for one in gradients.values()),
-            is_repeated=all(self.at_step.get(one) == versions[one] for one in versions),
+            state_before=self.state_before,
+            state_after=_state(optimizer),
+            versions=_versions(parameters),
+            is_finite=all(map(math.isfinite, slopes.values())),
             **self.gradient.facts(gradients),
             moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
@@ -953,16 +1008,12 @@ class Observer:
             before=self.before_digest,
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
             by_scaler=isinstance(last, Scaling) and last.call == "step",
-            in_backward=self.in_backward,
+            in_backward=in_backward(),
             generator=_generator(),
             cause=self.made.get(key),
         )
         self.before = {}
-        self.dropped.clear()
-        self.dropped_at.clear()
         self._probe()
-        self.at_step |= versions
-        self.states[key] = _state(optimizer)
         self.num_made[key] += 1
         self.growth.count(self.num_steps_made)
         if self.num_made[key] == STEPS_OF_A_STRAY:
@@ -983,24 +1034,21 @@ class Observer:
 
     def _probe_tokens(self, forward: Forward, tokens: Tensor) -> None:
         """Look for outputs that change with a later token or with padding."""
-        module = forward.module
-        nowhere = torch.zeros_like(tokens, dtype=torch.bool)
-        last = nowhere.index_fill(1, torch.tensor([-1], device=tokens.device), True)
+        module, first = forward.module, tokens[:, :1]
+        outputs, others = self._outputs(module, tokens, torch.cat([tokens[:, :-1], first], 1))
+        if outputs.dim() == 3 and _differ(outputs[:, :-1], others[:, :-1]):
+            self.trace.sees_the_future.add(id(module))
         padded = _padded(tokens, list(_tensors(self.given)))
         layers = (nn.RNNBase, nn.modules.conv._ConvNd)
         if padded is None or any(isinstance(one, layers) for one in module.modules()):
-            padded = nowhere
-        changed = (torch.where(one, tokens[:, :1], tokens) for one in (nowhere, last, padded))
-        first, of_last, of_padded = self._outputs(module, tokens, changed)
-        if first.dim() == 3 and _differ(first[:, :-1], of_last[:, :-1]):
-            self.trace.sees_the_future.add(id(module))
-        is_of_tokens = first.shape[:2] == tokens.shape
-        is_pooled = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
-        if is_of_tokens and first.dim() == 3:
-            first, of_padded = first[~padded], of_padded[~padded]
-        elif first.dim() != 2 or not is_pooled:
             return
-        if _differ(first, of_padded):
+        outputs, others = self._outputs(module, tokens, torch.where(padded, first, tokens))
+        is_pooled = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
+        if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
+            outputs, others = outputs[~padded], others[~padded]
+        elif outputs.dim() != 2 or not is_pooled:
+            return
+        if _differ(outputs, others):
             self.trace.reads_padding.append(forward.place)
 
     def _probe_samples(self, forward: Forward) -> None:
@@ -1017,14 +1065,14 @@ class Observer:
         if is_sequence and any(not one.batch_first for one in several):
             # A recurrent layer sees no later steps.
             other = torch.cat([given[-1:], given[1:]])
-            first, of_other = self._outputs(forward.module, given, (given, other))
-            if len(first) == len(given) and _differ(first[1:], of_other[1:]):
+            outputs, others = self._outputs(forward.module, given, other)
+            if len(outputs) == len(given) and _differ(outputs[1:], others[1:]):
                 self.trace.mixes_samples.append(forward.place)
 
-    def _outputs(self, module: nn.Module, given: Tensor, changed: Iterable[Tensor]) -> list[Tensor]:
-        """Return the outputs of a model for others in place of a tensor that it was given.
+    def _outputs(self, module: nn.Module, given: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output of a model for a tensor that it was given, and for another one.
 
-        Where the same input gives another output, by random numbers that are not torch's, all are
+        Where the same input gives another output, by random numbers that are not torch's, both are
         taken for equal.
         """
         args, options = self.given
@@ -1034,9 +1082,9 @@ class Observer:
         try:
             with torch.no_grad(), torch.random.fork_rng():
                 module.eval()
-                for other in (given, *changed):
-                    words = {k: other if v is given else v for k, v in options.items()}
-                    output = module(*(other if one is given else one for one in args), **words)
+                for value in (given, given, other):
+                    words = {k: value if v is given else v for k, v in options.items()}
+                    output = module(*(value if one is given else one for one in args), **words)
                     logits = (
                         one
                         for one in _tensors(output)
@@ -1047,37 +1095,31 @@ class Observer:
             self.depth -= 1
             for one, training in modes.items():
                 one.training = training
-        first, again, *others = outputs
-        return [again] * len(outputs[1:]) if _differ(first, again) else [again, *others]
+        first, again, changed = outputs
+        return again, again if _differ(first, again) else changed
 
     def _has_moved(self, parameter: Tensor) -> bool:
         before = self.before.get(id(parameter))
         return before is not None and not torch.equal(before, parameter.detach())
 
     def _half_moved(self, parameters: Sequence[Tensor]) -> float | None:
-        changed = counted = 0
-        for one in parameters:
-            before = self.before.get(id(one))
-            if one.dtype not in (torch.float16, torch.bfloat16) or before is None:
-                continue
-            if one.grad is not None:
-                has_gradient = values_of(one.grad) != 0
-                changed += int(
-                    ((values_of(one.detach()) != values_of(before)) & has_gradient).sum()
-                )
-                counted += int(has_gradient.sum())
-        return changed / counted if counted else None
+        changed = [
+            (values_of(one.detach()) != values_of(before))[values_of(one.grad) != 0]
+            for one in parameters
+            if one.dtype in (torch.float16, torch.bfloat16) and one.grad is not None
+            if (before := self.before.get(id(one))) is not None
+        ]
+        return float(torch.cat(changed).float().mean()) if changed else None
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
+        if num_steps < self.num_steps:
+            return sum(self.num_made.values()) >= 50 * self.num_steps
+        # On a busy machine it goes on as long as on a quiet one, within reason.
+        spent = time.thread_time() - self.began[0]
+        is_late = spent > MORE_SECONDS or time.monotonic() - self.began[1] > 4 * MORE_SECONDS
         # Ranks must end at the same step, whatever time each has taken.
-        is_rank = world_size() > 1
-        is_late = time.monotonic() - self.began > MORE_SECONDS
-        if sum(self.num_made.values()) >= 50 * self.num_steps:
-            return True
-        if num_steps < self.num_steps or is_rank or is_late:
-            return num_steps >= self.num_steps
-        if num_steps >= self.num_steps * MORE_STEPS:
+        if world_size() > 1 or is_late or num_steps >= self.num_steps * MORE_STEPS:
             return True
         fetches = self.trace.of(Fetch)
         ends = [index for index, one in enumerate(fetches) if not one.digests]
@@ -1096,7 +1138,7 @@ class Observer:
         trace = self.trace
         trace.growth = self.growth.growing()
         trace.held_graphs = self.growth.graphs
-        trained = [one for several in map(_parameters, trace.optimizers) for one in several]
+        trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
         trace.symmetric = [id(one) for one in trained if _has_equal_rows(one)]
         for module in [*trace.ran[True].values(), *trace.ran[False].values()]:
             for name, parameter in module.named_parameters(recurse=False):
@@ -1136,14 +1178,8 @@ def _differ(first: Tensor, second: Tensor) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested containers and objects of a batch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
+    """Yield the tensors of nested containers."""
+    return (one for one in leaves_of(value).values() if isinstance(one, Tensor))
 
 
 def _largest(grad: Tensor) -> float:
@@ -1181,6 +1217,7 @@ def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
     return {
         "digests": () if is_end else tuple(map(digest, several)) or (0.0,),
         "labels": tuple(labels[-1].tolist()) if labels else (),
+        "address": labels[-1].data_ptr() if labels else 0,
         "is_one_sample": bool(several) and all(bool((one == one[:1]).all()) for one in several),
     }
 
@@ -1224,16 +1261,9 @@ def _with_own_step(base: type) -> list[type]:
     return own
 
 
-def parameter_ids(optimizer: Optimizer) -> set[int]:
-    return set(map(id, _parameters(optimizer)))
-
-
-def _parameters(owner: Any) -> Iterator[Tensor]:
-    if isinstance(owner, nn.Module):
-        yield from owner.parameters()
-    else:
-        for group in owner.param_groups:
-            yield from group["params"]
+def _parameters(owner: Any) -> list[Tensor]:
+    is_module = isinstance(owner, nn.Module)
+    return list(owner.parameters()) if is_module else parameters_of(owner)
 
 
 # Of parameters, by id: the id and the version of the gradient, which change with each gradient that

@@ -22,7 +22,11 @@ def new_training(case: Case, *, seed: int) -> tuple[nn.Module, Optimizer]:
     """Build the model with the values of a seed, and the user's optimizer or AdamW."""
     model = replace(case, seed=seed).build()
     if case.workload.optimizer is not None:
-        return model, case.workload.optimizer(model)
+        optimizer = case.workload.optimizer(model)
+        for group in optimizer.param_groups:
+            # Left by a schedule, which no gate steps.
+            group.pop("initial_lr", None)
+        return model, optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return model, torch.optim.AdamW(trained, lr=1e-3)
 
@@ -32,9 +36,11 @@ def new_batch(case: Case) -> Any:
     return case.place(case.workload.batch(case.batch_size))
 
 
-def take_user_step(case: Case, model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
+def take_user_step(
+    case: Case, model: nn.Module, optimizer: Optimizer, batch: Any, *, weight: float = 1.0
+) -> Tensor:
     """Train one step on a batch, and return its loss."""
-    loss = case.workload.mean_loss(model, batch)
+    loss = weight * case.workload.mean_loss(model, batch)
     loss.backward()
     try:
         optimizer.step()

@@ -1,6 +1,6 @@
 """Gates of recompute: the same training from fewer bytes, each block computed once more.
 
-    curry-train validate --gate recompute --impl my_package.memory:checkpoint_layers
+    curry-train validate --impl recompute_blocks=my_package.memory:checkpoint_layers
 
 The gates of offload and of the compiler's memory budget are in `offload`.
 
@@ -30,6 +30,7 @@ from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of
 from .offload import OFFLOAD_GATES
+from .own_training import new_batch
 from .same_training import (
     changed,
     checkpoint_by_torch,
@@ -301,9 +302,7 @@ def _compare_on_rank(case: Case, change: str, names: Sequence[str]) -> Found:
     """Compare steps of this rank with recompute and without, on batches of its own."""
     recompute = partial(import_callable(change), blocks=names)
     with seeded(case.seed + dist.get_rank()):
-        batches = [
-            case.place(case.workload.batch(case.batch_size)) for _ in range(NUM_MICROBATCHES)
-        ]
+        batches = [new_batch(case) for _ in range(NUM_MICROBATCHES)]
 
     def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
         models = wrapped(), wrapped(), wrapped(change=recompute)

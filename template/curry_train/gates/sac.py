@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..bench.steps import python_calls
-from ..core.blocks import find_blocks, refuse
+from ..core.blocks import find_blocks
 from ..core.generators import seeded, untouched
 from ..core.measure import (
     forward_flops,
@@ -60,14 +60,12 @@ def compare_count(case: Case, *, apply: Apply = STRATEGIES["sac_every_second"].a
 
 
 def _compare(case: Case, apply: Apply, policy: str) -> Outcome:
-    _check_blocks(case)
     with _where_ours_runs(case, policy):
         return same_training(case, apply, by_torch=why_torch_reruns_nothing, every_block=True)
 
 
 def compare_regions(case: Case, *, apply: Apply = STRATEGIES["regions"].apply) -> Outcome:
     """Compare a training with regions to the plain one."""
-    _check_blocks(case)
 
     def why_nothing_differs(*found: Any) -> str:
         def change(module: nn.Module, *, blocks: Any) -> None:
@@ -82,15 +80,6 @@ def compare_regions(case: Case, *, apply: Apply = STRATEGIES["regions"].apply) -
         return why_torch_reruns_nothing(*found)
 
     return same_training(case, apply, by_torch=why_nothing_differs)
-
-
-def _check_blocks(case: Case) -> None:
-    """Raise `NotApplicable` if a block of the plain model can't be changed."""
-    for name, block in find_blocks(case.build(), case.blocks).items():
-        try:
-            refuse(block)
-        except ValueError as error:
-            raise NotApplicable(f"{name}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -129,7 +118,6 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
 def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcome:
     """Check that a policy frees bytes, and recomputes less than all that the blocks compute."""
     required = "fewer bytes than plain, fewer FLOPs again than all of the blocks"
-    _check_blocks(case)
     module = case.build()
     blocks = find_blocks(module, case.blocks)
     # Seeded as `count_flops` is: a model may drop layers at random.
@@ -173,7 +161,6 @@ def _recomputed_flops(case: Case, change: Change) -> int:
 
 def measure_regions(case: Case, *, apply: Change = apply_regions) -> Outcome:
     """Check that regions hold fewer bytes, recompute no FLOPs, and cost less than torch's SAC."""
-    _check_blocks(case)
     plain = _held_bytes(case, _nothing)
     if _held_bytes(case, apply_regions) >= plain:
         raise NotApplicable(
@@ -234,7 +221,6 @@ def compare_eval_mode(
     Ours also saves what the plain model saves in eval mode; torch's checkpoint recomputes in any
     mode, which changes no value.
     """
-    _check_blocks(case)
     is_ours = apply_sac is sac.apply_sac
     changes = {"a policy": apply_sac} | ({"regions": apply} if is_ours else {})
     return same_without_training(case, changes, saved_too=is_ours)

@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py
 """
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.testing import assert_close
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ..core.blocks import NoBlocks, find_blocks
@@ -40,6 +40,7 @@ from ..core.parity import (
     check_comparable,
     compare,
     record,
+    record_step,
 )
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
@@ -68,18 +69,11 @@ def sample_of(case: Case) -> Sample:
     return Sample(case.batch(), case.workload.mean_loss, case.blocks)
 
 
-def step_of(
-    case: Case, module: nn.Module, batch: Any = None, *, around_backward: Any = None
-) -> StepRecord:
+def step_of(case: Case, module: nn.Module, batch: Any = None, **options: Any) -> StepRecord:
     """Take one step of a module, by default on the batch of the case, and record it."""
-    module.zero_grad(set_to_none=True)
+    batch = case.batch() if batch is None else batch
     with seeded(case.seed):
-        value = case.workload.mean_loss(module, case.batch() if batch is None else batch)
-        # A faulty technique may cut off every gradient; they are recorded as None then.
-        if value.requires_grad:
-            with around_backward or nullcontext():
-                value.backward()
-        return record(module, value.detach())
+        return record_step(module, batch, case.workload.mean_loss, **options)
 
 
 def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
@@ -221,18 +215,7 @@ def flops_again(case: Case, module: nn.Module, *, early_stop: bool) -> int:
 # The same where nothing is trained.
 
 
-# A step in eval mode, and texts of what else is compared.
-Untrained = tuple[StepRecord, dict[str, str]]
 SAVED_TENSORS = "sizes of tensors that are saved in eval mode"
-
-
-def _difference(plain: Untrained, other: Untrained, *, saved_too: bool) -> str:
-    (step, facts), (other_step, others) = plain, other
-    found = compare(step, other_step)
-    if not found.bit_equal:
-        return f"in eval mode {found.describe(most=1)}"
-    names = [name for name in facts if facts[name] != others[name]]
-    return "".join(f"other {name}" for name in names if saved_too or name != SAVED_TENSORS)
 
 
 def same_without_training(
@@ -240,24 +223,34 @@ def same_without_training(
 ) -> Outcome:
     """Compare changed blocks with the plain model in eval mode, and without gradients."""
     try:
-        plain, again = (_without_training(case, case.build()) for _ in range(2))
+        step, facts = _without_training(case, case.build())
     except Exception as error:  # the user's model may raise anything in eval mode
         reason = str(error).partition("\n")[0]
         why = f"the plain model raises {type(error).__name__} in eval mode: {reason}"
         raise NotApplicable(why) from error
-    if differs := _difference(plain, again, saved_too=True):
+
+    def difference(module: nn.Module, *, saved_too: bool) -> str:
+        other_step, others = _without_training(case, module)
+        found = compare(step, other_step)
+        if not found.bit_equal:
+            return f"in eval mode {found.describe(most=1)}"
+        names = [name for name in facts if facts[name] != others[name]]
+        return "".join(f"other {name}" for name in names if saved_too or name != SAVED_TENSORS)
+
+    if differs := difference(case.build(), saved_too=True):
         raise NotApplicable(f"two steps of the plain model differ: {differs}")
-    differing = []
-    for name, change in changes.items():
-        found = _without_training(case, changed(case, change))
-        if what := _difference(plain, found, saved_too=saved_too):
-            differing.append(f"{name}: {what}")
+    differing = [
+        f"{name}: {what}"
+        for name, change in changes.items()
+        if (what := difference(changed(case, change), saved_too=saved_too))
+    ]
     hint = "be active only while module.training and torch.is_grad_enabled()" if differing else ""
     measured = "; ".join(differing) or f"{' and '.join(changes)}: nothing differs"
     return measured, "as the plain model, to the bit", hint
 
 
-def _without_training(case: Case, module: nn.Module) -> Untrained:
+def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, dict[str, str]]:
+    """Return a step in eval mode, and texts of what else is compared."""
     saved: list[int] = []
     modes = set[bool]()
 
@@ -283,15 +276,6 @@ def _without_training(case: Case, module: nn.Module) -> Untrained:
         "loss with no gradients": repr(loss.tolist()),
         "calls with no gradients": f"{sum(calls.values())}, {modes}",
     }
-
-
-def bit_difference(found: Any, expected: Any) -> str:
-    """Return the first difference of two nested values, in a line; empty if equal to the bit."""
-    try:
-        assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    except (AssertionError, TypeError, ValueError) as error:
-        return " ".join(str(error).split())
-    return ""
 
 
 @contextmanager
@@ -360,8 +344,18 @@ def _plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
 
 def _train_plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
-    course = TrainingCourse(autocast=case.dtype is torch.float32)
-    course, (reference, activity, _) = _possible(case, course)
+    course = TrainingCourse()
+    reasons: dict[str, None] = {}
+    for autocast, joint in itertools.product((case.dtype is torch.float32, False), (True, False)):
+        course = TrainingCourse(joint=joint, autocast=autocast, left_out=tuple(reasons))
+        try:
+            reference, activity, _ = _train(case, _nothing, course)
+            break
+        except REFUSALS as error:
+            if not autocast and not joint:
+                raise
+            what = "one backward of two forwards" if joint else "autocast"
+            reasons[f"without {what}: the plain model raises {type(error).__name__}"] = None
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
     again, _, _ = _train(case, _nothing, course)
     step, found = _first_difference(reference, again, 0.0)
@@ -373,26 +367,6 @@ def _train_plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity
             course = replace(course, trains=False)
         reference, activity, _ = _train(case, _nothing, course)
     return course, reference, activity
-
-
-def _possible(case: Case, course: TrainingCourse) -> tuple[TrainingCourse, Any]:
-    """Train the plain model, without the ways in which it does not run."""
-    for autocast in (course.autocast, False):
-        for joint in (True, False):
-            tried = replace(course, joint=joint, autocast=autocast, left_out=course.left_out)
-            try:
-                return tried, _train(case, _nothing, tried)
-            except REFUSALS as error:
-                if not autocast and not joint:
-                    raise
-                course = replace(course, left_out=_without(tried, error))
-    raise AssertionError("the last way returns or raises")
-
-
-def _without(course: TrainingCourse, error: Exception) -> tuple[str, ...]:
-    what = "one backward of two forwards" if course.joint else "autocast"
-    note = f"without {what}: the plain model raises {type(error).__name__}"
-    return tuple(dict.fromkeys((*course.left_out, note)))
 
 
 def _nothing(module: nn.Module, sample: Sample) -> list[str]:
@@ -520,7 +494,7 @@ def _held_and_growth(case: Case, module: nn.Module) -> tuple[int, int]:
     held: list[int] = []
     left: list[int] = []
     with untouched(module), LiveStorages(device=case.device) as storages:
-        while len(left) < NUM_LEAK_CALLS or _grows(left):
+        while len(left) < NUM_LEAK_CALLS or (len(left) < MOST_LEAK_CALLS and left[-1] > left[-2]):
             before = storages.bytes_alive
             value = case.workload.mean_loss(module, batch)
             held.append(storages.bytes_alive - before if value.requires_grad else 0)
@@ -533,10 +507,6 @@ def _held_and_growth(case: Case, module: nn.Module) -> tuple[int, int]:
             storages.settle()
             left.append(storages.bytes_alive)
     return held[0], left[-1] - left[-2]
-
-
-def _grows(left: list[int]) -> bool:
-    return left[-1] > left[-2] and len(left) < MOST_LEAK_CALLS
 
 
 def _cause(found: Parity) -> str:

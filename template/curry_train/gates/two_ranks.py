@@ -8,9 +8,6 @@ Proof: `python -m pytest tests/gates/test_two_ranks.py`.
 
 import contextlib
 import functools
-import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -34,8 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.blocks import find_blocks
+from ..core.digest import digest
 from ..core.generators import seeded
-from ..workloads.models import load_workload
+from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Case
 from .verdict import (
     NotApplicable,
@@ -71,25 +69,21 @@ def compare_on_ranks(
     Arguments are passed as JSON. A wrapper that refuses the model on any rank is named.
     """
     results = _on_two_ranks(target, case, arguments)
-    refused = {
-        kind: of_kind["refused"]
-        for found in reversed(results)
-        for kind, of_kind in found.items()
-        if "refused" in of_kind
-    }
-    if len(refused) == len(results[0]):
-        raise NotApplicable("; ".join(dict.fromkeys(refused.values())))
     figures = []
+    refused = []
     is_right = True
     for kind in results[0]:
-        if kind in refused:
-            figures.append(f"{kind} not compared: {refused[kind]}")
-            continue
         of_ranks = [found[kind] for found in results]
+        if why := [found["refused"] for found in of_ranks if "refused" in found]:
+            figures.append(f"{kind} not compared: {why[0]}")
+            refused.append(why[0])
+            continue
         wrong = [rank for rank, found in enumerate(of_ranks) if found["is_wrong"]]
         where = f" on rank {wrong[0]}" if wrong else ""
         figures.append(f"{kind} {of_ranks[wrong[0] if wrong else 0]['measured']}{where}")
         is_right = is_right and not wrong
+    if len(refused) == len(figures):
+        raise NotApplicable("; ".join(dict.fromkeys(refused)))
     return "; ".join(figures), required, "" if is_right else hint
 
 
@@ -143,7 +137,7 @@ def _on_this_rank(
         os.environ.pop(name, None)
     os.environ.update({name: value for name, value in environment.items() if value is not None})
     case = Case(load_workload(spec), dtype=getattr(torch, dtype), **options)
-    return load_function(of_rank)(case, **arguments)
+    return import_callable(of_rank)(case, **arguments)
 
 
 def under_both(
@@ -214,14 +208,10 @@ def _wrapped(
 
 
 def printed_bits(value: Any) -> str:
-    """Return a value as text, and this rank's part of a tensor as a hash of its bytes."""
+    """Return a value as text, and this rank's part of a tensor by a digest of its bits."""
     if not isinstance(value, Tensor):
         return repr(value)
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if local.layout is not torch.strided:
-        local = local.to_dense()
-    data = local.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest()
+    return digest(value.to_local() if isinstance(value, DTensor) else value)
 
 
 # Processes, one for each rank.
@@ -320,7 +310,7 @@ def run_on_ranks(
 ) -> list[Any]:
     """Call a function once on ranks of its own and return the results.
 
-    `target` is in the form that `load_function` takes, and the ranks have this process's import
+    `target` is in the form that `import_callable` takes, and the ranks have this process's import
     path.
     """
     ranks = RankProcesses(num_ranks)
@@ -362,20 +352,6 @@ class GradientSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_function(target: str) -> Callable[..., Any]:
-    """Load a function given as `package.module:function` or `path/to/file.py:function`."""
-    module, _, function = target.rpartition(":")
-    if not module.endswith(".py"):
-        return getattr(importlib.import_module(module), function)
-    spec = importlib.util.spec_from_file_location(Path(module).stem, module)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"can't load {module} as Python")
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = loaded
-    spec.loader.exec_module(loaded)
-    return getattr(loaded, function)
-
-
 def _rank_main(folder: str) -> None:
     """Call what the lines of standard input name, one after the other, until it ends."""
     torch.set_num_threads(1)
@@ -396,7 +372,7 @@ def _rank_main(folder: str) -> None:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         while True:
             number, target, arguments = json.loads(jobs.get())
-            result = json.dumps(load_function(target)(**arguments))
+            result = json.dumps(import_callable(target)(**arguments))
             sys.stdout.flush()
             unfinished = Path(folder, f"{rank}.{number}")
             unfinished.write_text(result)

@@ -389,22 +389,18 @@ def _in_workers(
     tasks = [(case.workload.spec, _settings(case), gate.name, named) for case, gate in pairs]
     first = 0
     while first < len(tasks):
-        with _pool(num_processes) as pool:
-            futures = [pool.submit(_measure, *task) for task in tasks[first:]]
-            try:
-                for future in futures:
-                    verdict = future.result()
+        try:
+            with _pool(num_processes) as pool:
+                for verdict in pool.map(_measure, *zip(*tasks[first:], strict=True)):
                     first += 1
                     yield verdict
-            except BrokenProcessPool:
-                if num_processes == 1:
-                    gate_name = tasks[first][2]
-                    first += 1
-                    why = f"memory ran out (the system ended the process): {LESS_MEMORY}"
-                    yield not_applicable(gate_name, why)
-                num_processes = 1
-            finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+        except BrokenProcessPool:
+            if num_processes == 1:
+                gate_name = tasks[first][2]
+                first += 1
+                why = f"memory ran out (the system ended the process): {LESS_MEMORY}"
+                yield not_applicable(gate_name, why)
+            num_processes = 1
 
 
 def _pool(num_processes: int) -> ProcessPoolExecutor:
@@ -432,18 +428,11 @@ def _settings(case: Case) -> dict[str, Any]:
 def _measure(
     spec: str, settings: dict[str, Any], gate_name: str, implementations: tuple[str, ...]
 ) -> Verdict:
-    case = Case(_loaded(spec), **settings)
+    case = Case(_load_workload(spec), **settings)
     gate = {gate.name: gate for gate in discover([gate_name])}[gate_name]
-    return gate.run(case, _implementations(implementations))
+    return gate.run(case, list(map(_load_implementation, implementations)))
 
 
-@functools.cache
-def _implementations(named: tuple[str, ...]) -> list[Implementation]:
-    """Load implementations once per process, for all gates."""
-    return [load_implementation(text) for text in named]
-
-
-@functools.cache
-def _loaded(spec: str) -> Workload:
-    """Load a workload once per process, for all of its gates."""
-    return load_workload(spec)
+# Once per process, for all gates.
+_load_workload = functools.cache(load_workload)
+_load_implementation = functools.cache(load_implementation)

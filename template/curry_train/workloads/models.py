@@ -507,7 +507,8 @@ def import_callable(spec: str) -> Callable[..., Any]:
     source, _, attribute = spec.rpartition(":")
     file = Path(source).expanduser().resolve() if source.endswith(".py") else None
     folder, module_name = (Path.cwd(), source) if file is None else _located(file, spec)
-    if str(folder) not in sys.path:
+    # Another folder may have a file of this name too.
+    if str(folder) not in (sys.path if file is None else sys.path[:1]):
         sys.path.insert(0, str(folder))
 
     try:
