@@ -46,8 +46,7 @@ def measure_accumulation_cost(microsteps: int, *, repeats: int) -> dict[str, flo
     differences = [second - first for first, second in zip(hand, ours, strict=True)]
     columns = {"by_hand_us": hand, "helper_us": ours, "cost_us": differences}
     scale = 1e6 / microsteps
-    found = {name: scale * statistics.median(column) for name, column in columns.items()}
-    return {"microsteps": microsteps, "repeats": repeats} | found
+    return {name: scale * statistics.median(column) for name, column in columns.items()}
 
 
 def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
@@ -69,7 +68,10 @@ def main(repeats: int, json_path: str | None) -> None:
             err=json_path == "-",
         )
     if json_path:
-        write_json(json_path, provenance(torch.device("cpu")) | {"helper_cost": figures})
+        write_json(
+            json_path,
+            provenance(torch.device("cpu")) | {"repeats": repeats, "helper_cost": figures},
+        )
 
 
 if __name__ == "__main__":

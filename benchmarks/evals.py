@@ -37,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -297,7 +298,7 @@ def intervals(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
     where cases, and the runs of each, are drawn again.
     """
     generator = random.Random(0)
-    found: dict[str, dict[str, list[float]]] = {arm: {} for arm in ARMS}
+    found = defaultdict[str, dict[str, list[float]]](dict)
     for figure in FIGURES:
         values: dict[str, dict[str, list[float]]] = {}
         for row in rows:
@@ -318,15 +319,15 @@ def intervals(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
             if figure == "score" and arm != "none" and "none" in first:
                 both = [one[arm] - one["none"] for one in drawn if {arm, "none"} <= {*one}]
                 found[arm]["gain"] = _middle(mean - first["none"], both)
-    return {arm: figures for arm, figures in found.items() if figures}
+    return found
 
 
 def means_of_arms(cases: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Return the mean over cases of the mean over runs, for each arm."""
-    by_arm: dict[str, list[float]] = {}
+    by_arm = defaultdict[str, list[float]](list)
     for one in cases:
         for arm, values in one.items():
-            by_arm.setdefault(arm, []).append(statistics.fmean(values))
+            by_arm[arm].append(statistics.fmean(values))
     return {arm: statistics.fmean(means) for arm, means in by_arm.items()}
 
 

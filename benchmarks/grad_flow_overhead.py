@@ -58,12 +58,8 @@ class HooksByHand(contextlib.AbstractContextManager[Any]):
         return see
 
     def see(self, tensor: Tensor) -> None:
-        for figure in (
-            tensor.norm(),
-            (tensor == 0).float().mean(),
-            tensor.isfinite().float().mean(),
-        ):
-            self.figures.append(figure.item())
+        shares = (tensor == 0, tensor.isfinite())
+        self.figures += [tensor.norm().item(), *(one.float().mean().item() for one in shares)]
 
     def gradients(self, model: nn.Module) -> None:
         for parameter in model.parameters():

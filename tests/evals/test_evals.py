@@ -145,7 +145,6 @@ def test_the_interval_of_an_arm_is_that_of_other_cases_and_runs():
     # Cases are drawn for both arms together, so what they share does not widen the gain.
     assert most - least < (high - low) + (found["whole"]["score"][2] - found["whole"]["score"][1])
     assert found["none"]["tool_calls"] == [30, 30, 30]
-    assert "tokens" not in found["none"]
     assert "whole   tool_calls          10   10 to 10" in evals.described(found).splitlines()
 
 

@@ -742,36 +742,6 @@ def masters_in_full_precision():
                 one.copy_(master)
 
 
-def soft_actor_and_critic():
-    actor, critic = classifier(classes=4), nn.Linear(10, 1)
-    target = copy.deepcopy(critic)
-    logarithm = torch.zeros((), requires_grad=True)
-    optimizers = [adamw(actor), adamw(critic), torch.optim.Adam([logarithm], 1e-2)]
-
-    def act(states):
-        mean, deviation = actor(states).chunk(2, dim=1)
-        choice = torch.distributions.Normal(mean, F.softplus(deviation) + 1e-3)
-        action = choice.rsample()
-        return action.tanh(), choice.log_prob(action).sum(1)
-
-    for states, _ in loader():
-        with torch.no_grad():
-            action, likelihood = act(states)
-            wanted = target(torch.cat([states, action], 1)).squeeze(1) - likelihood
-        taken = torch.rand(len(states), 2) * 2 - 1
-        value = critic(torch.cat([states, taken], 1)).squeeze(1)
-        step(optimizers[1], F.mse_loss(value, torch.randn(len(states)) + 0.9 * wanted))
-        action, likelihood = act(states)
-        critic.requires_grad_(False)
-        gain = critic(torch.cat([states, action], 1)).squeeze(1)
-        step(optimizers[0], (logarithm.exp().detach() * likelihood - gain).mean())
-        critic.requires_grad_(True)
-        step(optimizers[2], -(logarithm * (likelihood.detach() - 2)).mean())
-        with torch.no_grad():
-            for old, new in zip(target.parameters(), critic.parameters(), strict=True):
-                old.lerp_(new, 0.05)
-
-
 def tags():
     losses = nn.BCEWithLogitsLoss(pos_weight=torch.full((5,), 6.0))
     fit(loss=lambda logits, labels: losses(logits, F.one_hot(labels, 5).float()))
@@ -1137,7 +1107,9 @@ def two_steps_of_the_actor():
     for inputs, _ in loader():
         values = critic(torch.cat([inputs, actor(inputs).detach()], 1)).flatten()
         step(of_critic, F.mse_loss(values, inputs.sum(1)))
-        for _ in range(2):
+        # The critic may be frozen meanwhile, or not.
+        for is_trained in (False, True):
+            critic.requires_grad_(is_trained)
             step(of_actor, -critic(torch.cat([inputs, actor(inputs)], 1)).mean())
 
 
@@ -1156,12 +1128,12 @@ def weights_drawn_twice_for_a_batch():
     model = nn.Linear(8, 5)
     optimizer = adamw(model)
     for inputs, labels in loader():
-        optimizer.zero_grad()
         for _ in range(2):
             drawn = {name: one + torch.randn_like(one) for name, one in model.named_parameters()}
             outputs = torch.func.functional_call(model, drawn, inputs)
             (F.cross_entropy(outputs, labels) / 2).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 
 def one_layer_attacked():

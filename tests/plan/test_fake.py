@@ -388,17 +388,8 @@ def on_device():
         return nn.Linear(16, 16)
 
 
-def weight_decay_by_numpy():
-    module = nn.Linear(16, 16)
-    module.rates = [float(rate) for rate in torch.linspace(0, 0.1, 4)] + numpy.linspace(
-        0, 1, 4
-    ).tolist()
-    return module
-
-
 FACTORIES = {
     "cuda()": lambda: nn.Linear(16, 16).cuda(),
-    "cuda(0)": lambda: nn.Linear(16, 16).cuda(0),
     "device": lambda: nn.Linear(16, 16, device="cuda"),
     "with device": on_device,
     "to": lambda: nn.Linear(16, 16).to("cuda").to(torch.bfloat16),
@@ -407,7 +398,6 @@ FACTORIES = {
     "loaded": loaded,
     "whole": lambda: WHOLE,
     "default dtype": default_dtype,
-    "numpy": weight_decay_by_numpy,
 }
 
 
