@@ -22,6 +22,7 @@ Proof: `python -m pytest tests/benchmarks/test_gpumemnet.py`.
 import argparse
 import csv
 import statistics
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -48,6 +49,11 @@ FEWEST_READINGS = 3
 # Steps are recorded at these sizes; those of other sizes follow, as every storage grows linearly.
 RECORDED_SIZES = (8, 16)
 CLASSES = 1_000
+# The first version that has all models of the rows; the next ones added some that are in none.
+TIMM_VERSION = "1.0.9"
+# Rows and models that are compared, evenly spaced.
+NUM_MLPS = 300
+NUM_MODELS = 70
 
 Row = dict[str, Any]
 
@@ -107,7 +113,10 @@ def workload_of(name: str) -> Workload:
     declare_vision_operators()
     import timm
 
-    shape = timm.get_pretrained_cfg(name).input_size
+    found = timm.get_pretrained_cfg(name)
+    if found is None:
+        raise ValueError("the size of its images is not known")
+    shape = found.input_size
 
     def batch(size: int) -> Any:
         # The loader holds two more batches, and the bytes of which it makes one.
@@ -121,6 +130,15 @@ def workload_of(name: str) -> Workload:
         batch,
         lambda module, batch: F.cross_entropy(module(batch[0]), batch[1], reduction="sum"),
     )
+
+
+def use_timm_of_the_rows() -> None:
+    """Import the version of timm whose models were measured; later ones have changed some."""
+    folder = Path(sys.prefix) / f"timm-{TIMM_VERSION}"
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+        subprocess.run([*pip, f"timm=={TIMM_VERSION}"], check=True)
+    sys.path.insert(0, str(folder))
 
 
 def estimate_timm(name: str, sizes: Iterable[int]) -> dict[int, int]:
@@ -198,10 +216,10 @@ def every(items: list[Any], count: int) -> list[Any]:
     return items[:: max(1, len(items) // count)]
 
 
-def measure_mlps(path: Path, count: int) -> list[Row]:
+def measure_mlps(path: Path) -> list[Row]:
     with path.open() as file:
         read = list(csv.DictReader(file))
-    rows = every([row for row in read if float(row["measured_mib"]) > SMALLEST_MLP_MIB], count)
+    rows = every([row for row in read if float(row["measured_mib"]) > SMALLEST_MLP_MIB], NUM_MLPS)
     return [
         row_of(row["layers"], float(row["measured_mib"]), estimate_mlp(row) // MIB) for row in rows
     ]
@@ -211,13 +229,13 @@ def row_of(model: str, measured: float, reserved: int) -> Row:
     return {"model": model, "measured_mib": measured, "reserved_mib": reserved}
 
 
-def measure_timm(path: Path, count: int) -> list[Row]:
+def measure_timm(path: Path) -> list[Row]:
     readings: dict[str, dict[int, float]] = defaultdict(dict)
     with path.open() as file:
         for row in csv.DictReader(file):
             readings[row["timm_model"]][int(row["batch_size"])] = float(row["measured_mib"])
     rows = []
-    for name in every([name for name in sorted(readings) if settled(readings[name])], count):
+    for name in every([name for name in sorted(readings) if settled(readings[name])], NUM_MODELS):
         try:
             found = estimate_timm(name, settled(readings[name]))
         except (RuntimeError, ValueError) as error:
@@ -233,13 +251,12 @@ def main() -> None:
     """Compare the rows of a folder with estimates, and print what is left of the difference."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--models", type=int, default=70, help="Models of timm, evenly spaced.")
-    parser.add_argument("--mlps", type=int, default=300, help="MLPs, evenly spaced.")
     parser.add_argument("--json", metavar="PATH", help="Write the figures; - is standard output.")
     options = parser.parse_args()
+    use_timm_of_the_rows()
     figures = {
-        "mlp": summary(measure_mlps(options.folder / "mlp.csv", options.mlps)),
-        "timm": summary(measure_timm(options.folder / "timm.csv", options.models)),
+        "mlp": summary(measure_mlps(options.folder / "mlp.csv")),
+        "timm": summary(measure_timm(options.folder / "timm.csv")),
     }
     for name, found in figures.items():
         print(name, *(f"{key} {value}" for key, value in found.items()), sep=", ")

@@ -123,13 +123,12 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
     )
     if json_path:
         figures = {
-            "rows": [{name: one[name] for name in one if name != "chosen"} for one in rows],
+            "rows": rows,
             "of_policy": of_policy,
             "of_none_and_full": of_halves,
             "block_bytes": held,
             "estimate_seconds": seconds,
             "step_peak_bytes": plain.peak_bytes,
-            "chosen": rows[2]["chosen"],
         }
         write_json(json_path, provenance(torch.device("cpu")) | figures)
 

@@ -319,7 +319,7 @@ def torture_peer(peer: Peer, options: argparse.Namespace, *, seed: int) -> dict[
 
         return show
 
-    folder = Path(tempfile.mkdtemp(prefix="peer-", dir=options.folder))
+    folder = Path(tempfile.mkdtemp(prefix="peer-"))
     kills = options.kills
     resaves = options.resaves
     flips = options.flips
@@ -405,7 +405,6 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--resaves", type=int, default=100, help="kills of saves over a save")
     parser.add_argument("--flips", type=int, default=600)
-    parser.add_argument("--folder", help="write here; files are removed afterwards")
     parser.add_argument("--json", default="evidence/peers_torture.json")
     parser.add_argument("--install", action="store_true", help="install the libraries and end")
     parser.add_argument("--page", metavar="PATH", help="put the table of --json into a page, end")

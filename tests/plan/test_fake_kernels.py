@@ -160,7 +160,6 @@ HALF_ON_CUDA = {
     "einsum": lambda weight, x: torch.einsum("bi,oi->bo", x, weight),
     "mv": vectors(torch.mv),
     "addmv": vectors(lambda weight, x: torch.addmv(x, weight, x)),
-    "addr": vectors(lambda weight, x: torch.addr(weight, x, x)),
     "multi_dot": lambda weight, x: torch.linalg.multi_dot([x, weight, weight]),
     "prelu": lambda weight, x: F.prelu(x, weight[0]),
 }

@@ -519,7 +519,8 @@ def _missing(trace: Trace) -> Iterator[int]:
     inside = {id(module) for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = [module for key, module in trace.ran[True].items() if key not in inside]
-    shapes = {one.shape for several in trace.optimizers for one in parameters_of(several)}
+    stepped = [one.optimizer for one, *_ in trace.by_optimizer]
+    shapes = {one.shape for several in stepped for one in parameters_of(several)}
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
         own = [one for one in own if one in trace.with_gradient]
