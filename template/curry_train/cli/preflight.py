@@ -12,6 +12,7 @@ import torch
 from ..core.wording import provenance
 from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
+from ..gates.loop_trace import grouped
 from ..gates.verdict import Verdict
 from .options import number_option, program_options, results_option
 from .screen import Ended, UnusableInput, echo_lines, screen_command, tell_what_it_takes
@@ -52,6 +53,10 @@ def preflight_command(
     return facts, UnusableInput(f"nothing was checked: {verdicts[0].hint}")
 
 
+# Failed checks that are printed with what is required; if there are more, one less is.
+MOST_IN_FULL = 3
+
+
 def describe(program: str, num_steps: int, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the verdict first, then what failed, and what held or does not apply in a line each."""
     of_outcome: dict[bool | None, list[Verdict]] = {True: [], False: [], None: []}
@@ -61,13 +66,22 @@ def describe(program: str, num_steps: int, verdicts: Sequence[Verdict]) -> Itera
     held, failed, not_applicable = of_outcome.values()
     outcome = f"{len(failed)} of {len(failed) + len(held)} checks FAILED"
     yield f"{program}, {num_steps} steps: {outcome if failed else f'{len(held)} checks held'}"
-    for verdict in failed:
+    in_full = failed if len(failed) <= MOST_IN_FULL else failed[: MOST_IN_FULL - 1]
+    for verdict in in_full:
         yield ""
         yield f"{verdict.gate}: {verdict.measured}"
         yield f"  required: {verdict.required}"
         yield f"  what to do: {verdict.hint}"
     yield ""
+    # Mended faults often take others with them.
+    for verdict in (rest := failed[len(in_full) :]):
+        yield f"{verdict.gate}: {verdict.measured}"
+    if rest:
+        yield ""
     yield f"held: {', '.join(verdict.gate for verdict in held) or 'none'}"
     if not_applicable:
-        texts = [f"{verdict.gate} ({verdict.hint})" for verdict in not_applicable]
+        texts = [
+            f"{', '.join(verdict.gate for verdict in several)} ({several[0].hint})"
+            for several in grouped(not_applicable, lambda verdict: verdict.hint)
+        ]
         yield f"not applicable: {'; '.join(texts)}"
