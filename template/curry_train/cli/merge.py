@@ -191,7 +191,13 @@ def updated(file: CopiedFile) -> Change:
         if file.yours is None or (file.base and file.yours == file.base.content):
             return Change(file.path, "delete", file.yours, None)
         return Change(file.path, "yours now", file.yours, file.yours)
-    return Change(file.path, ACTIONS[file.state], file.yours, file.yours)
+    action = "conflict" if _has_conflict(file) else ACTIONS[file.state]
+    return Change(file.path, action, file.yours, file.yours)
+
+
+def _has_conflict(file: CopiedFile) -> bool:
+    """Return whether an update marked a conflict that nobody has resolved."""
+    return OURS_MARKER.encode() in (file.yours or b"").splitlines()
 
 
 def _merged(file: CopiedFile) -> Change:
@@ -199,7 +205,7 @@ def _merged(file: CopiedFile) -> Change:
     base = file.base.content if file.base else b""
     # Git writes these names next to its markers.
     sides = {"yours": file.yours or b"", "base": base, "curry-train": file.wanted or b""}
-    if OURS_MARKER.encode() in sides["yours"].splitlines():
+    if _has_conflict(file):
         raise UnusableInput(
             f"{file.path} has an unresolved conflict from an earlier update; "
             f"resolve it first: look for {OURS_MARKER!r}"
