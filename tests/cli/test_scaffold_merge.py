@@ -194,6 +194,7 @@ def test_update_that_was_killed_between_two_files_is_completed_by_running_it_aga
             raise KeyboardInterrupt
         return replace(self, target)
 
+    write(conflicting / ".curry-train-staged-1/0", "of an update that was killed before")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", killed)
         stopped = scaffold(bundle, "update", cwd=conflicting)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from .screen import UnusableInput, write_output
 
 LOCK_NAME = "curry-train.lock"
+STAGING_PREFIX = ".curry-train-staged-"
 
 # Git's marker before lines that both sides changed.
 OURS_MARKER = "<<<<<<< yours"
@@ -234,7 +235,9 @@ def write_changes(root: Path, changes: Sequence[Change]) -> None:
     if not writes:
         return
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".curry-train-") as folder:
+    for left in root.glob(f"{STAGING_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    with tempfile.TemporaryDirectory(dir=root, prefix=STAGING_PREFIX) as folder:
         staged = [Path(folder, str(number)) for number in range(len(writes))]
         for new, change in zip(staged, writes, strict=True):
             write_output(new, change.after or b"")
