@@ -157,17 +157,10 @@ def test_the_list_of_commands_is_shown_without_torch():
     assert all(f"  {name} " in ended.stdout for name in PROMISED)
 
 
-@pytest.mark.parametrize(
-    ("words", "advice"),
-    [
-        (["valdate"], "No such command 'valdate'. (Did you mean one of: 'update', 'validate'?)"),
-        (["runs", "lsit"], "No such command 'lsit'. Did you mean 'list'?"),
-    ],
-)
-def test_a_misspelled_command_gets_the_nearest_name(words, advice):
-    ended = CliRunner().invoke(main, words)
+def test_a_misspelled_command_gets_the_nearest_name():
+    ended = CliRunner().invoke(main, ["runs", "lsit"])
     assert ended.exit_code == 2
-    assert advice in " ".join(ended.stderr.split())
+    assert "No such command 'lsit'. Did you mean 'list'?" in ended.stderr
 
 
 def test_an_option_before_the_command_is_still_an_option():

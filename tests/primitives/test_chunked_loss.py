@@ -51,6 +51,7 @@ REFUSED = [
     (lambda h, w, t: chunked_cross_entropy(h, w, t.double()), "convert with .long"),
     (lambda h, w, t: chunked_cross_entropy(h, w.float(), t), "cast one of them, or use autocast"),
     (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),
+    (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0, :1]), r"bias is \(1,\) and must be"),
 ]
 # The message of a value that an option can't have.
 REFUSED_OPTIONS = [

@@ -270,6 +270,9 @@ def steps_that_leave_nothing(model, batch):
     value = square_sum(model, batch)
     value.backward(retain_graph=True)
     value.backward()
+    report = offload_report(model)
+    # What the first backward brought back did not wait on the device for the second.
+    assert report.brought_back_bytes > report.moved_bytes
     yield
     first = next(model.parameters())
     torch.autograd.grad(square_sum(model, batch), first)

@@ -252,9 +252,9 @@ def pair_of(step_returns):
         ),
         (
             {"step": pair_of(lambda out, state, x: out)},
-            r"return a pair, \(output, state\), and returned a Tensor",
+            r"return a pair, \(output, state\), not tensor\(",
         ),
-        ({"step": pair_of(lambda out, state, x: (out, *state))}, "and returned a tuple"),
+        ({"step": pair_of(lambda out, state, x: (out, *state))}, r"not \("),
         (
             {"step": pair_of(lambda out, state, x: (out, (state[0], x.add_(1))))},
             "step writes into the input",

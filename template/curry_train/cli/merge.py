@@ -23,6 +23,7 @@ from typing import NamedTuple
 from .screen import UnusableInput, write_output
 
 LOCK_NAME = "curry-train.lock"
+STAGING_PREFIX = ".curry-train-staged-"
 
 # Git's marker before lines that both sides changed.
 OURS_MARKER = "<<<<<<< yours"
@@ -191,7 +192,13 @@ def updated(file: CopiedFile) -> Change:
         if file.yours is None or (file.base and file.yours == file.base.content):
             return Change(file.path, "delete", file.yours, None)
         return Change(file.path, "yours now", file.yours, file.yours)
-    return Change(file.path, ACTIONS[file.state], file.yours, file.yours)
+    action = "conflict" if _has_conflict(file) else ACTIONS[file.state]
+    return Change(file.path, action, file.yours, file.yours)
+
+
+def _has_conflict(file: CopiedFile) -> bool:
+    """Return whether an update marked a conflict that nobody has resolved."""
+    return OURS_MARKER.encode() in (file.yours or b"").splitlines()
 
 
 def _merged(file: CopiedFile) -> Change:
@@ -199,7 +206,7 @@ def _merged(file: CopiedFile) -> Change:
     base = file.base.content if file.base else b""
     # Git writes these names next to its markers.
     sides = {"yours": file.yours or b"", "base": base, "curry-train": file.wanted or b""}
-    if OURS_MARKER.encode() in sides["yours"].splitlines():
+    if _has_conflict(file):
         raise UnusableInput(
             f"{file.path} has an unresolved conflict from an earlier update; "
             f"resolve it first: look for {OURS_MARKER!r}"
@@ -228,7 +235,9 @@ def write_changes(root: Path, changes: Sequence[Change]) -> None:
     if not writes:
         return
     root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root, prefix=".curry-train-") as folder:
+    for left in root.glob(f"{STAGING_PREFIX}*"):
+        shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+    with tempfile.TemporaryDirectory(dir=root, prefix=STAGING_PREFIX) as folder:
         staged = [Path(folder, str(number)) for number in range(len(writes))]
         for new, change in zip(staged, writes, strict=True):
             write_output(new, change.after or b"")

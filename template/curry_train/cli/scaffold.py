@@ -225,6 +225,9 @@ def with_technique(
             files.pop(path, None)  # what was deleted since comes again
         elif overwrite:
             files[path] = Base(known.version, place.read_bytes())
+    init = f"{into}/__init__.py"
+    if not (target.root / init).exists():
+        files.pop(init, None)
     techniques = tuple(sorted({*known.techniques, technique.name}))
     return replace(known, directory=into, package=package, techniques=techniques, files=files)
 

@@ -573,7 +573,7 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
             raise UnsuitableHead(
                 f"{name or 'the model'} is a {type(module).__name__}, not a plain nn.Linear, so "
                 "its loss can't run in chunks",
-                "leave it out",
+                "leave it out, or undo first what changed it (remove_chunked_loss)",
             )
     return found
 

@@ -263,6 +263,8 @@ class Moved:
         self.flat: Tensor | None = None
         self.done: Any = None
         self.ahead = False
+        # The saved tensors that no backward has used.
+        self.unused: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
         self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
         elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
         copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
@@ -284,17 +286,21 @@ class Moved:
         self.ahead = ahead
         return self.flat
 
-    def ask(self, index: int) -> Tensor:
+    def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         check_unchanged(self.witness, self.version)
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
-            self.step.cursor = index
+            self.step.cursor = saved.index
 
         self.copies.wait(self.done)
         self._arrived()
-        self.step.fetch_ahead(index)
+        self.unused.discard(saved)
+        if not self.unused:
+            # Where the graph is kept, the copy does not wait for its next backward.
+            self.flat = None
+        self.step.fetch_ahead(saved.index)
         return flat
 
     def __del__(self) -> None:
@@ -320,6 +326,7 @@ class OffloadedTensor:
 
     def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
         self.moved = moved
+        moved.unused.add(self)
         self.index = index
         self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -332,7 +339,7 @@ class OffloadedTensor:
         if original is not None:
             check_unchanged(self.moved.witness, self.moved.version)
             return original
-        return self.moved.ask(self.index).view(self.dtype).as_strided(*self.view)
+        return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
 
 
 class CastAgain(CheckedTensor):

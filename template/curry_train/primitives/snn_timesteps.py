@@ -77,8 +77,7 @@ def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
     """Run one step and check that it returns a pair."""
     result: Any = step(x, state)
     if not (isinstance(result, tuple | list) and len(result) == 2):
-        returned = type(result).__name__
-        raise ValueError(f"step must return a pair, (output, state), and returned a {returned}")
+        raise ValueError(f"step must return a pair, (output, state), not {result!r:.80}")
     return result[0], result[1]
 
 
