@@ -4,7 +4,6 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import copy
-from collections import deque
 
 import torch
 from loops import (
@@ -59,10 +58,7 @@ def undivided_sum_of_losses():
 
 
 def mean_divided_by_the_batch_size():
-    model = classifier()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        step(optimizer, (F.cross_entropy(model(inputs), labels) / len(inputs)))  # here: backward
+    fit(loss=lambda one, labels: F.cross_entropy(one, labels) / 8)  # here
 
 
 def mean_over_padding():
@@ -80,12 +76,15 @@ def mean_over_padding():
 def mean_over_ignored_targets():
     model = Language()
     optimizer = adamw(model)
-    for _ in range(4):
+    for number in range(48):
         tokens = torch.randint(1, 50, (3, 12))
         labels = tokens[:, 1:].clone()
         labels[1:, 6:] = -100
         logits = model(tokens[:, :-1]).transpose(1, 2)
-        step(optimizer, F.cross_entropy(logits, labels, reduction="none").mean())  # here: backward
+        (F.cross_entropy(logits, labels, reduction="none").mean() / 12).backward()  # here
+        if number % 12 == 11:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def window_over_the_end_of_an_epoch():
@@ -210,11 +209,11 @@ def two_optimizers_for_one_layer():
         model.zero_grad()
 
 
-def made_in_each_step():
+def made_in_each_epoch():
     model = classifier()
-    for inputs, labels in loader():
-        optimizer = torch.optim.AdamW(model.parameters())  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    data = loader(16).dataset
+    for _ in range(4):
+        fit(model, torch.optim.AdamW(model.parameters()), DataLoader(data, 8))  # here
 
 
 def layers_in_a_list():
@@ -372,7 +371,8 @@ def one_label():
 
 def sorted_by_class():
     fit(
-        batches=DataLoader(TensorDataset(torch.randn(64, 8), torch.arange(64) // 16), 8)
+        batches=DataLoader(TensorDataset(torch.randn(64, 8), torch.arange(64) // 16), 8),
+        loss=lambda one, labels: F.cross_entropy(one, F.one_hot(labels, 5).float()),
     )  # here: fetch
 
 
@@ -518,16 +518,6 @@ def callback_that_keeps_activations():
         fit(model, optimizer, two_epochs())
 
 
-def hidden_state_with_its_graph():
-    model = nn.GRU(8, 8, batch_first=True)
-    optimizer = adamw(model)
-    history = deque(maxlen=100)
-    for inputs, _ in loader():
-        output, state = model(inputs[:, None])
-        step(optimizer, output.square().mean())
-        history.append(state)  # here
-
-
 def total_loss_with_its_graph():
     model = classifier()
     optimizer = adamw(model)
@@ -670,13 +660,6 @@ def rate_set_over_the_schedule():
         scheduler.step()  # here
 
 
-def rate_of_zero_after_three_steps():
-    model = classifier()
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=3)
-    fit(model, optimizer, schedule=schedule)  # here: schedule
-
-
 def clipped_to_nothing():
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -743,13 +726,11 @@ def arrays_of_outputs():
 
 
 def same_batch_in_a_window():
-    model = classifier(dropout=0.1)
+    model = nn.LSTM(8, 5, 2, dropout=0.1)
     optimizer = adamw(model)
-    criterion = nn.CrossEntropyLoss()
     for inputs, labels in loader():
         for _ in range(2):
-            loss = criterion(model(inputs), labels) / 2  # here
-            loss.backward()
+            half(model(inputs)[0], labels).backward()  # here
         optimizer.step()
         optimizer.zero_grad()
 
@@ -790,6 +771,7 @@ def masked_values_over_all():
 
 def trial_gradients_added():
     model = classifier()
+    model[-1].requires_grad_(False)
     optimizer = adamw(model)
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -1026,9 +1008,7 @@ def rate_of_zero_after_a_warm_up():
     model = classifier()
     optimizer = adamw(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number == 1))
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        schedule.step()  # here
+    fit(model, optimizer, schedule=schedule)  # here: schedule
 
 
 FAULTY = {
@@ -1046,7 +1026,7 @@ FAULTY = {
         trial_gradients_added, trial_weights_stay,
     ],
     "optimizer": [
-        two_optimizers_for_one_layer, made_in_each_step, unfrozen_but_not_added,
+        two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
         one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
         network_in_no_optimizer, optimizer_that_never_steps,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
@@ -1060,7 +1040,7 @@ FAULTY = {
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
-        rate_of_zero_after_three_steps, schedule_of_epochs,
+        schedule_of_epochs,
         rate_of_zero_after_a_warm_up,
     ],
     "scaler": [
@@ -1087,7 +1067,7 @@ FAULTY = {
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch,
     ],
-    "graph": [hidden_state_with_its_graph, total_loss_with_its_graph],
+    "graph": [total_loss_with_its_graph],
     "growth": [
         cache_of_outputs, hook_in_each_step, callback_that_keeps_activations, arrays_of_outputs,
         scalars_with_a_graph,

@@ -921,10 +921,20 @@ def gradients_by_autograd():
     optimizer = adamw(model)
     for inputs, labels in loader():
         loss = F.cross_entropy(model(inputs), labels)
-        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        slopes = torch.autograd.grad(loss, model.parameters())
         for one, slope in zip(model.parameters(), slopes, strict=True):
             one.grad = slope
         optimizer.step()
+
+
+def one_network_stepped_by_hand():
+    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    optimizer = adamw(head)
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(head(encoder(inputs)), labels))
+        for one in encoder.parameters():
+            one.data -= one.grad
+        encoder.zero_grad()
 
 
 def each_batch_echoed():

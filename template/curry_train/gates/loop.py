@@ -113,7 +113,9 @@ def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
     if call.is_second and not window.is_clean(call):
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
+    # Those of a microbatch.
     samples = sum(one.num_samples for one in window.forwards)
+    samples /= sum(one.lines == call.lines for one in window.calls)
     for term in call.terms:
         # A mask of samples chooses among them, as that of labels of which a model is sure.
         if term.num_masked and term.name != "Sum" and term.num_terms > samples:
@@ -151,7 +153,7 @@ def _same_batch(window: Window) -> Iterator[Fault]:
     is_added = not any(map(window.is_clean, calls[1:]))
     # Other random numbers than those of dropout are drawn for each on purpose, as of weights.
     is_drawn = len({one.value for one in calls}) > 1
-    is_drawn = is_drawn and not any(one.drops for one in window.forwards)
+    is_drawn = is_drawn and not any(one.drops or _acts(one.module) for one in window.forwards)
     is_same = len(lines) == len(batches) == len(targets) == 1 and not is_drawn
     if is_same and is_added and len(calls) == len(window.forwards) > 1:
         hint = "fetch a batch for each microbatch"
@@ -209,14 +211,20 @@ def _unequal(
     number, is_alone = len(calls), world_size() == 1
     if not any(abs(total - 1) < TOLERANCE for total in totals):
         # A part may weigh more than 1 by a factor of the user's.
-        samples = sum(one.num_samples for one in window.forwards)
+        samples = max(1, sum(one.num_samples for one in window.forwards))
         too_much = [
             total
             for total, column, terms in zip(totals, strengths, columns, strict=True)
             if total > 1 + TOLERANCE
-            # A sum over the values of samples, or of positions, divided by their number.
-            and abs(total * samples - sum(term.num_terms for term in terms)) > TOLERANCE * samples
-            and abs(total - terms[0].width) > TOLERANCE
+            # A sum over the values of samples, or of positions, may be divided by their number.
+            and (
+                terms[0].reduction == "mean"
+                or min(
+                    abs(total - sum(term.num_terms for term in terms) / samples),
+                    abs(total - terms[0].width),
+                )
+                > TOLERANCE
+            )
             and max(column) < 1 + TOLERANCE
             # Of a sum by hand it is not known how many terms count, and a rank may weigh more than
             # others where they divide by the terms of all.
@@ -527,6 +535,8 @@ def _missing(trace: Trace) -> Iterator[int]:
         calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
+        # The loop may step it by other means.
+        is_first = is_first and len({one.weights for one in calls}) == 1
         # Nor is one missing whose copy is stepped, as in full precision.
         is_copied = {one.shape for one in root.parameters()} <= shapes
         if (is_first and not is_copied) or not trace.held.isdisjoint(own):
@@ -587,11 +597,12 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
             [window for window in trace.windows if window.optimizer is one.optimizer]
             for one in several
         ]
-        loaders = [
-            {id(one.loader) for window in stage for one in window.of(Fetch)} for stage in stages
+        data = [
+            {id(one.loader.dataset) for window in stage for one in window.of(Fetch)}
+            for stage in stages
         ]
-        is_staged = all(loaders) and not set.intersection(*loaders)
-        is_staged |= not any(loaders) and min(map(len, stages)) > FEWEST_STEPS
+        is_staged = all(data) and not set.intersection(*data)
+        is_staged |= not any(data) and min(map(len, stages)) > FEWEST_STEPS
         if len(several) > 2 and not is_staged:
             yield (
                 several[0].place,

@@ -699,6 +699,7 @@ class Observer:
         # A function of the module may have put others in their place.
         own = (one for one in module.parameters() if one.is_leaf)
         small = [one for one in own if one.numel() < MOST_SMALL]
+        small = [one for one in small if one.requires_grad] or small
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
         return self.note(
@@ -760,7 +761,8 @@ class Observer:
             # Other targets may be 0 as well.
             is_same = facts.targets in fetch.digests and (facts.targets != 0 or not is_index)
             is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
-            fetch.is_used = fetch.is_used or is_same or is_part
+            is_one_hot = target.dim() == 2 and target.argmax(1).tolist() == [*fetch.labels]
+            fetch.is_used = fetch.is_used or is_same or is_part or is_one_hot
 
     def _columns(self, target: Tensor) -> frozenset[int] | None:
         """Compare a target for each sample with what the model was given."""
@@ -819,15 +821,15 @@ class Observer:
                 self.trace.cut[place] = leaves(one)
         return detach(one)
 
-    def _grad(self, grad: Call, *args: Any, **options: Any) -> Any:
-        if options.get("create_graph") or any(args[4:5]):
-            return grad(*args, **options)
+    def _grad(self, grad: Call, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        wanted = inputs if isinstance(inputs, Tensor) else tuple(inputs)
+        if options.get("create_graph") or any(args[2:3]):
+            return grad(outputs, wanted, *args, **options)
         self.cut = users_line()
         # Gradients of inputs alone, as of an attack, train nothing.
-        wanted = leaves_of(args[1] if len(args) > 1 else options.get("inputs")).values()
-        self.is_attack = not any(isinstance(one, nn.Parameter) for one in wanted)
+        self.is_attack = not any(isinstance(one, nn.Parameter) for one in _tensors(wanted))
         try:
-            return grad(*args, **options)
+            return grad(outputs, wanted, *args, **options)
         finally:
             self.is_attack = False
 

@@ -48,6 +48,7 @@ from .whole_step import (
 
 # Part of torch's message where a norm over the batch gets a single value.
 NEEDS_SAMPLES_ERROR = "Expected more than 1 value per channel"
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if they always ran."
 # A message after this time names the time left.
 PATIENCE_SECONDS = 2.0
@@ -85,7 +86,7 @@ def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
         return ""
     layers = list(module.named_modules())
     dropouts = [name for name, layer in layers if _dropout(layer) > 0]
-    norms = [name for name, layer in layers if "BatchNorm" in type(layer).__name__]
+    norms = [name for name, layer in layers if isinstance(layer, BATCH_NORMS)]
 
     effects = []
     if dropouts:

@@ -156,7 +156,8 @@ class KernelsAsTheyRun(FakeTensorMode):
 def _check_indices(func: Any, args: Any) -> None:
     """Raise an error for an index out of range, as the real kernels do."""
     chosen: Iterable[tuple[int, Any]] = ()
-    if func is INDEX:
+    # A mask may stand for several dimensions.
+    if func is INDEX and not any(getattr(one, "dtype", None) is torch.bool for one in args[1]):
         chosen = zip(args[0].shape, args[1], strict=False)
     elif func is INDEX_SELECT:
         chosen = [(args[0].shape[args[1]], args[2])]

@@ -30,11 +30,11 @@ class RunLock:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self._lock = FileLock(files.path(LOCK_FILE_NAME), thread_local=False)
         self._holder: dict[str, Any] = {}
 
     def acquire(self, *, wait_seconds: float = 0.0) -> None:
         """Take the lock; raise LockedRun with the name of the holder if it is taken."""
+        self._lock = FileLock(self._files.path(LOCK_FILE_NAME), thread_local=False)
         try:
             self._lock.acquire(timeout=wait_seconds)
         except Timeout as error:
