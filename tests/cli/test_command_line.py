@@ -20,7 +20,7 @@ from warm_python import warm_python
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.options import UnusableInput
-from curry_train.cli.screen import messages_on_screen, screen_command
+from curry_train.cli.screen import LONG_COMMANDS, screen_command
 from curry_train.core.wording import provenance
 
 # The commands that README and DESIGN promise.
@@ -105,26 +105,16 @@ def test_each_page_has_a_line_for_each_option_and_ends_with_an_example(path):
     assert not faults_of_page(path, help_of(*path))
 
 
-LONG = ("validate", "plan", "preflight", "savings", "bench")
-LONG_OF_RUNS = ("record", "locate", "replay", "resume-check", "spike-check")
-
-
-def test_a_long_command_prints_what_it_does_once_and_not_before_its_input_is_right():
-    @screen_command("works", example="", takes="for a minute")
-    @click.option("--at", type=int)
-    def works(at):
-        if at == 3:
-            raise click.UsageError("not at 3")
-        for _ in range(2):
-            with messages_on_screen():
-                pass
-
-    assert CliRunner().invoke(works, ["--at", "1"]).stderr == "works for a minute\n"
-    for wrong in ("3", "x"):
-        done = CliRunner().invoke(works, ["--at", wrong])
-        assert (done.exit_code, "for a minute" in done.stderr) == (2, False)
-    long = [path[-1] for path in ALL_PAGES if command_at(path).takes]
-    assert long == [*LONG, *LONG_OF_RUNS]
+@pytest.mark.parametrize(("name", "text"), LONG_COMMANDS.items())
+def test_a_long_command_tells_first_what_it_does(name, text, monkeypatch, capsys):
+    (words,) = [words for words in ALL_PAGES if words[-1:] == (name,)]
+    for more, expected in ((["--no-such"], f"{name} {text}\n"), (["--help"], "")):
+        monkeypatch.setattr(sys, "argv", ["curry-train", *words, *more])
+        monkeypatch.setattr("curry_train.cli.screen.supervise", lambda: None)
+        with pytest.raises(SystemExit):
+            main()
+        printed = capsys.readouterr().err
+        assert printed.startswith(expected) if expected else not printed
 
 
 def test_discovery_finds_every_command():

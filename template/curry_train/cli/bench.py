@@ -142,7 +142,6 @@ def _peak(text: str) -> float | str:
 @screen_command(
     "bench",
     example="--model transformer --lever full",
-    takes="runs rounds of steps, in the time of these steps; --steps sets how many",
 )
 @training_options("spec")
 @click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())

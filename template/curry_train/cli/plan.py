@@ -114,7 +114,6 @@ SHARDING_OPTIONS = all_of(
 @screen_command(
     "plan",
     example="--model transformer --budget 16MiB",
-    takes="tries options on shapes: seconds for a small model, a minute for one of 8B",
 )
 @training_options("spec")
 @click.option(

@@ -15,13 +15,12 @@ from ..gates.loop_run import preflight_program
 from ..gates.loop_trace import grouped
 from ..gates.verdict import Verdict
 from .options import number_option, program_options, results_option
-from .screen import Ended, UnusableInput, echo_lines, screen_command, tell_what_it_takes
+from .screen import Ended, UnusableInput, echo_lines, screen_command
 
 
 @screen_command(
     "preflight",
     example="--script train.py -- --rate 0.1",
-    takes="runs a few steps of your training, in up to three times their own time",
 )
 @program_options(DEFAULT_STEPS, least_steps=2)
 @number_option(
@@ -39,7 +38,6 @@ def preflight_command(
     status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
     """
     kind, *words = program
-    tell_what_it_takes()
     verdicts = preflight_program(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )

@@ -227,7 +227,6 @@ def _newest_checkpoint(folder: str) -> Path | None:
 @screen_command(
     "resume-check",
     example="--steps 6 batch_size=16",
-    takes="runs your training eight times: whole, resumed, without each part",
 )
 @program_option(otherwise="train")
 @steps_option(12, 3)

@@ -22,13 +22,12 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import program_options, results_option
-from .screen import Ended, UnusableInput, echo_lines, flag, screen_command, tell_what_it_takes
+from .screen import Ended, UnusableInput, echo_lines, flag, screen_command
 
 
 @screen_command(
     "record",
     example="--script train.py --out before -- --rate 0.1",
-    takes="runs the first steps of your training, in up to twice their own time",
 )
 @program_options(3, least_steps=1)
 @click.option(
@@ -58,7 +57,6 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     job = functools.partial(_watch, out, program, options)
     exchange = options.get("exchange") or {}
     ignored = [out, *(str(one) for one in exchange.values() if isinstance(one, str))]
-    tell_what_it_takes()
     found = run_ranks(job, program, num_ranks=num_ranks, ignored=ignored)
     if not all(one.get("steps") for one in found):
         raise UnusableInput("it ended before a step of an optimizer")
@@ -87,7 +85,6 @@ Pair = tuple[Run, Run]
 @screen_command(
     "locate",
     example="A B --op",
-    takes="compares in seconds; --op and --tolerance run both trainings again",
 )
 @click.argument("a")
 @click.argument("b")

@@ -26,7 +26,6 @@ EXAMPLE = "run/boxes/step-00000003 --script night.py"
 @screen_command(
     "replay",
     example=EXAMPLE,
-    takes="runs the bad step again, in the time of your training's first step",
 )
 @click.argument("box")
 @program_option(otherwise="")

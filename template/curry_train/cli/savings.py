@@ -180,7 +180,6 @@ def _numbers(values: Sequence[str]) -> list[int]:
 @screen_command(
     "savings",
     example="--out savings --model mlp --strategy full",
-    takes="runs steps with each strategy, in the time of a dozen steps for each",
 )
 @click.option(
     "--out",

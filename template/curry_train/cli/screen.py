@@ -52,8 +52,19 @@ PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 # The path of --json in the context of a command.
 JSON_KEY = "curry_train.json_path"
-# What a command takes, in its context until it is printed.
-TAKES_KEY = "curry_train.takes"
+# For each command that may take longer than ten seconds: what it does, and how long that takes.
+LONG_COMMANDS = {
+    "validate": "runs the gates: seconds for a small model, a time follows for others",
+    "plan": "tries options on shapes: seconds for a small model, a minute for one of 8B",
+    "preflight": "runs a few steps of your training, in up to three times their own time",
+    "savings": "runs steps with each strategy, in the time of a dozen steps for each",
+    "bench": "runs rounds of steps, in the time of these steps; --steps sets how many",
+    "record": "runs the first steps of your training, in up to twice their own time",
+    "locate": "compares in seconds; --op and --tolerance run both trainings again",
+    "resume-check": "runs your training eight times: whole, resumed, without each part",
+    "spike-check": "trains three times: recovered, without the bad samples, through them",
+    "replay": "runs the bad step again, in the time of your training's first step",
+}
 
 
 class UnusableInput(click.ClickException):
@@ -129,9 +140,8 @@ def standard_output_kept() -> Iterator[None]:
 class ScreenCommand(click.Command):
     """Show a line for each option, in sections, and one example.
 
-    `example` is what follows the name of the command in a call that works. A command that may take
-    longer than ten seconds prints what it `takes` before it works. It returns `Ended`: the results,
-    which are written where `--json` has a path, and how it ends, by `leave`.
+    `example` is what follows the name of the command in a call that works. It returns `Ended`: the
+    results, which are written where `--json` has a path, and how it ends, by `leave`.
     An error of the input or the environment ends it with its message and status 2, unless it
     `keeps_traceback`.
     """
@@ -140,19 +150,23 @@ class ScreenCommand(click.Command):
         self,
         *args: Any,
         example: str = "",
-        takes: str = "",
         keeps_traceback: bool = False,
         leave: Callable[[int], NoReturn] = sys.exit,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
         self.example = example
-        self.takes = takes
         self.keeps_traceback = keeps_traceback
         self.leave = leave
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
-        """Run the command; a signal ends some at once."""
+        """Run the command, after a line on what it does if that is long; a signal ends some."""
+        if args is None and SUPERVISED_VARIABLE not in os.environ:
+            words = [self.name, *sys.argv[1 : 3 if sys.argv[1:2] == ["runs"] else 2]]
+            found = [f"{word} {LONG_COMMANDS[word]}" for word in words if word in LONG_COMMANDS]
+            if found and {"-h", "--help", "--list"}.isdisjoint(sys.argv):
+                # Now, because the import of the command takes seconds itself.
+                click.echo(found[-1], err=True)
         if args is None and not SUPERVISED.isdisjoint({self.name, *sys.argv[1:2]}):
             supervise()
         return super().main(args, *rest, **settings)
@@ -169,7 +183,6 @@ class ScreenCommand(click.Command):
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> None:
-        ctx.meta[TAKES_KEY] = self.takes
         path = ctx.meta.get(JSON_KEY)
         kept = standard_output_kept() if path == "-" else nullcontext()
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
@@ -403,20 +416,12 @@ def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def tell_what_it_takes() -> None:
-    """Print once what the command takes; call it when its input is known to be right."""
-    context = click.get_current_context(silent=True)
-    if context is not None and (takes := context.meta.pop(TAKES_KEY, "")):
-        click.echo(fill_screen(f"{context.info_name} {takes}"), err=True)
-
-
 @contextmanager
 def messages_on_screen() -> Iterator[Callable[[str], None]]:
     """Show what a command does at the moment, on standard error if that is a terminal.
 
     The command itself prints nothing meanwhile.
     """
-    tell_what_it_takes()
     # Here, because the list of commands is shown without rich.
     from rich.console import Console
 

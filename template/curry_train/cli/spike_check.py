@@ -203,7 +203,6 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
 @screen_command(
     "spike-check",
     example="--steps 18 batch_size=4",
-    takes="trains three times: recovered, without the bad samples, through them",
 )
 @model_option("model", more=". Same as model=.")
 @click.option(

@@ -62,7 +62,6 @@ from .screen import (
     flag,
     messages_on_screen,
     screen_command,
-    tell_what_it_takes,
 )
 
 # Lines of verdicts: one per technique or per gate.
@@ -211,7 +210,6 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
 @screen_command(
     "validate",
     example="--model mlp --gate grad-accum",
-    takes="runs the gates: seconds for a small model, a time follows for others",
 )
 @training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
@@ -263,7 +261,6 @@ def validate_command(
     facts = provenance(asked.device)
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
     loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
-    tell_what_it_takes()
     looked_at = [_look(make_case(workload)) for workload in _named_once(loaded)]
     cases = [case for case, _ in looked_at]
     looks = {case.workload.name: first for case, first in looked_at}

@@ -556,7 +556,7 @@ def _never_steps(trace: Trace) -> Iterator[Fault]:
             yield (
                 made[id(one)],
                 f"this {type(one).__name__} makes no step, and its parameters get gradients",
-                "call its step() too, or freeze its parameters by requires_grad_(False)",
+                "call its step() too; until then, freeze its parameters by requires_grad_(False)",
             )
 
 
