@@ -88,7 +88,7 @@ def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch
     ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
     assert ended.exit_code == 2
     assert ended.stderr.endswith(
-        "\nError: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
+        "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
         "no loop)\n"
     )
     assert "0 held, 0 failed, 3 not applicable" in ended.stdout

@@ -47,8 +47,8 @@ FAULTS = {
     ],
     "offload": [
         (
-            "self.moved.ask(self.index).view(self.dtype).as_strided(*self.view)",
-            "self.moved.ask(self.index).view(self.dtype).as_strided(*self.view).flip(0)",
+            "self.moved.ask(self).view(self.dtype).as_strided(*self.view)",
+            "self.moved.ask(self).view(self.dtype).as_strided(*self.view).flip(0)",
         ),
         ("keep_last: int = 1", "keep_last: int = 2"),
         ("if tensor._version != version:", "if False:"),

@@ -90,7 +90,7 @@ def checked(monkeypatch, folder, program, *words):
         ["__pycache__", "program.py"],
     )
     # Behind the line on what the command does.
-    return ended.exit_code, ended.output.splitlines()[1:], found
+    return ended.exit_code, ended.output.splitlines(), found
 
 
 @pytest.mark.timeout(600)

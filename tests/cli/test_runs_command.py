@@ -136,7 +136,7 @@ def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     words = ["--steps", "6", "--kill-at", "5", *TINY, "--json", "found.json"]
     status, output = call("resume-check", *words)
     assert status == 0, output
-    assert output.splitlines()[1:3] == [
+    assert output.splitlines()[:2] == [
         "6 steps, killed in step 5, resumed after step 4",
         "equal to the bit: 2 steps",
     ]

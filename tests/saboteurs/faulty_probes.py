@@ -23,9 +23,9 @@ class NoOp(GradFlow):
 class Draws(GradFlow):
     """A probe that draws random numbers, as one that samples elements would."""
 
-    def _read(self, where, scale):
+    def _read_at_the_step(self, scale=None):
         torch.rand(3)
-        super()._read(where, scale)
+        super()._read_at_the_step(scale)
 
 
 class WritesOutputs(GradFlow):
