@@ -23,7 +23,12 @@ from warm_python import warm_python
 import curry_train
 from curry_train.core.measure import LiveStorages
 from curry_train.plan.estimate import Sketch
-from curry_train.plan.shapes import KERNEL_DEVICES, PretendedCase, pretended
+from curry_train.plan.shapes import (
+    KERNEL_DEVICES,
+    NEEDS_VALUES_ERRORS,
+    PretendedCase,
+    pretended,
+)
 from curry_train.primitives import apply_sac, recompute, recompute_blocks
 from curry_train.primitives.regions import Replay
 from curry_train.primitives.rerun import BlockState
@@ -486,6 +491,12 @@ def test_nodes_of_a_graph_are_not_divided(tmp_path, monkeypatch):
             assert sketch.step(6).peak_bytes > 0
             with pytest.raises(IndivisibleBatch, match="does not run on 2 of the 6 rows"):
                 sketch.step(2)
+
+
+def test_indices_behind_a_mask_need_values_and_are_not_out_of_range():
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    with pretended(), pytest.raises(NEEDS_VALUES_ERRORS):
+        torch.empty(2, 4, 10)[mask, torch.full((8,), 9)]
 
 
 # Speed and memory.

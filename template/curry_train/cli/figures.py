@@ -100,7 +100,7 @@ class Trade(NamedTuple):
 
 
 class TradePanel(NamedTuple):
-    """What one panel shows, with the meaning of a cost."""
+    """The setups of one panel, and its title and the label of its cost axis."""
 
     title: str
     axis: str

@@ -178,7 +178,7 @@ def destination(root: Path, path: str) -> Path:
     return place
 
 
-# What is done with a file that does not change.
+# What to report for a file that is left as it is, by the state it is in.
 ACTIONS = {"as it came": "same", "edited": "keep", "missing": "missing", "yours": "in the way"}
 
 

@@ -56,7 +56,7 @@ class StateWatch:
         if mode in PARTS:
             # The parent process has let another process write it.
             self.fresh = torch.load(fresh, weights_only=False)
-        # What was made since the last look at it, with its part.
+        # Objects of which the first state was neither taken nor withheld yet, each with its part.
         self._new: list[tuple[str, Any]] = []
         self._now: dict[str, Any] = {}
         self._depth = 0

@@ -24,7 +24,7 @@ TECHNIQUE_ATTRIBUTE = "_technique"
 class Derived(nn.Module):
     """Base of mixins that `derive` and `become` put before a module's own class."""
 
-    # What the technique was applied with; a module has one technique at a time.
+    # The settings of the technique that changed this module; it can have only one at a time.
     _technique: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -113,7 +113,7 @@ def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
     if call.is_second and not window.is_clean(call):
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
-    # Those of a microbatch.
+    # The number of samples in one microbatch.
     samples = sum(one.num_samples for one in window.forwards)
     samples /= sum(one.lines == call.lines for one in window.calls)
     for term in call.terms:
@@ -448,7 +448,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
 def _at_other_weights(window: Window) -> Iterator[Fault]:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
     weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
-    # Those of one layer alone may be changed on purpose, for an attack on what it gives.
+    # SAM changes all weights. An attack on the outputs of one layer changes that layer alone.
     change = min((max(ends) - min(ends) for ends in zip(*weights, strict=True)), default=0.0)
     calls = window.all_calls
     if not change or len({one.digests for one in window.forwards}) > 1 or len(calls) < 2:

@@ -331,7 +331,7 @@ class Store(SavedRun):
             new = HashingFolder(self.files, folder)
             layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
             return Writing(ranks, saved, snapshot, new, layout(snapshot, new, ranks))
-        except Exception as error:  # the state may raise anything, and its folder has to go
+        except Exception as error:  # whatever a user's state raises, no folder stays
             failed = self.failed(ranks, final, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error

@@ -227,7 +227,7 @@ def _came_back(value: Any, name: str) -> Any:
     what = f"a {type(value).__name__}{dtype}"
     try:
         found = load(dump(value))
-    except Exception:  # noqa: BLE001 - it may raise anything, and is in the error's context
+    except Exception:  # noqa: BLE001 - pickling runs code of the value's class
         refuse_value(name, what)
     if type(found) is not type(value):
         refuse_value(name, what)
