@@ -440,6 +440,7 @@ class Program:
             self._loss,
             count=lambda batch: 1,
             optimizer=self.optimizer,
+            output_until="step",
         )
 
     def _loss(self, module: nn.Module, batch: Tensor) -> Tensor:

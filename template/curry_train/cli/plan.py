@@ -369,5 +369,5 @@ def _measure(
         case.workload.mean_loss,
         optimizer=steps,
         accumulated=plan.steps > 1,
-        keeps_output=place.type == "cuda",
+        keeps_output=place.type == "cuda" and case.workload.output_until != "loss",
     ).peak.bytes_alive

@@ -418,7 +418,11 @@ def measured_peak(case: Case, change: ModelChange | None) -> int:
     if change is not None:
         change(module)
     return measure_timeline(
-        module, case.batch(), case.workload.mean_loss, optimizer=optimizer, keeps_output=is_cuda
+        module,
+        case.batch(),
+        case.workload.mean_loss,
+        optimizer=optimizer,
+        keeps_output=is_cuda and case.workload.output_until != "loss",
     ).peak.bytes_alive
 
 

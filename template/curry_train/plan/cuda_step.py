@@ -42,8 +42,9 @@ LARGEST_NUMBER_BYTES = 8
 
 def workspace_of(card: str) -> int:
     """Return the bytes of one cuBLAS workspace on a card."""
-    is_hopper = any(name in card.lower() for name in HOPPER_CARDS)
-    return HOPPER_WORKSPACE_BYTES if is_hopper else WORKSPACE_BYTES
+    if any(name in card.lower() for name in HOPPER_CARDS):
+        return HOPPER_WORKSPACE_BYTES
+    return WORKSPACE_BYTES
 
 
 def context_of(trace: "StepTrace", measured: int | None = None) -> int:
@@ -71,7 +72,7 @@ class StepTrace:
     searches: bool = False  # whether the first step tries cuDNN's algorithms
 
 
-def trace_of(record: StepLives) -> StepTrace:
+def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     """Build the trace of a recorded step.
 
     Unless the optimizer is fused, its numbers have 0 bytes, because they are in host memory.
@@ -79,6 +80,8 @@ def trace_of(record: StepLives) -> StepTrace:
     fused = is_fused(record.optimizer)
     numbers = {id(life): number for number, life in enumerate(record.lives)}
     start = len(record.given)
+    # What the caller still holds at the end is freed there, or when its successors exist.
+    end = record.event_ends["step"] if output_until == "next step" else None
 
     def size(life: Life) -> int:
         is_of_step = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
@@ -96,8 +99,7 @@ def trace_of(record: StepLives) -> StepTrace:
         sizes=tuple(map(size, record.lives)),
         given=tuple(numbers[id(life)] for life in dict.fromkeys([*in_order, *others])),
         state=tuple(numbers[id(life)] for life in state if size(life)),
-        # What the caller still holds at the end is freed when its successors exist.
-        events=_numbered(record.events[start : record.event_ends["step"]], numbers),
+        events=_numbered(record.events[start:end], numbers),
         step_start=record.event_ends["backward"] - start,
         gradients=tuple(numbers[id(life)] for life in record.gradients if life not in record.given),
         products=tuple(place - start for place in record.products.values()),

@@ -365,9 +365,9 @@ class Sketch:
             blocks=list(blocks) or None,
             accumulated=accumulated,
             state=self._state,
-            keeps_output=self.kernels == "cuda",
+            keeps_output=self.kernels == "cuda" and self.case.workload.output_until != "loss",
         )
-        return _estimate(lives, blocks, kernels=self.kernels)
+        return _estimate(lives, blocks, self)
 
     def _rank_step(
         self, batch_size: int, *, accumulated: bool, change: ModelChange | None = None
@@ -402,15 +402,15 @@ class Sketch:
             blocks=blocks,
             accumulated=accumulated,
             syncs_each=self.sharding.sync_each_microbatch,
-            keeps_output=self.kernels == "cuda",
+            keeps_output=self.kernels == "cuda" and self.case.workload.output_until != "loss",
         )
-        found = _estimate(lives, blocks, kernels=self.kernels)
+        found = _estimate(lives, blocks, self)
         if middle is None:
             return found
         return replace(found, middle_bytes=middle.bytes_peak, middle_course=middle.course)
 
 
-def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str) -> StepEstimate:
+def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch) -> StepEstimate:
     """Derive the figures of a step from the recorded storages, with its trace if it is on CUDA."""
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
@@ -446,20 +446,17 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], *, kernels: str
             for name in blocks
         },
         fixed=fixed,
-        gradients=_bytes(lives.module),
+        gradients=sum(local_bytes(p) for p in lives.module.parameters() if p.requires_grad),
         head=int(totals[:head].max()),
         tail=int(totals[ends:].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
-        trace=trace_of(lives) if kernels == "cuda" else None,
+        trace=(
+            trace_of(lives, sketch.case.workload.output_until) if sketch.kernels == "cuda" else None
+        ),
         course=lives.course,
         dtype=next((str(one).removeprefix("torch.") for one in lives.dtypes if one), None),
     )
-
-
-def _bytes(module: nn.Module) -> int:
-    """Sum the bytes of the trainable parameters."""
-    return sum(local_bytes(p) for p in module.parameters() if p.requires_grad)
 
 
 # Times of one rank of several.

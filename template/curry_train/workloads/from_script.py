@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/workloads/test_from_script.py`.
 
 import atexit
 import contextlib
+import dis
 import gc
 import inspect
 import runpy
@@ -95,6 +96,8 @@ class Recording:
 
     # Objects of the script's local and global variables.
     variables: list[Any] = field(default_factory=list)
+    # Tensors in them by id, and whether they outlive the step: their function goes on to the next.
+    held: dict[int, bool] = field(default_factory=dict)
 
     def add(self, function: Any, args: Any, options: dict[str, Any], output: Any) -> None:
         """Add a call, unless its output needs no gradients."""
@@ -262,24 +265,27 @@ class RunningScript:
 
     def stop(self, frame: Any) -> None:
         """Hand the recording over, and wait for ever."""
-        while frame is not None and Path(frame.f_code.co_filename) != self.path:
+        while frame:
+            is_of_script = Path(frame.f_code.co_filename) == self.path
+            if self.recording.place and not is_of_script:
+                break
             self._look_at(frame)
-            frame = frame.f_back
-        if frame is not None:
-            self.recording.place = f"{self.path.name}:{frame.f_lineno}"
-        while frame is not None and Path(frame.f_code.co_filename) == self.path:
-            self._look_at(frame)
-            self.recording.variables += frame.f_globals.values()
+            if is_of_script:
+                self.recording.place = self.recording.place or f"{self.path.name}:{frame.f_lineno}"
+                self.recording.variables += frame.f_globals.values()
             frame = frame.f_back
         self._ended.set()
         threading.Event().wait()
 
     def _look_at(self, frame: Any) -> None:
-        """Collect local variables, and the attributes of an object whose method runs."""
-        self.recording.variables += frame.f_locals.values()
-        this = frame.f_locals.get("self")
-        if this is not None and not isinstance(this, nn.Module) and hasattr(this, "__dict__"):
-            self.recording.variables += vars(this).values()
+        """Collect local variables, with what containers and objects among them hold."""
+        goes_on = _is_in_loop(frame)
+        for value in frame.f_locals.values():
+            inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+            parts = [*inside.values()] if isinstance(inside, dict) else []
+            parts += value if isinstance(value, list | tuple) else [value]
+            self.recording.held.update((id(one), goes_on) for one in parts)
+            self.recording.variables += parts
 
     @contextlib.contextmanager
     def _replaced(self) -> Iterator[None]:
@@ -333,7 +339,7 @@ class RunningScript:
     def _find_trainer(self, frame: Any) -> None:
         """Stop where a Trainer calls the model: it has everything, and has done nothing yet."""
         caller = frame
-        while caller is not None:
+        while caller:
             one = caller.f_locals.get("self")
             names = {base.__module__.partition(".")[0] for base in type(one).__mro__}
             if "transformers" in names and hasattr(one, "get_train_dataloader"):
@@ -419,6 +425,14 @@ class RunningScript:
                 self._has_made_group = True
 
         return run
+
+
+def _is_in_loop(frame: Any) -> bool:
+    """Return whether the code of a frame jumps back over the instruction at which it is."""
+    return any(
+        "JUMP_BACKWARD" in one.opname and one.argval <= frame.f_lasti < one.offset
+        for one in dis.get_instructions(frame.f_code)
+    )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -618,7 +632,7 @@ class ScriptTraining:
 
             notes = (*taken.notes, SUM_NOTE) if is_sum else taken.notes
             taken = replace(taken, mean_loss=mean_loss, notes=notes)
-        spec = f"{SCRIPT_PREFIX}{shlex.join(self.words)}"
+        spec = f"script={shlex.join(self.words)}"
         return workload_of(taken, spec, factory=self.factory())
 
     def loss_source(self) -> str:
@@ -642,7 +656,6 @@ class ScriptTraining:
 
 
 SUM_NOTE = "its loss is a sum over samples, which is divided by their number here"
-SCRIPT_PREFIX = "script="
 
 
 def script_workload(words: Sequence[str]) -> Workload:
@@ -709,10 +722,18 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
         optimizer=like,
         accumulation=count,
         notes=("; ".join(read), *notes, *recording.notes),
+        output_until=_output_until(recording, root),
     )
     lines = (*source.lines, f"return {returned}")
     place = recording.place
     return ScriptTraining(words, taken, lines, tuple(source.others), precision, place)
+
+
+def _output_until(recording: Recording, root: nn.Module) -> str:
+    """Return how long the script holds what the module returned, as in a workload."""
+    made = [key for key, (_, one) in recording.made.items() if one.operation.function is root]
+    outlives = [recording.held[key] for key in made if key in recording.held]
+    return "next step" if any(outlives) else "step" if outlives else "loss"
 
 
 def _ids(module: nn.Module) -> set[int]:

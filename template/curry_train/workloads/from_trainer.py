@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,9 @@ class TakenTraining:
     # What was read, and what can't be taken over, a sentence each.
     notes: tuple[str, ...] = ()
 
+    # As in a workload.
+    output_until: str = "next step"
+
 
 def workload_of(taken: TakenTraining, spec: str, *, factory: str = "") -> Workload:
     """Return the workload of a training; each module that it builds is a copy of the user's."""
@@ -89,6 +93,7 @@ def workload_of(taken: TakenTraining, spec: str, *, factory: str = "") -> Worklo
         accumulation=taken.accumulation,
         notes=taken.notes,
         factory=factory,
+        output_until=taken.output_until,
     )
 
 
@@ -150,18 +155,12 @@ class Autocast:
         if self.dtype is None:
             yield
             return
-        before = vars(module).get("forward")
-        if before is None:
-            module.forward = MethodType(self._forward, module)
-        else:
-            # Trainers replace the forward of a module too, as TRL's do for a chunked loss.
-            module.forward = functools.partial(self._run, before, module)
-        try:
+        forward: Any = MethodType(self._forward, module)
+        # Trainers replace the forward of a module too, as TRL's do for a chunked loss.
+        if before := vars(module).get("forward"):
+            forward = functools.partial(self._run, before, module)
+        with mock.patch.object(module, "forward", forward):
             yield
-        finally:
-            del module.forward
-            if before is not None:
-                module.forward = before
 
 
 MIXED_DTYPES = {
@@ -337,26 +336,16 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
     """
     inner: Any = next(one for one in model.modules() if hasattr(one, "training_step"))
     inner.trainer = trainer
-    for name in SILENT_METHODS:
-        vars(inner)[name] = lambda *_, **__: None
-    before = vars(inner).get("forward")
+    silent: Any = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
     try:
-        if inner is model:
-            yield inner.training_step
-        else:
-            inner.forward = inner.training_step
-            yield model
+        with mock.patch.multiple(inner, **silent):
+            if inner is model:
+                yield inner.training_step
+                return
+            with mock.patch.object(inner, "forward", inner.training_step):
+                yield model
     finally:
-        if inner is not model:
-            del inner.forward
-            if before is not None:
-                inner.forward = before
-        for name in SILENT_METHODS:
-            del vars(inner)[name]
         inner.trainer = None
-
-
-SILENT_METHODS = ("log", "log_dict")
 
 
 def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> TakenTraining:
@@ -402,6 +391,8 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
         accumulation=accelerator.gradient_accumulation_steps,
         precision=autocast.dtype,
         notes=notes,
+        # The loop is the user's own, where a variable often holds it.
+        output_until="next step",
     )
 
 
@@ -457,8 +448,12 @@ def _described(
     precision: torch.dtype | None,
     notes: Sequence[str],
     count: Callable[[Any], int] = batch_size,
+    output_until: str = "loss",
 ) -> TakenTraining:
-    """Put together what was read, with a sentence on each part of it."""
+    """Put together what was read, with a sentence on each part of it.
+
+    The methods of trainers return the loss alone, so that what the module returned is freed there.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     made = None if optimizer is None else OptimizerLike([optimizer], module)
     read = [
@@ -481,4 +476,5 @@ def _described(
         optimizer=made,
         accumulation=accumulation,
         notes=("; ".join(read), *notes),
+        output_until=output_until,
     )

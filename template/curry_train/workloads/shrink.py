@@ -72,13 +72,12 @@ class Shrink:
         # The caller names what is wrong with anything else.
         if isinstance(module, nn.Module):
             self._small = module
+            notes = notes or self._cut(module)
             self.note = "; ".join([*notes, "what the other layers need is not checked"])
-            if not notes:
-                self._cut(module)
         return made
 
-    def _cut(self, module: nn.Module) -> None:
-        """Leave the first and last blocks of each run of equal ones."""
+    def _cut(self, module: nn.Module) -> list[str]:
+        """Leave the first and last blocks of each run of equal ones, and note how many."""
         notes = []
         for container, run in list(_runs(module)):
             if len(run) > self.num_layers:
@@ -98,10 +97,7 @@ class Shrink:
                 f"Sequential with more than {self.num_layers} equal blocks, and no config with "
                 "its number of layers: leave --shrink out, or give a smaller model"
             )
-        self.note = (
-            f"{', '.join(notes)}: the first and last of equal blocks; what the others need is not "
-            "checked"
-        )
+        return [f"{', '.join(notes)}: the first and last of equal blocks"]
 
 
 def _with_fewer_layers(config: Any, depth: int, num_layers: int) -> list[str]:

@@ -236,6 +236,10 @@ class Workload:
     # The source of the factory that stands for the user's script.
     factory: str = ""
 
+    # How long the caller holds what the module returned: to the end of "loss" or "step" where these
+    # are functions that return without it, or to the "next step" where a variable outlives it.
+    output_until: str = "next step"
+
     def mean_loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self.loss(module, batch) / self.count(batch)
 
@@ -364,22 +368,16 @@ def shared_tensors(make: Callable[[int], Batch]) -> tuple[bool, ...]:
     try:
         with seeded(0):
             lengths = [_lengths(make(size)) for size in SIZES_TO_COMPARE]
+            shared = tuple(first == second for first, second in zip(*lengths, strict=True))
     except (RuntimeError, TypeError, ValueError, IndexError):
         return ()
-    if len({len(found) for found in lengths}) > 1:
-        return ()
-    shared = tuple(first == second for first, second in zip(*lengths, strict=True))
     return () if all(shared) else shared
 
 
 def _lengths(batch: Batch) -> list[int]:
     """Return the leading dimension of each tensor, 0 for a scalar."""
     found: list[int] = []
-
-    def note(tensor: Tensor) -> None:
-        found.append(tensor.size(0) if tensor.dim() else 0)
-
-    map_tensors(batch, note)
+    map_tensors(batch, lambda tensor: found.append(len(tensor) if tensor.dim() else 0))
     return found
 
 
