@@ -1,8 +1,6 @@
 """Overhead of grad-flow against plain steps and against hand-written hooks.
 
-    python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
-
-Proof: `python -m pytest tests/benchmarks/test_grad_flow_overhead.py`.
+python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 """
 
 import contextlib

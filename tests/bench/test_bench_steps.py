@@ -63,13 +63,6 @@ def test_peak_of_a_step_counts_existing_tensors_and_those_that_it_adds():
     assert peak_of_step(step, there, CPU) == 600 + 4 * (1000 + 1000 + 1)
 
 
-@pytest.mark.parametrize("lever", ["none", "accumulate=2"])
-def test_flops_of_a_chain_are_counted_by_hand(lever):
-    row = figures(Case(ROWS, batch_size=8), lever).rows[1]
-    # The first layer's input gets no gradient.
-    assert row.model_flops == row.executed_flops == 2 * 8 * (2 + 3) * 16 * 32
-
-
 def test_a_step_takes_the_batch_and_the_optimizer_that_are_given():
     given = torch.ones(3, 16)
     step = TrainingStep(

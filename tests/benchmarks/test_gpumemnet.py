@@ -7,7 +7,6 @@ import csv
 import json
 import sys
 
-import pytest
 import torch
 from torch import nn
 
@@ -33,42 +32,10 @@ def small(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("readings", "sizes"),
-    [
-        ({8: 2000, 16: 2400, 32: 3200, 64: 4800}, [8, 16, 32, 64]),
-        ({8: 2000, 16: 2400, 32: 3200, 64: 2100, 128: 9000}, [8, 16, 32]),
-        ({8: 2000, 16: 4000, 32: 5200, 64: 7000, 128: 11000}, [16, 32, 64, 128]),
-        ({8: 16000, 16: 27000, 32: 40300}, []),
-        ({8: 2301, 16: 2301, 32: 2301}, []),
-    ],
-    ids=["all", "a run failed", "one reading is off", "the card is full", "no run went well"],
-)
-def test_readings_are_left_out_by_readings_alone(readings, sizes):
-    assert gpumemnet.settled(readings) == sizes
-
-
-def test_an_mlp_is_built_as_its_row_says():
-    found = [type(module).__name__ for module in gpumemnet.build_mlp(MLP)]
-    assert found == ["Linear", "BatchNorm1d", "ReLU", "Dropout", "Linear", "Softmax"]
-    assert gpumemnet.build_mlp(MLP)[4].weight.shape == (4, 6)
-
-
 def test_a_step_of_another_size_follows_from_two_recorded_ones():
     with Sketch(small("small"), kernels="cuda") as sketch:
         first, second, expected = (sketch.step(size).trace for size in (8, 16, 64))
     assert cuda_memory(gpumemnet.trace_at(64, first, second)) == cuda_memory(expected)
-
-
-def test_the_constant_is_left_out_of_the_errors():
-    rows = [
-        {"model": name, "measured_mib": 1000.0 + reserved + more, "reserved_mib": reserved}
-        for name, reserved, more in (("a", 500, 0), ("b", 900, 0), ("b", 1000, 200))
-    ]
-    found = gpumemnet.summary(rows)
-    assert found["constant_mib"] == 1000
-    assert (found["num_rows"], found["models"], found["above_6_percent"]) == (3, 2, 1)
-    assert found["worst_error"] == round(200 / 2200, 4)
 
 
 def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch
 from tree import ROOT
 
 import torture_peers
-from torture_peer_savers import Peer, prepared, state_of, step_of
+from torture_peer_savers import Peer, prepared
 from torture_peers import (
     fill_disks,
     flip_many,
@@ -44,14 +44,7 @@ class Forgetful(InPlace):
             super().save(root, step, state, again=again)
 
 
-def test_a_state_shows_its_step_and_any_change():
-    state = state_of(7)
-    assert step_of(state) == 7
-    state["layer2"][3, 3] += 1
-    with pytest.raises(ValueError, match="not that of step 7"):
-        step_of(state)
-
-
+@pytest.mark.long
 def test_ours_survives_a_short_torture(tmp_path):
     peer = prepared("ours")
     kills = kill_many(peer, tmp_path, 2)
@@ -60,6 +53,7 @@ def test_ours_survives_a_short_torture(tmp_path):
     assert flips == {"flips": 8, "found": 8, "harmless": 0, "silent": 0}
 
 
+@pytest.mark.long
 def test_what_a_careless_library_loses_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(torture_peers, "FULL_PARTS", (0.0, 0.3, 0.9))
     flips = flip_many(InPlace(), tmp_path / "flips", 6)
@@ -70,6 +64,7 @@ def test_what_a_careless_library_loses_is_counted(tmp_path, monkeypatch):
     assert (hostile["hostile"], hostile["executed"]) == (8, 8)
 
 
+@pytest.mark.long
 def test_steps_that_were_only_reported_count_as_lost(tmp_path):
     kills = kill_many(Forgetful(), tmp_path, 2)
     assert kills["lost"] == kills["older"] == 2

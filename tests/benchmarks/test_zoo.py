@@ -1,4 +1,4 @@
-"""Models of other libraries hold the gates: one here, a dozen by `make long`, all by `make zoo`.
+"""Models of other libraries hold the gates: a dozen by `make long`, all by `make zoo`.
 
 python -m pytest tests/benchmarks/test_zoo.py
 """
@@ -30,9 +30,8 @@ SHORT_GATES = [
 
 # Libraries warn about what they still use of torch.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long][name == "gpt2" :]) for name in SHORT]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", SHORT)
 def test_no_gate_fails_on_a_model_of_another_library(name):
     case = Case(load_workload(ZOO[name].path))
     with suppress(NoBlocks):

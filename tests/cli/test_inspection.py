@@ -156,27 +156,17 @@ def flipped(path, place, bit):
     path.write_bytes(data)
 
 
-def same(first, second):
-    if first.keys() != second.keys() or first["step"] != second["step"]:
-        return False
-    return all(
-        torch.equal(first["model"][name].view(torch.uint8), second["model"][name].view(torch.uint8))
-        for name in second["model"]
-    )
-
-
 def in_the_weight(path):
     """Return some places in a file that hold values of the weight."""
     begin = path.read_bytes().index(state()["model"]["weight"].numpy().tobytes())
     return range(begin, begin + 96, 9)
 
 
-def test_flips_that_torch_load_takes_in_silence_are_found(checkpoints, tmp_path):
+def test_flips_in_a_file_are_found(checkpoints, tmp_path):
     path = tmp_path / "flipped.pt"
     for place in in_the_weight(checkpoints / "zip.pt"):
         shutil.copy(checkpoints / "zip.pt", path)
         flipped(path, place, place % 8)
-        assert not same(torch.load(path), state())
         assert inspect(path).problems, place
 
 
@@ -186,11 +176,6 @@ def test_flips_in_a_distributed_checkpoint_are_found(checkpoints, tmp_path):
         folder = tmp_path / str(place)
         shutil.copytree(checkpoints / "dcp", folder)
         flipped(folder / path.name, place, 3)
-        target = {"model": {name: one * 0 for name, one in state()["model"].items()}, "step": 0}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(target, checkpoint_id=folder)
-        assert not same(target, state())
         assert any("another CRC-32" in one for one in inspect(folder).problems)
 
 

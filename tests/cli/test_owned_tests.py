@@ -25,25 +25,18 @@ FAULTS = {
     "grad-accum": [
         ("value = value / window.loss_divisor", "value = value / len(window)"),
         ("if not (math.isfinite(total) and", "if False and not (math.isfinite(total) and"),
-        ("if clip_norm is not None:", "if clip_norm is not None and window.index == 0:"),
     ],
     "recompute": [
         ("output = checkpoint(call,", GENERATORS_LEFT_AS_THEY_ARE),
         ("module.momentum = 0.0", "module.momentum = module.momentum"),
-        ("if not self.recomputes:", "if True:"),
-        (ACTIVE, "torch.is_grad_enabled()"),
     ],
     "sac": [
         ("return operation in policy.save", "return operation in policy.save and context is None"),
         ("if not saved:", "if False:"),
-        ("self.calls[family] % 2 == 1", "self.calls[family] % 3 == 1"),
-        ("output = checkpoint(call,", GENERATORS_LEFT_AS_THEY_ARE),
     ],
     "regions": [
         ("F.gelu(node._saved_self, approximate=node._saved_approximate)", "node._saved_self"),
         (ACTIVE, "False"),
-        ("if tensor._version != version:", "if False:"),
-        ("return made if self.view is None", "return 1.01 * made if self.view is None"),
     ],
     "offload": [
         (
@@ -51,8 +44,6 @@ FAULTS = {
             "self.moved.ask(self).view(self.dtype).as_strided(*self.view).flip(0)",
         ),
         ("keep_last: int = 1", "keep_last: int = 2"),
-        ("if tensor._version != version:", "if False:"),
-        (ACTIVE, "torch.is_grad_enabled()"),
     ],
     "snn-timesteps": [
         ("set_generator_states(self.drawn_from)", "pass"),
@@ -60,22 +51,14 @@ FAULTS = {
             "state = _take_steps(self.step, timesteps, state, self.collected)",
             "state = _take_steps(self.step, timesteps, state, self.collected).detach()",
         ),
-        ("with self.before, generators_kept()", "with generators_kept()"),
-        ("for size in sizes[:-1]:", "for size in ():"),
     ],
     "chunked-loss": [
         ("factor = gradient\n", "factor = gradient.sign()\n"),
         ("given.targets == options.ignore_index", "given.targets == -100"),
-        (
-            "chunks = _Pass(given, options)",
-            "options = replace(options, chunk_tokens=len(given.targets))\n"
-            "        chunks = _Pass(given, options)",
-        ),
     ],
     "grad-flow": [
         ("if self._read is None or not self._with_gradient() <= self._read:", "if True:"),
         ("self.next_step % self.every == 0", "self.next_step % 1 == 0"),
-        ("self._probed.callback(handle.remove)", "pass"),
     ],
 }
 

@@ -86,12 +86,6 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path, train):
     )
 
 
-def test_json_on_standard_output_is_alone_there(train):
-    status, out, error = train(*TINY, "steps=1", "--json", "-")
-    assert (status, json.loads(out)["step"]) == (0, 1)
-    assert "1 steps done" in error
-
-
 def test_the_resolved_configuration_is_shown(train):
     status, out, _ = train("--show-config", "optimizer.learning_rate=3e-4")
     assert status == 0

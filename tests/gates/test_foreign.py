@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from faulty_memory_plan import LANGUAGE_MODEL
-from faulty_timesteps import LONG_SNN, NOISY
+from faulty_timesteps import NOISY
 from saboteurs import case_of, gates
 
 from curry_train.gates import discover
@@ -18,31 +18,31 @@ from curry_train.workloads.workload import Case
 
 HERE = Path(__file__).parent
 GPT2 = f"{HERE}/foreign_recompute.py:gpt2"
+TWO_LAYERS = "shrink=2:transformer"
 WITHOUT_KEYWORDS = ["grad-accum/once", "grad-accum/scaled"]
 LOSSES = "apply_chunked_loss=foreign_memory_plan:"
 LOOPS = "checkpoint_timesteps=foreign_snn_timesteps:"
 
 # An implementation, a model, and the gates that take it and need not apply.
 RIGHT = [
-    ("recompute_blocks=foreign_recompute:by_checkpoint", "transformer", []),
-    ("recompute_blocks=foreign_recompute:by_reentrant_checkpoint", "transformer", []),
-    ("recompute_blocks=foreign_recompute:by_wrapper", "transformer", []),
+    ("recompute_blocks=foreign_recompute:by_checkpoint", TWO_LAYERS, []),
+    ("recompute_blocks=foreign_recompute:by_reentrant_checkpoint", TWO_LAYERS, []),
+    ("recompute_blocks=foreign_recompute:by_wrapper", TWO_LAYERS, []),
     ("recompute_blocks=foreign_recompute:by_transformers", GPT2, []),
     ("recompute_blocks=foreign_recompute:by_reentrant_transformers", GPT2, []),
-    ("offload_blocks=foreign_recompute:on_cpu", "transformer", []),
-    ("offload_blocks=foreign_recompute:on_pinned_cpu", "transformer", []),
-    ("offload_blocks=foreign_recompute:by_offload_wrapper", "transformer", []),
+    ("offload_blocks=foreign_recompute:on_cpu", TWO_LAYERS, []),
+    ("offload_blocks=foreign_recompute:on_pinned_cpu", TWO_LAYERS, []),
+    ("offload_blocks=foreign_recompute:by_offload_wrapper", TWO_LAYERS, []),
     ("apply_sac=foreign_sac:save_products", "small", []),
     ("apply_sac=foreign_sac:by_checkpoint", "small", []),
     ("apply_sac=foreign_sac:by_wrapper", "dropout", []),
     ("apply_sac=foreign_sac:save_products", "dropout", []),
     ("apply_sac=foreign_sac:every_second_product", "mlp", ["sac/products"]),
     ("apply_sac=foreign_sac:every_second_product", "dropout", []),
-    ("train_window=foreign_grad_accum:by_hand", "transformer", WITHOUT_KEYWORDS),
-    ("train_window=foreign_grad_accum:with_clipping", "transformer", []),
-    ("train_window=foreign_grad_accum:by_accelerate", "transformer", WITHOUT_KEYWORDS[1:]),
+    ("train_window=foreign_grad_accum:by_hand", TWO_LAYERS, WITHOUT_KEYWORDS),
+    ("train_window=foreign_grad_accum:with_clipping", TWO_LAYERS, []),
+    ("train_window=foreign_grad_accum:by_accelerate", TWO_LAYERS, WITHOUT_KEYWORDS[1:]),
     (f"{LOOPS}in_chunks", "snn", []),
-    (f"{LOOPS}in_chunks", LONG_SNN, []),
     (f"{LOOPS}in_chunks", NOISY, []),
     (f"{LOSSES}by_torch", LANGUAGE_MODEL, []),
     (f"{LOSSES}by_checkpoint", LANGUAGE_MODEL, []),

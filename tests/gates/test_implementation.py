@@ -19,6 +19,7 @@ from curry_train.gates.verdict import discover, measure_rows
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
+TWO_LAYERS = "shrink=2:transformer"
 FOREIGN = """
 from torch.utils.checkpoint import checkpoint
 
@@ -64,7 +65,7 @@ def test_each_contract_is_taken_by_gates_of_its_technique_alone():
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_an_implementation_that_does_nothing_fails_and_other_gates_do_not_apply(name):
     contract = CONTRACTS[name]
-    model = {"snn-timesteps": "snn", "sac": "transformer", "memory-plan": "transformer"}
+    model = {"snn-timesteps": "snn", "sac": TWO_LAYERS, "memory-plan": TWO_LAYERS}
     case = Case(load_workload(model.get(contract.technique, "mlp")))
     given = [Implementation(name, "nowhere:nothing", lambda *args, **kwargs: None)]
     failed = []
@@ -82,7 +83,7 @@ def test_an_implementation_that_does_nothing_fails_and_other_gates_do_not_apply(
 
 
 def test_a_foreign_implementation_is_checked_in_place_of_ours(run):
-    options = ["--model", "transformer", "--impl", "recompute_blocks=my_foreign:Layers.again"]
+    options = ["--model", TWO_LAYERS, "--impl", "recompute_blocks=my_foreign:Layers.again"]
     ended = run(*options, "--gate", "recompute/parity-full", "--gate", "recompute/flops")
     assert ended.exit_code == 0, ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output

@@ -81,9 +81,7 @@ def hugging_face_recomputes():
 
 @pytest.mark.parametrize("factory", [llama, bert, frozen, hugging_face_recomputes])
 def test_hugging_face_models(factory):
-    changes = (
-        (None, recompute_blocks, apply_sac, apply_regions) if factory in (llama, bert) else (None,)
-    )
+    changes = (None, recompute_blocks, apply_sac, apply_regions) if factory is llama else (None,)
     assert check_workload(from_factory(factory), changes=changes).why_real is None
 
 

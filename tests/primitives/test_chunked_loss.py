@@ -4,7 +4,6 @@ python -m pytest tests/primitives/test_chunked_loss.py"""
 
 import contextlib
 import copy
-import itertools
 import math
 import pickle
 
@@ -27,15 +26,12 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import (
-    CHUNK_BYTES,
     chunked_cross_entropy,
 )
 
 CLASSES, WIDTH = 301, 16
 # Sums of some hundred float32 terms in another order; half precision rounds each product once.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# Which of input, weight and bias are trained.
-NEEDS = list(itertools.product((False, True), repeat=3))
 
 
 def inputs():
@@ -250,25 +246,6 @@ def test_hooks_on_the_node_of_the_logits_run_in_backward():
     F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
     assert sorted(calls) == ["all", "node"]
     assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
-
-
-@pytest.mark.parametrize("needs", NEEDS)
-def test_logits_that_are_read_train_what_is_trained(needs):
-    found = []
-    for apply in (lambda model: None, apply_chunked_loss):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 9))
-        apply(model)
-        leaves = [torch.linspace(-1, 1, 24).view(2, 3, 4), *model.parameters()]
-        for leaf, need in zip(leaves, needs, strict=True):
-            leaf.requires_grad_(need)
-        value = Custom.apply(model(leaves[0])[:, :-1])
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(leaves[0])
-        value = value + F.cross_entropy(logits.float().flatten(0, 1), torch.arange(6))
-        wanted = list(itertools.compress(leaves, needs))
-        found.append([value.detach(), *(torch.autograd.grad(value, wanted) if wanted else ())])
-    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -568,13 +545,8 @@ def test_every_combination_of_options_is_the_reference(
 
 
 EACH = [
-    {"reduction": "none"},
-    {"z_loss": 1e-2},
-    {"softcap": 3.0},
     {"label_smoothing": 0.1, "class": True},
-    {"class": True, "reduction": "sum"},
-    {"token": True},
-    {"token_weights": "probability"},
+    {"token": True, "reduction": "sum"},
     {"token_weights": "probability", "reduction": "none", "z_loss": 1e-2, "softcap": 3.0},
 ]
 
@@ -603,17 +575,16 @@ def add_weights(options, weighted, tensors):
         options["token_weights"] = "probability"
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_float16_gradients_do_not_overflow_with_a_loss_scale(reduction):
+def test_float16_gradients_do_not_overflow_with_a_loss_scale():
     hidden, weight, _, targets = make(
         4, tokens=9, width=5, classes=11, ignored=0.0, biased=False, dtype=torch.float16
     )
-    options = {"reduction": reduction, "chunk_tokens": 4}
-    loss = chunked_cross_entropy(hidden, weight, targets, **options).mean() * 65536.0
+    options = {"chunk_tokens": 4}
+    loss = chunked_cross_entropy(hidden, weight, targets, **options) * 65536.0
     exact = hidden.detach().double().requires_grad_()
     expected = reference(exact, weight.detach().double(), targets, bias=None, options=options)
     found = [torch.autograd.grad(loss, hidden)[0].double()]
-    found.append(torch.autograd.grad(expected.mean() * 65536.0, exact)[0])
+    found.append(torch.autograd.grad(expected * 65536.0, exact)[0])
     assert ((found[0] - found[1]).norm() / found[1].norm()).item() < 2e-3
 
 
@@ -634,22 +605,6 @@ def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
         products = 3 if reduction == "mean" else 4
         assert counter.flops == 2 * counted * 6 * 30 * products
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "width", "classes"), [(2048, 32, 512), (64, 16, 4096), (4096, 1024, 8192)]
-)
-def test_a_chunk_takes_at_most_half_of_the_gradients(tokens, width, classes):
-    with torch.device("meta"):
-        hidden = torch.zeros(tokens, width, requires_grad=True)
-        weight = torch.zeros(classes, width, requires_grad=True)
-        targets = torch.zeros(tokens, dtype=torch.int64)
-    with LiveStorages() as alive:
-        chunked_cross_entropy(hidden, weight, targets).backward()
-    gradients = 4 * (tokens + classes) * width
-    floor = 16 * 4 * (classes + width)
-    most = max(floor, min(CHUNK_BYTES, gradients // 2))
-    assert alive.bytes_peak <= gradients + most + 40 * tokens
 
 
 class CountedProducts(OperationMode):

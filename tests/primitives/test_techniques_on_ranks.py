@@ -78,7 +78,7 @@ def moved_bytes(model):
 def all_on_this_rank():
     blocks = (apply_sac, apply_regions, offload_blocks)
     return {
-        "blocks": compare_on_ranks("transformer", *blocks, report=moved_bytes),
+        "blocks": compare_on_ranks("shrink=2:transformer", *blocks, report=moved_bytes),
         "timesteps": compare_on_ranks("snn", recompute_timesteps),
         "collectives": collectives_on_ranks(),
         "parts": sharded_parts_on_ranks(),

@@ -4,8 +4,6 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,10 +153,6 @@ class At:
         self.last = operation
         if self.count == self.number:
             self.act()
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fail(error: Exception) -> Callable[[], None]:

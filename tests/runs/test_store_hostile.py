@@ -8,12 +8,10 @@ import io
 import operator
 import os
 import pickle
-import warnings
 import zipfile
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from store_models import equal, new_state, tensors_of
 
 from curry_train.runs import (
@@ -78,18 +76,6 @@ def test_a_call_in_torchs_index_is_not_executed(saved, tmp_path):
     store.load(found, state)
     assert equal(tensors_of(state), tensors_of(new_state()))
     assert not (tmp_path / "trace").exists()
-
-
-def test_torch_executes_the_call_that_is_refused_here(saved, tmp_path):
-    """Show why we have an index of our own; when torch refuses too, it can go."""
-    store, found = saved
-    metadata = pickle.loads(store.files.read(f"{found.folder}/.metadata"))
-    metadata.planner_data = Runs(os.mkdir, str(tmp_path / "trace"))
-    forge(store, found, ".metadata", pickle.dumps(metadata))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load({"model.0.bias": torch.zeros(16)}, checkpoint_id=found.location)
-    assert (tmp_path / "trace").is_dir()
 
 
 def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):

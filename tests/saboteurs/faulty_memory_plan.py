@@ -15,7 +15,7 @@ from curry_train.primitives.chunked_loss import apply_chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
 from curry_train.workloads.models import transformer
 
-LANGUAGE_MODEL = transformer(depth=4, dim=32, length=32, vocabulary=256, dropout=0.2)
+LANGUAGE_MODEL = transformer(depth=3, dim=32, length=32, vocabulary=256, dropout=0.2)
 
 
 def last_tokens_left_out(rows, weight, targets, **options):

@@ -161,22 +161,3 @@ def test_a_copied_skill_gets_the_rest_by_its_own_instructions(cloned, elsewhere,
     command = command_of("recompute", "curry-train add", cloned).replace(" --dry-run", "")
     run(command, user, elsewhere[1])
     assert (user / "my_package/training").is_dir()
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("git clone https", "get https", "open its steps with ORIENTATION"),
-        ("# Recompute", "# [Another](../sac/SKILL.md)", "leads to ../sac/SKILL.md"),
-        ("# Recompute", "# Recompute: see `../sac/SKILL.md`", "leads to ../sac/SKILL.md"),
-        ("(references/theory.md)", "(references/gone.md)", "leads to references/gone.md"),
-    ],
-)
-def test_a_planted_fault_in_a_copy_is_caught(tmp_path, old, new, problem):
-    folder = tmp_path / "recompute"
-    shutil.copytree(ROOT / "skills/recompute", folder)
-    page = folder / "SKILL.md"
-    text = page.read_text()
-    assert old in text
-    page.write_text(text.replace(old, new, 1))
-    assert any(problem in found for found in problems_of_a_copy(folder)), problems_of_a_copy(folder)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.bench.report import measure_levers
@@ -20,17 +19,14 @@ from curry_train.bench.steps import find_lever
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import grad_accum
-from curry_train.gates.memory_plan import measured_peak
 from curry_train.plan import Planner
 from curry_train.primitives import (
     Recompute,
-    apply_chunked_loss,
-    chunked_loss_report,
     recompute_blocks,
     recompute_segments,
 )
 from curry_train.workloads.models import mlp, transformer
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Case
 
 ROWS = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 
@@ -107,47 +103,6 @@ def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recomput
     assert plain.timeline.peak.phase == "step"
     assert peak("adamw", recompute_blocks).peak_bytes == plain.peak_bytes
     assert peak("adamw-8bit").peak_bytes < 0.8 * plain.peak_bytes
-
-
-class Classifier(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(16, 16)
-        self.proj = nn.Linear(16, 512)
-
-    def forward(self, x):
-        return self.proj(self.body(x))
-
-
-def peak_of_loss(loss, **options):
-    batch = torch.randn(256, 16), torch.zeros(256, dtype=torch.int64)
-    workload = Workload(
-        "classifier",
-        Classifier,
-        lambda size: batch,
-        lambda module, batch: loss(module(batch[0]), batch[1]),
-    )
-    model = Classifier()
-    apply_chunked_loss(model, **options)
-    workload.mean_loss(model, batch).backward()
-    peak = measured_peak(
-        Case(workload, batch_size=256),
-        lambda module: apply_chunked_loss(module, **options) if options else None,
-    )
-    return peak, str(chunked_loss_report(model)["proj"])
-
-
-def test_a_loss_that_reads_the_logits_allocates_them_whole():
-    def by_hand(logits, targets):
-        return F.nll_loss(logits.log_softmax(-1), targets)
-
-    plain, _ = peak_of_loss(by_hand)
-    whole, message = peak_of_loss(by_hand, chunk_tokens=16)
-    assert "all logits made for log_softmax" in message
-    assert whole >= 0.95 * plain
-    chunked, message = peak_of_loss(F.cross_entropy, chunk_tokens=16)
-    assert "in chunks" in message
-    assert chunked < 0.4 * plain
 
 
 # Bench.

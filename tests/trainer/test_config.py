@@ -118,6 +118,22 @@ def test_a_misspelled_key_is_named_with_the_right_one(word, message):
             ["ranks=4", "parallel=ddp"],
             "batch_size must be a multiple of microbatch x ranks, 64; got 32",
         ),
+        (
+            [
+                "spike.action=rollback",
+                "checkpoint={rollback_every: null, recovery_every: null}",
+            ],
+            "spike.action must be warn or none, or",
+        ),
+        (
+            ["spike.action=rollback", "checkpoint={rollback_every: 1}"],
+            r"rollback_every x \(checkpoint.retention.rollback_keep - 1\) at least 11",
+        ),
+        (
+            ["steps=48", "batch_size=4", "microbatch=2", "data.skip=[[400, 500]]"],
+            r"data.skip must be of positions that the run reaches; 48 steps of 4 end at 192",
+        ),
+        (["data.skip=[[5, 5]]"], r"data.skip must be pairs such as \[\[5760, 5888\]\]"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(words, message):

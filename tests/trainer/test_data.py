@@ -266,10 +266,6 @@ def test_order_of_a_seed_never_changes():
     assert Order(100, seed=0)(range(100, 110)).tolist() == [21, 16, 5, 74, 39, 27, 95, 70, 67, 59]
 
 
-def test_unshuffled_data_keeps_its_order():
-    assert Order(3, shuffle=False)(range(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_empty_data_are_refused():
     with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
         Order(0)

@@ -25,13 +25,10 @@ from curry_train.workloads.models import (
     transformer,
 )
 from curry_train.workloads.workload import (
-    IGNORED_TARGET,
     Case,
     IndivisibleBatch,
     WorkloadError,
     batch_size,
-    map_tensors,
-    take,
 )
 
 
@@ -85,13 +82,6 @@ def test_the_transformer_has_the_shape_of_llama():
     assert torch.equal(module(tokens)[:, :-1], module(changed)[:, :-1])  # causal
 
 
-def test_masking_leaves_uneven_counts_and_no_empty_row():
-    case = Case(load_workload("transformer"))
-    targets = case.workload.mask(case.batch(4))["targets"]
-    counts = (targets != IGNORED_TARGET).sum(1).tolist()
-    assert counts == [2, 23, 43, 64]
-
-
 def test_cutting_a_batch_loses_no_sample():
     batch = {
         "x": torch.arange(6),
@@ -105,17 +95,6 @@ def test_cutting_a_batch_loses_no_sample():
     assert parts[1]["shared"] is batch["shared"]
     with pytest.raises(IndivisibleBatch, match="a batch of 3 samples has 6 by the leading dim"):
         Case(load_workload("mlp")).split(batch, [1, 2])
-
-
-def test_batches_of_any_nesting():
-    assert batch_size([("text", torch.zeros(5, 2))]) == 5
-    assert take([torch.arange(4)], slice(1, 3))[0].tolist() == [1, 2]
-    assert map_tensors({"a": [torch.ones(1), None]}, lambda tensor: tensor + 1)["a"] == [
-        torch.tensor([2.0]),
-        None,
-    ]
-    with pytest.raises(ValueError, match="a str has no tensor with a batch dimension"):
-        batch_size("text")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Judge what is read from a snapshot of 50 MB: the line that keeps memory, and other owners.
 
-The figures are those of the program that wrote the snapshot (`tests/evals/varying_training.py`).
+The figures are those of the simulated training that wrote the snapshot.
 """
 
 from evals_grading import Work, assert_figures, guard, point

@@ -1,7 +1,7 @@
 """Judge what is read from a snapshot: owner and line, and what changes would have reserved.
 
-The figures are those of the program that wrote the snapshot, run again with each change
-(`tests/evals/varying_training.py`), and not those of a tool that reads it.
+The figures are those of the simulated training that wrote the snapshot, run again with each
+change, and not those of a tool that reads it.
 """
 
 from evals_grading import Work, guard, point
