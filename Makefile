@@ -44,11 +44,6 @@ torture: $(dev_ready)  ## kill and stop trainings, and record what they lose; PE
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 
-.venv/torture/.installed: benchmarks/torture_requirements.txt $(dev_ready)
-	@echo "installing the checkpoint libraries into .venv/torture"
-	@PYTHONPATH=template:benchmarks $(PYTHON) benchmarks/torture_peers.py --install
-	@touch $@
-
 spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
 
@@ -56,7 +51,7 @@ boxes: $(dev_ready)  ## replay bad steps with planted faults, and steps that do 
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 $(PYTHON) benchmarks/boxes.py $(ARGS)
 
 zoo: .venv/zoo/.installed  ## models of 40 libraries through all gates and a plan; ARGS='--only bert' or '--json evidence/zoo.json'
-	@PYTHONPATH=template OMP_NUM_THREADS=1 $(PYTHON) benchmarks/zoo.py $(ARGS)
+	@PYTHONPATH=template OMP_NUM_THREADS=1 .venv/zoo/bin/python benchmarks/zoo.py $(ARGS)
 
 finetune: .venv/finetune/.installed  ## predict and measure steps of other libraries' optimizers and adapters; ARGS='--only lora' or '--json evidence/finetune.json'
 	@PYTHONPATH=template OMP_NUM_THREADS=1 .venv/finetune/bin/python benchmarks/finetune.py $(ARGS)
@@ -71,16 +66,11 @@ evals: $(dev_ready)  ## run an agent on the cases of the skills, with and withou
 	@PYTHONPATH=template:benchmarks:tests/house OMP_NUM_THREADS=1 $(PYTHON) benchmarks/evals.py $(ARGS)
 
 evidence-cuda: $(run_ready)  ## record the figures of a CUDA device, going on where it stopped; ARGS='--dry-run --folder DIR'
-	@$(PYTHON) benchmarks/evidence_cuda.py $(ARGS)
+	@PYTHONPATH=template $(PYTHON) benchmarks/evidence_cuda.py $(ARGS)
 
-.venv/finetune/.installed: benchmarks/finetune_requirements.txt $(dev_ready)
-	@echo "installing the libraries of the fine-tunings into .venv/finetune"
-	@PYTHONPATH=template $(PYTHON) benchmarks/finetune.py --install
-	@touch $@
-
-.venv/zoo/.installed: benchmarks/zoo_requirements.txt $(dev_ready)
-	@echo "installing the libraries of the zoo into .venv/zoo"
-	@PYTHONPATH=template $(PYTHON) benchmarks/zoo.py --install
+.venv/%/.installed: benchmarks/%_requirements.txt $(dev_ready)
+	@echo "installing the libraries of 'make $*' into .venv/$*"
+	@$(PYTHON) benchmarks/side_environment.py $*
 	@touch $@
 
 check: static test  ## all that CI runs

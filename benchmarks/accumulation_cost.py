@@ -8,14 +8,12 @@ Proof: `python -m pytest tests/trainer/test_benchmark.py`.
 
 import statistics
 
-import click
 import torch
 from torch import Tensor, nn
 
 from curry_train.benchmark import run_accumulated_step
-from curry_train.cli.options import json_option
 from curry_train.core.timing import time_in_turns
-from curry_train.core.wording import provenance, write_json
+from recording import record_parser, write_record
 
 
 def measure_accumulation_cost(microsteps: int, *, repeats: int) -> dict[str, float]:
@@ -53,25 +51,17 @@ def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().sum()
 
 
-@click.command()
-@click.option("--repeats", default=400, type=click.IntRange(1), show_default=True)
-@json_option()
-def main(repeats: int, json_path: str | None) -> None:
+def main() -> None:
     """Measure the overhead of `run_accumulated_step` over the same loop written by hand."""
+    parser = record_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=400)
+    options = parser.parse_args()
     figures = {}
     for microsteps in (4, 8, 32):
-        cost = measure_accumulation_cost(microsteps, repeats=repeats)
+        cost = measure_accumulation_cost(microsteps, repeats=options.repeats)
         figures[f"microsteps_{microsteps}"] = cost
-        click.echo(
-            f"{microsteps:3d} microsteps: by hand {cost['by_hand_us']:6.1f} us, "
-            f"helper {cost['helper_us']:6.1f} us, cost {cost['cost_us']:+5.1f} us each",
-            err=json_path == "-",
-        )
-    if json_path:
-        write_json(
-            json_path,
-            provenance(torch.device("cpu")) | {"repeats": repeats, "helper_cost": figures},
-        )
+        print(microsteps, "microsteps:", cost)
+    write_record(options.json, {"repeats": options.repeats, "helper_cost": figures})
 
 
 if __name__ == "__main__":

@@ -51,91 +51,40 @@ class Fault(nn.Module):
         return self.change(x) if self.is_marked or self.always else x
 
 
-def root(x: Tensor) -> Tensor:
-    return x + torch.sqrt(-1 - x.abs())
-
-
-def logarithm(x: Tensor) -> Tensor:
-    return x * torch.log(-x.abs())
-
-
-def division(x: Tensor) -> Tensor:
-    return x / (x - x)
-
-
-def arc(x: Tensor) -> Tensor:
-    return x + torch.acos(2 + x.abs())
-
-
-def backward_only(x: Tensor) -> Tensor:
-    return x + torch.sqrt((x - x).abs())
-
-
-def product(x: Tensor) -> Tensor:
-    return x * (torch.finfo(x.dtype).max * (1 + x.abs()) / (1 + x.abs())) * 60
-
-
-def exponential(x: Tensor) -> Tensor:
-    return x + torch.exp(x.abs() + 200)
-
-
-def half(x: Tensor) -> Tensor:
-    return x + (x.float() + 1e6).half().to(x.dtype)
-
-
 def matrix(x: Tensor) -> Tensor:
     large = torch.full((x.shape[-1], x.shape[-1]), torch.finfo(x.dtype).max, dtype=x.dtype)
     return torch.matmul(x.abs() + 2, large)
-
-
-def growing(x: Tensor) -> Tensor:
-    return x * 400
-
-
-def shifted(x: Tensor) -> Tensor:
-    return x - 900 * x.detach().sign()
-
-
-def clock(x: Tensor) -> Tensor:
-    return x * (1 + time.time_ns() % 9973 / 1e6)
-
-
-def entropy(x: Tensor) -> Tensor:
-    return x + int.from_bytes(os.urandom(2), "little") / 1e7
-
-
-def process(x: Tensor) -> Tensor:
-    # Far apart for consecutive numbers, so that no rounding makes them equal.
-    return x + os.getpid() * 7919 % 9973 / 1e4
-
-
-def counter(x: Tensor) -> Tensor:
-    return x + next(CALLS) / 1e4
 
 
 def once(x: Tensor) -> Tensor:
     return x / 0 if next(CALLS) == FIRST_BAD_STEP else x
 
 
+Change = Callable[[Tensor], Tensor]
 # Faults that a replay must name, each with its phase and operation.
-FAULTS: dict[str, tuple[Callable[[Tensor], Tensor], str, str]] = {
-    "root": (root, "forward", "aten.sqrt"),
-    "logarithm": (logarithm, "forward", "aten.log"),
-    "division": (division, "forward", "aten.div"),
-    "arc": (arc, "forward", "aten.acos"),
-    "backward_only": (backward_only, "backward", "aten.div"),
-    "product": (product, "forward", "aten.mul"),
-    "exponential": (exponential, "forward", "aten.exp"),
-    "half": (half, "forward", "aten._to_copy"),
+FAULTS: dict[str, tuple[Change, str, str]] = {
+    "root": (lambda x: x + torch.sqrt(-1 - x.abs()), "forward", "aten.sqrt"),
+    "logarithm": (lambda x: x * torch.log(-x.abs()), "forward", "aten.log"),
+    "division": (lambda x: x / (x - x), "forward", "aten.div"),
+    "arc": (lambda x: x + torch.acos(2 + x.abs()), "forward", "aten.acos"),
+    "backward_only": (lambda x: x + torch.sqrt((x - x).abs()), "backward", "aten.div"),
+    "product": (
+        lambda x: x * (torch.finfo(x.dtype).max * (1 + x.abs()) / (1 + x.abs())) * 60,
+        "forward",
+        "aten.mul",
+    ),
+    "exponential": (lambda x: x + torch.exp(x.abs() + 200), "forward", "aten.exp"),
+    "half": (lambda x: x + (x.float() + 1e6).half().to(x.dtype), "forward", "aten._to_copy"),
     "matrix": (matrix, "forward", "aten."),
-    "growing": (growing, "spike", ""),
-    "shifted": (shifted, "spike", ""),
+    "growing": (lambda x: x * 400, "spike", ""),
+    "shifted": (lambda x: x - 900 * x.detach().sign(), "spike", ""),
 }
-CHANGING: dict[str, Callable[[Tensor], Tensor]] = {
-    "clock": clock,
-    "entropy": entropy,
-    "process": process,
-    "counter": counter,
+CHANGING: dict[str, Change] = {
+    "clock": lambda x: x * (1 + time.time_ns() % 9973 / 1e6),
+    "entropy": lambda x: x + int.from_bytes(os.urandom(2), "little") / 1e7,
+    # Far apart for consecutive numbers, so that no rounding makes them equal.
+    "process": lambda x: x + os.getpid() * 7919 % 9973 / 1e4,
+    "counter": lambda x: x + next(CALLS) / 1e4,
     "once": once,
 }
 

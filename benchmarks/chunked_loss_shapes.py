@@ -13,16 +13,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import click
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curry_train.cli.options import json_option
 from curry_train.core.measure_compiled import measure_allocated
 from curry_train.core.timing import paired_ratio, time_in_turns
-from curry_train.core.wording import provenance, write_json
 from curry_train.primitives import chunked_cross_entropy
+from recording import record_parser, write_record
 
 IGNORED_TARGET = -100
 
@@ -83,17 +81,11 @@ def ours(head: Any, targets: Tensor) -> Tensor:
 
 def theirs(head: Any, targets: Tensor) -> Tensor:
     # torch 2.11 has neither of the two names.
-    functions: Any = F
-    modules: Any = nn
+    options = nn.LinearCrossEntropyOptions()
     linear = head.linear
-    loss: Tensor = functions.linear_cross_entropy(
-        head.hidden,
-        linear.weight,
-        targets,
-        linear_bias=linear.bias,
-        options=modules.LinearCrossEntropyOptions(),
+    return F.linear_cross_entropy(
+        head.hidden, linear.weight, targets, linear_bias=linear.bias, options=options
     )
-    return loss
 
 
 def peak_bytes(shape: HeadShape, loss: Callable[[Any, Any], Tensor]) -> int:
@@ -135,33 +127,31 @@ def compare_shape(shape: HeadShape, *, rounds: int) -> dict[str, Any]:
     }
 
 
-@click.command()
-@click.option("--rounds", default=12, type=click.IntRange(1), show_default=True)
-@json_option()
-def main(rounds: int, json_path: str | None) -> None:
+def main() -> None:
     """Compare the chunked loss with torch's own in 20 shapes."""
+    parser = record_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    options = parser.parse_args()
     torch.set_num_threads(1)
     found = []
     for shape in SHAPES:
-        compared = compare_shape(shape, rounds=rounds)
+        compared = compare_shape(shape, rounds=options.rounds)
         found.append(compared)
-        size = f"{shape.tokens} x {shape.width} x {shape.classes} {shape.dtype}"
-        click.echo(
-            f"{size:30s} bias {shape.bias!s:5s} ignored {shape.ignored:4.0%}: "
-            f"peak {compared['peak_ratio']:.3f}, time {compared['time_ratio']:.3f} of torch's",
-            err=json_path == "-",
+        print(
+            f"{shape}: {compared['peak_ratio']:.3f}, time {compared['time_ratio']:.3f} of torch's"
         )
-    if json_path:
-        figures = {
-            "rounds": rounds,
-            "shapes": found,
-            "num_shapes": len(found),
-            "most_peak_ratio": max(compared["peak_ratio"] for compared in found),
-            "least_peak_ratio": min(compared["peak_ratio"] for compared in found),
-            "most_time_ratio": max(compared["time_ratio"] for compared in found),
-            "least_time_ratio": min(compared["time_ratio"] for compared in found),
-        }
-        write_json(json_path, provenance(torch.device("cpu")) | figures)
+    peaks = [one["peak_ratio"] for one in found]
+    times = [one["time_ratio"] for one in found]
+    figures = {
+        "rounds": options.rounds,
+        "shapes": found,
+        "num_shapes": len(found),
+        "most_peak_ratio": max(peaks),
+        "least_peak_ratio": min(peaks),
+        "most_time_ratio": max(times),
+        "least_time_ratio": min(times),
+    }
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

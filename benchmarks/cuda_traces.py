@@ -12,12 +12,12 @@ and optimizer. Their memory is also predicted from shapes alone, and compared wi
 Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
 
-import argparse
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
-
-from curry_train.core.wording import provenance, write_json
 from curry_train.plan.cuda_allocator import (
     SMALL_SEGMENT,
     AllocatorSettings,
@@ -41,42 +38,10 @@ from curry_train.plan.cuda_step import (
 )
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
+from recording import record_parser, write_record
 
 ADDRESS_UNIT = 512
 CHECK_MODULUS = 2**61 - 1
-
-
-@dataclass
-class Replay:
-    """Figures that the allocator model computed for one trace, next to the recorded ones."""
-
-    name: str
-    expandable: bool
-    allocations: int
-    segments_recorded: int
-    segments_as_recorded: int
-    given_back_recorded: int
-    given_back_as_recorded: int
-    # Whether the sum over all allocations of number times address is the recorded one.
-    addresses_as_recorded: bool | None
-    reserved_peak: int
-    reserved_peak_recorded: int
-    allocated_peak: int
-    allocated_peak_recorded: int | None
-    reserved_end: int
-    reserved_end_recorded: int
-
-    @property
-    def exact(self) -> bool:
-        """Return whether the model computed everything that the trace records."""
-        return (
-            self.segments_as_recorded == self.segments_recorded
-            and self.given_back_as_recorded == self.given_back_recorded
-            and self.addresses_as_recorded is not False
-            and self.reserved_peak == self.reserved_peak_recorded
-            and self.reserved_end == self.reserved_end_recorded
-            and self.allocated_peak_recorded in (None, self.allocated_peak)
-        )
 
 
 def add_segment(
@@ -94,8 +59,8 @@ def add_segment(
     """
     pool = allocator._pool(stream, small=small)
     allocator._add_reserved(address, num_bytes)
-    blocks: list[MemoryBlock] = []
-    previous: MemoryBlock | None = None
+    blocks = []
+    previous = None
     position = address
 
     def append(end: int, *, free: bool) -> MemoryBlock:
@@ -118,8 +83,8 @@ def add_segment(
     return blocks
 
 
-class _Player:
-    """Replays one trace event by event."""
+class Replay:
+    """Replays a trace, and counts what the allocator model computes next to what is recorded."""
 
     def __init__(self, trace: Mapping[str, Any]) -> None:
         self.trace = trace
@@ -128,12 +93,10 @@ class _Player:
             AllocatorSettings(expandable_segments=self.expandable), new_address=self._address
         )
         self.blocks: list[MemoryBlock] = []
-        self.address_sum = 0
         self.num_allocations = 0
-        self.recorded = 0
-        self.as_recorded = 0
-        self.given_back_recorded = 0
-        self.given_back = 0
+        self.address_sum = 0
+        self.computed: Counter[str] = Counter()
+        self.recorded: Counter[str] = Counter()
         # The segments that the trace records for the next allocation.
         self.expected: list[Mapping[str, int]] = []
         # Some traces of expandable segments record only the totals.
@@ -141,6 +104,14 @@ class _Player:
             isinstance(event, dict) and "s" in event for event in trace["trace"]
         )
         self.unrecorded_address = 2**46
+        self._start()
+        self._play()
+        self._compare()
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the model computed everything that the trace records."""
+        return self.computed == self.recorded
 
     def _address(self, num_bytes: int) -> int:
         if self.expected and "at" in self.expected[-1]:
@@ -148,7 +119,7 @@ class _Player:
         self.unrecorded_address -= 2**42 if self.expandable else num_bytes
         return self.unrecorded_address
 
-    def start(self) -> None:
+    def _start(self) -> None:
         for item in self.trace["start"]:
             if self.expandable:
                 self.blocks.append(self.allocator.allocate(item))
@@ -164,28 +135,22 @@ class _Player:
                 used=[(base + offset * ADDRESS_UNIT, size) for offset, size in used],
             )
 
-    def play(self) -> None:
+    def _play(self) -> None:
         released = 0
-        for event in self.trace["trace"]:
+        # None ends a release at the end of the trace.
+        for event in [*self.trace["trace"], None]:
             if isinstance(event, dict) and "r" in event:
                 released += 1
                 continue
             if released:
-                self._empty_cache(released)
+                self._count("given back", len(self.allocator.empty_cache()), released)
                 released = 0
             if isinstance(event, dict):
                 self.expected.append(event)
             elif isinstance(event, int) and event < 0:
                 self.allocator.free(self.blocks[-1 - event])
-            else:
+            elif event is not None:
                 self._allocate(event)
-        if released:
-            self._empty_cache(released)
-
-    def _empty_cache(self, recorded: int) -> None:
-        given_back = len(self.allocator.empty_cache())
-        self.given_back_recorded += recorded
-        self.given_back += min(given_back, recorded) - abs(given_back - recorded)
 
     def _allocate(self, event: int | list[int]) -> None:
         num_bytes, stream = (event, 0) if isinstance(event, int) else event
@@ -193,40 +158,29 @@ class _Player:
         block = self.allocator.allocate(num_bytes, stream=stream)
         grown = self.allocator.reserved - before
         expected = sum(segment["s"] for segment in self.expected)
-        if self.records_segments:
-            self.recorded += expected > 0 or grown > 0
-            self.as_recorded += grown == expected and grown > 0
+        if self.records_segments and (expected or grown):
+            self._count("segments", grown, expected)
         self.expected.clear()
         self.blocks.append(block)
         self.num_allocations += 1
         self.address_sum += self.num_allocations * (block.address // ADDRESS_UNIT)
 
+    def _count(self, name: str, computed: int, recorded: int) -> None:
+        self.recorded[name] += 1
+        self.computed[name] += computed == recorded
 
-def replay(trace: Mapping[str, Any], *, name: str = "") -> Replay:
-    """Run a trace through the model."""
-    player = _Player(trace)
-    player.start()
-    player.play()
-    allocator = player.allocator
-    addresses = None
-    if not player.expandable:
-        addresses = player.address_sum % CHECK_MODULUS == trace["address_check"]
-    return Replay(
-        name=name,
-        expandable=player.expandable,
-        allocations=player.num_allocations,
-        segments_recorded=player.recorded,
-        segments_as_recorded=player.as_recorded,
-        given_back_recorded=player.given_back_recorded,
-        given_back_as_recorded=player.given_back,
-        addresses_as_recorded=addresses,
-        reserved_peak=allocator.peak_reserved,
-        reserved_peak_recorded=trace["reserved_peak"],
-        allocated_peak=allocator.peak_allocated,
-        allocated_peak_recorded=trace["peak_blocks"],
-        reserved_end=allocator.reserved,
-        reserved_end_recorded=trace["reserved_end"],
-    )
+    def _compare(self) -> None:
+        """Add the peaks and the end, and for native segments the sum of number times address."""
+        self.computed["reserved peak"] = self.allocator.peak_reserved
+        self.computed["reserved end"] = self.allocator.reserved
+        self.recorded["reserved peak"] = self.trace["reserved_peak"]
+        self.recorded["reserved end"] = self.trace["reserved_end"]
+        if self.trace["peak_blocks"] is not None:
+            self.computed["allocated peak"] = self.allocator.peak_allocated
+            self.recorded["allocated peak"] = self.trace["peak_blocks"]
+        if not self.expandable:
+            self.computed["addresses"] = self.address_sum % CHECK_MODULUS
+            self.recorded["addresses"] = self.trace["address_check"]
 
 
 # Training steps whose program is known, predicted from shapes.
@@ -407,7 +361,7 @@ class MomentsMadeAnew(torch.optim.Optimizer):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             gradient = parameter.grad.data
             state = self.state[parameter]
@@ -469,7 +423,6 @@ def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Predict the memory of a program's training step, next to what its trace recorded."""
     with Sketch(program.workload(), kernels="cuda") as sketch:
         trace = sketch.step(NUM_SAMPLES).trace
-    assert trace is not None
     found = cuda_memory(trace, workspace_bytes=WORKSPACE_BYTES, num_steps=NUM_STEPS)
     recorded = {
         "allocated": facts["peak_blocks"],
@@ -514,31 +467,26 @@ def predict_steps(folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Replay every trace of a folder, and predict known steps; status 1 if one is not exact."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = record_parser(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", metavar="PATH", help="Write all figures; - is standard output.")
     options = parser.parse_args()
     paths = sorted(options.folder.glob("*.json"))
     if not paths:
         parser.error(f"{options.folder} has no *.json: give a folder of traces")
-    results = []
+    rows = []
     for path in paths:
-        result = replay(json.loads(path.read_text()), name=path.stem)
-        results.append(result)
-        if not result.exact:
-            print(f"not exact: {result}")
-    exact = sum(result.exact for result in results)
-    allocations = sum(result.allocations for result in results)
-    print(f"{exact} of {len(results)} traces exact, {allocations} allocations")
+        found = Replay(json.loads(path.read_text()))
+        counts = {"allocations": found.num_allocations, "exact": found.exact}
+        rows.append({"name": path.stem} | counts | found.computed)
+        if not found.exact:
+            print(f"{path.stem} is not exact: {found.computed}, recorded {found.recorded}")
+    exact = sum(row["exact"] for row in rows)
+    allocations = sum(row["allocations"] for row in rows)
+    print(f"{exact} of {len(rows)} traces exact, {allocations} allocations")
     if options.json:
-        facts = provenance(torch.device("cpu"))
-        rows = [asdict(result) | {"exact": result.exact} for result in results]
-        counts = {"exact": exact, "traces": len(rows), "rows": rows}
-        write_json(
-            options.json,
-            facts | counts | predict_steps(options.folder),
-        )
-    sys.exit(0 if exact == len(results) else 1)
+        figures = {"exact": exact, "traces": len(rows), "rows": rows}
+        write_record(options.json, figures | predict_steps(options.folder))
+    sys.exit(exact != len(rows))
 
 
 if __name__ == "__main__":

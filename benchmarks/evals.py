@@ -23,7 +23,6 @@ curry-train.
 Proof: `python -m pytest tests/evals/test_evals.py`.
 """
 
-import argparse
 import fnmatch
 import json
 import os
@@ -45,9 +44,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from tree import files
 
-from evals_grading import Grade, as_rows, grade, score
+from curry_train import __version__
+from evals_grading import Grade, grade, score
 from evals_scripted import IDLE, solutions
+from recording import record_parser, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("none", "gutted", "whole", "index")
@@ -109,19 +111,16 @@ def cases(root: Path = ROOT) -> list[Case]:
     return sorted(read, key=lambda case: case.name)
 
 
-def chosen(pattern: str, *, short: bool) -> list[Case]:
-    """List the cases whose name matches, and with `short` only those with that tag."""
-    named = [case for case in cases() if fnmatch.fnmatch(case.name, pattern)]
-    return [case for case in named if not short or SHORT in case.settings["tags"]]
-
-
 # Arms
 
 
 def build_arm(arm: str, target: Path, root: Path = ROOT) -> Path:
     """Write the plugin that an agent of this arm gets, and return its folder."""
     target.mkdir(parents=True)
-    copied = MANIFESTS if arm == "none" else [path for path in _files(root) if not _hidden(path)]
+    paths = [path.relative_to(root) for path in files(root)]
+    # No agent may see the cases, their graders or their solutions.
+    shown = [path for path in paths if path.parts[0] not in HIDDEN]
+    copied = MANIFESTS if arm == "none" else shown
     if arm == "index":
         copied = [path for path in copied if Path(path).parts[0] != "skills"]
     for name in copied:
@@ -130,27 +129,12 @@ def build_arm(arm: str, target: Path, root: Path = ROOT) -> Path:
         shutil.copy(root / name, path)
     if arm == "gutted":
         for page in target.glob("skills/*/SKILL.md"):
-            page.write_text(_frontmatter(page.read_text(encoding="utf-8")), encoding="utf-8")
+            parts = page.read_text(encoding="utf-8").split("---\n", 2)
+            page.write_text(f"{parts[0]}---\n{parts[1]}---\n", encoding="utf-8")
         for page in [*target.glob("skills/*/references/*.md"), target / "AGENTS.md"]:
             page.write_text("", encoding="utf-8")
         (target / "README.md").write_text("", encoding="utf-8")
     return target
-
-
-def _files(root: Path) -> list[Path]:
-    from tree import files
-
-    return [path.relative_to(root) for path in files(root)]
-
-
-def _hidden(path: Path) -> bool:
-    """Return whether a file shows the cases, their graders or their solutions."""
-    return path.parts[0] in HIDDEN
-
-
-def _frontmatter(page: str) -> str:
-    """Return the name and description of a skill without its body."""
-    return "".join(f"{part}---\n" for part in page.split("---\n", 2)[:2])
 
 
 # Agents
@@ -160,7 +144,9 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     """Run an agent in a copy of the fixture; return its status, seconds and transcript."""
     plugin = build_arm(arm, place / "plugin")
     shutil.copytree(case.folder / "fixture", place / "work")
-    (place / "home").mkdir()
+    home = str(place / "home")
+    Path(home).mkdir()
+    path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", os.defpath)))
     if arm == "index":
         name_commands(plugin, place)
     filled = {"{prompt}": case.prompt, "{plugin}": str(plugin), "{case}": case.name}
@@ -169,7 +155,7 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     process = subprocess.Popen(
         words,
         cwd=place / "work",
-        env=_environment(place),
+        env=_environment(HOME=home, XDG_CONFIG_HOME=home, PATH=path),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -177,7 +163,7 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
         errors="replace",
         start_new_session=True,
     )
-    status: int | None = None
+    status = None
     try:
         transcript, _ = process.communicate(timeout=case.seconds)
         status = process.returncode
@@ -200,12 +186,9 @@ def name_commands(plugin: Path, place: Path) -> None:
         subprocess.run(words, check=True, capture_output=True)
 
 
-def _environment(place: Path) -> dict[str, str]:
-    """Return the environment of an agent: a home of its own, and no path to this package."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    home = str(place / "home")
-    path = os.pathsep.join((str(place / "bin"), os.environ.get("PATH", os.defpath)))
-    return kept | {"HOME": home, "XDG_CONFIG_HOME": home, "PATH": path}
+def _environment(**given: str) -> dict[str, str]:
+    """Return the environment of an agent, without a path to this package."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | given
 
 
 def _fill(word: str, values: dict[str, str]) -> str:
@@ -215,8 +198,7 @@ def _fill(word: str, values: dict[str, str]) -> str:
 def has_the_package() -> bool:
     """Return whether the python that agents find has curry-train without any plugin."""
     words = ["python3", "-c", "import curry_train"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(words, env=clean, cwd="/", capture_output=True).returncode == 0
+    return subprocess.run(words, env=_environment(), cwd="/", capture_output=True).returncode == 0
 
 
 def _end_group(process: subprocess.Popen[str]) -> None:
@@ -267,16 +249,15 @@ def one_run(case: Case, agent: str, command: str, arm: str, number: int) -> Row:
         count_tools(transcript),
         count_tokens(transcript),
         round(score(grades), 4),
-        as_rows(grades),
+        [asdict(one) for one in grades],
         transcript,
     )
 
 
-def dry_run(found: Sequence[Case], *, short: bool) -> Iterator[Row]:
-    """Run the scripted agents on each case; with `short` only two of the wrong solutions."""
+def dry_run(found: Sequence[Case]) -> Iterator[Row]:
+    """Run the scripted agents on each case."""
     for case in found:
-        agents = [IDLE, *solutions(case.name)]
-        for agent in agents[:4] if short else agents:
+        for agent in [IDLE, *solutions(case.name)]:
             yield one_run(case, agent, f"{SCRIPTED} {agent} {{case}}", "none", 1)
 
 
@@ -300,7 +281,7 @@ def intervals(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
     generator = random.Random(0)
     found = defaultdict[str, dict[str, list[float]]](dict)
     for figure in FIGURES:
-        values: dict[str, dict[str, list[float]]] = {}
+        values = {}
         for row in rows:
             if getattr(row, figure) is not None:
                 values.setdefault(row.case, {}).setdefault(row.arm, []).append(getattr(row, figure))
@@ -346,17 +327,6 @@ def described(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     )
 
 
-def record(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the record of all runs."""
-    import torch
-
-    from curry_train import __version__
-    from curry_train.core.wording import provenance
-
-    facts = provenance(torch.device("cpu")) | {"curry_train": __version__}
-    return facts | {"intervals": intervals(rows), "rows": [asdict(row) for row in rows]}
-
-
 # Command
 
 
@@ -369,32 +339,26 @@ def print_grades(grades: Sequence[Grade]) -> int:
     return int(not all(one.passed for one in grades))
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the options."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
+    """Status: 0 done and, in a dry run, as expected; 1 a point was missed; 2 wrong usage."""
+    parser = record_parser(__doc__)
     parser.add_argument("--agent", metavar="COMMAND", help="with {prompt}, {plugin} or {case}")
     parser.add_argument("--arm", action="append", choices=ARMS, help="all four if not given")
     parser.add_argument("--runs", type=int, default=3, help="of each case in each arm")
     parser.add_argument("--case", default="*", metavar="GLOB")
-    parser.add_argument("--short", action="store_true", help="one case for each skill")
     parser.add_argument("--dry-run", action="store_true", help="run the scripted agents")
     parser.add_argument("--grade", metavar="CASE", help="grade --folder instead of running agents")
     parser.add_argument("--folder", type=Path, help="what an agent left, for --grade")
-    parser.add_argument("--json", metavar="FILE", help="write the record")
-    return parser.parse_args(words)
-
-
-def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
-    """Status: 0 done and, in a dry run, as expected; 1 a point was missed; 2 wrong usage."""
-    options = parse(words)
-    found = chosen(options.grade or options.case, short=options.short)
+    options = parser.parse_args(words)
+    pattern = options.grade or options.case
+    found = [case for case in cases() if fnmatch.fnmatch(case.name, pattern)]
     if not found or (options.grade and not options.folder):
         print("no case has that name; --grade also needs --folder", file=sys.stderr)
         return 2
     if options.grade:
         return print_grades(grade(found[0].folder, options.folder))
     if options.dry_run:
-        runs = dry_run(found, short=options.short)
+        runs = dry_run(found)
     elif options.agent and has_the_package():
         print(
             "python3 on PATH has curry-train, so no arm would be without it: put an environment "
@@ -414,10 +378,10 @@ def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
             f"{row.score:.2f}  {row.seconds:7.1f} s  {row.arm:6}  {row.case}  {row.agent}",
             flush=True,
         )
-    if options.json:
-        Path(options.json).write_text(json.dumps(record(rows), indent=1) + "\n", encoding="utf-8")
+    figures = {"intervals": intervals(rows), "rows": [asdict(row) for row in rows]}
+    write_record(options.json, {"curry_train": __version__} | figures)
     if not options.dry_run:
-        print(described(intervals(rows)))
+        print(described(figures["intervals"]))
         return 0
     return int(any((row.score == 1) != (row.agent == "reference") for row in rows))
 

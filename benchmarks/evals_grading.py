@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -142,7 +142,7 @@ class Work:
 
         def body() -> None:
             sys.argv[:] = [script, *words]
-            sys.stdout = _Watched(sys.stdout, dict(at or {}))  # type: ignore[assignment]
+            sys.stdout = _Watched(sys.stdout, dict(at or {}))
             runpy.run_path(script, run_name="__main__")
 
         return _end(_start(self.folder, body), seconds)
@@ -187,8 +187,6 @@ def checks(case: Path, *, ready: bool = False) -> dict[str, Check]:
     With `ready` everything is imported that the forks need, and what the grader's `IMPORTS` names.
     """
     spec = importlib.util.spec_from_file_location(f"grade_{case.name}", case / "graders/grade.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if ready:
@@ -220,11 +218,6 @@ def score(grades: Sequence[Grade]) -> float:
     if not any(one.passed for one in grades if not one.guard):
         return 0.0
     return sum(one.weight for one in grades if one.passed) / sum(one.weight for one in grades)
-
-
-def as_rows(grades: Sequence[Grade]) -> list[dict[str, Any]]:
-    """Return the grades as they stand in the record."""
-    return [asdict(one) for one in grades]
 
 
 # Measuring, called inside of `Work.call`
@@ -319,11 +312,6 @@ def assert_close(measured: Sequence[float], required: Sequence[float], within: f
 def kill() -> None:
     """End this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def terminate() -> None:
-    """Send this process the signal of a preemption."""
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def die_writing(num_bytes: int) -> Action:

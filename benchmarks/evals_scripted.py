@@ -28,10 +28,7 @@ def notes(case: str) -> dict[str, Any]:
 
 
 def _read(case: str) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = yaml.safe_load(
-        (SOLUTIONS / f"{case}.yaml").read_text(encoding="utf-8")
-    )
-    return found
+    return yaml.safe_load((SOLUTIONS / f"{case}.yaml").read_text(encoding="utf-8"))
 
 
 def apply(solution: dict[str, Any], folder: Path) -> None:

@@ -1,14 +1,13 @@
 """Record on a CUDA device what the bundle promises; a call goes on where the last one stopped.
 
-    make evidence-cuda PYTHON=python3                  # 8 minutes at most, then the same again
-    make evidence-cuda ARGS='--only gates --together 4'  # what begins with a word, four at once
+    make evidence-cuda PYTHON=python3                  # again, if it was interrupted
+    make evidence-cuda ARGS='--only gates'             # what begins with a word
     make evidence-cuda ARGS='--dry-run --folder dry'   # toy sizes on the CPU, without the memory
     make evidence-cuda ARGS='--compare evidence/cuda_memory.json'  # anywhere, in four minutes
 
 Each record is a command of its own that writes FOLDER/NAME.json: the gates of the built-in models,
 step times of Llama-like models, a plan whose step is measured, and rows of memory with
-their traces. Memory and gates may be recorded together; times want the machine for themselves.
-`--compare` predicts the rows of memory from shapes, and replays their traces.
+their traces. `--compare` predicts the rows of memory from shapes, and replays their traces.
 Proof: `python -m pytest tests/benchmarks/test_evidence_cuda.py`.
 """
 
@@ -17,9 +16,7 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,22 +24,20 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
-
 import cuda_traces
 from curry_train.bench.steps import TrainingStep, find_lever
-from curry_train.core.wording import provenance, write_json
 from curry_train.plan.cuda_allocator import AllocatorSettings
 from curry_train.plan.cuda_step import cuda_memory, workspace_of
 from curry_train.plan.estimate import Sketch
 from curry_train.primitives.strategies import Sample
+from curry_train.workloads import models
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload
+from recording import write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STEPS = 4
 FIGURES = ("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes")
-STATUS_LEFT = 3
 
 
 def toy() -> Workload:
@@ -55,8 +50,7 @@ def llama_1b(length: int = 4096) -> Workload:
 
 
 def llama_8b(length: int = 4096) -> Workload:
-    sizes = {"depth": 32, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
-    return quickly_built(transformer(length=length, vocabulary=128_256, **sizes))
+    return quickly_built(models.llama_8b(length=length))
 
 
 def quickly_built(workload: Workload) -> Workload:
@@ -130,7 +124,6 @@ def predicted(
 
     with Sketch(workload, dtype=dtype, kernels="cuda", optimizer=config.optimizer) as sketch:
         trace = sketch.step(1, change=None if config.lever == "none" else change).trace
-    assert trace is not None
     found = cuda_memory(
         trace,
         workspace_bytes=workspace_of(card),
@@ -150,7 +143,7 @@ def measured(config: MemoryConfig) -> dict[str, Any]:
     case = Case(config.workload, device=torch.device("cuda"), dtype=torch.bfloat16, batch_size=1)
     step = TrainingStep(case, find_lever(config.lever), optimizer=config.optimizer)
     step.drop_gradients()
-    alive: dict[str, Any] = {}
+    alive = {}
     step.model.register_forward_hook(lambda module, given, output: alive.update(output=output))
     torch.cuda.empty_cache()
     # Levers that measure the model have run it; the trace has these steps too.
@@ -191,9 +184,9 @@ def trace_numbers(
     actions = ("alloc", "free_completed", "segment_alloc", "segment_map")
     actions += ("segment_free", "segment_unmap")
     events = [event for event in recorded_events if event["action"] in actions]
-    order: list[Any] = []
-    numbers: dict[int, int] = {}
-    addresses: list[int] = []
+    order = []
+    numbers = {}
+    addresses = []
     lowest = min((event["addr"] for event in events), default=0)
     for event in events:
         action, address, size = event["action"], event["addr"], event["size"]
@@ -224,7 +217,7 @@ def trace_numbers(
 def record_memory(name: str, path: Path) -> None:
     config = MEMORY_CONFIGS[name]
     found = {"measured": measured(config)}
-    write_json(str(path), provenance(torch.device("cuda")) | asdict(config) | found)
+    write_record(str(path), asdict(config) | found, device="cuda")
 
 
 def compare_memory(folder: Path) -> dict[str, Any]:
@@ -240,7 +233,7 @@ def compare_memory(folder: Path) -> dict[str, Any]:
         row = {name: record[name] for name in ("device", "torch", "date", "measured")}
         row["name"] = config.name
         row["predicted"] = predicted(config.workload, config, card=record["device"])
-        row["replayed"] = cuda_traces.replay(trace).exact
+        row["replayed"] = cuda_traces.Replay(trace).exact
         row["percent"] = {
             one: 100 * (row["predicted"][one] / record["measured"][one] - 1) for one in FIGURES
         }
@@ -283,12 +276,10 @@ def records(*, dry: bool) -> dict[str, list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write each record; status 0 if all are there, 3 if some are left, 1 if one failed."""
+    """Write each record that is not there; status 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", metavar="NAME", help="names that begin so")
     parser.add_argument("--folder", type=Path, default=ROOT / "evidence" / "cuda")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for this call (default: 8)")
-    parser.add_argument("--together", type=int, default=1, help="records at once (default: 1)")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, without a device")
     parser.add_argument("--memory", metavar="NAME", help="measure one training here, and end")
     parser.add_argument("--compare", metavar="PATH", help="predict what was measured, and end")
@@ -300,57 +291,30 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
 
     if options.compare:
-        write_json(options.compare, provenance(torch.device("cpu")) | compare_memory(folder))
+        write_record(options.compare, compare_memory(folder))
         return 0
 
     place = os.path.relpath(folder, ROOT)
     jobs = {
-        name: [sys.executable, "scripts/curry_train.py", *words, "--json", f"{place}/{name}.json"]
+        name: ["scripts/curry_train.py", *words, "--json", f"{place}/{name}.json"]
         for name, words in records(dry=options.dry_run).items()
     }
     if not options.dry_run:
-        own = [sys.executable, "benchmarks/evidence_cuda.py", "--folder", place]
-        jobs = {name: [*own, "--memory", name] for name in MEMORY_CONFIGS} | jobs
-    wanted = {name: words for name, words in jobs.items() if name.startswith(options.only)}
-    until = time.monotonic() + 60 * options.minutes
-    return _run_jobs(wanted, folder, until, together=options.together)
-
-
-def _run_jobs(
-    jobs: Mapping[str, list[str]], folder: Path, until: float, *, together: int = 1
-) -> int:
-    left = [name for name in jobs if not (folder / f"{name}.json").exists()]
-
-    def run(name: str) -> int | None:
-        """Return the status of a record, None if there was no time for it."""
-        seconds = until - time.monotonic()
-        if seconds <= 0:
-            return None
+        own = ["benchmarks/evidence_cuda.py", "--folder", place, "--memory"]
+        jobs = {name: [*own, name] for name in MEMORY_CONFIGS} | jobs
+    statuses = []
+    for name, words in jobs.items():
+        if not name.startswith(options.only) or (folder / f"{name}.json").exists():
+            continue
         # Expandable segments are chosen before the first allocation of a process.
         settings = "expandable_segments:True" if name.endswith("expandable") else ""
         environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": settings}
         with (folder / f"{name}.log").open("w") as log:
-            try:
-                status = subprocess.run(
-                    jobs[name],
-                    cwd=ROOT,
-                    env=environment,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    timeout=seconds,
-                ).returncode
-            except subprocess.TimeoutExpired:
-                return None
-        print(f"{name}: status {status}", flush=True)
-        return status
-
-    with ThreadPoolExecutor(together) as pool:
-        statuses = dict(zip(left, pool.map(run, left), strict=True))
-    without_time = [name for name, status in statuses.items() if status is None]
-    if without_time:
-        print(f"left: {', '.join(without_time)}; the same command goes on with them")
-        return STATUS_LEFT
-    return 1 if any(statuses.values()) else 0
+            command = [sys.executable, *words]
+            ended = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        print(f"{name}: status {ended.returncode}", flush=True)
+        statuses.append(ended.returncode)
+    return int(any(statuses))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Predict fine-tuning steps of other libraries, measure them on the CPU, and record both.
 
-    python benchmarks/finetune.py --json evidence/finetune.json   # all: minutes on two cores
-    python benchmarks/finetune.py --only Lion lora mixtral        # some, printed
+    make finetune ARGS='--json evidence/finetune.json'   # all: minutes on two cores
+    make finetune ARGS='--only Lion lora mixtral'        # some, printed
 
 `make finetune` installs the libraries in an environment of their own and runs all rows. A row is
 predicted from shapes alone; otherwise it has the reason why the model was measured instead, or
@@ -10,9 +10,7 @@ why a class of the same layout was.
 Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 """
 
-import argparse
 import importlib.metadata
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from curry_train.core.wording import provenance, write_json
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.shapes import host_bytes
@@ -30,11 +27,8 @@ from curry_train.primitives import apply_sac, keep_routing, recompute_blocks
 from curry_train.workloads.models import load_workload, mlp
 from curry_train.workloads.workload import Case, Workload
 from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS, SAMPLES
-from side_environment import install_beside
+from recording import record_parser, write_record
 
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = ROOT / ".venv" / "finetune"
-REQUIREMENTS = Path(__file__).with_name("finetune_requirements.txt")
 MODELS = Path(__file__).with_name("finetune_models.py")
 LIBRARIES = ("transformers", "peft", "torchao", "bitsandbytes", "lion-pytorch")
 BY_LAYOUT = (
@@ -63,30 +57,20 @@ TECHNIQUES: dict[str, tuple[Change, bool]] = {
 
 def main() -> None:
     """Run the rows that were asked for, print each, and record them."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="record the results here")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="run these rows")
-    parser.add_argument("--install", action="store_true", help="install the libraries and end")
-    options = parser.parse_args()
-    if options.install:
-        install_beside(ENVIRONMENT, REQUIREMENTS)
-        return
     known = [*OPTIMIZERS, *ADAPTERS, *EXPERTS]
-    wanted = options.only or known
-    if unknown := sorted({*wanted} - {*known}):
-        sys.exit(f"no row {', '.join(unknown)}; there are {', '.join(known)}")
+    parser = record_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", default=known)
+    options = parser.parse_args()
 
     warnings.simplefilter("ignore")
     rows = []
-    for row in rows_of(wanted):
+    for row in rows_of(options.only):
         rows.append(row)
-        print(line_of(row), flush=True)
-    print(summary_of(rows))
-    if options.json:
-        facts = provenance(torch.device("cpu"))
-        versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-        figures = {"versions": versions, "rows": rows, "summary": summary_of(rows)}
-        write_json(options.json, facts | figures)
+        print(*row.values(), sep=", ", flush=True)
+    summary = summary_of(rows)
+    print(summary)
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES if options.json}
+    write_record(options.json, {"versions": versions, "rows": rows, "summary": summary})
 
 
 def rows_of(wanted: list[str]) -> Iterator[dict[str, Any]]:
@@ -94,27 +78,29 @@ def rows_of(wanted: list[str]) -> Iterator[dict[str, Any]]:
     base = mlp(depth=2, width=128)
     for name in wanted:
         if name in OPTIMIZERS:
-            found = compare(base, optimizer=OPTIMIZERS[name])
+            found = compare(base, SAMPLES, optimizer=OPTIMIZERS[name])
             yield {"kind": "optimizer", "name": name, "technique": "plain"} | found
             continue
         kind = "experts" if name in EXPERTS else "adapters"
         workload = load_workload(f"{MODELS}:{name}")
         for technique, (change, accumulated) in TECHNIQUES.items():
-            found = compare(workload, change=change, accumulated=accumulated)
+            found = compare(workload, SAMPLES, change=change, accumulated=accumulated)
             yield {"kind": kind, "name": name, "technique": technique} | found
 
 
 def compare(
     workload: Workload,
+    samples: int,
     *,
     optimizer: Any = "adamw",
+    dtype: torch.dtype = torch.float32,
     change: Change = leave,
     accumulated: bool = False,
 ) -> dict[str, Any]:
     """Predict a step, measure the real one, and compare peak, parameters and optimizer state."""
-    with Sketch(workload, optimizer=optimizer) as sketch:
-        step = sketch.step(SAMPLES, accumulated=accumulated, change=change)
-        case = Case(workload, blocks=sketch.case.blocks)
+    with Sketch(workload, optimizer=optimizer, dtype=dtype) as sketch:
+        step = sketch.step(samples, accumulated=accumulated, change=change)
+        case = Case(workload, dtype=dtype, blocks=sketch.case.blocks)
         why_real = sketch.why_real
     module = case.build()
     made = make_optimizer(optimizer, module)
@@ -122,7 +108,7 @@ def compare(
     measured = figures_of(
         measure_timeline(
             module,
-            case.batch(SAMPLES),
+            case.batch(samples),
             workload.mean_loss,
             optimizer=made,
             blocks=case.blocks,
@@ -147,15 +133,6 @@ def figures_of(timeline: Any) -> dict[str, int]:
         "parameter_bytes": timeline.owners["parameters"][0],
         "state_bytes": timeline.owners["optimizer state"][0],
     }
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """Return one line about a row."""
-    peaks = row["predicted"]["peak_bytes"], row["measured"]["peak_bytes"]
-    verdict = "equal" if row["equal"] else "DIFFERENT"
-    how = " (measured twice)" if row["why_real"] else ""
-    how += f" (by layout, {row['host_bytes']:,} on the host)" if "by_layout" in row else ""
-    return f"{row['name']}, {row['technique']}: {peaks[0]:,} {peaks[1]:,} {verdict}{how}"
 
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, int]:

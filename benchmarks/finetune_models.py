@@ -6,6 +6,7 @@ benchmarks/finetune_models.py:lora` takes too. Libraries are imported where they
 Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,20 +28,14 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def of_torch(name: str, **options: Any) -> MakeOptimizer:
-    """Return a factory of one of torch's optimizers."""
-    return lambda module: getattr(torch.optim, name)(trained(module), **options)
-
-
-def of_library(library: str, name: str, **options: Any) -> MakeOptimizer:
-    """Return a factory of another library's optimizer."""
+def of(name: str, library: str = "torch.optim", **options: Any) -> MakeOptimizer:
+    """Return a factory of a library's optimizer."""
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = __import__(library, fromlist=[name])
-        optimizer: torch.optim.Optimizer = getattr(found, name)(trained(module), **options)
-        return optimizer
+            found = getattr(importlib.import_module(library), name)
+        return found(trained(module), **options)
 
     return make
 
@@ -54,41 +49,49 @@ def on_the_host(module: nn.Module) -> torch.optim.Optimizer:
     """Return torchao's Adam of 8 bits, which steps on the host from copies there."""
     from torchao.optim import AdamW8bit, CPUOffloadOptimizer
 
-    made: torch.optim.Optimizer = CPUOffloadOptimizer(trained(module), AdamW8bit)
-    return made
+    return CPUOffloadOptimizer(trained(module), AdamW8bit)
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    **{name: of_torch(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
-    **{name: of_torch(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
-    "Adafactor": of_torch("Adafactor"),
+    **{name: of(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
+    **{name: of(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
+    "Adafactor": of("Adafactor"),
     "Muon": matrices,
-    "AdamW, foreach": of_torch("AdamW", foreach=True),
-    "AdamW, fused": of_torch("AdamW", fused=True),
-    "AdamW, amsgrad": of_torch("AdamW", amsgrad=True),
-    "AdamW, a tensor as rate": of_torch("AdamW", lr=torch.tensor(1e-3)),
-    "Adafactor, foreach": of_torch("Adafactor", foreach=True),
-    "Hugging Face Adafactor": of_library("transformers.optimization", "Adafactor"),
-    "Hugging Face Adafactor, first moment": of_library(
-        "transformers.optimization",
+    "AdamW, foreach": of("AdamW", foreach=True),
+    "AdamW, fused": of("AdamW", fused=True),
+    "AdamW, amsgrad": of("AdamW", amsgrad=True),
+    "AdamW, a tensor as rate": of("AdamW", lr=torch.tensor(1e-3)),
+    "Adafactor, foreach": of("Adafactor", foreach=True),
+    "Hugging Face Adafactor": of("Adafactor", "transformers.optimization"),
+    "Hugging Face Adafactor, first moment": of(
         "Adafactor",
+        "transformers.optimization",
         lr=1e-3,
         relative_step=False,
         scale_parameter=False,
         beta1=0.9,
     ),
-    "Lion": of_library("lion_pytorch", "Lion", lr=1e-4),
-    "torchao AdamW8bit": of_library("torchao.optim", "AdamW8bit"),
-    "torchao AdamW4bit": of_library("torchao.optim", "AdamW4bit"),
-    "torchao AdamWFp8": of_library("torchao.optim", "AdamWFp8"),
-    "torchao AdamW on the host": of_library("torchao.optim", "CPUOffloadOptimizer"),
-    "torchao AdamW on the host, gradients too": of_library(
-        "torchao.optim", "CPUOffloadOptimizer", offload_gradients=True
+    "Lion": of("Lion", "lion_pytorch", lr=1e-4),
+    "torchao AdamW8bit": of("AdamW8bit", "torchao.optim"),
+    "torchao AdamW4bit": of("AdamW4bit", "torchao.optim"),
+    "torchao AdamWFp8": of("AdamWFp8", "torchao.optim"),
+    "torchao AdamW on the host": of("CPUOffloadOptimizer", "torchao.optim"),
+    "torchao AdamW on the host, gradients too": of(
+        "CPUOffloadOptimizer", "torchao.optim", offload_gradients=True
     ),
     "torchao AdamW8bit on the host": on_the_host,
-    "bitsandbytes AdamW8bit": of_library("bitsandbytes.optim", "AdamW8bit"),
-    "bitsandbytes PagedAdamW8bit": of_library("bitsandbytes.optim", "PagedAdamW8bit"),
-    "bitsandbytes Lion8bit": of_library("bitsandbytes.optim", "Lion8bit"),
+    "bitsandbytes AdamW8bit": of("AdamW8bit", "bitsandbytes.optim"),
+    "bitsandbytes PagedAdamW8bit": of("PagedAdamW8bit", "bitsandbytes.optim"),
+    "bitsandbytes Lion8bit": of("Lion8bit", "bitsandbytes.optim"),
+}
+
+
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 2 * LENGTH,
 }
 
 
@@ -96,15 +99,7 @@ def llama(width: int = 64) -> nn.Module:
     """Return a small Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2 * LENGTH,
-    )
+    config = LlamaConfig(hidden_size=width, intermediate_size=2 * width, **SIZES)
     return LlamaForCausalLM(config)
 
 
@@ -131,7 +126,7 @@ def lora() -> Made:
 
 def lora_with_input_gradients() -> Made:
     """The embeddings' output requires grad, as reentrant checkpointing needs it."""
-    base: Any = llama()
+    base = llama()
     base.enable_input_require_grads()
     return adapted(base)
 
@@ -157,14 +152,14 @@ def dora() -> Made:
 
 
 def merged_and_adapted_again() -> Made:
-    merged: Any = adapted(llama())[0]
+    merged = adapted(llama())[0]
     return adapted(merged.merge_and_unload())
 
 
 def merged_and_unmerged() -> Made:
     """Adapters that were merged into the base to evaluate, and are trained on apart from it."""
     model, batch = adapted(llama())
-    adapters: Any = model
+    adapters = model
     adapters.merge_adapter()
     adapters.unmerge_adapter()
     return model, batch
@@ -174,7 +169,7 @@ def two_adapters() -> Made:
     """One of two adapters is trained; the other is frozen."""
     from peft import LoraConfig
 
-    model: Any = adapted(llama())[0]
+    model = adapted(llama())[0]
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     return model, words()
 
@@ -238,7 +233,7 @@ def lora_on_torchao_nf4() -> Made:
 
 def on_bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Made:
     """A base whose adapted layers and up projections are those of bitsandbytes."""
-    base: Any = llama(WIDTH)
+    base = llama(WIDTH)
     for layer in base.model.layers:
         for owner, name in (
             (layer.self_attn, "q_proj"),
@@ -283,14 +278,10 @@ def mixtral() -> Made:
     config = MixtralConfig(
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=2 * LENGTH,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,
+        **SIZES,
     )
     return MixtralForCausalLM(config), words()
 

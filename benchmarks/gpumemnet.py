@@ -1,7 +1,9 @@
 """Compare estimates with public measurements of a real card, those of GPUMemNet.
 
-    .venv/zoo/bin/python benchmarks/gpumemnet.py FOLDER --json evidence/gpumemnet.json
+    .venv/zoo/bin/python -m pip install --no-deps --target .venv/timm timm==1.0.9
+    PYTHONPATH=.venv/timm .venv/zoo/bin/python benchmarks/gpumemnet.py FOLDER --json PATH
 
+That version of timm is the first that has all models of the rows; later ones have changed some.
 FOLDER has `mlp.csv` and `timm.csv` from the data set of GPUMemNet (IT University of Copenhagen,
 2025, CC BY-NC 4.0): what nvidia-smi showed of an A100 of 40 GB while a model trained alone on it,
 at one reading a second. The version of torch is unknown. The MLPs trained with Adam. Of the models
@@ -19,11 +21,8 @@ which cuDNN tried its algorithms.
 Proof: `python -m pytest tests/benchmarks/test_gpumemnet.py`.
 """
 
-import argparse
 import csv
 import statistics
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -34,12 +33,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "template"))
-
-from curry_train.core.wording import provenance, write_json
 from curry_train.plan.cuda_step import StepTrace, cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
+from recording import record_parser, write_record
 
 MIB = 2**20
 SMALLEST_MLP_MIB = 1_800
@@ -49,8 +46,6 @@ FEWEST_READINGS = 3
 # Steps are recorded at these sizes; those of other sizes follow, as every storage grows linearly.
 RECORDED_SIZES = (8, 16)
 CLASSES = 1_000
-# The first version that has all models of the rows; the next ones added some that are in none.
-TIMM_VERSION = "1.0.9"
 # Rows and models that are compared, evenly spaced.
 NUM_MLPS = 300
 NUM_MODELS = 70
@@ -60,7 +55,7 @@ Row = dict[str, Any]
 
 def build_mlp(row: Mapping[str, str]) -> nn.Sequential:
     """Build the model of a row, such as `linear:64 ReLU:64 dropout:64 linear:2 Softmax:2`."""
-    layers: list[nn.Module] = []
+    layers = []
     width = int(row["input_features"])
     for word in row["layers"].split():
         kind, _, size = word.partition(":")
@@ -90,7 +85,6 @@ def estimate_mlp(row: Mapping[str, str]) -> int:
     )
     with Sketch(workload, kernels="cuda", optimizer=adam) as sketch:
         trace = sketch.step(int(row["batch_size"])).trace
-    assert trace is not None
     return cuda_memory(trace).reserved_bytes
 
 
@@ -132,15 +126,6 @@ def workload_of(name: str) -> Workload:
     )
 
 
-def use_timm_of_the_rows() -> None:
-    """Import the version of timm whose models were measured; later ones have changed some."""
-    folder = Path(sys.prefix) / f"timm-{TIMM_VERSION}"
-    if not folder.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
-        subprocess.run([*pip, f"timm=={TIMM_VERSION}"], check=True)
-    sys.path.insert(0, str(folder))
-
-
 def estimate_timm(name: str, sizes: Iterable[int]) -> dict[int, int]:
     """Return the bytes that the training of a model reserves, by batch size."""
     torch.backends.cudnn.benchmark = True
@@ -149,8 +134,6 @@ def estimate_timm(name: str, sizes: Iterable[int]) -> dict[int, int]:
             raise ValueError(sketch.why_real)
         first, second = (sketch.step(size).trace for size in RECORDED_SIZES)
     torch.backends.cudnn.benchmark = False
-    assert first is not None
-    assert second is not None
     return {size: cuda_memory(trace_at(size, first, second)).reserved_bytes for size in sizes}
 
 
@@ -175,7 +158,7 @@ def trace_at(size: int, first: StepTrace, second: StepTrace) -> StepTrace:
 
 def settled(readings: Mapping[int, float]) -> list[int]:
     """Return the batch sizes whose readings are of trainings that ran; see the module."""
-    rising: dict[int, float] = {}
+    rising = {}
     for size in sorted(readings):
         if readings[size] > FULL_CARD_MIB or readings[size] <= max(rising.values(), default=0):
             break
@@ -218,19 +201,21 @@ def every(items: list[Any], count: int) -> list[Any]:
 
 def measure_mlps(path: Path) -> list[Row]:
     with path.open() as file:
-        read = list(csv.DictReader(file))
-    rows = every([row for row in read if float(row["measured_mib"]) > SMALLEST_MLP_MIB], NUM_MLPS)
+        read = [
+            row for row in csv.DictReader(file) if float(row["measured_mib"]) > SMALLEST_MLP_MIB
+        ]
     return [
-        row_of(row["layers"], float(row["measured_mib"]), estimate_mlp(row) // MIB) for row in rows
+        row_of(row["layers"], float(row["measured_mib"]), estimate_mlp(row))
+        for row in every(read, NUM_MLPS)
     ]
 
 
 def row_of(model: str, measured: float, reserved: int) -> Row:
-    return {"model": model, "measured_mib": measured, "reserved_mib": reserved}
+    return {"model": model, "measured_mib": measured, "reserved_mib": reserved // MIB}
 
 
 def measure_timm(path: Path) -> list[Row]:
-    readings: dict[str, dict[int, float]] = defaultdict(dict)
+    readings = defaultdict(dict)
     with path.open() as file:
         for row in csv.DictReader(file):
             readings[row["timm_model"]][int(row["batch_size"])] = float(row["measured_mib"])
@@ -241,27 +226,22 @@ def measure_timm(path: Path) -> list[Row]:
         except (RuntimeError, ValueError) as error:
             print(f"{name} is left out: {error}")
             continue
-        for size, reserved in found.items():
-            rows.append(row_of(name, readings[name][size], reserved // MIB))
-            print(f"{name} {size}: {readings[name][size]:.0f} MiB, {reserved // MIB} reserved")
+        rows += [row_of(name, readings[name][size], reserved) for size, reserved in found.items()]
+        print(*rows[-len(found) :], sep="\n")
     return rows
 
 
 def main() -> None:
     """Compare the rows of a folder with estimates, and print what is left of the difference."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser = record_parser(__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--json", metavar="PATH", help="Write the figures; - is standard output.")
     options = parser.parse_args()
-    use_timm_of_the_rows()
     figures = {
         "mlp": summary(measure_mlps(options.folder / "mlp.csv")),
         "timm": summary(measure_timm(options.folder / "timm.csv")),
     }
-    for name, found in figures.items():
-        print(name, *(f"{key} {value}" for key, value in found.items()), sep=", ")
-    if options.json:
-        write_json(options.json, provenance(torch.device("cpu")) | figures)
+    print(figures)
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

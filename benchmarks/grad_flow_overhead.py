@@ -9,18 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import click
 import torch
 from torch import Tensor, nn
 
-from curry_train.cli.options import json_option
 from curry_train.core.measure import LiveStorages
 from curry_train.core.timing import time_in_turns
-from curry_train.core.wording import provenance, write_json
 from curry_train.primitives.grad_flow import GradFlow
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case, Workload
+from recording import record_parser, write_record
 
 Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
 UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unprobed one
@@ -36,37 +34,34 @@ def sizes() -> dict[str, tuple[Workload, int]]:
     return {"transformer": (transformer(), 4), "llama_like": (larger, 4)}
 
 
-class HooksByHand(contextlib.AbstractContextManager[Any]):
-    """Hooks as scripts have them: three numbers per tensor of each leaf, each a device sync."""
+@contextlib.contextmanager
+def hooks_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Counter[str]]:
+    """Hook as scripts do: three numbers per tensor of each leaf, each a device sync."""
+    calls = Counter()
+    figures = []
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.calls: Counter[str] = Counter()
-        self.figures: list[float] = []
-        self.handles: list[Any] = []
-        for name, module in model.named_modules():
-            if not any(True for _ in module.children()):
-                self.handles.append(module.register_forward_hook(self.hook(name)))
-        self.handles.append(optimizer.register_step_pre_hook(lambda *_: self.gradients(model)))
-
-    def hook(self, name: str) -> Callable[..., None]:
-        def see(module: nn.Module, arguments: Any, output: Tensor) -> None:
-            self.calls[name] += 1
-            self.see(output.detach())
-
-        return see
-
-    def see(self, tensor: Tensor) -> None:
+    def see(tensor: Tensor) -> None:
         shares = (tensor == 0, tensor.isfinite())
-        self.figures += [tensor.norm().item(), *(one.float().mean().item() for one in shares)]
+        figures.extend([tensor.norm().item(), *(one.float().mean().item() for one in shares)])
 
-    def gradients(self, model: nn.Module) -> None:
+    def hook(name: str) -> Callable[..., None]:
+        def count(module: nn.Module, arguments: Any, output: Tensor) -> None:
+            calls[name] += 1
+            see(output.detach())
+
+        return count
+
+    def see_gradients(*_: Any) -> None:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                self.see(parameter.grad)
+                see(parameter.grad)
 
-    def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
+    leaves = [pair for pair in model.named_modules() if not [*pair[1].children()]]
+    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
+    handles.append(optimizer.register_step_pre_hook(see_gradients))
+    yield calls
+    for handle in handles:
+        handle.remove()
 
 
 def _between_probes(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradFlow:
@@ -79,23 +74,22 @@ PROBING_WAYS: dict[str, Around] = {
     "plain": lambda model, optimizer: contextlib.nullcontext(),
     "between": _between_probes,
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
-    "by_hand": HooksByHand,
+    "by_hand": hooks_by_hand,
 }
 
 
-@contextlib.contextmanager
-def _trainer(case: Case, around: Around) -> Iterator[Callable[[], None]]:
+def _step(case: Case, around: Around, stack: contextlib.ExitStack) -> Callable[[], None]:
     module = case.build()
     batch = case.batch()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    stack.enter_context(around(module, optimizer))
 
     def step() -> None:
         optimizer.zero_grad()
         case.workload.mean_loss(module, batch).backward()
         optimizer.step()
 
-    with around(module, optimizer):
-        yield step
+    return step
 
 
 def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
@@ -105,9 +99,7 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
     """
     operations = {}
     with contextlib.ExitStack() as stack:
-        steps = {
-            way: stack.enter_context(_trainer(case, around)) for way, around in PROBING_WAYS.items()
-        }
+        steps = {way: _step(case, around, stack) for way, around in PROBING_WAYS.items()}
         for way, step in steps.items():
             step()
             with LiveStorages() as storages:
@@ -138,33 +130,33 @@ def measure_counting(case: Case) -> dict[str, Any]:
             recompute_blocks(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
-        by_hand = HooksByHand(module, optimizer)
-        with flow, by_hand:
+        with flow, hooks_by_hand(module, optimizer) as by_hand:
             case.workload.mean_loss(module, batch).backward()
             optimizer.step()
 
         layers = flow.records[0].layers
         calls_by_case["recompute" if recompute else "bare"] = {
-            "grad_flow": sum(layers[name].calls for name in by_hand.calls if name in layers),
-            "by_hand": sum(calls for name, calls in by_hand.calls.items() if name in layers),
+            "grad_flow": sum(layers[name].calls for name in by_hand if name in layers),
+            "by_hand": sum(calls for name, calls in by_hand.items() if name in layers),
         }
     return calls_by_case
 
 
-@click.command()
-@click.option("--repeats", default=15, type=click.IntRange(1), show_default=True)
-@json_option(default="-")
-def main(repeats: int, json_path: str) -> None:
+def main() -> None:
     """Measure the overhead of grad-flow and write the figures."""
-    rows = {}
+    parser = record_parser(__doc__)
+    parser.add_argument("--repeats", type=int, default=15)
+    options = parser.parse_args()
+    figures = {"repeats": options.repeats}
     for name, (workload, batch_size) in sizes().items():
         case = Case(workload, batch_size=batch_size)
-        rows[name] = {
+        figures[name] = {
             "batch_size": batch_size,
-            "cost": measure_costs(case, repeats=repeats),
+            "cost": measure_costs(case, repeats=options.repeats),
             "calls": measure_counting(case),
         }
-    write_json(json_path, provenance(torch.device("cpu")) | {"repeats": repeats} | rows)
+        print(name, figures[name])
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/mutants.py sac --minutes 30     # `make mutants ARGS=sac`
     python benchmarks/mutants.py grad-accum --function windows
-    python benchmarks/mutants.py --sample 28 --seed 7 --json evidence/mutants.json
+    python benchmarks/mutants.py --sample 28 --seed 7
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
@@ -21,9 +21,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-from curry_train.core.wording import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 # The modules of each technique in which mutants are made.
@@ -111,10 +108,10 @@ def run_mutmut(folder: Path, *words: str, minutes: float | None = None) -> str:
         return log.read()
 
 
-def count(technique: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run mutants of a technique, print those that no test catches, and count all by their fate."""
+def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
+    """Run mutants of a technique, print what survives; return how many were caught and run."""
     modules = TECHNIQUES[technique]
-    folder = (options.folder or ROOT / ".venv" / "mutants") / technique
+    folder = ROOT / ".venv" / "mutants" / technique
     if not folder.exists():
         copy_checkout(folder, modules, tests_of(technique, modules))
     chosen = [f"*{options.function}__mutmut_*"] if options.function else []
@@ -138,13 +135,7 @@ def count(technique: str, options: argparse.Namespace) -> dict[str, Any]:
     print(f"{technique}: {caught} of {run} mutants that a test reaches are caught")
     print(f"{counts['no tests']} are reached by no test, {counts['not checked']} did not run")
     print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME", flush=True)
-    return {
-        "technique": technique,
-        "caught": caught,
-        "survived": survived,
-        "reached by no test": counts["no tests"],
-        "did not run": counts["not checked"],
-    }
+    return caught, run
 
 
 def fates(folder: Path) -> dict[str, str]:
@@ -160,19 +151,12 @@ def main() -> int:
     parser.add_argument("--sample", type=int, help="draw so many mutants of each technique")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
     parser.add_argument("--minutes", type=float, help="stop each technique after these")
-    parser.add_argument("--folder", type=Path, help="where to work (default: below .venv)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="record the counts here")
     options = parser.parse_args()
     if unknown := [one for one in options.techniques if one not in TECHNIQUES]:
         parser.error(f"no technique {unknown[0]!r}; there are {', '.join(TECHNIQUES)}")
-
-    rows = [count(one, options) for one in options.techniques or TECHNIQUES]
-    caught = sum(row["caught"] for row in rows)
-    run = caught + sum(len(row["survived"]) for row in rows)
+    counts = [count(one, options) for one in options.techniques or TECHNIQUES]
+    caught, run = map(sum, zip(*counts, strict=True))
     print(f"{caught} of {run} caught")
-    if options.json:
-        head = {"sample": options.sample, "seed": options.seed, "caught": caught, "run": run}
-        write_json(str(options.json), head | {"rows": rows})
     return not run
 
 

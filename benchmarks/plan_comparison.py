@@ -12,22 +12,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import click
 import numpy
 import torch
 
-from curry_train.cli.options import (
-    DTYPES,
-    batch_size_option,
-    dtype_option,
-    json_option,
-    model_option,
-)
-from curry_train.core.wording import format_bytes, provenance, write_json
 from curry_train.plan.chain import PricedBlock, PricedChain
 from curry_train.plan.costs import candidates, find_kinds, more_bytes, work_of
 from curry_train.plan.estimate import Sketch, StepEstimate
 from curry_train.plan.saved import FULL_KIND, NONE_KIND, SAC_KIND, Option, apply_options
+from recording import record_parser, write_record
 
 LLAMA = "curry_train.workloads.models:llama_8b"
 THEIRS = "attention and every second product"
@@ -35,7 +27,7 @@ THEIRS = "attention and every second product"
 
 def every_second(calls: Sequence[tuple[str, int, int]]) -> Option:
     """Return the calls of a block that torchtitan's policy keeps by default."""
-    counted: Counter[str] = Counter()
+    counted = Counter()
     kept = set()
     for family, _, _ in calls:
         if family != "matmul" or counted[family] % 2 == 0:
@@ -48,24 +40,22 @@ def flops_of(step: StepEstimate, name: str) -> float:
     return float(work_of(step, name)[0].sum())
 
 
-@click.command()
-@model_option("spec", default=LLAMA)
-@batch_size_option(default=1)
-@dtype_option(default="bfloat16")
-@json_option()
-def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
+def main() -> None:
     """Compare the plan of a chain of blocks with two simpler choices at the same peak."""
+    parser = record_parser(__doc__)
+    parser.add_argument("--model", default=LLAMA)
+    options = parser.parse_args()
     start = time.perf_counter()
-    with Sketch(spec, kernels="cuda", dtype=DTYPES[dtype]) as sketch:
-        plain = sketch.step(batch_size)
+    with Sketch(options.model, kernels="cuda", dtype=torch.bfloat16) as sketch:
+        plain = sketch.step(1)
         seconds = time.perf_counter() - start
         (names,) = find_kinds(sketch.blocks(sketch.build()), [plain])
         calls = plain.blocks[names[0]].work.expensive
         policy = every_second(calls)
-        options = dict.fromkeys([policy, *candidates(calls, offload=False)])
+        every_option = dict.fromkeys([policy, *candidates(calls, offload=False)])
         # Each option on a block of its own.
-        tried = dict(zip(names, options, strict=False))
-        step = sketch.step(batch_size, change=partial(apply_options, options=tried))
+        tried = dict(zip(names, every_option, strict=False))
+        step = sketch.step(1, change=partial(apply_options, options=tried))
     forward = flops_of(plain, names[0]) / 3
     more = more_bytes(step, plain)
     again = {name: (flops_of(step, name) - flops_of(plain, name)) / forward for name in tried}
@@ -90,7 +80,6 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
     budget = theirs.peak(every)
 
     def row(name: str, chain: PricedChain, options: Mapping[str, Option] | None) -> dict[str, Any]:
-        assert options is not None
         again = chain.seconds(options) / number
         return {
             "choice": name,
@@ -105,32 +94,16 @@ def main(spec: str, batch_size: int, dtype: str, json_path: str | None) -> None:
         row("the plan", menu, menu.fastest(budget)),
     ]
     theirs_again, halves_again, plan_again = (one["of_forward"] for one in rows)
-    of_policy = plan_again / theirs_again
-    of_halves = plan_again / halves_again
-    click.echo(
-        f"a whole step of {batch_size} samples was estimated in {seconds:.1f} s, "
-        f"{format_bytes(plain.peak_bytes)}\n{number} blocks hold {format_bytes(held)} each; "
-        "recomputed, as a part of their forward:"
-    )
-    for one in rows:
-        click.echo(
-            f"  {one['choice']:<36} peak {format_bytes(one['peak_bytes']):>9} "
-            f"{one['of_forward']:>7.1%} again"
-        )
-    click.echo(
-        f"the plan recomputes {of_policy:.3f} of what the policy does, "
-        f"{of_halves:.3f} of what the best of none and full does"
-    )
-    if json_path:
-        figures = {
-            "rows": rows,
-            "of_policy": of_policy,
-            "of_none_and_full": of_halves,
-            "block_bytes": held,
-            "estimate_seconds": seconds,
-            "step_peak_bytes": plain.peak_bytes,
-        }
-        write_json(json_path, provenance(torch.device("cpu")) | figures)
+    figures = {
+        "rows": rows,
+        "of_policy": plan_again / theirs_again,
+        "of_none_and_full": plan_again / halves_again,
+        "block_bytes": held,
+        "estimate_seconds": seconds,
+        "step_peak_bytes": plain.peak_bytes,
+    }
+    print(figures)
+    write_record(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -17,46 +17,29 @@ from itertools import count
 from types import ModuleType
 from typing import Any
 
-import click
 import faulty_loops
 import healthy_loops
 import known_bugs
 import loops
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from curry_train.cli.options import json_option
-from curry_train.core.wording import provenance, write_json
 from curry_train.gates.loop import judge
 from curry_train.gates.loop_trace import Trace, observe
+from curry_train.workloads.models import transformer
+from recording import record_parser, write_record
 
 STEPS = 8
 FAULTY = (loops, faulty_loops, known_bugs)
 HEALTHY = (loops, healthy_loops)
 
 
-class Reader(nn.Module):
-    """A language model of 5 million parameters."""
-
-    def __init__(self, width: int = 256, vocabulary: int = 4096) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 4)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
-        hidden: Tensor = self.layers(self.embed(tokens), mask=mask, is_causal=True)
-        logits: Tensor = self.head(hidden)
-        return logits
-
-
 def of_language(num_microbatches: int) -> Callable[[], None]:
     def train() -> None:
-        model = Reader()
+        # 5 million parameters.
+        model = transformer(depth=4, dim=256, vocabulary=4096, length=128).build()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         for number in count(1):
             tokens = torch.randint(4096, (4, 129))
@@ -154,18 +137,18 @@ def cases(only: str) -> Iterator[tuple[str, Callable[[], Any], str]]:
         yield from [(one.__name__, one, "") for one in module.HEALTHY if chosen(module, one)]
 
 
-@click.command()
-@click.option("--only", default="", metavar="WORD", help="Only loops with this in their name.")
-@json_option()
-def main(only: str, json_path: str | None) -> None:
+def main() -> None:
     """Record what preflight costs and finds."""
+    parser = record_parser(__doc__)
+    parser.add_argument("--only", default="", help="loops with this in their name")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # The first loop of a process also pays for what torch imports then; this one is not counted.
     row("", loops.plain)
-    rows = [row(*case) for case in cases(only)]
+    rows = [row(*case) for case in cases(options.only)]
     sized = []
-    for name, train in SIZED.items() if not only else ():
+    for name, train in SIZED.items() if not options.only else ():
         seconds_alone(train, 2)
         measured = row(name, train)
         measured["ratio"] = 1 + measured["seconds_on_top"] / measured["seconds_alone"]
@@ -180,14 +163,11 @@ def main(only: str, json_path: str | None) -> None:
         "most_seconds_on_top": max(one["seconds_on_top"] for one in rows),
         "largest_ratio": max((one["ratio"] for one in sized), default=None),
     }
-    for name, value in score.items():
-        click.echo(f"{name}: {value}")
+    print(score)
     for one in rows:
         if not one["held"]:
-            click.echo(f"  {one['loop']}: expected {one['expected'] or 'none'}, {one['found']}")
-    if json_path:
-        facts = provenance(torch.device("cpu"))
-        write_json(json_path, facts | {"score": score, "sized": sized, "loops": rows})
+            print(f"  {one['loop']}: expected {one['expected'] or 'none'}, {one['found']}")
+    write_record(options.json, {"score": score, "sized": sized, "loops": rows})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Compare the predicted peak of every rank with that of real processes, on gloo.
 
-    python benchmarks/ranks.py --json evidence/ranks.json --resume
+    python benchmarks/ranks.py --json evidence/ranks.json
 
 A prediction runs one rank in this process, on shapes alone. The real ranks run the same program in
-a plain loop, and each follows its own storages. The record is written after each configuration.
-`--llama` adds how long a prediction takes for Llama's shapes.
+a plain loop, and each follows its own storages. The record is written after each number of ranks.
 
 Proof: `python -m pytest tests/plan/test_ranks.py`.
 """
@@ -12,25 +11,19 @@ Proof: `python -m pytest tests/plan/test_ranks.py`.
 import contextlib
 import functools
 import gc
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import track
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from curry_train.cli.options import json_option
 from curry_train.core.blocks import find_blocks
-from curry_train.core.wording import provenance, write_json
 from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
@@ -39,18 +32,18 @@ from curry_train.plan.record import RankStorages
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
 from curry_train.workloads.models import mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
+from recording import record_parser, write_record
 
 BATCH_SIZE = 4
 # Microbatches of a window that accumulates; the middle ones are alike.
 WINDOW = 3
 REPEATS = 5
-# Configurations that one start of the ranks measures; an interruption loses these at most.
-GROUP_SIZE = 6
+WORLDS = (2, 4)
 
 
 def small(**options: Any) -> Workload:
     """Make a transformer of three blocks."""
-    sizes: dict[str, Any] = {"depth": 3, "dim": 64, "vocabulary": 256, "length": 16}
+    sizes = {"depth": 3, "dim": 64, "vocabulary": 256, "length": 16}
     return transformer(**sizes | options)
 
 
@@ -59,7 +52,7 @@ def tied() -> Workload:
     plain = small()
 
     def build() -> nn.Module:
-        model: Any = plain.build()
+        model = plain.build()
         model.head.weight = model.embedding.weight
         return model
 
@@ -71,7 +64,7 @@ def frozen() -> Workload:
     plain = small()
 
     def build() -> nn.Module:
-        model: Any = plain.build()
+        model = plain.build()
         model.requires_grad_(False)
         model.layers[-1].requires_grad_(True)
         model.head.requires_grad_(True)
@@ -109,7 +102,7 @@ def norms_left_out(model: nn.Module, mesh: Any) -> None:
 
 def prefetched(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and gather two blocks ahead."""
-    blocks: list[Any] = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
+    blocks = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
     fully_shard(model, mesh=mesh)
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
@@ -118,7 +111,7 @@ def prefetched(model: nn.Module, mesh: Any) -> None:
 
 def not_prefetched(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and gather each one only when it runs in backward."""
-    blocks: list[Any] = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
+    blocks = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
     fully_shard(model, mesh=mesh)
     for block in blocks:
         block.set_modules_to_backward_prefetch([block])
@@ -128,7 +121,7 @@ def never_synced(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and sync the gradients of no microbatch, not of the last one either."""
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh)
-    whole: Any = fully_shard(model, mesh=mesh)
+    whole = fully_shard(model, mesh=mesh)
     whole.set_requires_gradient_sync(False)
     whole.set_requires_gradient_sync = keep
 
@@ -243,20 +236,19 @@ def predict(name: str, world: int, rank: int) -> int:
     return step.peak_bytes
 
 
-def measure(name: str, world: int, rank: int, *, repeats: int = REPEATS) -> int:
-    """Return the peak of this process, which is one of the ranks, in a plain loop."""
-    one = CONFIGURATIONS[name]
-    sharding = one.sharding(world, rank)
-    mesh = mesh_of(tuple(sharding.mesh.items()))
-    return peak_of_running_rank(lambda: _program(one, sharding, mesh), repeats=repeats)
+def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
+    """Return the peaks of this process, which is one of the ranks, in plain loops."""
+    found = {}
+    for name in names:
+        one = CONFIGURATIONS[name]
+        sharding = one.sharding(dist.get_world_size(), dist.get_rank())
+        mesh = mesh_of(tuple(sharding.mesh.items()))
+        make = functools.partial(_program, one, sharding, mesh)
+        found[name] = peak_of_running_rank(make, repeats=repeats)
+    return found
 
 
-@functools.cache
-def peak_of_running_rank(
-    make: Callable[[], Callable[[], object]],
-    *,
-    repeats: int = 1,
-) -> int:
+def peak_of_running_rank(make: Callable[[], Callable[[], object]], *, repeats: int = 1) -> int:
     """Measure the peak of a step of this process, which is a rank among others.
 
     `make` builds the program and returns its step; all that it makes counts. Two steps come first.
@@ -278,6 +270,7 @@ def peak_of_running_rank(
         return min(peaks)
 
 
+@functools.cache
 def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
     """Make each mesh once, because DTensor caches the process groups of equal meshes."""
     names, numbers = zip(*sizes, strict=True)
@@ -290,13 +283,16 @@ def _program(one: Configuration, sharding: Sharding, mesh: Any) -> Callable[[], 
     blocks = find_blocks(model)
     one.change(model)
     inside = [model.get_submodule(name) for name in blocks]
-    called: Any = sharding.parallelize(model, mesh, blocks=inside)
+    called = sharding.parallelize(model, mesh, blocks=inside)
     optimizer = make_optimizer(one.optimizer, model)
     batch = case.batch(BATCH_SIZE)
+    switch = getattr(called, "set_requires_gradient_sync", keep)
+    no_sync = getattr(called, "no_sync", contextlib.nullcontext)
 
     def microbatch(*, last: bool) -> None:
         syncs = last or sharding.sync_each_microbatch
-        with _synced(called, syncs):
+        switch(syncs)
+        with contextlib.nullcontext() if syncs else no_sync():
             loss = case.workload.mean_loss(called, batch)
             loss.backward()
         if last:
@@ -310,39 +306,21 @@ def _program(one: Configuration, sharding: Sharding, mesh: Any) -> Callable[[], 
     return step
 
 
-def _synced(called: Any, syncs: bool) -> contextlib.AbstractContextManager[Any]:
-    if hasattr(called, "set_requires_gradient_sync"):
-        called.set_requires_gradient_sync(syncs)
-    elif not syncs and hasattr(called, "no_sync"):
-        no_sync: contextlib.AbstractContextManager[Any] = called.no_sync()
-        return no_sync
-    return contextlib.nullcontext()
-
-
-def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
-    """Measure configurations one after the other in this rank."""
-    world = dist.get_world_size()
-    rank = dist.get_rank()
-    return {name: measure(name, world, rank, repeats=repeats) for name in names}
-
-
-def compare(names: list[str], world: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each configuration, with both peaks of its first and of its last rank."""
+def compare(names: list[str], world: int) -> list[dict[str, Any]]:
+    """Return both peaks of the first and of the last rank of each configuration."""
     target = f"{Path(__file__).resolve()}:measure_all"
-    for start in range(0, len(names), GROUP_SIZE):
-        group = names[start : start + GROUP_SIZE]
-        ranks = run_on_ranks(target, num_ranks=world, timeout=1800.0, names=group)
-        for name in group:
-            yield [
-                {
-                    "configuration": name,
-                    "ranks": world,
-                    "rank": rank,
-                    "predicted": predict(name, world, rank),
-                    "measured": ranks[rank][name],
-                }
-                for rank in (0, world - 1)
-            ]
+    ranks = run_on_ranks(target, num_ranks=world, timeout=7200.0, names=names)
+    return [
+        {
+            "configuration": name,
+            "ranks": world,
+            "rank": rank,
+            "predicted": predict(name, world, rank),
+            "measured": ranks[rank][name],
+        }
+        for name in names
+        for rank in (0, world - 1)
+    ]
 
 
 # Shapes of Llama 3, of which one rank of 64 is predicted.
@@ -371,76 +349,27 @@ def time_llama(name: str) -> dict[str, Any]:
     }
 
 
-class RanksRecord:
-    """Rows of configurations in a file, written whenever some are added."""
-
-    def __init__(self, path: str | None, *, resume: bool) -> None:
-        self.path = path
-        self.rows: list[dict[str, Any]] = []
-        self.llama: dict[str, dict[str, Any]] = {}
-        if path and resume and Path(path).exists():
-            found = json.loads(Path(path).read_text())
-            rows = found["rows"]
-            self.rows = [row for row in rows if row["configuration"] in CONFIGURATIONS]
-            self.llama = found.get("llama", {})
-
-    @property
-    def recorded(self) -> set[tuple[str, int]]:
-        return {(row["configuration"], row["ranks"]) for row in self.rows}
-
-    def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        order = [*CONFIGURATIONS]
-        self.rows += rows
-        self.rows.sort(key=lambda row: (row["ranks"], order.index(row["configuration"])))
-        self.write()
-
-    def write(self) -> None:
-        if self.path:
-            facts = provenance(torch.device("cpu"))
-            found = {"llama": self.llama, "rows": self.rows}
-            write_json(self.path, facts | self.summary | found)
-
-    @property
-    def summary(self) -> dict[str, int]:
-        return {
-            "num_rows": len(self.rows),
-            "equal": sum(row["predicted"] == row["measured"] for row in self.rows),
-            "configurations": len({name for name, _ in self.recorded}),
-        }
-
-
-@click.command()
-@click.option("--only", default="", help="Configurations whose name contains this.")
-@click.option("--ranks", "worlds", multiple=True, type=int, default=(2, 4), show_default=True)
-@click.option("--resume", is_flag=True, help="Keep the rows that the file of --json has already.")
-@click.option("--llama", is_flag=True, help="Time predictions of Llama's shapes.")
-@json_option()
-def main(
-    only: str, worlds: tuple[int, ...], resume: bool, llama: bool, json_path: str | None
-) -> None:
+def main() -> None:
     """Compare predicted and measured peaks of ranks."""
-    console = Console(stderr=json_path == "-", highlight=False)
-    record = RanksRecord(json_path, resume=resume)
-    for name in LLAMA_SHAPES if llama else ():
-        record.llama[name] = time_llama(name)
-        record.write()
-        console.print(f"{name}: {record.llama[name]}")
-    for world in worlds:
+    parser = record_parser(__doc__)
+    parser.add_argument("--only", default="", help="configurations whose name contains this")
+    options = parser.parse_args()
+    llama = {} if options.only else {name: time_llama(name) for name in LLAMA_SHAPES}
+    rows = []
+    for world in WORLDS:
         names = [
             name
             for name, one in CONFIGURATIONS.items()
-            if only in name and world >= one.least_ranks and (name, world) not in record.recorded
+            if options.only in name and world >= one.least_ranks
         ]
-        for rows in track(compare(names, world), f"{world} ranks", total=len(names)):
-            record.add(rows)
-            for row in rows:
-                if row["predicted"] != row["measured"]:
-                    console.print(row, style="red")
-    found = record.summary
-    console.print(
-        f"{found['equal']} of {found['num_rows']} ranks equal, "
-        f"{found['configurations']} configurations"
-    )
+        rows += compare(names, world)
+        summary = {
+            "num_rows": len(rows),
+            "equal": sum(row["predicted"] == row["measured"] for row in rows),
+            "configurations": len({row["configuration"] for row in rows}),
+        }
+        print(world, "ranks:", summary, *[r for r in rows if r["predicted"] != r["measured"]])
+        write_record(options.json, summary | {"llama": llama, "rows": rows})
 
 
 if __name__ == "__main__":

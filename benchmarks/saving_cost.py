@@ -16,6 +16,7 @@ Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -33,30 +34,21 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from curry_train.core.wording import provenance, write_json
+from curry_train.core.timing import time_in_turns
 from curry_train.runs import saving
 from curry_train.runs.background import BackgroundSaver
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.state import TrainingState
 from curry_train.runs.store import SavedRun, Store
+from recording import record_parser, write_record
 
 BYTES_PER_PARAMETER = 12  # float32 weights and the two moments of Adam
 LAYER_WIDTH = 1024
 SMALL_WIDTH = 135  # six layers, 1.3 MB with the moments
 # A save takes about as long whatever a step takes, so its part of the loop falls with longer steps.
 SMALL_BATCHES = (32, 512, 2048)
-# The goals, by the dotted key of the record.
-GOALS = {
-    "integrity.ratio": 1.10,
-    "stall.ratio": 0.05,
-    "memory.save": 1.1,
-    "memory.load": 1.1,
-    "savers.ours.all_steps": 1.03,
-    "savers.ours.slowest_step": 1.3,
-    "foreground.of_bound": 1.0,
-    "background.of_bound": 1.0,
-}
+OVERHEAD = 0.035
 
 
 def made_state(num_bytes: int) -> TrainingState:
@@ -81,15 +73,15 @@ def seconds_of(action: Callable[[], Any]) -> float:
 
 
 def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """Compare pairs of seconds; the first pair warms up."""
-    ratios = [after / before for before, after in zip(plain[1:], ours[1:], strict=True)]
+    """Compare pairs of seconds."""
+    ratios = [after / before for before, after in zip(plain, ours, strict=True)]
     return {
         "ratio": statistics.median(ratios),
         "lowest": min(ratios),
         "highest": max(ratios),
         "pairs": len(ratios),
-        "plain_seconds": statistics.median(plain[1:]),
-        "seconds": statistics.median(ours[1:]),
+        "plain_seconds": statistics.median(plain),
+        "seconds": statistics.median(ours),
     }
 
 
@@ -98,26 +90,21 @@ def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 def measure_integrity(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
     """Compare the store's save with `dcp.save` of the same tensors, which syncs its files too."""
-    plain: list[float] = []
-    ours: list[float] = []
     tensors = dict(state.snapshot().tensors)
+    steps = itertools.count()
     with Store(folder / "ours") as store:
 
-        def save_plain(number: int) -> None:
-            os.sync()  # otherwise this save would also wait for earlier writes
-            path = folder / f"plain-{number}"
-            plain.append(seconds_of(lambda: save(tensors, checkpoint_id=path)))
-            shutil.rmtree(path)
+        def remove() -> None:
+            shutil.rmtree(folder / "plain", ignore_errors=True)
+            for saved in store.committed("recovery"):
+                store.discard(saved)
+            os.sync()  # otherwise a save would also wait for earlier writes
 
-        def save_ours(number: int) -> None:
-            os.sync()
-            ours.append(seconds_of(lambda: store.save("recovery", number, state)))
-            store.discard(store.committed("recovery")[0])
-
-        for number in range(pairs + 1):
-            for act in (save_plain, save_ours) if number % 2 else (save_ours, save_plain):
-                act(number)
-    return compared(plain, ours)
+        ways = [
+            lambda: save(tensors, checkpoint_id=folder / "plain"),
+            lambda: store.save("recovery", next(steps), state),
+        ]
+        return compared(*time_in_turns(ways, rounds=pairs, warmup=1, before=remove))
 
 
 def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
@@ -126,8 +113,8 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
     After each background save, forward and backward passes run for as long as a synchronous save
     takes; then the optimizer steps.
     """
-    synchronous: list[float] = []
-    stalled: list[float] = []
+    synchronous = []
+    stalled = []
     with Store(folder / "stall") as store, BackgroundSaver(store) as saver:
         for number in range(pairs + 1):
             save_now = functools.partial(store.save, "recovery", 2 * number, state)
@@ -143,7 +130,7 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
             saver.finish()
             for saved in store.committed("recovery"):
                 store.discard(saved)
-    return compared(synchronous, stalled)
+    return compared(synchronous[1:], stalled[1:])
 
 
 def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -185,7 +172,7 @@ def highest_memory(name: str, folder: Path, num_bytes: int) -> int:
 
 
 def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"state_bytes": options.mib * 2**20}
+    found = {"state_bytes": options.mib * 2**20}
     for name in ACTIONS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found[name] = pool.apply(highest_memory, (name, folder, found["state_bytes"]))
@@ -244,7 +231,7 @@ def measure_rounds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) -> float:
     """Return the seconds of a loop of a small model, with saves where a folder is given."""
     torch.manual_seed(0)
-    layers: list[nn.Module] = []
+    layers = []
     for _ in range(6):
         layers += [nn.Linear(SMALL_WIDTH, SMALL_WIDTH), nn.ReLU()]
     model = nn.Sequential(*layers)
@@ -252,7 +239,7 @@ def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) ->
     batches = [torch.randn(rows, SMALL_WIDTH)] * num_steps
 
     def step(batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(batch).square().mean()
+        loss = model(batch).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -273,13 +260,13 @@ def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> di
     for number in range(options.rounds + 1):
         plain.append(loop(None))
         ours.append(loop(folder / f"small-{rows}-{number}"))
-    found = compared(plain, ours)
+    found = compared(plain[1:], ours[1:])
     step_seconds = found["plain_seconds"] / options.small_steps
     return {"loop": found["ratio"], "batch": rows, "step_seconds": step_seconds}
 
 
 def measure_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    small = [measure_small(folder, options, rows=rows) for rows in options.small_batches]
+    small = [measure_small(folder, options, rows=rows) for rows in SMALL_BATCHES]
     facts = {"cores": len(os.sched_getaffinity(0)), "every": options.every}
     return {**facts, "savers": {"ours": measure_rounds(folder, options)}, "small": small}
 
@@ -295,7 +282,7 @@ def train_with_cadence(
     `highest` is the largest share so far, taken after each save.
     """
     state = made_state(options.mib * 2**20)
-    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=options.overhead)
+    config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=OVERHEAD)
     saves = 0
     highest = 0.0
     saving_seconds = 0.0
@@ -320,11 +307,9 @@ def train_with_cadence(
         saves += len(policy.finish())
         if saver is not None:
             saver.close()
-    share = saving_seconds / stepping_seconds
     return {
-        "bound": options.overhead,
-        "of_bound": share / options.overhead,
-        "at_the_end": share,
+        "bound": OVERHEAD,
+        "at_the_end": saving_seconds / stepping_seconds,
         "highest": highest,
         "saves": saves,
     }
@@ -345,40 +330,22 @@ MEASURES = {
 }
 
 
-def met_goals(found: dict[str, Any]) -> list[str]:
-    """Return a line for each goal of what was measured."""
-    lines = []
-    for key, most in GOALS.items():
-        value: Any = found
-        for name in key.split("."):
-            value = value.get(name, {})
-        if value:
-            held = "holds" if value <= most else "missed"
-            lines.append(f"{key}: {value:.3f}, at most {most}: {held}")
-    return lines
-
-
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
     parser.add_argument("what", choices=[*MEASURES])
     parser.add_argument("--mib", type=int, default=1024, help="size of the state in MiB")
     parser.add_argument("--rounds", type=int, default=7, help="timed pairs")
     parser.add_argument("--every", type=int, default=35, help="steps from one save to the next")
     parser.add_argument("--batch", type=int, default=256, help="rows of a batch")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a training with a bound")
-    parser.add_argument("--overhead", type=float, default=0.035, help="its bound")
     parser.add_argument("--small-steps", type=int, default=1000, help="steps of the small loop")
-    parser.add_argument("--small-batches", type=int, nargs="*", default=SMALL_BATCHES)
-    parser.add_argument("--folder", help="write here; files are removed afterwards")
-    parser.add_argument("--json", metavar="PATH", help="write the figures; - is standard output")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+    with tempfile.TemporaryDirectory() as name:
         found = MEASURES[options.what](Path(name), options)
-    print("\n".join(met_goals(found)))
-    if options.json:
-        write_json(options.json, provenance(torch.device("cpu")) | found)
+    print(found)
+    write_record(options.json, found)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,15 @@
 `python -m pytest tests/runs/test_spike.py -k trainings`.
 """
 
-import argparse
 import math
-import sys
 
 import numpy
 import torch
 from torch import nn
 
-from curry_train.core.wording import provenance, write_json
 from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.spike import SpikeWatchdog
+from recording import record_parser, write_record
 
 FAULTS = ("bad samples", "learning rate", "not a number")
 LASTS = 4  # steps of a planted fault
@@ -100,8 +98,6 @@ def measure(num_healthy, num_planted):
         losses = small_training(seed)
         for patience in num_alarms:
             num_alarms[patience] += first_alarm(losses, patience=patience) is not None
-        if sys.stderr.isatty():
-            print(f"\r{seed + 1} of {num_healthy} sound trainings", end="", file=sys.stderr)
     found = {}
     for fault in FAULTS:
         spikes = [
@@ -112,21 +108,18 @@ def measure(num_healthy, num_planted):
             "spikes": len(spikes),
             "in_time": sum(spikes),
         }
-        print(f"\r{fault}: {sum(spikes)} of {len(spikes)} in time      ", file=sys.stderr)
     false_alarms = {f"patience_{patience}": number for patience, number in num_alarms.items()}
     return {"sound": {"trainings": num_healthy, "false_alarms": false_alarms}, "planted": found}
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = record_parser(__doc__)
+    parser.set_defaults(json="-")
     parser.add_argument("--healthy", type=int, default=400)
     parser.add_argument("--planted", type=int, default=100)
-    parser.add_argument("--json", default="-")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    write_json(
-        options.json, provenance(torch.device("cpu")) | measure(options.healthy, options.planted)
-    )
+    write_record(options.json, measure(options.healthy, options.planted))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/benchmarks/test_torture.py`.
 """
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -42,9 +43,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from curry_train.core.wording import provenance, write_json
 from curry_train.runs import RunError, SavedRun, saving
 from curry_train.runs.layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS
+from recording import record_parser, write_record
 
 EPOCHS = 4
 STEPS_PER_EPOCH = 5
@@ -206,12 +207,6 @@ def train(
     run.close()
 
 
-def warm_up(folder: Path) -> None:
-    """Import once what each rank would import, without a thread or a process group."""
-    train(Setup(steps=1), folder)
-    shutil.rmtree(folder)
-
-
 # Forked ranks and their reports, which go through a pipe, whose content survives a kill.
 
 
@@ -255,60 +250,40 @@ class RankReport:
     what: Any = None
 
 
-@dataclass(frozen=True)
-class Job:
-    """One rank of one life."""
-
-    setup: Setup
-    folder: Path
-    resume: str
-    rank: int
-    pipe: int
-    meeting: str
-    change: int | None
-    number: int
-
-    def say(self, word: str, what: Any = None) -> None:
-        line = json.dumps([time.monotonic(), self.rank, word, what])
-        os.write(self.pipe, line.encode() + b"\n")
-
-
-class BecomeRank(BaseException):
-    """Carries the job of a forked rank to the top of the program, where processes end."""
-
-    def __init__(self, job: Job) -> None:
-        super().__init__()
-        self.job = job
-
-
-def be_a_rank(job: Job) -> int:
+def be_a_rank(
+    setup: Setup, folder: Path, resume: str, blow: Blow, *, rank: int, pipe: int, meeting: str
+) -> int:
     """Train to the end, or until the blow; return the exit status."""
+
+    def say(word: str, what: Any = None) -> None:
+        line = json.dumps([time.monotonic(), rank, word, what])
+        os.write(pipe, line.encode() + b"\n")
+
     os.setpgid(0, 0)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)  # gloo prints a message for every peer that was killed
-    job.say("started")
+    say("started")
     try:
-        if job.setup.world > 1:
+        if setup.world > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{job.meeting}",
-                rank=job.rank,
-                world_size=job.setup.world,
-            )
-        sys.addaudithook(_struck_at_a_change(job))
-        train(job.setup, job.folder, job.say, rank=job.rank, resume=job.resume)
+            method = f"file://{meeting}"
+            dist.init_process_group("gloo", init_method=method, rank=rank, world_size=setup.world)
+        change = blow.change if rank in blow.victims else None
+        sys.addaudithook(_struck_at_a_change(change, blow.number, say))
+        train(setup, folder, say, rank=rank, resume=resume)
     except SystemExit:
         raise
     except BaseException as error:  # noqa: BLE001 - the parent process judges it
         trace = "".join(traceback.format_exception(error)[-3:])[-900:]
-        job.say("failed", f"{type(error).__name__}: {trace}")
+        say("failed", f"{type(error).__name__}: {trace}")
         return 1
-    job.say("finished")
+    say("finished")
     return 0
 
 
-def _struck_at_a_change(job: Job) -> Callable[[str, Any], None]:
+def _struck_at_a_change(
+    change: int | None, number: int, say: Callable[..., None]
+) -> Callable[[str, Any], None]:
     """Return an audit hook that sends the blow at a change of the disk by this process.
 
     It reports, too, from when on the signal is handled.
@@ -323,12 +298,12 @@ def _struck_at_a_change(job: Job) -> Callable[[str, Any], None]:
         count += 1
         if not handled and signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
             handled = True
-            job.say("handling")
-        if count == job.change:
-            job.say("dies")
-            if job.number == signal.SIGKILL:
-                os.killpg(0, job.number)  # with its loader's workers, which hold the pipe
-            os.kill(process, job.number)
+            say("handling")
+        if count == change:
+            say("dies")
+            if number == signal.SIGKILL:
+                os.killpg(0, number)  # with its loader's workers, which hold the pipe
+            os.kill(process, number)
 
     return hook
 
@@ -349,7 +324,7 @@ class Ranks(Life):
     """Forked processes that train together."""
 
     def __init__(self, setup: Setup, folder: Path, resume: str, blow: Blow) -> None:
-        """Fork; in a rank this raises BecomeRank."""
+        """Fork; a rank ends here, as a new process does."""
         super().__init__()
         self.meeting = tempfile.mktemp(prefix="meet-", dir=QUICK)
         self.pipe, writing = os.pipe()
@@ -359,9 +334,10 @@ class Ranks(Life):
             pid = os.fork()
             if not pid:
                 os.close(self.pipe)
-                change = blow.change if rank in blow.victims else None
-                raise BecomeRank(
-                    Job(setup, folder, resume, rank, writing, self.meeting, change, blow.number)
+                sys.exit(
+                    be_a_rank(
+                        setup, folder, resume, blow, rank=rank, pipe=writing, meeting=self.meeting
+                    )
                 )
             self.pids.append(pid)
         os.close(writing)
@@ -580,77 +556,62 @@ def _at_the_end(history: History) -> list[str]:
 NEVER = Blow(0, (0,), word="never")
 
 
-@dataclass
-class Struck:
-    """Histories over some ranks, and the counts of their blows."""
+@functools.cache
+def straight(*data: Any) -> dict[int, dict[int, str]]:
+    """Train without a blow, saving in the foreground; return the losses of each rank."""
+    folder = Path(tempfile.mkdtemp(prefix="straight-", dir=QUICK))
+    history = History(folder, Setup(*data))
+    history.live(NEVER)
+    if history.wrong or not history.finished:
+        raise RuntimeError(f"the run without a blow failed: {history.wrong}")
+    shutil.rmtree(folder)
+    return history.losses
 
-    folder: Path
-    seed: int = 0
-    counts: Counter[str] = field(default_factory=Counter)
-    wrong: list[str] = field(default_factory=list)
-    expected: dict[Any, dict[int, dict[int, str]]] = field(default_factory=dict)
 
-    def straight(self, setup: Setup) -> dict[int, dict[int, str]]:
-        """Train without a blow, saving in the foreground; return the losses of each rank."""
-        if setup.data not in self.expected:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            history = History(self.folder, Setup(*setup.data))
+def strike_many(folder: Path, seed: int, number: int, wanted: int, world: int) -> dict[str, Any]:
+    """Strike trainings over `world` ranks with a signal until it was sent often enough."""
+    generator = random.Random(f"{seed}-{number}-{world}")
+    counts = Counter(blows=0)
+    wrong = []
+    while counts["blows"] < wanted:
+        setup = Setup.draw(generator, world)
+        history = History(folder, setup, straight(*setup.data))
+        while not history.finished and not history.wrong:
+            steps = [one.step for one in SavedRun(folder).states()] if history.newest else []
+            turn = generator.choice(steps) if steps and generator.random() < TURNS else None
+            wild = counts["blows"] < wanted
+            blow = Blow.draw(generator, number, world) if wild else NEVER
+            life = history.live(blow, turn)
+            counts["rollbacks"] += turn is not None and bool(life.said("resumed"))
+            if not history.finished and wild:
+                counts["blows"] += 1
+                counts["at_a_change"] += blow.change is not None
+        counts["finished"] += history.finished
+        counts["checkpoints_checked"] += len(history.checked)
+        wrong += history.wrong
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"{world} ranks: {counts['blows']} of {wanted}", file=sys.stderr, flush=True)
+    return {**counts, "wrong": wrong}
+
+
+def kill_at_each_change(folder: Path, every: int) -> dict[str, Any]:
+    """Kill a short training at each nth change of the disk, and train on to its end."""
+    setup = Setup(rollback_every=1, recovery_every=2, keep=(1, 1), steps=3)
+    wrong = []
+    for blows in itertools.count():
+        history = History(folder, setup, straight(*setup.data))
+        change = 1 + every * blows
+        history.live(Blow(signal.SIGKILL, (0,), change=change))
+        finished = history.finished
+        if not finished:
             history.live(NEVER)
-            if history.wrong or not history.finished:
-                raise RuntimeError(f"the run without a blow failed: {history.wrong}")
-            self.expected[setup.data] = history.losses
-        return self.expected[setup.data]
-
-    def strike_many(
-        self, number: int, wanted: int, world: int, progress: Callable[[int], None]
-    ) -> dict[str, Any]:
-        """Strike trainings over `world` ranks with a signal until it was sent often enough."""
-        generator = random.Random(f"{self.seed}-{number}-{world}")
-        while self.counts["blows"] < wanted:
-            setup = Setup.draw(generator, world)
-            expected = self.straight(setup)
-            shutil.rmtree(self.folder, ignore_errors=True)
-            history = History(self.folder, setup, expected)
-            while not history.finished and not history.wrong:
-                steps = (
-                    [one.step for one in SavedRun(self.folder).states()] if history.newest else []
-                )
-                turn = generator.choice(steps) if steps and generator.random() < TURNS else None
-                wild = self.counts["blows"] < wanted
-                blow = Blow.draw(generator, number, world) if wild else NEVER
-                self._count(history, history.live(blow, turn), blow, turn)
-                progress(self.counts["blows"])
-            self.counts["finished"] += history.finished
-            self.counts["checkpoints_checked"] += len(history.checked)
-            self.wrong += history.wrong
-        shutil.rmtree(self.folder, ignore_errors=True)
-        return {**self.counts, "wrong": self.wrong}
-
-    def _count(self, history: History, life: Life, blow: Blow, turn: int | None) -> None:
-        self.counts["rollbacks"] += turn is not None and bool(life.said("resumed"))
-        if not history.finished and blow is not NEVER:
-            self.counts["blows"] += 1
-            self.counts["at_a_change"] += blow.change is not None
-
-    def at_each_change(self, every: int, progress: Callable[[int], None]) -> dict[str, Any]:
-        """Kill a short training at each nth change of the disk, and train on to its end."""
-        setup = Setup(rollback_every=1, recovery_every=2, keep=(1, 1), steps=3)
-        expected = self.straight(setup)
-        finished = False
-        while not finished:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            history = History(self.folder, setup, expected)
-            change = 1 + every * self.counts["blows"]
-            history.live(Blow(signal.SIGKILL, (0,), change=change))
-            finished = history.finished
-            if not finished:
-                self.counts["blows"] += 1
-                history.live(NEVER)
-                if not history.finished:
-                    history.wrong.append(f"killed at change {change}, it does not go on")
-            self.wrong += history.wrong
-            progress(self.counts["blows"])
-        return {**self.counts, "wrong": self.wrong}
+            if not history.finished:
+                history.wrong.append(f"killed at change {change}, it does not go on")
+        wrong += history.wrong
+        shutil.rmtree(folder, ignore_errors=True)
+        if finished:
+            break
+    return {"blows": blows, "wrong": wrong}
 
 
 # The whole torture, and its record.
@@ -659,26 +620,13 @@ class Struck:
 WORLDS = {"one_rank": (1, 0.6), "two_ranks": (2, 0.25), "three_ranks": (3, 0.15)}
 SIGNALS = {"kills": signal.SIGKILL, "signals": signal.SIGTERM}
 PARTS = [("kills", "at_each_change"), *itertools.product(SIGNALS, WORLDS)]
-SHOW_SECONDS = 10.0
-
-
-def progress_of(key: str) -> Callable[[int], None]:
-    """Return a function that prints how far a part is, now and then."""
-    shown_at = time.monotonic()
-
-    def show(done: int) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at > SHOW_SECONDS:
-            shown_at = time.monotonic()
-            print(f"{key}: {done}", file=sys.stderr, flush=True)
-
-    return show
 
 
 def torture(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the parts one after the other; return the findings as the record has them."""
-    found: dict[str, dict[str, Any]] = {}
-    warm_up(folder / "warm")
+    found = {}
+    # Import once what each rank would import, without a thread or a process group.
+    train(Setup(steps=1), folder / "warm")
     # The end of a rank then leaves alone what it shares with this process.
     gc.collect()
     gc.freeze()
@@ -687,13 +635,12 @@ def torture(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if options.only and not key.startswith(tuple(options.only)):
             continue
         began = time.monotonic()
-        struck, progress = Struck(folder / group / name, options.seed), progress_of(key)
         if name == "at_each_change":
-            result = struck.at_each_change(options.every, progress)
+            result = kill_at_each_change(folder / key, options.every)
         else:
             world, share = WORLDS[name]
             wanted = round(getattr(options, group) * share)
-            result = struck.strike_many(SIGNALS[group], wanted, world, progress)
+            result = strike_many(folder / key, options.seed, SIGNALS[group], wanted, world)
         result["seconds"] = round(time.monotonic() - began)
         found.setdefault(group, {})[name] = result
     for rows in found.values():
@@ -708,7 +655,8 @@ def wrongs(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
+    parser.set_defaults(json="evidence/checkpoint_torture.json")
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--signals", type=int, default=200, help="SIGTERMs")
     parser.add_argument("--every", type=int, default=1, help="kill at each nth change of the disk")
@@ -716,30 +664,19 @@ def main() -> int:
         "--only", nargs="*", default=[], help="keys of the result, such as kills.one_rank"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", default="evidence/checkpoint_torture.json")
     options = parser.parse_args()
     # Damaged checkpoints are skipped with a warning, some thousand times.
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    # A rank leaves this function by BecomeRank, and must not remove the folder.
+    # A rank leaves this function by SystemExit, and must not remove the folder.
     folder = Path(tempfile.mkdtemp(prefix="torture-", dir=QUICK))
     found = torture(options, folder)
     shutil.rmtree(folder, ignore_errors=True)
-    write_json(options.json, provenance(torch.device("cpu")) | found)
+    write_record(options.json, found)
     wrong = wrongs(found)
-    for fault in wrong[:20]:
-        print(fault, file=sys.stderr)
-    print(f"{len(wrong)} wrong", file=sys.stderr)
+    print(*wrong[:20], f"{len(wrong)} wrong", sep="\n", file=sys.stderr)
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    forked: Job | None = None
-    status = 0
-    try:
-        status = main()
-    except BecomeRank as rank:
-        forked = rank.job
-    if forked is not None:
-        status = be_a_rank(forked)
-    sys.exit(status)
+    sys.exit(main())

@@ -9,11 +9,24 @@ Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 import importlib.metadata
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+
+from curry_train import __version__
+from curry_train.runs import (
+    Store,
+    TrainingState,
+    commit_checkpoints,
+    load_chosen,
+    newest_whole,
+)
+from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
+from curry_train.runs.trainers import commit_file, commit_folder, committing_io
 
 # The state that is saved: a few tensors whose values follow from the step.
 
@@ -39,6 +52,11 @@ def step_of(state: State) -> int:
     if any(not torch.equal(state[name], tensor) for name, tensor in expected.items()):
         raise ValueError(f"the state is not that of step {step}")
     return step
+
+
+def zeros() -> State:
+    """Return a state to load into."""
+    return {name: torch.zeros_like(tensor) for name, tensor in state_of(0).items()}
 
 
 class Peer:
@@ -87,14 +105,10 @@ class DistributedCheckpoint(Peer):
     pickled = (".metadata", "*.distcp")
 
     def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
-        import torch.distributed.checkpoint as dcp
-
         dcp.save(state, checkpoint_id=self.path(root, step, again=again))
 
     def load_one(self, path: Path) -> State:
-        import torch.distributed.checkpoint as dcp
-
-        state = {name: torch.zeros_like(tensor) for name, tensor in state_of(0).items()}
+        state = zeros()
         dcp.load(state, checkpoint_id=path)
         return state
 
@@ -121,11 +135,10 @@ class TorchCheckpointing(Peer):
 
     def load_one(self, path: Path) -> State:
         manager = self._build()
-        into = {name: torch.zeros_like(tensor) for name, tensor in state_of(0).items()}
-        loaded = manager.load(str(path), into={"model": into})
+        into = {"model": zeros()}
+        found = manager.load(str(path), into=into) or into
         manager.close()
-        found: State = (loaded or {"model": into})["model"]
-        return found
+        return found["model"]
 
 
 class Orbax(Peer):
@@ -160,6 +173,9 @@ class Holder(nn.Module):
         for name, tensor in state.items():
             getattr(self, name).copy_(tensor)
 
+    def get(self) -> State:
+        return {name: getattr(self, name).clone() for name in zeros()}
+
 
 class Accelerate(Peer):
     name = "accelerate"
@@ -180,7 +196,7 @@ class Accelerate(Peer):
 
     def load_one(self, path: Path) -> State:
         self._accelerator.load_state(str(path))
-        return {name: tensor.clone() for name, tensor in self._holder.state_dict().items()}
+        return self._holder.get()
 
 
 class Lightning(Peer):
@@ -200,8 +216,7 @@ class Lightning(Peer):
         self._io.save_checkpoint({"state_dict": state}, self.path(root, step, again=again))
 
     def load_one(self, path: Path) -> State:
-        found: State = self._io.load_checkpoint(path)["state_dict"]
-        return found
+        return self._io.load_checkpoint(path)["state_dict"]
 
 
 class HuggingFace(Peer):
@@ -237,9 +252,7 @@ class HuggingFace(Peer):
         self._trainer._load_from_checkpoint(str(path))
         self._trainer._load_optimizer_and_scheduler(str(path))
         self._trainer._load_rng_state(str(path))
-        names = state_of(0)
-        tensors = self._holder.state_dict()
-        return {name: tensors[name].clone() for name in names}
+        return self._holder.get()
 
 
 class Ours(Peer):
@@ -248,27 +261,21 @@ class Ours(Peer):
     pickled = (".metadata", "*.distcp")
 
     def prepare(self) -> None:
-        from curry_train.runs import Store, TrainingState, load_chosen
-        from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
-
         self._holder = Holder()
         self._state = TrainingState(self._holder)
-        self._store = Store
-        self._load_chosen = load_chosen
-        self._parts = FileEntry, hash_bytes, parse_manifest
 
     def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
         self._holder.put(state)
-        with self._store(root) as store:
+        with Store(root) as store:
             store.save("rollback", 0 if again else step, self._state)
 
     def load(self, root: Path) -> State:
-        self._load_chosen(root, self._state)
-        return {name: tensor.clone() for name, tensor in self._holder.state_dict().items()}
+        load_chosen(root, self._state)
+        return self._holder.get()
 
     def load_one(self, path: Path) -> State:
-        self._store(path.parents[1]).load(f"rollback/{path.name}", self._state)
-        return {name: tensor.clone() for name, tensor in self._holder.state_dict().items()}
+        Store(path.parents[1]).load(f"rollback/{path.name}", self._state)
+        return self._holder.get()
 
     def path(self, root: Path, step: int, *, again: bool) -> Path:
         return root / f"rollback/step-{0 if again else step:08d}.dcp"
@@ -277,20 +284,14 @@ class Ours(Peer):
         return max(root.glob("rollback/step-*.dcp"))
 
     def forge(self, path: Path) -> None:
-        import dataclasses
-
-        file_entry, hash_bytes, parse_manifest = self._parts
         manifest = parse_manifest((path / "manifest.json").read_bytes())
         files = {}
         for name in manifest.files:
             data = (path / name).read_bytes()
-            files[name] = file_entry(len(data), hash_bytes(data))
-        forged = dataclasses.replace(manifest, files=files).render()
-        (path / "manifest.json").write_bytes(forged)
+            files[name] = FileEntry(len(data), hash_bytes(data))
+        (path / "manifest.json").write_bytes(replace(manifest, files=files).render())
 
     def version(self) -> str:
-        from curry_train import __version__
-
         return __version__
 
 
@@ -298,16 +299,12 @@ class Committed(Peer):
     """A library with `commit_checkpoints`, and `newest_whole` at resume."""
 
     def newest(self, root: Path) -> Path:
-        from curry_train.runs import newest_whole
-
         found = newest_whole(root)
         if found is None:
             raise FileNotFoundError("no checkpoint here is whole")
         return Path(found)
 
     def forge(self, path: Path) -> None:
-        from curry_train.runs.trainers import commit_folder
-
         commit_folder(path)
 
 
@@ -315,8 +312,6 @@ class CommittedAccelerate(Committed, Accelerate):
     name = "accelerate_committed"
 
     def prepare(self) -> None:
-        from curry_train.runs import commit_checkpoints
-
         super().prepare()
         commit_checkpoints(self._accelerator)
 
@@ -325,8 +320,6 @@ class CommittedHuggingFace(Committed, HuggingFace):
     name = "transformers_committed"
 
     def prepare(self) -> None:
-        from curry_train.runs import commit_checkpoints
-
         super().prepare()
         commit_checkpoints(self._trainer)
 
@@ -335,14 +328,10 @@ class CommittedLightning(Committed, Lightning):
     name = "lightning_committed"
 
     def prepare(self) -> None:
-        from curry_train.runs.trainers import committing_io
-
         super().prepare()
         self._io = committing_io(self._io)
 
     def forge(self, path: Path) -> None:
-        from curry_train.runs.trainers import commit_file
-
         staged = path.with_name(".forged")
         path.rename(staged)
         commit_file(staged, path)

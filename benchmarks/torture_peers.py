@@ -9,7 +9,6 @@ over runs with the same versions, and each run draws other kills. It forks, and 
 Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,20 +24,16 @@ import time
 import warnings
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from curry_train.core.wording import provenance, write_json
-from side_environment import install_beside
+from curry_train.core.wording import provenance
+from recording import record_parser, write_record
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_shapes import calls
 
-ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = ROOT / ".venv" / "torture"
-REQUIREMENTS = Path(__file__).with_name("torture_requirements.txt")
 KILLS_OF_A_FOLDER = 5
 LONGEST_LOAD = 120  # seconds after which a load counts as hung
 FIRST_STEPS = (1, 2)
@@ -112,13 +107,7 @@ def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...], *, again: boo
 
 
 def kill_many(
-    peer: Peer,
-    folder: Path,
-    number: int,
-    *,
-    again: bool = False,
-    seed: int = 0,
-    progress: Callable[[int], None] = lambda done: None,
+    peer: Peer, folder: Path, number: int, *, again: bool = False, seed: int = 0
 ) -> dict[str, int]:
     """Kill a process at random moments of its saves, and load in another; count what was lost.
 
@@ -128,7 +117,6 @@ def kill_many(
     counts = dict.fromkeys(("kills", "newest_fails", "older", "lost", "silent", "refused"), 0)
     root = folder / "kills"
     longest = 0.0
-    history = _History()
     while counts["kills"] < number:
         if not counts["kills"] % KILLS_OF_A_FOLDER or not root.exists():
             shutil.rmtree(root, ignore_errors=True)
@@ -136,31 +124,30 @@ def kill_many(
             began = time.monotonic()
             save_in_a_fork(peer, root, (1,), again=again)
             longest = longest or 4 * (time.monotonic() - began)
-            history = _History()
-        _one_kill(peer, root, history, generator.uniform(0, longest), counts, again=again)
-        progress(counts["kills"])
+            saved = begun = 1
+        reports = _killed_reports(peer, root, begun + 1, generator.uniform(0, longest), again=again)
+        # The last step that was reported saved, and the last that may have been.
+        saved = max([one for one in reports if isinstance(one, int)], default=saved)
+        begun = max(begun, saved) + 1
+        counts["kills"] += 1
+        counts["refused"] += any(isinstance(one, dict) for one in reports)
+
+        found = loaded(lambda: peer.load(root))
+        counts["silent"] += "silent" in found
+        counts["newest_fails"] += "error" in found
+        counts["older"] += found.get("step", saved) < saved
+        if found.get("step", -1) < saved:
+            # Is the step that was reported saved still there, if it is loaded by its name?
+            path = peer.path(root, saved, again=again)
+            counts["lost"] += loaded(lambda path=path: peer.load_one(path)).get("step", -1) < saved
+            shutil.rmtree(root)
     return counts
 
 
-@dataclass
-class _History:
-    """The last step that was reported saved, and the last that a killed process may have saved."""
-
-    reported: int = 1
-    begun: int = 1
-
-
-def _one_kill(
-    peer: Peer,
-    root: Path,
-    history: _History,
-    seconds: float,
-    counts: dict[str, int],
-    *,
-    again: bool,
-) -> None:
-    """Save one step after the other, kill the process, and load in another one."""
-    first = history.begun + 1
+def _killed_reports(
+    peer: Peer, root: Path, first: int, seconds: float, *, again: bool
+) -> list[Any]:
+    """Save one step after the other in a process, kill it, and return what it reported."""
 
     def act(report: Callable[[Any], None]) -> None:
         report("begin")
@@ -177,35 +164,13 @@ def _one_kill(
     time.sleep(seconds)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    reports, _ = reports_of(pid, pipe)
-    steps = [one for one in reports if isinstance(one, int)]
-    history.reported = max(steps, default=history.reported)
-    history.begun = max(first, history.reported + 1)
-    counts["kills"] += 1
-    counts["refused"] += any(isinstance(one, dict) for one in reports)
-
-    found = loaded(lambda: peer.load(root))
-    counts["silent"] += "silent" in found
-    counts["newest_fails"] += "error" in found
-    counts["older"] += found.get("step", history.reported) < history.reported
-    if found.get("step", -1) < history.reported:
-        # Is the step that was reported saved still there, if it is loaded by its name?
-        path = peer.path(root, history.reported, again=again)
-        counts["lost"] += loaded(lambda: peer.load_one(path)).get("step", -1) < history.reported
-        shutil.rmtree(root)
+    return reports_of(pid, pipe)[0]
 
 
 # Flips, full disks and hostile files.
 
 
-def flip_many(
-    peer: Peer,
-    folder: Path,
-    number: int,
-    *,
-    seed: int = 0,
-    progress: Callable[[int], None] = lambda done: None,
-) -> dict[str, int]:
+def flip_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[str, int]:
     """Flip single bits of the newest checkpoint, equally many in each file, and load."""
     generator = random.Random(f"{peer.name}-{seed}")
     root = folder / "flips"
@@ -232,7 +197,6 @@ def flip_many(
             counts["harmless"] += 1
         else:
             counts["found"] += 1
-        progress(counts["flips"])
     return counts
 
 
@@ -311,58 +275,43 @@ def _forge_file(path: Path, call: Any) -> None:
 # The whole torture of one library, its record and its table.
 
 
-def torture_peer(peer: Peer, options: argparse.Namespace, *, seed: int) -> dict[str, Any]:
-    def shown(what: str, total: int) -> Callable[[int], None]:
-        def show(done: int) -> None:
-            if done % 50 == 0 or done == total:
-                print(f"{peer.name}: {done} of {total} {what}", file=sys.stderr, flush=True)
-
-        return show
-
-    folder = Path(tempfile.mkdtemp(prefix="peer-"))
-    kills = options.kills
-    resaves = options.resaves
-    flips = options.flips
-    try:
-        found: dict[str, Any] = {
-            "kills": kill_many(peer, folder, kills, seed=seed, progress=shown("kills", kills)),
-            "resaves": kill_many(
-                peer, folder, resaves, again=True, seed=seed, progress=shown("resaves", resaves)
-            ),
-            "flips": flip_many(peer, folder, flips, seed=seed, progress=shown("flips", flips)),
-            "full_disks": fill_disks(peer, folder),
-            "hostile": forge_many(peer, folder),
-        }
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) -> dict[str, Any]:
+    parts = {
+        "kills": lambda folder: kill_many(peer, folder, kills, seed=seed),
+        "resaves": lambda folder: kill_many(peer, folder, resaves, again=True, seed=seed),
+        "flips": lambda folder: flip_many(peer, folder, flips, seed=seed),
+        "full_disks": lambda folder: fill_disks(peer, folder),
+        "hostile": lambda folder: forge_many(peer, folder),
+    }
+    found = {}
+    for name, part in parts.items():
+        with tempfile.TemporaryDirectory(prefix="peer-") as folder:
+            found[name] = part(Path(folder))
+        print(name, found[name], file=sys.stderr, flush=True)
     return found
 
 
 def added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Add the counts of two runs of the same versions."""
-    total: dict[str, Any] = {}
+    total = {}
     for part, counts in now.items():
         earlier = before.get(part, {})
         total[part] = {key: number + earlier.get(key, 0) for key, number in counts.items()}
     return total
 
 
-def record(path: Path, peer: Peer, options: argparse.Namespace) -> dict[str, Any]:
+def record(path: Path, peer: Peer, *numbers: int) -> None:
     """Torture one library and add its counts to the record of all."""
     written = json.loads(path.read_text()) if path.exists() else {"peers": {}}
     row = written["peers"].get(peer.name, {})
     facts = provenance(torch.device("cpu"))
     versions = {"version": peer.version(), "torch": facts["torch"]}
-    same = all(row.get(key) == value for key, value in versions.items())
-    before = row.get("counts", {}) if same else {}
-    runs = row.get("runs", 0) if same else 0
-    counts = added(before, torture_peer(peer, options, seed=runs))
+    if any(row.get(key) != value for key, value in versions.items()):
+        row = {"runs": 0, "counts": {}}
+    runs = row["runs"]
+    counts = added(row["counts"], torture_peer(peer, *numbers, seed=runs))
     row = {**versions, "date": facts["date"], "runs": runs + 1, "counts": counts}
-    peers = written["peers"] | {peer.name: row}
-    # Each run tortures one library; its counts are those of all its runs.
-    facts["command"] = f"make torture PEER={peer.name}"
-    write_json(str(path), facts | {"peers": peers})
-    return row
+    write_record(str(path), {"peers": written["peers"] | {peer.name: row}})
 
 
 TABLE_BEGIN = "<!-- table of evidence/peers_torture.json -->"
@@ -400,27 +349,23 @@ def with_table(page: str, written: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = record_parser(__doc__)
+    parser.set_defaults(json="evidence/peers_torture.json")
     parser.add_argument("--peer", choices=[*PEERS], help="the library to torture")
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--resaves", type=int, default=100, help="kills of saves over a save")
     parser.add_argument("--flips", type=int, default=600)
-    parser.add_argument("--json", default="evidence/peers_torture.json")
-    parser.add_argument("--install", action="store_true", help="install the libraries and end")
     parser.add_argument("--page", metavar="PATH", help="put the table of --json into a page, end")
     options = parser.parse_args()
-    if options.install:
-        install_beside(ENVIRONMENT, REQUIREMENTS)
-        return
+    path = Path(options.json)
     if options.page:
         page = Path(options.page)
-        page.write_text(with_table(page.read_text(), json.loads(Path(options.json).read_text())))
+        page.write_text(with_table(page.read_text(), json.loads(path.read_text())))
         return
     if options.peer is None:
         parser.error("give --peer, one of " + ", ".join(PEERS))
     torch.set_num_threads(1)
-    row = record(Path(options.json), prepared(options.peer), options)
-    print(json.dumps(row["counts"], indent=1))
+    record(path, prepared(options.peer), options.kills, options.resaves, options.flips)
 
 
 if __name__ == "__main__":

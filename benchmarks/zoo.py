@@ -1,14 +1,14 @@
 """Run models of other libraries through all gates and a verified plan, and record it.
 
-    python benchmarks/zoo.py --json evidence/zoo.json   # all: more than an hour on two cores
-    python benchmarks/zoo.py --only bert vit_pytorch    # some, printed
+    make zoo ARGS='--json evidence/zoo.json'   # all: more than an hour on two cores
+    make zoo ARGS='--only bert vit_pytorch'    # some, printed
 
-`make zoo` installs the libraries next to the project's own environment and runs all models. Models
-that an earlier run recorded in the same file are skipped with `--resume`.
+`make zoo` installs the libraries next to the project's own environment. Models that an earlier run
+recorded in the same file are skipped with `--resume`.
 Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 """
 
-import argparse
+import itertools
 import json
 import os
 import re
@@ -20,18 +20,15 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
-from curry_train.core.wording import format_bytes, provenance, write_json
-from side_environment import install_beside
+from curry_train.core.wording import format_bytes
+from recording import record_parser, write_record
 from zoo_models import ZOO, ZooModel
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENT = ROOT / ".venv" / "zoo"
-REQUIREMENTS = Path(__file__).with_name("zoo_requirements.txt")
 
 # Seconds for all gates of a model, and for its plan.
 LONGEST_GATES = 900
@@ -41,82 +38,51 @@ STATUS_OF_TIMEOUT = 124
 
 
 def main() -> None:
-    """Run the models that were asked for, two at a time, and record each as soon as it ends."""
-    options = _parse_options()
+    """Run the models that were asked for, and record each as soon as it ends."""
+    parser = record_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=[*ZOO], metavar="NAME", help="these models")
+    parser.add_argument("--resume", action="store_true", help="keep what PATH has already")
+    parser.add_argument("--workers", type=int, default=2, help="models at a time (default: 2)")
+    parser.add_argument("--plan", metavar="NAME", help="plan one model here, and print JSON")
+    options = parser.parse_args()
     if options.plan:
         print(json.dumps(plan_of(options.plan)))
         return
-    if options.install:
-        install_beside(ENVIRONMENT, REQUIREMENTS)
-        return
 
-    recorded = _recorded(options.json) if options.resume else {}
+    recorded = {}
+    if options.resume and Path(options.json).exists():
+        rows = json.loads(Path(options.json).read_text())["models"]
+        recorded = {row["model"]: row for row in rows if row["model"] in ZOO}
     wanted = options.only or [name for name in ZOO if name not in recorded]
-    unknown = sorted({*wanted} - set(ZOO))
-    if unknown:
-        sys.exit(f"no model {', '.join(unknown)}; the zoo has {', '.join(ZOO)}")
+    cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
 
-    cores = SimpleQueue[int]()
-    for number in range(options.workers):
-        cores.put(number)
-    with ThreadPoolExecutor(options.workers, initializer=_use_one_core, initargs=(cores,)) as pool:
+    def use_one_core() -> None:
+        """Keep this thread and the processes that it starts on a core of its own.
+
+        On one core `validate` starts no processes, which would import the model's library once
+        more each: 29 instead of 70 s of a processor for GPT-2.
+        """
+        os.sched_setaffinity(0, {next(cores)})
+
+    with ThreadPoolExecutor(options.workers, initializer=use_one_core) as pool:
         for row in pool.map(run_model, [ZOO[name] for name in wanted]):
-            recorded[row["model"]] = without_folders(row)
+            recorded[row["model"]] = row
             print(line_of(row), flush=True)
-            if options.json:
-                rows = [recorded[name] for name in ZOO if name in recorded]
-                summary = summary_of(rows)
-                facts = provenance(torch.device("cpu"))
-                write_json(options.json, facts | {"summary": summary, "models": rows})
-    print(text_of(summary_of(recorded.values())))
-
-
-def without_folders(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row whose files are named from the library's or the project's folder on."""
-    text = re.sub(r"/[^\s\"]*/site-packages/", "", json.dumps(row)).replace(f"{ROOT}/", "")
-    named: dict[str, Any] = json.loads(text)
-    return named
-
-
-def _use_one_core(numbers: "SimpleQueue[int]") -> None:
-    """Keep this thread and the processes that it starts on a core of its own.
-
-    On one core `validate` starts no processes, which would import the model's library once more
-    each: 29 instead of 70 s of a processor for GPT-2.
-    """
-    available = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {available[numbers.get() % len(available)]})
-
-
-def _parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", metavar="PATH", help="record the results here")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="run these models")
-    parser.add_argument("--resume", action="store_true", help="keep what PATH has already")
-    parser.add_argument("--workers", type=int, default=2, help="models at a time (default: 2)")
-    parser.add_argument("--install", action="store_true", help="install the libraries and end")
-    parser.add_argument("--plan", metavar="NAME", help="plan one model here, and print JSON")
-    options = parser.parse_args()
-    if options.resume and not options.json:
-        parser.error("--resume needs --json, the file with the earlier results")
-    return options
-
-
-def _recorded(path: str) -> dict[str, dict[str, Any]]:
-    if not Path(path).exists():
-        return {}
-    rows = json.loads(Path(path).read_text())["models"]
-    return {row["model"]: row for row in rows if row["model"] in ZOO}
+            rows = [recorded[name] for name in ZOO if name in recorded]
+            write_record(options.json, {"summary": summary_of(rows), "models": rows})
+    print(summary_of(recorded.values()))
 
 
 def run_model(model: ZooModel) -> dict[str, Any]:
     """Run all gates and a verified plan of one model, each in a process of its own."""
     started = time.monotonic()
-    row: dict[str, Any] = {"model": model.name, "library": model.library}
+    row = {"model": model.name, "library": model.library}
     row |= gates_of(model)
     row["plan"] = _run_plan(model)
     row["seconds"] = round(time.monotonic() - started)
-    return row
+    # Files are named from the library's or the project's folder on.
+    text = re.sub(r"/[^\s\"]*/site-packages/", "", json.dumps(row)).replace(f"{ROOT}/", "")
+    return json.loads(text)
 
 
 def gates_of(model: ZooModel) -> dict[str, Any]:
@@ -149,23 +115,17 @@ def gates_of(model: ZooModel) -> dict[str, Any]:
 
 
 def _run_plan(model: ZooModel) -> dict[str, Any]:
-    ended = _run([str(Path(__file__)), "--plan", model.name], LONGEST_PLAN)
+    ended = _run([__file__, "--plan", model.name], LONGEST_PLAN)
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or ["no message"]
         return {"error": f"status {ended.returncode}: {lines[-1]}"}
-    planned: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
-    return planned
+    return json.loads(ended.stdout.strip().splitlines()[-1])
 
 
 def _run(words: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
-    """Run a script of the project in the zoo's environment, or in this one if there is none."""
-    theirs = ENVIRONMENT / "bin" / "python"
-    python = str(theirs) if theirs.exists() else sys.executable
+    """Run a script of the project in this environment."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT / "template"), str(Path(__file__).parent)]
-    )
-    command = [python, *words]
+    command = [sys.executable, *words]
     try:
         return subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
@@ -212,22 +172,15 @@ def plan_of(name: str) -> dict[str, Any]:
     }
 
 
-# Format rows and summaries.
-
-
 def line_of(row: dict[str, Any]) -> str:
-    """Return one line about a model, at most 100 columns wide."""
+    """Return one line about a model."""
     counts = f"{row['held']} held, {len(row['failed'])} failed"
-    coverage = "-" if row["coverage"] is None else f"{row['coverage']:.0%}"
     plan = row["plan"]
-    planned = "no plan" if "error" in plan else _plan_text(plan)
-    name = f"{row['model']:<24} status {row['status']:<3}"
-    return f"{name} {counts:<19} {row['blocks']:>3} blocks {coverage:>4}  {planned}"
-
-
-def _plan_text(plan: dict[str, Any]) -> str:
-    plain, planned = format_bytes(plan["plain_bytes"]), format_bytes(plan["planned_bytes"])
-    return f"{plain} to {planned}, {plan['planned_bytes'] / plan['measured_bytes']:.2%} of measured"
+    planned = plan.get("error") or (
+        f"{format_bytes(plan['plain_bytes'])} to {format_bytes(plan['planned_bytes'])}, "
+        f"{plan['planned_bytes'] / plan['measured_bytes']:.2%} of measured"
+    )
+    return f"{row['model']:<24} status {row['status']:<3} {counts:<19} {planned}"
 
 
 def summary_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
@@ -250,16 +203,6 @@ def summary_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
         "plans_equal_to_the_byte": len(exact),
         "plans_within_budget": len(within),
     }
-
-
-def text_of(summary: dict[str, Any]) -> str:
-    return (
-        f"{summary['models']} models of {summary['libraries']} libraries: "
-        f"{summary['status_0']} with status 0; {summary['held']} gates held, "
-        f"{summary['failed']} failed, {summary['not_applicable']} not applicable\n"
-        f"{summary['plans']} plans verified: {summary['plans_equal_to_the_byte']} equal to the "
-        f"byte, {summary['plans_within_budget']} within the budget"
-    )
 
 
 if __name__ == "__main__":

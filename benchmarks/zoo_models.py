@@ -9,8 +9,8 @@ import importlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,6 @@ class ZooModel:
     name: str
     library: str
     factory: Factory
-    # Whether the test suite runs it: it needs no library that the tests do not install.
-    is_short: bool
 
     @property
     def path(self) -> str:
@@ -38,12 +36,35 @@ class ZooModel:
 ZOO: dict[str, ZooModel] = {}
 
 
-def zoo_model(library: str, *, short: bool = False) -> Callable[[Factory], Factory]:
+class Call:
+    """A call of `module:name` that is made, like those among its arguments, when a model is built.
+
+    A class that has a class of configurations gets its options in one.
+    """
+
+    def __init__(self, path: str, *arguments: Any, **options: Any) -> None:
+        self.path = path
+        self.arguments = arguments
+        self.options = options
+
+    def __call__(self) -> Any:
+        module, _, name = self.path.partition(":")
+        kind = attrgetter(name)(importlib.import_module(module))
+        arguments = [one() if isinstance(one, Call) else one for one in self.arguments]
+        options = {
+            name: one() if isinstance(one, Call) else one for name, one in self.options.items()
+        }
+        if hasattr(kind, "config_class"):
+            return kind(kind.config_class(**options))
+        return kind(*arguments, **options)
+
+
+def zoo_model(library: str) -> Callable[[Factory], Factory]:
     """Register a factory under its function's name."""
 
     def register(factory: Factory) -> Factory:
         name = factory.__name__
-        ZOO[name] = ZooModel(name, library, factory, short)
+        ZOO[name] = ZooModel(name, library, factory)
         return factory
 
     return register
@@ -51,23 +72,15 @@ def zoo_model(library: str, *, short: bool = False) -> Callable[[Factory], Facto
 
 def model(
     name: str,
-    library: str,
     path: str,
     batch: Callable[[], Any],
     *arguments: Any,
-    short: bool = False,
     **options: Any,
 ) -> None:
-    """Register `module:Class`; a model of transformers gets the options in its configuration."""
-
-    def build() -> Any:
-        module, _, attribute = path.partition(":")
-        kind = getattr(importlib.import_module(module), attribute)
-        if module == "transformers":
-            return kind(kind.config_class(**options)), batch()
-        return kind(*arguments, **options), batch()
-
-    ZOO[name] = ZooModel(name, library, build, short)
+    """Register a call of `module:name` with its batch; the library has the name of the module."""
+    made = Call(path, *arguments, **options)
+    library = re.split("[.:]", path)[0].replace("_", "-")
+    ZOO[name] = ZooModel(name, library, lambda: (made(), batch()))
 
 
 def __getattr__(name: str) -> Factory:
@@ -77,8 +90,21 @@ def __getattr__(name: str) -> Factory:
     return ZOO[name].factory
 
 
-def tokens(vocabulary: int = 97, *, length: int = 32, samples: int = 2) -> torch.Tensor:
-    return torch.randint(1, vocabulary, (samples, length))
+class Wrapped(torch.nn.Module):
+    """Modules under a forward that is a function of this module and its input."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **modules: torch.nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.function(self, *inputs)
+
+
+def tokens(*, length: int = 32) -> torch.Tensor:
+    return torch.randint(1, 97, (2, length))
 
 
 def labelled(length: int = 32) -> dict[str, torch.Tensor]:
@@ -90,12 +116,20 @@ def some_tokens() -> tuple[torch.Tensor]:
     return (tokens(),)
 
 
-def one_image() -> tuple[torch.Tensor]:
-    return (images(32),)
+def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
+    return lambda: (torch.randn(shape),)
 
 
-def images(size: int, *, channels: int = 3, samples: int = 2) -> torch.Tensor:
-    return torch.randn(samples, channels, size, size)
+def images(size: int, *, channels: int = 3) -> torch.Tensor:
+    return torch.randn(2, channels, size, size)
+
+
+def pixels() -> dict[str, torch.Tensor]:
+    return {"pixel_values": images(32)}
+
+
+def forecast() -> dict[str, torch.Tensor]:
+    return {"past_values": torch.randn(4, 32, 3)}
 
 
 def declare_vision_operators() -> None:
@@ -110,8 +144,6 @@ def declare_vision_operators() -> None:
         import torchvision  # noqa: F401
     except RuntimeError:
         found = find_spec("torchvision")
-        assert found is not None
-        assert found.origin is not None
         text = Path(found.origin).with_name("_meta_registrations.py").read_text()
         for name in sorted(set(re.findall(r"torchvision::(\w+)", text))):
             if not hasattr(torch.ops.torchvision, name):
@@ -142,10 +174,19 @@ ENCODER_AND_DECODER = {
 }
 VISION_TRANSFORMER = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 3}
 LANGUAGE_MODEL = {"num_tokens": 97, "dim": 32, "heads": 2}
+MIXER = {"dim": 32, "depth": 3, "dim_head": 16, "heads": 2}
+SEGMENTATION = {"in_channels": 1, "out_channels": 2, "spatial_dims": 2}
+RESNET = {"encoder_weights": None, "classes": 2}
+FORECAST = {
+    "num_input_channels": 3,
+    "context_length": 32,
+    "patch_length": 8,
+    "patch_stride": 4,
+    "prediction_length": 8,
+}
 
 model(
     "albert",
-    "transformers",
     "transformers:AlbertModel",
     lambda: {"input_ids": tokens()},
     vocab_size=97,
@@ -154,7 +195,6 @@ model(
 )
 model(
     "t5",
-    "transformers",
     "transformers:T5ForConditionalGeneration",
     labelled,
     vocab_size=97,
@@ -167,7 +207,6 @@ model(
 )
 model(
     "bart",
-    "transformers",
     "transformers:BartForConditionalGeneration",
     labelled,
     max_position_embeddings=64,
@@ -175,16 +214,13 @@ model(
 )
 model(
     "bert",
-    "transformers",
     "transformers:BertForMaskedLM",
     labelled,
-    short=True,
     vocab_size=97,
     **TRANSFORMER,
 )
 model(
     "local_attention",
-    "local-attention",
     "local_attention:LocalTransformer",
     some_tokens,
     depth=3,
@@ -194,7 +230,6 @@ model(
 )
 model(
     "performer",
-    "performer-pytorch",
     "performer_pytorch:PerformerLM",
     some_tokens,
     max_seq_len=64,
@@ -204,7 +239,6 @@ model(
 )
 model(
     "reformer",
-    "reformer-pytorch",
     "reformer_pytorch:ReformerLM",
     some_tokens,
     depth=2,
@@ -215,7 +249,6 @@ model(
 )
 model(
     "linformer",
-    "linformer",
     "linformer:LinformerLM",
     some_tokens,
     seq_len=32,
@@ -225,7 +258,6 @@ model(
 )
 model(
     "linear_attention",
-    "linear-attention-transformer",
     "linear_attention_transformer:LinearAttentionTransformerLM",
     some_tokens,
     depth=2,
@@ -235,19 +267,14 @@ model(
 )
 model(
     "nystromformer",
-    "nystrom-attention",
     "nystrom_attention:Nystromformer",
-    lambda: (torch.randn(2, 32, 32),),
-    dim=32,
-    depth=3,
-    dim_head=16,
-    heads=2,
+    random(2, 32, 32),
     num_landmarks=8,
     pinv_iterations=4,
+    **MIXER,
 )
 model(
     "sinkhorn",
-    "sinkhorn-transformer",
     "sinkhorn_transformer:SinkhornTransformerLM",
     some_tokens,
     depth=2,
@@ -257,7 +284,6 @@ model(
 )
 model(
     "megabyte",
-    "MEGABYTE-pytorch",
     "MEGABYTE_pytorch:MEGABYTE",
     some_tokens,
     num_tokens=97,
@@ -269,9 +295,8 @@ model(
 )
 model(
     "soft_moe",
-    "soft-moe-pytorch",
     "soft_moe_pytorch:SoftMoE",
-    lambda: (torch.randn(2, 32, 32),),
+    random(2, 32, 32),
     dim=32,
     seq_len=32,
     num_experts=4,
@@ -279,19 +304,16 @@ model(
 
 model(
     "vit",
-    "transformers",
     "transformers:ViTForImageClassification",
-    lambda: {"pixel_values": images(32)},
-    short=True,
+    pixels,
     image_size=32,
     patch_size=8,
     **TRANSFORMER,
 )
 model(
     "swin",
-    "transformers",
     "transformers:SwinForImageClassification",
-    lambda: {"pixel_values": images(32)},
+    pixels,
     image_size=32,
     patch_size=4,
     embed_dim=16,
@@ -301,19 +323,16 @@ model(
 )
 model(
     "convnext",
-    "transformers",
     "transformers:ConvNextForImageClassification",
-    lambda: {"pixel_values": images(32)},
+    pixels,
     hidden_sizes=[16, 32],
     depths=[2, 2],
     num_stages=2,
 )
 model(
     "segformer",
-    "transformers",
     "transformers:SegformerForSemanticSegmentation",
-    lambda: {"pixel_values": images(32)},
-    short=True,
+    pixels,
     num_encoder_blocks=2,
     depths=[2, 2],
     sr_ratios=[2, 1],
@@ -326,9 +345,8 @@ model(
 )
 model(
     "timm_mixer",
-    "timm",
     "timm.models.mlp_mixer:MlpMixer",
-    one_image,
+    random(2, 3, 32, 32),
     num_classes=10,
     img_size=32,
     patch_size=8,
@@ -337,36 +355,31 @@ model(
 )
 model(
     "torchvision_resnet",
-    "torchvision",
     "torchvision.models:resnet18",
-    lambda: (images(32, samples=4),),
+    random(4, 3, 32, 32),
     num_classes=10,
 )
 model(
     "torchvision_mobilenet",
-    "torchvision",
     "torchvision.models:mobilenet_v3_small",
-    lambda: (images(64, samples=4),),
+    random(4, 3, 64, 64),
     num_classes=10,
 )
 model(
     "torchvision_raft",
-    "torchvision",
     "torchvision.models.optical_flow:raft_small",
     lambda: {"image1": images(128), "image2": images(128), "num_flow_updates": 3},
 )
 model(
     "torchvision_video",
-    "torchvision",
     "torchvision.models.video:r3d_18",
-    lambda: (torch.randn(2, 3, 4, 16, 16),),
+    random(2, 3, 4, 16, 16),
     num_classes=5,
 )
 model(
     "vit_pytorch",
-    "vit-pytorch",
     "vit_pytorch:ViT",
-    one_image,
+    random(2, 3, 32, 32),
     heads=2,
     mlp_dim=64,
     dropout=0.1,
@@ -374,18 +387,16 @@ model(
 )
 model(
     "deep_vit",
-    "vit-pytorch",
     "vit_pytorch.deepvit:DeepViT",
-    one_image,
+    random(2, 3, 32, 32),
     heads=2,
     mlp_dim=64,
     **VISION_TRANSFORMER,
 )
 model(
     "cait",
-    "vit-pytorch",
     "vit_pytorch.cait:CaiT",
-    one_image,
+    random(2, 3, 32, 32),
     cls_depth=1,
     heads=2,
     mlp_dim=64,
@@ -394,9 +405,8 @@ model(
 )
 model(
     "nested_vit",
-    "vit-pytorch",
     "vit_pytorch.nest:NesT",
-    one_image,
+    random(2, 3, 32, 32),
     image_size=32,
     patch_size=4,
     dim=16,
@@ -407,37 +417,31 @@ model(
 )
 model(
     "smp_unet",
-    "segmentation-models-pytorch",
     "segmentation_models_pytorch:Unet",
-    lambda: (images(64),),
+    random(2, 3, 64, 64),
     "resnet18",
-    encoder_weights=None,
-    classes=2,
+    **RESNET,
 )
 model(
     "smp_deeplab",
-    "segmentation-models-pytorch",
     "segmentation_models_pytorch:DeepLabV3Plus",
-    lambda: (images(64, samples=4),),
+    random(4, 3, 64, 64),
     "resnet18",
-    encoder_weights=None,
-    classes=2,
+    **RESNET,
 )
-model("g_mlp", "g-mlp-pytorch", "g_mlp_pytorch:gMLPVision", one_image, **VISION_TRANSFORMER)
+model("g_mlp", "g_mlp_pytorch:gMLPVision", random(2, 3, 32, 32), **VISION_TRANSFORMER)
 model(
     "mlp_mixer",
-    "mlp-mixer-pytorch",
     "mlp_mixer_pytorch:MLPMixer",
-    one_image,
+    random(2, 3, 32, 32),
     channels=3,
     dropout=0.1,
     **VISION_TRANSFORMER,
 )
 model(
     "perceiver",
-    "perceiver-pytorch",
     "perceiver_pytorch:Perceiver",
-    lambda: (torch.randn(2, 16, 16, 3),),
+    random(2, 16, 16, 3),
     input_channels=3,
     input_axis=2,
     num_freq_bands=4,
@@ -454,33 +458,25 @@ model(
 
 model(
     "monai_swin_unetr",
-    "monai",
     "monai.networks.nets:SwinUNETR",
-    lambda: (images(64, channels=1),),
-    in_channels=1,
-    out_channels=2,
+    random(2, 1, 64, 64),
     feature_size=12,
     depths=(1, 1, 1, 1),
     num_heads=(1, 1, 2, 2),
-    spatial_dims=2,
+    **SEGMENTATION,
 )
 model(
     "monai_unet",
-    "monai",
     "monai.networks.nets:UNet",
-    lambda: (images(32, channels=1, samples=4),),
-    short=True,
-    spatial_dims=2,
-    in_channels=1,
-    out_channels=2,
+    random(4, 1, 32, 32),
     channels=(8, 16, 32),
     strides=(2, 2),
+    **SEGMENTATION,
 )
 model(
     "monai_segresnet",
-    "monai",
     "monai.networks.nets:SegResNet",
-    lambda: (torch.randn(2, 1, 16, 16, 16),),
+    random(2, 1, 16, 16, 16),
     spatial_dims=3,
     init_filters=8,
     in_channels=1,
@@ -490,29 +486,24 @@ model(
 )
 model(
     "monai_unetr",
-    "monai",
     "monai.networks.nets:UNETR",
-    lambda: (images(32, channels=1),),
-    in_channels=1,
-    out_channels=2,
+    random(2, 1, 32, 32),
     img_size=(32, 32),
     feature_size=4,
     hidden_size=32,
     mlp_dim=64,
     num_heads=2,
-    spatial_dims=2,
+    **SEGMENTATION,
 )
 
 model(
     "diffusers_dit",
-    "diffusers",
     "diffusers:DiTTransformer2DModel",
     lambda: {
         "hidden_states": images(8, channels=4),
         "timestep": torch.tensor([3, 500]),
         "class_labels": torch.tensor([1, 2]),
     },
-    short=True,
     num_attention_heads=2,
     attention_head_dim=16,
     in_channels=4,
@@ -523,7 +514,6 @@ model(
 )
 model(
     "diffusers_flux",
-    "diffusers",
     "diffusers:FluxTransformer2DModel",
     lambda: {
         "hidden_states": torch.randn(2, 16, 4),
@@ -544,9 +534,8 @@ model(
 )
 model(
     "diffusers_vae",
-    "diffusers",
     "diffusers:AutoencoderKL",
-    lambda: (images(16),),
+    random(2, 3, 16, 16),
     block_out_channels=(16, 32),
     down_block_types=("DownEncoderBlock2D", "DownEncoderBlock2D"),
     up_block_types=("UpDecoderBlock2D", "UpDecoderBlock2D"),
@@ -554,7 +543,6 @@ model(
 )
 model(
     "ddpm_unet",
-    "denoising-diffusion-pytorch",
     "denoising_diffusion_pytorch:Unet",
     lambda: (images(16), torch.tensor([3, 500])),
     dim=16,
@@ -565,7 +553,6 @@ model(
 
 model(
     "wav2vec2",
-    "transformers",
     "transformers:Wav2Vec2ForCTC",
     lambda: {"input_values": torch.randn(2, 800)},
     vocab_size=20,
@@ -580,10 +567,8 @@ model(
 )
 model(
     "whisper",
-    "transformers",
     "transformers:WhisperForConditionalGeneration",
     lambda: {"input_features": torch.randn(2, 16, 64), "labels": tokens(length=12)},
-    short=True,
     num_mel_bins=16,
     max_source_positions=32,
     max_target_positions=32,
@@ -595,7 +580,6 @@ model(
 )
 model(
     "encodec",
-    "transformers",
     "transformers:EncodecModel",
     lambda: {"input_values": torch.randn(2, 1, 640)},
     num_filters=4,
@@ -606,20 +590,15 @@ model(
 )
 model(
     "conformer",
-    "conformer",
     "conformer:Conformer",
-    lambda: (torch.randn(2, 32, 32),),
-    dim=32,
-    depth=3,
-    dim_head=16,
-    heads=2,
+    random(2, 32, 32),
     conv_kernel_size=7,
+    **MIXER,
 )
 model(
     "residual_quantizer",
-    "vector-quantize-pytorch",
     "vector_quantize_pytorch:ResidualFSQ",
-    lambda: (torch.randn(2, 32, 16),),
+    random(2, 32, 16),
     dim=16,
     levels=[8, 5, 5],
     num_quantizers=3,
@@ -627,7 +606,6 @@ model(
 
 model(
     "egnn",
-    "egnn-pytorch",
     "egnn_pytorch:EGNN_Network",
     lambda: (torch.randint(0, 21, (2, 16)), torch.randn(2, 16, 3)),
     num_tokens=21,
@@ -639,9 +617,8 @@ model(
 
 model(
     "fourier_operator",
-    "neuraloperator",
     "neuralop.models:FNO",
-    lambda: (images(16, channels=1),),
+    random(2, 1, 16, 16),
     n_modes=(8, 8),
     hidden_channels=16,
     in_channels=1,
@@ -650,9 +627,8 @@ model(
 )
 model(
     "u_shaped_operator",
-    "neuraloperator",
     "neuralop.models:UNO",
-    lambda: (images(16, channels=1),),
+    random(2, 1, 16, 16),
     in_channels=1,
     out_channels=1,
     hidden_channels=8,
@@ -665,52 +641,36 @@ model(
 
 model(
     "patch_tst",
-    "transformers",
     "transformers:PatchTSTForPrediction",
-    lambda: {"past_values": torch.randn(4, 32, 3)},
-    short=True,
-    num_input_channels=3,
-    context_length=32,
-    patch_length=8,
-    patch_stride=4,
+    forecast,
     d_model=32,
     num_hidden_layers=2,
     num_attention_heads=2,
     ffn_dim=64,
-    prediction_length=8,
+    **FORECAST,
 )
 model(
     "inverted_transformer",
-    "iTransformer",
     "iTransformer:iTransformer",
-    lambda: (torch.randn(4, 32, 6),),
+    random(4, 32, 6),
     num_variates=6,
     lookback_len=32,
-    dim=32,
-    depth=3,
-    heads=2,
-    dim_head=16,
     pred_length=8,
+    **MIXER,
 )
 model(
     "patch_mixer",
-    "transformers",
     "transformers:PatchTSMixerForPrediction",
-    lambda: {"past_values": torch.randn(4, 32, 3)},
-    num_input_channels=3,
-    context_length=32,
-    patch_length=8,
-    patch_stride=4,
+    forecast,
     d_model=16,
     num_layers=3,
-    prediction_length=8,
+    **FORECAST,
 )
 
 model(
     "tabnet",
-    "pytorch-tabnet",
     "pytorch_tabnet.tab_network:TabNet",
-    lambda: (torch.randn(16, 12),),
+    random(16, 12),
     12,
     3,
     n_d=8,
@@ -720,7 +680,6 @@ model(
 )
 model(
     "ft_transformer",
-    "rtdl-revisiting-models",
     "rtdl_revisiting_models:FTTransformer",
     lambda: (torch.randn(8, 6), None),
     n_cont_features=6,
@@ -737,7 +696,6 @@ model(
 
 model(
     "block_recurrent",
-    "block-recurrent-transformer-pytorch",
     "block_recurrent_transformer_pytorch:BlockRecurrentTransformer",
     some_tokens,
     depth=3,
@@ -750,7 +708,6 @@ model(
 )
 model(
     "rwkv",
-    "transformers",
     "transformers:RwkvForCausalLM",
     lambda: labelled(16),
     vocab_size=97,
@@ -760,26 +717,22 @@ model(
 )
 
 
-# Factories that take more than a call.
+# Calls within a call.
+
+CAUSAL_MODEL = {
+    "vocab_size": 97,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    **TRANSFORMER,
+}
 
 
-def _language_model(kind: str, **options: Any) -> Any:
-    import transformers
+CAUSAL = "transformers:AutoModelForCausalLM.from_config"
 
-    sizes = dict(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
-    config = transformers.AutoConfig.for_model(kind, **(sizes | options))
-    ids = tokens()
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model, {"input_ids": ids, "labels": ids}
+
+def configuration(kind: str, **options: Any) -> Call:
+    return Call("transformers:AutoConfig.for_model", kind, **CAUSAL_MODEL | options)
 
 
 CAUSAL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -792,102 +745,70 @@ CAUSAL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("bloom", {"n_layer": 3, "n_head": 2}),
 }
 for name, (kind, sizes) in CAUSAL_MODELS.items():
-    build = partial(_language_model, kind, **sizes)
-    ZOO[name] = ZooModel(name, "transformers", build, name in ("gpt2", "llama", "mixtral"))
+    config = configuration(kind, **sizes)
+    model(name, CAUSAL, labelled, config, attn_implementation="eager")
 
+model(
+    "x_transformer",
+    "x_transformers:TransformerWrapper",
+    some_tokens,
+    num_tokens=97,
+    max_seq_len=64,
+    attn_layers=Call("x_transformers:Decoder", dim=32, depth=3, heads=2, rotary_pos_emb=True),
+)
+model(
+    "x_encoder",
+    "x_transformers:ContinuousTransformerWrapper",
+    random(2, 32, 8),
+    dim_in=8,
+    dim_out=8,
+    max_seq_len=64,
+    attn_layers=Call(
+        "x_transformers:Encoder", dim=32, depth=3, heads=2, use_rmsnorm=True, ff_glu=True
+    ),
+)
+model(
+    "mamba_py",
+    "mambapy.mamba:Mamba",
+    random(2, 32, 32),
+    Call("mambapy.mamba:MambaConfig", d_model=32, n_layers=3),
+)
+model(
+    "st_moe",
+    "st_moe_pytorch:SparseMoEBlock",
+    random(2, 32, 32),
+    Call("st_moe_pytorch:MoE", dim=32, num_experts=4, gating_top_n=2),
+)
 
-@zoo_model("x-transformers", short=True)
-def x_transformer() -> Any:
-    from x_transformers import Decoder, TransformerWrapper
+ADAPTERS: dict[str, Call] = {
+    "lora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1),
+    "dora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
+    "scaled_activations": Call(
+        "peft:IA3Config",
+        target_modules=["k_proj", "down_proj"],
+        feedforward_modules=["down_proj"],
+    ),
+}
+LLAMA = Call(CAUSAL, configuration("llama"), attn_implementation="eager")
+for name, config in ADAPTERS.items():
+    model(name, "peft:get_peft_model", labelled, LLAMA, config)
 
-    layers = Decoder(dim=32, depth=3, heads=2, rotary_pos_emb=True)
-    model = TransformerWrapper(num_tokens=97, max_seq_len=64, attn_layers=layers)
-    return model, (tokens(),)
-
-
-@zoo_model("x-transformers")
-def x_encoder() -> Any:
-    from x_transformers import ContinuousTransformerWrapper, Encoder
-
-    layers = Encoder(dim=32, depth=3, heads=2, use_rmsnorm=True, ff_glu=True)
-    model = ContinuousTransformerWrapper(dim_in=8, dim_out=8, max_seq_len=64, attn_layers=layers)
-    return model, (torch.randn(2, 32, 8),)
-
-
-@zoo_model("mambapy")
-def mamba_py() -> Any:
-    from mambapy.mamba import Mamba, MambaConfig
-
-    return Mamba(MambaConfig(d_model=32, n_layers=3)), (torch.randn(2, 32, 32),)
-
-
-@zoo_model("st-moe-pytorch")
-def st_moe() -> Any:
-    from st_moe_pytorch import MoE, SparseMoEBlock
-
-    return SparseMoEBlock(MoE(dim=32, num_experts=4, gating_top_n=2)), (torch.randn(2, 32, 32),)
-
-
-@zoo_model("peft")
-def lora() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    model, batch = _language_model("llama")
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    return get_peft_model(model, config), batch
-
-
-@zoo_model("peft")
-def dora() -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    model, batch = _language_model("llama")
-    config = LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=True)
-    return get_peft_model(model, config), batch
-
-
-@zoo_model("peft")
-def scaled_activations() -> Any:
-    from peft import IA3Config, get_peft_model
-
-    model, batch = _language_model("llama")
-    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    return get_peft_model(model, config), batch
-
-
-@zoo_model("transformers")
-def clip() -> Any:
-    import transformers
-
-    text = dict(
+TOWER = TRANSFORMER | {"num_hidden_layers": 2}
+model(
+    "clip",
+    "transformers:CLIPModel",
+    lambda: {"input_ids": tokens(length=16), "return_loss": True} | pixels(),
+    text_config=dict(
         vocab_size=97,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         max_position_embeddings=32,
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
-    )
-    vision = dict(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-    )
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    batch = {"input_ids": tokens(length=16), "pixel_values": images(32), "return_loss": True}
-    return transformers.CLIPModel(config), batch
-
-
-def _timm(name: str, size: int, **options: Any) -> Any:
-    import timm
-
-    return timm.create_model(name, num_classes=10, **options), (images(size),)
-
+        **TOWER,
+    ),
+    vision_config=dict(image_size=32, patch_size=8, **TOWER),
+    projection_dim=16,
+)
 
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
 SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 16}
@@ -902,15 +823,74 @@ TIMM_MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "maxvit": ("maxvit_rmlp_pico_rw_256", 64, {"img_size": 64}),
 }
 for short_name, (kind, size, sizes) in TIMM_MODELS.items():
-    name = f"timm_{short_name}"
-    ZOO[name] = ZooModel(name, "timm", partial(_timm, kind, size, **sizes), is_short=False)
+    batch = random(2, 3, size, size)
+    model(f"timm_{short_name}", "timm:create_model", batch, kind, num_classes=10, **sizes)
+
+model(
+    "efficientnet_pytorch",
+    "efficientnet_pytorch:EfficientNet.from_name",
+    random(4, 3, 64, 64),
+    "efficientnet-b0",
+    num_classes=10,
+)
+model(
+    "diffusers_unet",
+    "diffusers:UNet2DConditionModel",
+    lambda: {
+        "sample": images(16, channels=4),
+        "timestep": torch.tensor([3, 500]),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+    },
+    sample_size=16,
+    block_out_channels=(16, 32),
+    layers_per_block=1,
+    cross_attention_dim=16,
+    attention_head_dim=8,
+    norm_num_groups=8,
+    down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+    up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+)
+model(
+    "ddpm",
+    "denoising_diffusion_pytorch:GaussianDiffusion",
+    lambda: (torch.rand(2, 3, 16, 16),),
+    Call(
+        "denoising_diffusion_pytorch:Unet", dim=16, dim_mults=(1, 2), attn_dim_head=8, attn_heads=2
+    ),
+    image_size=16,
+    timesteps=100,
+)
 
 
-@zoo_model("efficientnet-pytorch")
-def efficientnet_pytorch() -> Any:
-    from efficientnet_pytorch import EfficientNet
+def graphs() -> Any:
+    from torch_geometric.data import Batch, Data
 
-    return EfficientNet.from_name("efficientnet-b0", num_classes=10), (images(64, samples=4),)
+    graphs = []
+    for _ in range(4):
+        sources = torch.arange(10)
+        edges = torch.stack([sources, (sources + 1) % 10])
+        graphs.append(Data(x=torch.randn(10, 8), edge_index=edges))
+    return Batch.from_data_list(graphs)
+
+
+def edges() -> tuple[torch.Tensor, torch.Tensor]:
+    batch = graphs()
+    return batch.x, batch.edge_index
+
+
+model(
+    "graph_convolution",
+    "torch_geometric.nn:GCN",
+    edges,
+    8,
+    32,
+    num_layers=3,
+    out_channels=4,
+)
+model("graph_u_net", "torch_geometric.nn:GraphUNet", edges, 8, 16, 4, depth=2)
+
+
+# Factories that take more than a call.
 
 
 @zoo_model("lambda-networks")
@@ -922,83 +902,18 @@ def lambda_layer() -> Any:
         return torch.nn.Sequential(torch.nn.BatchNorm2d(16), mixer, torch.nn.GELU())
 
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), block(), block(), block())
-    return model, (images(8, samples=4),)
+    return model, (torch.randn(4, 3, 8, 8),)
 
 
-def _diffusers_unet(**options: Any) -> Any:
-    from diffusers import UNet2DConditionModel
-
-    sizes: dict[str, Any] = dict(
-        sample_size=16,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        cross_attention_dim=16,
-        attention_head_dim=8,
-        norm_num_groups=8,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-    )
-    batch = {
-        "sample": images(16, channels=4),
-        "timestep": torch.tensor([3, 500]),
-        "encoder_hidden_states": torch.randn(2, 8, 16),
-    }
-    return UNet2DConditionModel(**(sizes | options)), batch
-
-
-@zoo_model("diffusers")
-def diffusers_unet() -> Any:
-    return _diffusers_unet()
-
-
-@zoo_model("denoising-diffusion-pytorch")
-def ddpm() -> Any:
-    from denoising_diffusion_pytorch import GaussianDiffusion, Unet
-
-    unet = Unet(dim=16, dim_mults=(1, 2), attn_dim_head=8, attn_heads=2)
-    return GaussianDiffusion(unet, image_size=16, timesteps=100), (torch.rand(2, 3, 16, 16),)
-
-
-def _graphs() -> Any:
-    from torch_geometric.data import Batch, Data
-
-    graphs = []
-    for _ in range(4):
-        sources = torch.arange(10)
-        edges = torch.stack([sources, (sources + 1) % 10])
-        graphs.append(Data(x=torch.randn(10, 8), edge_index=edges))
-    return Batch.from_data_list(graphs)
-
-
-@zoo_model("torch_geometric")
-def graph_convolution() -> Any:
-    from torch_geometric.nn import GCN
-
-    graphs = _graphs()
-    return GCN(8, 32, num_layers=3, out_channels=4), (graphs.x, graphs.edge_index)
-
-
-@zoo_model("torch_geometric", short=True)
+@zoo_model("torch-geometric")
 def graph_attention() -> Any:
     from torch_geometric.nn import GAT, global_mean_pool
 
-    class OnData(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = GAT(8, 32, num_layers=3, out_channels=4, heads=2, dropout=0.1)
+    def forward(own: Any, data: Any) -> torch.Tensor:
+        return global_mean_pool(own.net(data.x, data.edge_index), data.batch)
 
-        def forward(self, data: Any) -> torch.Tensor:
-            return global_mean_pool(self.net(data.x, data.edge_index), data.batch)
-
-    return OnData(), (_graphs(),)
-
-
-@zoo_model("torch_geometric")
-def graph_u_net() -> Any:
-    from torch_geometric.nn import GraphUNet
-
-    graphs = _graphs()
-    return GraphUNet(8, 16, 4, depth=2), (graphs.x, graphs.edge_index)
+    net = GAT(8, 32, num_layers=3, out_channels=4, heads=2, dropout=0.1)
+    return Wrapped(forward, net=net), (graphs(),)
 
 
 @zoo_model("e3nn")
@@ -1006,21 +921,16 @@ def equivariant_product() -> Any:
     from e3nn import o3
     from e3nn.nn import FullyConnectedNet
 
-    class Product(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            irreps = o3.Irreps("4x0e + 2x1o")
-            self.layers = torch.nn.ModuleList(
-                [o3.FullyConnectedTensorProduct(irreps, irreps, irreps) for _ in range(3)]
-            )
-            self.radial = FullyConnectedNet([irreps.dim, 16, irreps.dim], torch.nn.functional.silu)
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in own.layers:
+            x = x + layer(x, own.radial(x))
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = x + layer(x, self.radial(x))
-            return x
-
-    return Product(), (torch.randn(8, 10),)
+    irreps = o3.Irreps("4x0e + 2x1o")
+    layers = [o3.FullyConnectedTensorProduct(irreps, irreps, irreps) for _ in range(3)]
+    radial = FullyConnectedNet([irreps.dim, 16, irreps.dim], torch.nn.functional.silu)
+    product = Wrapped(forward, layers=torch.nn.ModuleList(layers), radial=radial)
+    return product, (torch.randn(8, 10),)
 
 
 @zoo_model("nflows")
@@ -1033,87 +943,54 @@ def autoregressive_flow() -> Any:
         ReversePermutation,
     )
 
-    layers: list[Any] = []
+    layers = []
     for _ in range(3):
         layers.append(ReversePermutation(features=8))
         layers.append(MaskedAffineAutoregressiveTransform(features=8, hidden_features=16))
     flow = Flow(CompositeTransform(layers), StandardNormal([8]))
-
-    class Likelihood(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.flow = flow
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.flow.log_prob(x)
-
-    return Likelihood(), (torch.randn(8, 8),)
+    return Wrapped(lambda own, x: own.flow.log_prob(x), flow=flow), (torch.randn(8, 8),)
 
 
 @zoo_model("torchdiffeq")
 def neural_equation() -> Any:
     from torchdiffeq import odeint
 
-    class Dynamics(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)
-            )
+    def solve(own: Any, x: torch.Tensor) -> torch.Tensor:
+        times = torch.linspace(0, 1, 5, dtype=x.dtype)
+        return odeint(own.dynamics, x, times, method="rk4")[-1]
 
-        def forward(self, time: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x)
-
-    class Solver(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.dynamics = Dynamics()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            times = torch.linspace(0, 1, 5, dtype=x.dtype)
-            return odeint(self.dynamics, x, times, method="rk4")[-1]
-
-    return Solver(), (torch.randn(8, 8),)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+    dynamics = Wrapped(lambda own, time, x: own.net(x), net=net)
+    return Wrapped(solve, dynamics=dynamics), (torch.randn(8, 8),)
 
 
-@zoo_model("snntorch", short=True)
+@zoo_model("snntorch")
 def snntorch_net() -> Any:
     import snntorch
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = torch.nn.Linear(16, 64)
-            self.spikes = snntorch.Leaky(beta=0.9)
-            self.last = torch.nn.Linear(64, 4)
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        membrane = own.spikes.init_leaky()
+        total = torch.zeros(x.shape[0], 4, dtype=x.dtype)
+        for _ in range(8):
+            spike, membrane = own.spikes(own.first(x), membrane)
+            total = total + own.last(spike)
+        return total
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            membrane = self.spikes.init_leaky()
-            total = torch.zeros(x.shape[0], 4, dtype=x.dtype)
-            for _ in range(8):
-                spike, membrane = self.spikes(self.first(x), membrane)
-                total = total + self.last(spike)
-            return total
-
-    return Net(), (torch.randn(8, 16),)
+    first = torch.nn.Linear(16, 64)
+    spikes = snntorch.Leaky(beta=0.9)
+    last = torch.nn.Linear(64, 4)
+    return Wrapped(forward, first=first, spikes=spikes, last=last), (torch.randn(8, 16),)
 
 
 @zoo_model("spikingjelly")
 def spikingjelly_net() -> Any:
     from spikingjelly.activation_based import functional, layer, neuron
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            stages = []
-            for _ in range(3):
-                stages.append(
-                    torch.nn.Sequential(layer.Linear(16, 16), neuron.LIFNode(step_mode="s"))
-                )
-            self.stages = torch.nn.Sequential(*stages)
+    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+        functional.reset_net(own)
+        return torch.stack([own.stages(x) for _ in range(6)]).mean(0)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            functional.reset_net(self)
-            return torch.stack([self.stages(x) for _ in range(6)]).mean(0)
-
-    return Net(), (torch.randn(8, 16),)
+    stages = [
+        torch.nn.Sequential(layer.Linear(16, 16), neuron.LIFNode(step_mode="s")) for _ in range(3)
+    ]
+    return Wrapped(forward, stages=torch.nn.Sequential(*stages)), (torch.randn(8, 16),)

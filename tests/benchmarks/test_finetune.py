@@ -8,6 +8,6 @@ from finetune_models import OPTIMIZERS
 
 
 def test_a_step_of_adafactor_is_predicted_to_the_byte():
-    row = finetune.compare(finetune.mlp(depth=2, width=32), optimizer=OPTIMIZERS["Adafactor"])
+    row = finetune.compare(finetune.mlp(depth=2, width=32), 4, optimizer=OPTIMIZERS["Adafactor"])
     assert row["equal"]
     assert row["predicted"]["peak_bytes"] > row["predicted"]["parameter_bytes"] > 0

@@ -40,7 +40,6 @@ def test_a_step_of_another_size_follows_from_two_recorded_ones():
 
 def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr(gpumemnet, "workload_of", small)
-    monkeypatch.setattr(gpumemnet, "use_timm_of_the_rows", lambda: None)
     for name, rows in {
         "mlp": [MLP | {"measured_mib": size} for size in (1700, 1900, 2000)],
         "timm": [

@@ -11,13 +11,7 @@ from tree import ROOT
 
 import torture_peers
 from torture_peer_savers import Peer, prepared
-from torture_peers import (
-    fill_disks,
-    flip_many,
-    forge_many,
-    kill_many,
-    with_table,
-)
+from torture_peers import fill_disks, flip_many, forge_many, kill_many, with_table
 
 
 class InPlace(Peer):
