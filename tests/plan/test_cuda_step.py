@@ -4,6 +4,7 @@ python -m pytest tests/plan/test_cuda_step.py
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -111,16 +112,26 @@ def test_the_callers_output_lives_until_the_next_one():
     assert (allocator.allocated, allocator.peak_allocated) == (4 * MIB, 8 * MIB)
 
 
-def test_logits_are_held_through_backward_by_the_caller():
-    workload = squares(torch_sgd, rows=1024)
-    with Sketch(workload, kernels="cuda") as sketch:
-        held = sketch.step(1)
-    with Sketch(workload, kernels="cpu") as sketch:
-        alone = sketch.step(1)
+def both_sketches(workload):
+    for kernels in ("cuda", "cpu"):
+        with Sketch(workload, kernels=kernels) as sketch:
+            yield sketch.step(1)
+
+
+@pytest.mark.parametrize(("until", "held"), [("loss", 0), ("step", 0), ("next step", 1)])
+def test_a_function_that_returns_frees_the_output_it_held(until, held):
     logits = 1024 * WIDTH * 4
-    difference = held.timeline.after["backward"] - alone.timeline.after["backward"]
-    assert difference == logits
-    assert alone.trace is None
+    workload = replace(squares(torch_sgd, rows=1024), output_until=until)
+    allocator = CudaAllocator()
+    replay = TrainingReplay(trace_of_step(workload), allocator)
+    before = allocator.allocated
+    for _ in range(2):
+        replay.step()
+    of_both = 2 * WORKSPACE_BYTES + 2 * LAYER_BYTES  # gradients are there until the next step
+    # The loss is held like the output.
+    assert allocator.allocated - before - of_both in range(held * logits, held * logits + 1024)
+    peaks = [one.timeline.after["backward"] for one in both_sketches(workload)]
+    assert peaks[0] - peaks[1] == (0 if until == "loss" else logits)
 
 
 def test_gradients_are_freed_before_the_next_forward():

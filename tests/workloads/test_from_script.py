@@ -188,6 +188,58 @@ optimizer.step()
     assert "flatten" not in load_workload("script=train.py").factory
 
 
+LOOPS = {
+    "next step": [
+        "for _ in range(2):\n    output = model(x)\n    output.sum().backward()\n    sgd.step()",
+        """
+def forward():
+    output = model(x)
+    return {"output": output, "loss": output.sum()}
+def main():
+    step = 0
+    while step < 2:
+        step += 1
+        found = forward()
+        found["loss"].backward()
+        sgd.step()
+main()
+""",
+    ],
+    "step": [
+        """
+def train():
+    output = model(x)
+    output.sum().backward()
+    sgd.step()
+    for _ in range(2):
+        pass
+for _ in range(2):
+    train()
+""",
+    ],
+    "loss": [
+        "for _ in range(2):\n    model(x).sum().backward()\n    sgd.step()",
+        """
+def loss_of():
+    output = model(x)
+    return output.sum()
+for _ in range(2):
+    loss = loss_of()
+    loss.backward()
+    sgd.step()
+""",
+    ],
+}
+
+
+@pytest.mark.parametrize(("until", "loop"), [(key, one) for key in LOOPS for one in LOOPS[key]])
+def test_it_shows_how_long_it_holds_what_the_model_returned(folder, until, loop):
+    start = "from shared import *\nmodel, x = nn.Linear(6, 1), torch.randn(5, 6)\n"
+    start += "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    (folder / "train.py").write_text(start + loop)
+    assert load_workload("script=train.py").output_until == until
+
+
 NOTES = {
     "gan": "this is the first that steps, and the others (Adam) train other parameters",
     "own_batches": "it uses compile, which is left out",

@@ -220,6 +220,7 @@ def test_a_step_of_what_is_read_is_the_trainers_own_first_step(theirs, library, 
     """Model, batch, loss, optimizer, precision and accumulation are the Trainer's, to the bit."""
     workload = load_workload(f"trainer=their_trainers:{library}{precision}")
     assert workload.accumulation == 2
+    assert (workload.output_until == "loss") == (library != "accelerator")
     assert ("autocast to bfloat16" in workload.notes[0]) == bool(precision)
     case = Case(workload, dtype=workload.dtype, batch_size=workload.own_batch)
     module = case.build()
