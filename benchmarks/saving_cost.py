@@ -1,7 +1,7 @@
 """Measure what saving costs: a commit, its memory, the steps next to it, a bounded cadence.
 
     python benchmarks/saving_cost.py commit --json evidence/checkpoint_save.json
-    python benchmarks/saving_cost.py memory --mib 3072 --json evidence/checkpoint_memory.json
+    python benchmarks/saving_cost.py memory --mib 7629 --json evidence/checkpoint_memory.json
     python benchmarks/saving_cost.py steps --json evidence/saving_cost.json
     python benchmarks/saving_cost.py cadence --json evidence/checkpoint_cadence.json
 
