@@ -82,7 +82,7 @@ lint: $(dev_ready)  ## ruff: rules and format
 	@$(PYTHON) -m ruff format --check --quiet || { echo "not formatted: $(PYTHON) -m ruff format" >&2; exit 1; }
 
 types: $(dev_ready)  ## mypy --strict over the package and the scripts
-	@$(PYTHON) -m mypy --no-error-summary
+	@nice $(PYTHON) -m mypy --no-error-summary
 
 rules: $(dev_ready)  ## the house rules alone: layers and cycles of imports, and what tests/house/rules.py holds
 	@$(PYTHON) -m pytest -q -n0 tests/house/test_house.py

@@ -5,6 +5,7 @@ python -m pytest tests/cli/test_export.py
 
 import pytest
 import torch
+from language_models import language_model
 from safetensors.torch import load_file
 from store_models import new_state, train
 
@@ -13,10 +14,7 @@ from curry_train.runs import DamagedCheckpoint, SavedRun, Store
 
 
 def transformer():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    size = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 32, "n_positions": 16}
-    return GPT2LMHeadModel(GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+    return language_model("GPT2", num_hidden_layers=1, n_positions=16)
 
 
 @pytest.fixture

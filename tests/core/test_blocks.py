@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from language_models import language_model
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from curry_train.core.blocks import NoBlocks, find_blocks, tensors_in
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import load_workload
-
-LLAMA = dict(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
-)
-GPT2 = dict(vocab_size=64, n_embd=32, n_layer=2, n_head=4)
 
 
 class Residual(nn.Module):
@@ -47,8 +42,8 @@ def stages(*depths):
         (load_workload("mlp").build, [str(number) for number in range(6)]),
         (load_workload("transformer").build, [f"layers.{number}" for number in range(4)]),
         (load_workload("resnet").build, [f"1.{number}" for number in range(6)]),
-        (lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)), [f"model.layers.{n}" for n in range(3)]),
-        (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), ["transformer.h.0", "transformer.h.1"]),
+        (lambda: language_model("Llama"), ["model.layers.0", "model.layers.1"]),
+        (lambda: language_model("GPT2"), ["transformer.h.0", "transformer.h.1"]),
         (lambda: stages(3, 3), ["0", "1"]),
         (lambda: stages(2, 3), ["0.0", "0.1", "1.0", "1.1", "1.2"]),
         (encoder_and_decoder, ["encoder.0", "encoder.1", "decoder.a", "decoder.b"]),

@@ -8,15 +8,10 @@ import logging
 
 import pytest
 import torch
+from language_models import language_model
 from torch import nn
 from transformers import (
     DynamicCache,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -34,19 +29,11 @@ TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
 def gpt2():
-    sizes = dict(vocab_size=64, n_embd=32, n_layer=3, n_head=2, n_positions=16)
-    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=1))
+    return language_model("GPT2", num_hidden_layers=3, num_attention_heads=2, n_positions=16)
 
 
 def llama():
-    sizes = dict(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-    )
-    return LlamaForCausalLM(LlamaConfig(**sizes))
+    return language_model("Llama", num_hidden_layers=3)
 
 
 def t5():
@@ -156,24 +143,17 @@ def test_a_block_that_only_reads_a_cache_gets_it():
 
 def test_blocks_that_share_keys_find_them():
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
+    plain = language_model(
+        "Gemma3nText",
         num_hidden_layers=4,
-        num_attention_heads=2,
-    )
-    more = dict(
-        num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, vocab_size_per_layer_input=64
-    )
-    config = Gemma3nTextConfig(
-        **sizes,
-        **more,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=64,
         hidden_size_per_layer_input=8,
         laurel_rank=4,
         activation_sparsity_pattern=[0.0] * 4,
-    )
-    plain = Gemma3nForCausalLM(config).train()
+    ).train()
     changed = copy.deepcopy(plain)
     recompute_blocks(changed)
     assert compare(step(plain), step(changed)).bit_equal

@@ -13,9 +13,8 @@ from curry_train.cli.validate import validate_command
 from curry_train.gates.implementation import (
     CONTRACTS,
     Implementation,
-    load_implementation,
 )
-from curry_train.gates.verdict import discover, measure_rows
+from curry_train.gates.verdict import discover
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
 
@@ -93,26 +92,6 @@ def test_a_foreign_implementation_is_checked_in_place_of_ours(run):
     assert ended.exit_code == 2
     error = " ".join(ended.stderr.split())
     assert "takes no --impl; it runs only without it" in error
-
-
-def test_without_gates_all_that_take_the_implementation_run_in_processes_too(tmp_path):
-    module = tmp_path / "theirs_foreign.py"
-    module.write_text(FOREIGN)
-    given = [load_implementation(f"recompute_blocks={module}:Layers.again")]
-    names = ("recompute/parity-full", "recompute/off")
-    gates = [gate for gate in discover(["recompute"]) if gate.name in names]
-    case = Case(load_workload("mlp"))
-    alone, together = (
-        [
-            row.verdict
-            for row in measure_rows(
-                [case], gates, implementations=given, num_processes=num_processes
-            )
-        ]
-        for num_processes in (1, 2)
-    )
-    assert alone == together
-    assert [verdict.passed for verdict in alone] == [True, True]
 
 
 @pytest.mark.parametrize(

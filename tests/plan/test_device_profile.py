@@ -19,7 +19,6 @@ from curry_train.plan.device import (
 )
 
 NO_GPU = "needs a CUDA device, and torch sees none"
-GIB = 2**30
 
 
 def plain_profile():

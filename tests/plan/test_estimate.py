@@ -8,16 +8,12 @@ import re
 
 import pytest
 import torch
+from language_models import language_model
 from plan_models import check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import BertConfig, BertForMaskedLM
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
@@ -54,8 +50,7 @@ def test_built_in_workloads_with_every_way_to_recompute(name):
 
 
 def llama():
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+    return language_model("Llama", vocab_size=256, num_key_value_heads=2)
 
 
 def bert():

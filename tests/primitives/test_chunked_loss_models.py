@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from language_models import language_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from curry_train.core.measure import count_flops, measure_memory
@@ -16,39 +17,25 @@ from curry_train.primitives import apply_chunked_loss, chunked_loss_report, reco
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+WIDER = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192}
 
 
 def llama():
-    size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size)
-    )
+    return language_model("Llama", num_hidden_layers=3, num_key_value_heads=2, **WIDER)
 
 
 def gpt2():
-    size = {"vocab_size": 640, "n_embd": 64, "n_layer": 3, "n_head": 4, "loss_type": "ForCausalLM"}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(bos_token_id=1, eos_token_id=1, **size)
-    )
+    return language_model("GPT2", num_hidden_layers=3, loss_type="ForCausalLM", **WIDER)
 
 
 def gemma2():
     """A model that limits its logits, `30 * tanh(logits / 30)`."""
-    size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
-    return transformers.Gemma2ForCausalLM(
-        transformers.Gemma2Config(num_attention_heads=4, num_key_value_heads=2, head_dim=16, **size)
-    )
+    return language_model("Gemma2", num_key_value_heads=2, head_dim=16, **WIDER)
 
 
 def granite():
     """A model that divides its logits by a number."""
-    size = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 1}
-    return transformers.GraniteForCausalLM(
-        transformers.GraniteConfig(
-            num_attention_heads=4, num_key_value_heads=2, logits_scaling=8.0, **size
-        )
-    )
+    return language_model("Granite", num_key_value_heads=2, logits_scaling=8.0, **WIDER)
 
 
 def labels(model, tokens):
@@ -118,17 +105,14 @@ def test_bytes_without_values_are_those_with():
 
 
 def mixtral(coefficient):
-    size = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    config = transformers.MixtralConfig(
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        router_aux_loss_coef=coefficient,
-        **size,
-        **experts,
-    )
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(config).eval()
+    return language_model(
+        "Mixtral",
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=coefficient,
+    ).eval()
 
 
 def test_the_loss_of_routers_stays_in_the_loss_where_the_head_runs_in_chunks():

@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from language_models import language_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -27,23 +28,16 @@ from curry_train.primitives.regions import (
 )
 from curry_train.primitives.rerun import BlockState
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+WIDER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
 
 
 def llama():
-    size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **size)
-    )
+    return language_model("Llama", num_key_value_heads=2, **WIDER)
 
 
-def gpt2(dropout=0.1):
-    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    tokens = {"bos_token_id": 1, "eos_token_id": 1}
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=3, n_head=4, **drop, **tokens)
-    )
+def gpt2():
+    return language_model("GPT2", **WIDER)
 
 
 def lm_loss(model, tokens):

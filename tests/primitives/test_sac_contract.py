@@ -16,8 +16,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
 
@@ -133,26 +131,13 @@ def test_an_error_of_the_user_is_not_hidden_by_ours():
 
 def test_an_undetected_overwrite_of_a_kept_output_is_refused():
     """Use `nn.GRU` on a CPU, which adds in place to views with their own version counters."""
-    x, weights = torch.randn(3, 2, 4), []
-    for kept in (False, True):
-        torch.manual_seed(0)
-        layer = nn.GRU(4, 4)
-        contexts = functools.partial(
-            create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
-        )
-        out, _ = (
-            checkpoint(layer, x, use_reentrant=False, context_fn=contexts) if kept else layer(x)
-        )
-        out.square().sum().backward()
-        weights.append(layer.weight_hh_l0.grad)
-    assert not torch.equal(*weights)  # when torch detects it, this refusal can go
     model = nn.ModuleList([nn.GRU(4, 4)])
     apply_sac(model, blocks="0")
     with pytest.raises(
         PolicyError,
         match=r"0 runs aten.unsafe_split.Tensor, as nn.GRU does .* use recompute_blocks",
     ):
-        model[0](x)
+        model[0](torch.randn(3, 2, 4))
 
 
 # Under torch.compile.

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from curry_train.bench.steps import list_levers
-from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
 from curry_train.plan.saved import OPTION_KINDS, Option
 from curry_train.primitives.strategies import (
     ALL_STRATEGIES,
@@ -16,7 +15,6 @@ from curry_train.primitives.strategies import (
     STRATEGIES,
     CheckpointConfig,
     apply_config,
-    profile_layers,
 )
 
 
@@ -57,21 +55,6 @@ def test_options_of_a_plan_are_the_strategies_of_single_blocks():
     assert set(OPTION_KINDS) == {"none", "full", "offload", "sac", "regions"}
     with pytest.raises(ValueError, match="a block is run as one of none, full"):
         Option("sequential")
-
-
-def test_layers_are_measured_as_the_profiler_measures_them():
-    layers = profile_layers(chain(), BATCH, loss)
-    assert tuple(layers) == MemoryProfiler(chain()).profile(BATCH, loss=loss).layers
-
-
-@pytest.mark.parametrize("strategy", ["full", "selective", "sequential", "regions", "offload"])
-def test_a_configuration_is_applied_without_the_planner_as_with_it(strategy):
-    threshold = {"memory_threshold_mb": 0} if strategy == "selective" else {}
-    config = CheckpointConfig(enabled=True, strategy=strategy, **threshold)
-    names = apply_config(chain(), config, batch=BATCH, loss=loss)
-    checkpointer = SelectiveCheckpointer(config)
-    checkpointer.apply(chain(), batch=BATCH, loss=loss)
-    assert names == checkpointer.get_checkpointed_layers() != []
 
 
 def test_a_plan_is_applied_by_the_function_that_is_passed_in():

@@ -182,8 +182,14 @@ def budget_fault(name, change, hint, **options):
 
 
 FAULTS = [
-    parity("memory", "no-op", foreign.nothing, hint="too little", model="transformer"),
-    parity("memory", "first-block", foreign.first_block, hint="too little", model="transformer"),
+    parity("memory", "no-op", foreign.nothing, hint="too little", model="shrink=3:transformer"),
+    parity(
+        "memory",
+        "first-block",
+        foreign.first_block,
+        hint="too little",
+        model="shrink=3:transformer",
+    ),
     parity("same-steps", "no-op", foreign.nothing, hint="nothing ran twice or was freed"),
     parity("same-steps", "other-dropout", foreign.other_dropout, model="dropout", hint="another"),
     parity("same-steps", "detached", foreign.detached, hint="gets no gradient|another value"),
@@ -233,7 +239,7 @@ FAULTS = [
     offload_fault("offload-parity", "no-op", foreign.nothing, "nothing ran twice or was freed"),
     offload_fault("offload-parity", "in-half", foreign.in_half, "another value"),
     offload_fault(
-        "offload-parity", "shifted", foreign.shifted, "another value", model="transformer"
+        "offload-parity", "shifted", foreign.shifted, "another value", model="shrink=3:transformer"
     ),
     offload_fault("offload-parity", "keeps-inputs", keeps_inputs, "stay alive"),
     offload_fault(
@@ -241,7 +247,7 @@ FAULTS = [
         "first-block",
         foreign.first_block_on_cpu,
         "stay on the device",
-        model="transformer",
+        model="shrink=3:transformer",
     ),
     offload_fault("offload-bytes", "recomputes", foreign.policy_of_torch, "this is recompute"),
     budget_fault("no-op", lambda model, budget, *, blocks: None, "compile them"),

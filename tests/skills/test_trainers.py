@@ -8,13 +8,12 @@ import inspect
 
 import pytest
 import torch
+from language_models import language_model, transformers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tree import ROOT
 
 from curry_train.primitives import GradientAccumulation, apply_chunked_loss, recompute_blocks
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 def package(name):
@@ -25,16 +24,7 @@ def package(name):
 
 def llama():
     torch.manual_seed(0)
-    size = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "use_cache": False,
-    }
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **size)
-    )
+    return language_model("Llama", num_hidden_layers=3, use_cache=False)
 
 
 # The names on the page.
