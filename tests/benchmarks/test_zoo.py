@@ -11,7 +11,7 @@ from curry_train.core.blocks import NoBlocks
 from curry_train.gates import discover
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
-from zoo import ZOO
+from zoo import MODELS
 
 # Those whose libraries the tests install.
 SHORT = [
@@ -37,7 +37,7 @@ SHORT_GATES = [
     "name", [pytest.param(name, marks=[pytest.mark.long][name == "gpt2" :]) for name in SHORT]
 )
 def test_no_gate_fails_on_a_model_of_another_library(name):
-    case = Case(load_workload(ZOO[name].path))
+    case = Case(load_workload(f"{MODELS}:{name}"))
     with suppress(NoBlocks):
         case, _ = case.with_running_blocks()
     gates = [gate for gate in discover() if gate.name in SHORT_GATES]
