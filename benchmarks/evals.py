@@ -205,9 +205,8 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 def count_tools(transcript: str) -> int | None:
     """Count the tool calls of a transcript of JSON lines; None where it has no such lines."""
     events = list(_events(transcript))
-    return sum('"tool_use"' in json.dumps(one.get("message", {})) for one in events) or (
-        0 if events else None
-    )
+    calls = ['"tool_use"' in json.dumps(one.get("message", {})) for one in events]
+    return sum(calls) if events else None
 
 
 def count_tokens(transcript: str) -> int | None:

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 import gpumemnet
-from curry_train.plan.cuda_step import cuda_memory
-from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
 
 MLP = {
@@ -52,12 +50,6 @@ def test_an_mlp_is_built_as_its_row_says():
     found = [type(module).__name__ for module in gpumemnet.build_mlp(MLP)]
     assert found == ["Linear", "BatchNorm1d", "ReLU", "Dropout", "Linear", "Softmax"]
     assert gpumemnet.build_mlp(MLP)[4].weight.shape == (4, 6)
-
-
-def test_a_step_of_another_size_follows_from_two_recorded_ones():
-    with Sketch(small("small"), kernels="cuda") as sketch:
-        first, second, expected = (sketch.step(size).trace for size in (8, 16, 64))
-    assert cuda_memory(gpumemnet.trace_at(64, first, second)) == cuda_memory(expected)
 
 
 def test_the_constant_is_left_out_of_the_errors():
