@@ -1,13 +1,12 @@
 """Install the bundle into each agent client without a network, and read the loaded skills.
 
-    python benchmarks/clients.py --record evidence/clients.json
+    make clients ARGS="--json evidence/clients.json"
 
 Most clients clone a repository, which is that of a copy of the working tree here. The output and
 status of an installer prove nothing: installers end with 0 while they drop skills.
 No client is logged in. Proof: `python -m pytest tests/skills/test_clients.py`.
 """
 
-import argparse
 import json
 import os
 import re
@@ -24,6 +23,8 @@ from pathlib import Path
 
 from client_packages import NODE, Unavailable, offline, package
 from tree import files
+
+from recording import record_parser, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = "curry-train@curry-train"
@@ -283,11 +284,7 @@ def problems(loaded: set[str], bundle: Path) -> list[str]:
 
 def main() -> int:
     """Status: 0 every client loads every skill, 1 one does not, 2 a package can't be had."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--record", metavar="FILE", help="write versions and loaded names to this JSON file"
-    )
-    options = parser.parse_args()
+    options = record_parser(__doc__).parse_args()
     rows, failed = [], False
     with tempfile.TemporaryDirectory() as folder:
         bundle = copy_bundle(Path(folder) / "bundle")
@@ -312,16 +309,8 @@ def main() -> int:
             print(f"{name:12} {client.package:34} {result}", flush=True)
             if wrong:
                 sys.stderr.write(output)
-    if options.record and not failed:
-        import torch
-
-        from curry_train.core.wording import provenance, write_json
-
-        network = "a namespace without one" if offline() else "proxies that nobody answers"
-        write_json(
-            options.record,
-            provenance(torch.device("cpu")) | {"node": NODE, "network": network, "rows": rows},
-        )
+    network = "a namespace without one" if offline() else "proxies that nobody answers"
+    write_record(options.json, {"node": NODE, "network": network, "rows": rows})
     return int(failed)
 
 

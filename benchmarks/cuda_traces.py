@@ -12,8 +12,8 @@ and optimizer. Their memory is also predicted from shapes alone, and compared wi
 Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
 
+import importlib.util
 import json
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -60,25 +60,23 @@ def add_segment(
     pool = allocator._pool(stream, small=small)
     allocator._add_reserved(address, num_bytes)
     blocks = []
-    previous = None
+    before = None
     position = address
-
-    def append(end: int, *, free: bool) -> MemoryBlock:
-        nonlocal previous, position
-        block = MemoryBlock(position, end - position, pool, free=free, before=previous)
-        if previous is not None:
-            previous.after = block
-        previous = block
-        position = end
-        return block
-
-    for start, size in sorted(used):
-        if start > position:
-            pool.add(append(start, free=True))
-        blocks.append(append(start + size, free=False))
-        allocator.allocated += size
-    if position < address + num_bytes:
-        pool.add(append(address + num_bytes, free=True))
+    # Each used range ends a free one, as the end of the segment does.
+    for start, size in [*sorted(used), (address + num_bytes, 0)]:
+        for end, free in ((start, True), (start + size, False)):
+            if end == position:
+                continue
+            block = MemoryBlock(position, end - position, pool, free=free, before=before)
+            if before is not None:
+                before.after = block
+            before = block
+            position = end
+            if free:
+                pool.add(block)
+            else:
+                blocks.append(block)
+                allocator.allocated += size
     allocator.peak_allocated = max(allocator.peak_allocated, allocator.allocated)
     return blocks
 
@@ -183,160 +181,23 @@ class Replay:
             self.recorded["addresses"] = self.trace["address_check"]
 
 
-# Training steps whose program is known, predicted from shapes.
+# Training steps whose program is known, predicted from shapes. The model is that of an eval case.
 
-VOCABULARY = 10_000
+FILE = Path(__file__).parents[1] / "evals/memory-plan/card-not-here/fixture/train.py"
+spec = importlib.util.spec_from_file_location("card_not_here", FILE)
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+
 NUM_SAMPLES = 4
-# Model width, width of the feed-forward, layers and heads.
 MODEL_SIZES = {
-    "medium": (1024, 4096, 24, 16),
-    "2.7B": (2560, 10240, 32, 32),
+    "medium": {"WIDTH": 1024, "HIDDEN": 4096, "DEPTH": 24, "HEADS": 16},
+    "2.7B": {"WIDTH": 2560, "HIDDEN": 10240, "DEPTH": 32, "HEADS": 32},
 }
 
 
-class Weights(nn.Module):
-    """A matrix without bias, applied by einsum."""
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bsi,oi->bso", x, self.weight)
-
-
-class Rows(nn.Module):
-    """An embedding, read by indexing."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(VOCABULARY, width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens, :]
-
-
-class Float32Norm(nn.Module):
-    """RMS norm in float32, operation by operation."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        dtype = x.dtype
-        x = x.to(torch.float32)
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
-        x = x * scale
-        return (self.weight * x).to(dtype)
-
-
-class Rotation(nn.Module):
-    """Rotary positions of neighbouring pairs."""
-
-    def __init__(self, length: int, width: int) -> None:
-        super().__init__()
-        frequencies = 10_000.0 ** -(torch.arange(0, width, 2) / width)
-        angles = torch.outer(torch.arange(length).float(), frequencies)
-        table = torch.stack((angles.cos(), angles.sin()))
-        self.register_buffer("table", table, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = x.unflatten(-1, (-1, 2))
-        first, second = pairs.permute(4, 0, 1, 2, 3).unbind(0)
-        cosine, sine = self.table[:, : x.size(-2), :].unbind(0)
-        rotated = cosine * first - sine * second
-        other = sine * first + cosine * second
-        return torch.cat((rotated, other), dim=-1)
-
-
-class WrittenOutAttention(nn.Module):
-    """Causal attention with an explicit softmax."""
-
-    def __init__(self, width: int, heads: int, rotation: Rotation) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query = Weights(width, width)
-        self.key = Weights(width, width)
-        self.value = Weights(width, width)
-        self.out = Weights(width, width)
-        self.rotation = rotation
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = self.query(x)
-        key = self.key(x)
-        value = self._by_head(self.value(x))
-        query = self.rotation(self._by_head(query))
-        key = self.rotation(self._by_head(key))
-        places = torch.arange(x.size(1), device=x.device)
-        mask = (places[:, None] >= places[None, :])[None, None]
-        scores = torch.einsum("bhqd,bhkd->bhqk", query, key) / math.sqrt(key.size(-1))
-        scores = torch.where(mask, scores, float("-inf"))
-        scores = written_out_softmax(scores)
-        mixed = torch.einsum("bhqk,bhkd->bhqd", scores, value)
-        return self.out(mixed.permute(0, 2, 1, 3).flatten(-2).contiguous())
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).permute(0, 2, 1, 3)
-
-
-def written_out_softmax(x: Tensor) -> Tensor:
-    shifted = x - torch.max(x, dim=-1, keepdim=True)[0]
-    exponential = torch.exp(shifted)
-    return exponential / torch.sum(exponential, dim=-1, keepdim=True)
-
-
-class GatedFeedForward(nn.Module):
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate = Weights(width, inner)
-        self.down = Weights(inner, width)
-        self.up = Weights(width, inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(written_out_silu(self.gate(x)) * self.up(x))
-
-
-def written_out_silu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(x)
-
-
-class PreNormBlock(nn.Module):
-    def __init__(self, width: int, inner: int, heads: int, rotation: Rotation) -> None:
-        super().__init__()
-        self.attention = WrittenOutAttention(width, heads, rotation)
-        self.feed_forward = GatedFeedForward(width, inner)
-        self.attention_norm = Float32Norm(width)
-        self.feed_forward_norm = Float32Norm(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        attended = self.attention(self.attention_norm(x))
-        y = x + attended
-        forwarded = self.feed_forward(self.feed_forward_norm(y))
-        return y + forwarded
-
-
-class LanguageModel(nn.Module):
-    """The model of the recorded programs, written from their description."""
-
-    def __init__(self, size: str, length: int) -> None:
-        super().__init__()
-        width, inner, layers, heads = MODEL_SIZES[size]
-        self.embedding = Rows(width)
-        self.rotation = Rotation(length, width // heads)
-        self.layers = nn.ModuleList(
-            PreNormBlock(width, inner, heads, self.rotation) for _ in range(layers)
-        )
-        self.norm = Float32Norm(width)
-        self.head = Weights(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded = self.embedding(tokens)
-        x = embedded
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
-        return self.head(x)
+def build(size: str, length: int) -> nn.Module:
+    vars(script).update(MODEL_SIZES[size])
+    return script.Decoder(length)
 
 
 def written_out_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -389,8 +250,8 @@ class Program:
     def workload(self) -> Workload:
         return Workload(
             f"{self.size}, {self.length} tokens",
-            lambda: LanguageModel(self.size, self.length),
-            lambda size: torch.randint(VOCABULARY, (size, self.length + 1)),
+            lambda: build(self.size, self.length),
+            lambda size: torch.randint(script.VOCABULARY, (size, self.length + 1)),
             self._loss,
             count=lambda batch: 1,
             optimizer=self.optimizer,
@@ -419,32 +280,6 @@ PROGRAMS = (
 )
 
 
-def predict(program: Program, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Predict the memory of a program's training step, next to what its trace recorded."""
-    with Sketch(program.workload(), kernels="cuda") as sketch:
-        trace = sketch.step(NUM_SAMPLES).trace
-    found = cuda_memory(trace, workspace_bytes=WORKSPACE_BYTES, num_steps=NUM_STEPS)
-    recorded = {
-        "allocated": facts["peak_blocks"],
-        "reserved": facts["reserved_peak"],
-    }
-    predicted = {
-        "allocated": found.allocated_bytes,
-        "reserved": found.reserved_bytes,
-    }
-    errors = {name: predicted[name] / recorded[name] - 1 for name in predicted}
-    return {
-        "trace": program.trace,
-        "model": program.size,
-        "length": program.length,
-        "autocast": program.autocast,
-        "optimizer": program.optimizer.__name__,
-        "predicted": predicted,
-        "recorded": recorded,
-        "error": errors,
-    }
-
-
 def predict_steps(folder: Path) -> dict[str, Any]:
     """Predict all programs whose trace is in the folder, and summarize the errors."""
     steps = []
@@ -452,16 +287,30 @@ def predict_steps(folder: Path) -> dict[str, Any]:
         path = folder / f"{program.trace}.json"
         if not path.exists():
             continue
-        row = predict(program, json.loads(path.read_text()))
+        facts = json.loads(path.read_text())
+        with Sketch(program.workload(), kernels="cuda") as sketch:
+            trace = sketch.step(NUM_SAMPLES).trace
+        found = cuda_memory(trace, workspace_bytes=WORKSPACE_BYTES, num_steps=NUM_STEPS)
+        recorded = {"allocated": facts["peak_blocks"], "reserved": facts["reserved_peak"]}
+        predicted = {"allocated": found.allocated_bytes, "reserved": found.reserved_bytes}
+        row = {
+            "trace": program.trace,
+            "model": program.size,
+            "length": program.length,
+            "autocast": program.autocast,
+            "optimizer": program.optimizer.__name__,
+            "predicted": predicted,
+            "recorded": recorded,
+            "error": {name: predicted[name] / recorded[name] - 1 for name in predicted},
+        }
         steps.append(row)
-        shown = ", ".join(f"{name} {error:+.4%}" for name, error in row["error"].items())
-        print(f"{row['model']}, {row['length']} tokens, {row['optimizer']}: {shown}")
+        print(row)
     if not steps:
         return {}
-    errors = {
-        name: [abs(row["error"][name]) for row in steps] for name in ("allocated", "reserved")
+    worst = {
+        f"worst_{name}_error": max(abs(row["error"][name]) for row in steps)
+        for name in ("allocated", "reserved")
     }
-    worst = {f"worst_{name}_error": max(values) for name, values in errors.items()}
     return {"steps": steps, **worst}
 
 

@@ -71,7 +71,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return str(self.settings["name"])
+        return self.settings["name"]
 
     @property
     def skill(self) -> str:
@@ -79,11 +79,7 @@ class Case:
 
     @property
     def prompt(self) -> str:
-        return str(self.settings["execution"]["prompt"])
-
-    @property
-    def seconds(self) -> float:
-        return float(self.settings["execution"]["timeout_seconds"])
+        return self.settings["execution"]["prompt"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +161,7 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     )
     status = None
     try:
-        transcript, _ = process.communicate(timeout=case.seconds)
+        transcript, _ = process.communicate(timeout=case.settings["execution"]["timeout_seconds"])
         status = process.returncode
     except subprocess.TimeoutExpired:
         _end_group(process)
@@ -209,9 +205,8 @@ def _end_group(process: subprocess.Popen[str]) -> None:
 def count_tools(transcript: str) -> int | None:
     """Count the tool calls of a transcript of JSON lines; None where it has no such lines."""
     events = list(_events(transcript))
-    return sum('"tool_use"' in json.dumps(one.get("message", {})) for one in events) or (
-        0 if events else None
-    )
+    calls = ['"tool_use"' in json.dumps(one.get("message", {})) for one in events]
+    return sum(calls) if events else None
 
 
 def count_tokens(transcript: str) -> int | None:

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import resource
 import runpy
@@ -22,13 +23,11 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -89,9 +88,8 @@ def point(weight: int, *, guard: bool = False) -> Callable[[Check], Check]:
     return mark
 
 
-def guard(weight: int) -> Callable[[Check], Check]:
-    """Mark the check of something that must stay; it counts only if another point is reached."""
-    return point(weight, guard=True)
+# The check of something that must stay; it counts only if another point is reached.
+guard = partial(point, guard=True)
 
 
 @dataclass
@@ -352,9 +350,12 @@ class _Watched(io.TextIOBase):
 # Forks
 
 
+FORK = multiprocessing.get_context("fork")
+
+
 @dataclass
 class _Fork:
-    process: int
+    process: multiprocessing.process.BaseProcess
     place: tempfile.TemporaryDirectory[str]
 
     def read(self, name: str) -> str:
@@ -365,66 +366,39 @@ class _Fork:
 def _start(folder: Path, body: Callable[[], Any]) -> _Fork:
     """Run a function in a fork, in a folder, with its own output and importable modules."""
     place = tempfile.TemporaryDirectory(prefix="eval")
-    process = os.fork()
-    if process == 0:
-        _become(folder, Path(place.name), body)
+    process = FORK.Process(target=_become, args=(folder, Path(place.name), body))
+    process.start()
     return _Fork(process, place)
 
 
-def _become(folder: Path, place: Path, body: Callable[[], Any]) -> NoReturn:
-    status = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for number, name in ((1, "output"), (2, "errors")):
-            file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, number)
-        sys.stdin = io.StringIO()
-        # They stay open until the fork ends.
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        os.chdir(folder)
-        sys.path.insert(0, str(folder))
-        sys.dont_write_bytecode = True
-        torch.set_num_threads(1)
-        result = body()
-        (place / "result").write_text(json.dumps(result))
-        status = 0
-    except SystemExit as ended:
-        status = _status_of(ended)
-    except BaseException:  # noqa: BLE001 - the agent's code may raise anything
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _status_of(ended: SystemExit) -> int:
-    if isinstance(ended.code, int) or ended.code is None:
-        return int(ended.code or 0) & 255
-    print(ended.code, file=sys.stderr)
-    return 1
+def _become(folder: Path, place: Path, body: Callable[[], Any]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number, name in ((1, "output"), (2, "errors")):
+        file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+    sys.stdin = io.StringIO()
+    # They stay open until the fork ends.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    result = body()
+    (place / "result").write_text(json.dumps(result))
 
 
 def _wait(fork: _Fork, seconds: float) -> int:
     """Return the status of a fork; a negative number is the signal that ended it."""
-    latest = time.monotonic() + seconds
-    while time.monotonic() < latest:
-        ended, status = os.waitpid(fork.process, os.WNOHANG)
-        if ended:
-            _kill_group(fork.process)
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    _kill_group(fork.process)
-    os.waitpid(fork.process, 0)
-    raise Broken(f"did not end within {seconds:.0f} s")
-
-
-def _kill_group(process: int) -> None:
+    fork.process.join(seconds)
+    status = fork.process.exitcode
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process, signal.SIGKILL)
+        os.killpg(fork.process.pid, signal.SIGKILL)
+    if status is None:
+        fork.process.join()
+        raise Broken(f"did not end within {seconds:.0f} s")
+    return status
 
 
 def _end(fork: _Fork, seconds: float) -> Ended:
@@ -436,8 +410,7 @@ def _end(fork: _Fork, seconds: float) -> Ended:
 def _finish(fork: _Fork, seconds: float) -> Any:
     with fork.place:
         status = _wait(fork, seconds)
-        result = Path(fork.place.name) / "result"
-        if status == 0 and result.exists():
-            return json.loads(result.read_text())
+        if status == 0 and (result := fork.read("result")):
+            return json.loads(result)
         last = [line for line in fork.read("errors").splitlines() if line.strip()] or ["no message"]
         raise Broken(f"ended with status {status}: {last[-1].strip()}")

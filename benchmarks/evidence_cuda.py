@@ -172,6 +172,11 @@ def measured(config: MemoryConfig) -> dict[str, Any]:
     return peaks | {"trace": trace | {"reserved_end": torch.cuda.memory_reserved()}}
 
 
+MADE = ("segment_alloc", "segment_map")
+GIVEN_BACK = ("segment_free", "segment_unmap")
+ACTIONS = ("alloc", "free_completed", *MADE, *GIVEN_BACK)
+
+
 def trace_numbers(
     snapshot: Mapping[str, Any], *, source: str, reserved: int, allocated: int
 ) -> dict[str, Any]:
@@ -181,9 +186,7 @@ def trace_numbers(
     """
     (recorded_events,) = [trace for trace in snapshot["device_traces"] if trace] or [[]]
     # An event of another kind, such as `snapshot` or `oom`, may have no address.
-    actions = ("alloc", "free_completed", "segment_alloc", "segment_map")
-    actions += ("segment_free", "segment_unmap")
-    events = [event for event in recorded_events if event["action"] in actions]
+    events = [event for event in recorded_events if event["action"] in ACTIONS]
     order = []
     numbers = {}
     addresses = []
@@ -197,15 +200,14 @@ def trace_numbers(
             order.append([size, stream] if stream else size)
         elif action == "free_completed" and address in numbers:
             order.append(-1 - numbers.pop(address))
-        elif action in ("segment_alloc", "segment_map"):
+        elif action in MADE:
             order.append({"s": size, "at": (address - lowest) // 512})
-        elif action in ("segment_free", "segment_unmap"):
+        elif action in GIVEN_BACK:
             order.append({"r": size})
     check = sum(place * ((at - lowest) // 512) for place, at in enumerate(addresses, start=1))
     return {
         "source": source,
         "expandable": any(event["action"] == "segment_map" for event in events),
-        "starts_empty": True,
         "start": [],
         "address_check": check % (2**61 - 1),
         "reserved_peak": reserved,

@@ -12,7 +12,7 @@ Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ def recompute_all(module: nn.Module) -> None:
     keep_routing(module)
 
 
-TECHNIQUES: dict[str, tuple[Change, bool]] = {
-    "plain": (leave, False),
-    "recompute, accumulated": (recompute_all, True),
-    "sac": (apply_sac, False),
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "recompute, accumulated": {"change": recompute_all, "accumulated": True},
+    "sac": {"change": apply_sac},
 }
 
 
@@ -64,28 +64,23 @@ def main() -> None:
 
     warnings.simplefilter("ignore")
     rows = []
-    for row in rows_of(options.only):
-        rows.append(row)
-        print(*row.values(), sep=", ", flush=True)
+    for name in options.only:
+        if name in OPTIMIZERS:
+            kind = "optimizer"
+            workload = mlp(depth=2, width=128)
+            techniques = {"plain": {"optimizer": OPTIMIZERS[name]}}
+        else:
+            kind = "experts" if name in EXPERTS else "adapters"
+            workload = load_workload(f"{MODELS}:{name}")
+            techniques = TECHNIQUES
+        for technique, given in techniques.items():
+            row = {"kind": kind, "name": name, "technique": technique}
+            rows.append(row | compare(workload, SAMPLES, **given))
+            print(*rows[-1].values(), sep=", ", flush=True)
     summary = summary_of(rows)
     print(summary)
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES if options.json}
     write_record(options.json, {"versions": versions, "rows": rows, "summary": summary})
-
-
-def rows_of(wanted: list[str]) -> Iterator[dict[str, Any]]:
-    """Predict and measure each row."""
-    base = mlp(depth=2, width=128)
-    for name in wanted:
-        if name in OPTIMIZERS:
-            found = compare(base, SAMPLES, optimizer=OPTIMIZERS[name])
-            yield {"kind": "optimizer", "name": name, "technique": "plain"} | found
-            continue
-        kind = "experts" if name in EXPERTS else "adapters"
-        workload = load_workload(f"{MODELS}:{name}")
-        for technique, (change, accumulated) in TECHNIQUES.items():
-            found = compare(workload, SAMPLES, change=change, accumulated=accumulated)
-            yield {"kind": kind, "name": name, "technique": technique} | found
 
 
 def compare(

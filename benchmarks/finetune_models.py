@@ -120,8 +120,21 @@ def adapted(base: nn.Module, **options: Any) -> Made:
     return get_peft_model(base, LoraConfig(**(given | options))), words()
 
 
-def lora() -> Made:
-    return adapted(llama())
+# Adapters on a small Llama, by what differs from adapters of its queries and values.
+LORAS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "lora_on_all_layers": {"target_modules": "all-linear"},
+    "lora_with_dropout": {"use_rslora": True, "lora_dropout": 0.1},
+    "lora_on_embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
+    "lora_with_a_whole_head": {"modules_to_save": ["lm_head"]},
+    "dora": {"use_dora": True},
+}
+
+
+def __getattr__(name: str) -> Callable[[], Made]:
+    if name not in LORAS:
+        raise AttributeError(name)
+    return lambda: adapted(llama(), **LORAS[name])
 
 
 def lora_with_input_gradients() -> Made:
@@ -129,26 +142,6 @@ def lora_with_input_gradients() -> Made:
     base = llama()
     base.enable_input_require_grads()
     return adapted(base)
-
-
-def lora_on_all_layers() -> Made:
-    return adapted(llama(), target_modules="all-linear")
-
-
-def lora_with_dropout() -> Made:
-    return adapted(llama(), use_rslora=True, lora_dropout=0.1)
-
-
-def lora_on_embeddings() -> Made:
-    return adapted(llama(), target_modules=["embed_tokens", "q_proj"])
-
-
-def lora_with_a_whole_head() -> Made:
-    return adapted(llama(), modules_to_save=["lm_head"])
-
-
-def dora() -> Made:
-    return adapted(llama(), use_dora=True)
 
 
 def merged_and_adapted_again() -> Made:
@@ -287,10 +280,9 @@ def mixtral() -> Made:
 
 
 ADAPTERS = (
-    *("lora", "lora_with_input_gradients", "lora_on_all_layers", "lora_with_dropout"),
-    *("lora_on_embeddings", "lora_with_a_whole_head", "dora", "merged_and_adapted_again"),
-    *("merged_and_unmerged", "two_adapters", "ia3", "prompt_tuning"),
-    *("lora_on_torchao_int8", "lora_on_torchao_int4", "lora_on_torchao_nf4"),
-    *("lora_on_bitsandbytes_int8", "lora_on_bitsandbytes_nf4"),
+    *LORAS,
+    *("lora_with_input_gradients", "merged_and_adapted_again", "merged_and_unmerged"),
+    *("two_adapters", "ia3", "prompt_tuning", "lora_on_torchao_int8", "lora_on_torchao_int4"),
+    *("lora_on_torchao_nf4", "lora_on_bitsandbytes_int8", "lora_on_bitsandbytes_nf4"),
 )
 EXPERTS = ("mixtral",)

@@ -25,7 +25,6 @@ import csv
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from curry_train.plan.cuda_step import StepTrace, cuda_memory
+from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
 from recording import record_parser, write_record
@@ -43,8 +42,6 @@ SMALLEST_MLP_MIB = 1_800
 FULL_CARD_MIB = 39_000
 LARGEST_DEVIATION = 0.1
 FEWEST_READINGS = 3
-# Steps are recorded at these sizes; those of other sizes follow, as every storage grows linearly.
-RECORDED_SIZES = (8, 16)
 CLASSES = 1_000
 # Rows and models that are compared, evenly spaced.
 NUM_MLPS = 300
@@ -73,19 +70,19 @@ def build_mlp(row: Mapping[str, str]) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def estimate_mlp(row: Mapping[str, str]) -> int:
-    """Return the bytes that the training of a row reserves."""
+def mlp_workload(row: Mapping[str, str]) -> Workload:
     features = int(row["input_features"])
     classes = build_mlp(row)[-2].out_features
-    workload = Workload(
+    return Workload(
         "mlp",
         lambda: build_mlp(row),
         lambda size: (torch.randn(size, features), torch.randint(classes, (size,))),
-        lambda module, batch: F.cross_entropy(module(batch[0]), batch[1], reduction="sum"),
+        cross_entropy,
     )
-    with Sketch(workload, kernels="cuda", optimizer=adam) as sketch:
-        trace = sketch.step(int(row["batch_size"])).trace
-    return cuda_memory(trace).reserved_bytes
+
+
+def cross_entropy(module: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(module(batch[0]), batch[1], reduction="sum")
 
 
 def adam(module: nn.Module) -> torch.optim.Optimizer:
@@ -122,38 +119,16 @@ def workload_of(name: str) -> Workload:
         name,
         lambda: timm.create_model(name),
         batch,
-        lambda module, batch: F.cross_entropy(module(batch[0]), batch[1], reduction="sum"),
+        cross_entropy,
     )
 
 
-def estimate_timm(name: str, sizes: Iterable[int]) -> dict[int, int]:
-    """Return the bytes that the training of a model reserves, by batch size."""
-    torch.backends.cudnn.benchmark = True
-    with Sketch(workload_of(name), kernels="cuda", optimizer=sgd) as sketch:
+def estimate(workload: Workload, optimizer: Any, sizes: Iterable[int]) -> dict[int, int]:
+    """Return the MiB that the training of a model reserves, by batch size."""
+    with Sketch(workload, kernels="cuda", optimizer=optimizer) as sketch:
         if sketch.why_real:
             raise ValueError(sketch.why_real)
-        first, second = (sketch.step(size).trace for size in RECORDED_SIZES)
-    torch.backends.cudnn.benchmark = False
-    return {size: cuda_memory(trace_at(size, first, second)).reserved_bytes for size in sizes}
-
-
-def trace_at(size: int, first: StepTrace, second: StepTrace) -> StepTrace:
-    """Return the trace of a step at another batch size than those of two recorded ones."""
-    if first.events != second.events:
-        raise ValueError("the steps of two batch sizes differ in their operations")
-    low, high = RECORDED_SIZES
-
-    def grown(one: int, other: int) -> int:
-        return one + (other - one) * (size - low) // (high - low)
-
-    pairs = zip(first.convolutions, second.convolutions, strict=True)
-    return replace(
-        first,
-        sizes=tuple(map(grown, first.sizes, second.sizes)),
-        convolutions=tuple(
-            replace(one, num_bytes=grown(one.num_bytes, other.num_bytes)) for one, other in pairs
-        ),
-    )
+        return {size: cuda_memory(sketch.step(size).trace).reserved_bytes // MIB for size in sizes}
 
 
 def settled(readings: Mapping[int, float]) -> list[int]:
@@ -204,17 +179,19 @@ def measure_mlps(path: Path) -> list[Row]:
         read = [
             row for row in csv.DictReader(file) if float(row["measured_mib"]) > SMALLEST_MLP_MIB
         ]
-    return [
-        row_of(row["layers"], float(row["measured_mib"]), estimate_mlp(row))
-        for row in every(read, NUM_MLPS)
-    ]
+    rows = []
+    for row in every(read, NUM_MLPS):
+        (reserved,) = estimate(mlp_workload(row), adam, [int(row["batch_size"])]).values()
+        rows.append(row_of(row["layers"], float(row["measured_mib"]), reserved))
+    return rows
 
 
 def row_of(model: str, measured: float, reserved: int) -> Row:
-    return {"model": model, "measured_mib": measured, "reserved_mib": reserved // MIB}
+    return {"model": model, "measured_mib": measured, "reserved_mib": reserved}
 
 
 def measure_timm(path: Path) -> list[Row]:
+    torch.backends.cudnn.benchmark = True
     readings = defaultdict(dict)
     with path.open() as file:
         for row in csv.DictReader(file):
@@ -222,12 +199,13 @@ def measure_timm(path: Path) -> list[Row]:
     rows = []
     for name in every([name for name in sorted(readings) if settled(readings[name])], NUM_MODELS):
         try:
-            found = estimate_timm(name, settled(readings[name]))
+            found = estimate(workload_of(name), sgd, settled(readings[name]))
         except (RuntimeError, ValueError) as error:
             print(f"{name} is left out: {error}")
             continue
         rows += [row_of(name, readings[name][size], reserved) for size, reserved in found.items()]
         print(*rows[-len(found) :], sep="\n")
+    torch.backends.cudnn.benchmark = False
     return rows
 
 

@@ -1,4 +1,4 @@
-"""Overhead of grad-flow against plain steps and against hand-written hooks.
+"""Overhead of grad-flow against plain steps, and its counts against hooks by hand.
 
 python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 """
@@ -6,62 +6,46 @@ python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 import contextlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from curry_train.core.measure import LiveStorages
 from curry_train.core.timing import time_in_turns
 from curry_train.primitives.grad_flow import GradFlow
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Case
 from recording import record_parser, write_record
 
 Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
 UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unprobed one
 
 
-def sizes() -> dict[str, tuple[Workload, int]]:
-    """Return the workloads and batch sizes to measure.
+BATCH_SIZE = 4
+# The matrix products of the second are large enough to hide small overheads.
+SIZES: dict[str, dict[str, int]] = {
+    "transformer": {},
+    "llama_like": {
+        "depth": 4,
+        "dim": 384,
+        "heads": 6,
+        "kv_heads": 3,
+        "vocabulary": 2048,
+        "length": 128,
+    },
+}
 
-    One is the built-in transformer; the matrix products of the other are large enough to hide small
-    overheads.
-    """
-    larger = transformer(depth=4, dim=384, heads=6, kv_heads=3, vocabulary=2048, length=128)
-    return {"transformer": (transformer(), 4), "llama_like": (larger, 4)}
 
-
-@contextlib.contextmanager
-def hooks_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Counter[str]]:
-    """Hook as scripts do: three numbers per tensor of each leaf, each a device sync."""
+def count_by_hand(model: nn.Module) -> Counter[str]:
+    """Count the calls of each leaf by hooks, as scripts do."""
     calls = Counter()
-    figures = []
-
-    def see(tensor: Tensor) -> None:
-        shares = (tensor == 0, tensor.isfinite())
-        figures.extend([tensor.norm().item(), *(one.float().mean().item() for one in shares)])
-
-    def hook(name: str) -> Callable[..., None]:
-        def count(module: nn.Module, arguments: Any, output: Tensor) -> None:
-            calls[name] += 1
-            see(output.detach())
-
-        return count
-
-    def see_gradients(*_: Any) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                see(parameter.grad)
-
-    leaves = [pair for pair in model.named_modules() if not [*pair[1].children()]]
-    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
-    handles.append(optimizer.register_step_pre_hook(see_gradients))
-    yield calls
-    for handle in handles:
-        handle.remove()
+    for name, module in model.named_modules():
+        if not [*module.children()]:
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    return calls
 
 
 def _between_probes(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradFlow:
@@ -74,7 +58,6 @@ PROBING_WAYS: dict[str, Around] = {
     "plain": lambda model, optimizer: contextlib.nullcontext(),
     "between": _between_probes,
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),
-    "by_hand": hooks_by_hand,
 }
 
 
@@ -130,7 +113,8 @@ def measure_counting(case: Case) -> dict[str, Any]:
             recompute_blocks(module)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
-        with flow, hooks_by_hand(module, optimizer) as by_hand:
+        by_hand = count_by_hand(module)
+        with flow:
             case.workload.mean_loss(module, batch).backward()
             optimizer.step()
 
@@ -148,10 +132,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     figures = {"repeats": options.repeats}
-    for name, (workload, batch_size) in sizes().items():
-        case = Case(workload, batch_size=batch_size)
+    for name, sizes in SIZES.items():
+        case = Case(transformer(**sizes), batch_size=BATCH_SIZE)
         figures[name] = {
-            "batch_size": batch_size,
+            "batch_size": BATCH_SIZE,
             "cost": measure_costs(case, repeats=options.repeats),
             "calls": measure_counting(case),
         }

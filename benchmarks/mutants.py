@@ -22,6 +22,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from slips import copy_tree
+
 ROOT = Path(__file__).resolve().parents[1]
 # The modules of each technique in which mutants are made.
 TECHNIQUES = {
@@ -65,15 +67,8 @@ def tests_of(technique: str, modules: list[str]) -> list[str]:
 
 def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     """Copy what the tests need, with the package on top, where mutmut finds it by its name."""
-    folder.mkdir(parents=True)
-    for name in COPIED:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder / name)
-    shutil.copytree(ROOT / "template" / "curry_train", folder / "curry_train")
-    shutil.copytree(ROOT / "template" / "tests", folder / "template" / "tests")
+    copy_tree(folder)
+    shutil.move(folder / "template" / "curry_train", folder)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     # mutmut looks at one process; the package is not below template/ here.
     text = re.sub(r'"--numprocesses=\d+",', "", text).replace('"template",', '".",', 1)

@@ -49,6 +49,9 @@ SMALL_WIDTH = 135  # six layers, 1.3 MB with the moments
 # A save takes about as long whatever a step takes, so its part of the loop falls with longer steps.
 SMALL_BATCHES = (32, 512, 2048)
 OVERHEAD = 0.035
+# From one save to the next, next to which steps are timed, and of their batches.
+NUM_STEPS = 35
+NUM_ROWS = 128
 
 
 def made_state(num_bytes: int) -> TrainingState:
@@ -183,19 +186,17 @@ def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 # The steps next to a save.
 
 
-def one_round(
-    state: TrainingState, saver: BackgroundSaver | None, number: int, *, every: int, rows: int
-) -> list[float]:
+def one_round(state: TrainingState, saver: BackgroundSaver | None, number: int) -> list[float]:
     """Begin a save, if there is a saver, and train until the next is due; return the seconds.
 
     The saver's hook waits before the optimizer's step, so that time is the step's.
     """
     seconds = []
-    for index in range(every):
+    for index in range(NUM_STEPS):
         began = time.perf_counter()
         if saver is not None and index == 0:
             saver.save("rollback", number, state)
-        train_step(state, rows)
+        train_step(state, NUM_ROWS)
         seconds.append(time.perf_counter() - began)
     if saver is not None:
         saver.finish()
@@ -215,9 +216,7 @@ def measure_rounds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
             turn = (None, saver) if number % 2 else (saver, None)
             for each in turn:
                 os.sync()
-                found[each is saver] = one_round(
-                    state, each, number, every=options.every, rows=options.batch
-                )
+                found[each is saver] = one_round(state, each, number)
             all_steps.append(sum(found[True]) / sum(found[False]))
             slowest.append(max(found[True]) / statistics.median(found[False]))
     return {
@@ -267,7 +266,7 @@ def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> di
 
 def measure_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     small = [measure_small(folder, options, rows=rows) for rows in SMALL_BATCHES]
-    facts = {"cores": len(os.sched_getaffinity(0)), "every": options.every}
+    facts = {"cores": len(os.sched_getaffinity(0)), "every": NUM_STEPS}
     return {**facts, "savers": {"ours": measure_rounds(folder, options)}, "small": small}
 
 
@@ -336,8 +335,6 @@ def main() -> None:
     parser.add_argument("what", choices=[*MEASURES])
     parser.add_argument("--mib", type=int, default=1024, help="size of the state in MiB")
     parser.add_argument("--rounds", type=int, default=7, help="timed pairs")
-    parser.add_argument("--every", type=int, default=35, help="steps from one save to the next")
-    parser.add_argument("--batch", type=int, default=256, help="rows of a batch")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a training with a bound")
     parser.add_argument("--small-steps", type=int, default=1000, help="steps of the small loop")
     options = parser.parse_args()

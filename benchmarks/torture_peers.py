@@ -11,11 +11,11 @@ Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pickle
 import random
 import resource
-import select
 import shutil
 import signal
 import sys
@@ -35,6 +35,7 @@ from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_shapes import calls
 
 KILLS_OF_A_FOLDER = 5
+FORK = multiprocessing.get_context("fork")
 LONGEST_LOAD = 120  # seconds after which a load counts as hung
 FIRST_STEPS = (1, 2)
 # Limits of a file's size, as parts of the largest file of a checkpoint.
@@ -43,35 +44,33 @@ FULL_PARTS = tuple(number / 20 for number in range(20))
 # Processes that save until they are killed, and processes that load.
 
 
-def in_a_fork(act: Callable[[Callable[[Any], None]], None]) -> tuple[int, int]:
-    """Fork a process that acts and reports lines of JSON; return its pid and the pipe."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid:
-        os.close(writing)
-        return pid, reading
-    status = 1
-    try:
-        os.close(reading)
+def in_a_fork(act: Callable[[Callable[[Any], None]], None]) -> tuple[Any, Any]:
+    """Fork a process that acts and reports; return it and the pipe with its reports."""
+    reading, writing = FORK.Pipe(duplex=False)
+
+    def run() -> None:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
         warnings.simplefilter("ignore")
         signal.alarm(LONGEST_LOAD)
-        act(lambda what: os.write(writing, json.dumps(what).encode() + b"\n") and None)
-        status = 0
-    finally:
-        os._exit(status)
+        act(writing.send)
+        os._exit(0)  # without the threads of a library
+
+    process = FORK.Process(target=run)
+    process.start()
+    writing.close()
+    return process, reading
 
 
-def reports_of(pid: int, pipe: int) -> tuple[list[Any], int]:
+def reports_of(process: Any, pipe: Any) -> tuple[list[Any], int]:
     """Wait for a fork to end; return its reports and its status."""
-    data = b""
-    while piece := os.read(pipe, 65536):
-        data += piece
-    os.close(pipe)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return [json.loads(line) for line in data.splitlines()], status
+    reports = []
+    with contextlib.suppress(EOFError):
+        while True:
+            reports.append(pipe.recv())
+    process.join()
+    return reports, process.exitcode
 
 
 def loaded(load: Callable[[], Any]) -> dict[str, Any]:
@@ -159,12 +158,11 @@ def _killed_reports(
                 return
             report(step)
 
-    pid, pipe = in_a_fork(act)
-    select.select([pipe], [], [], LONGEST_LOAD)
+    process, pipe = in_a_fork(act)
+    pipe.poll(LONGEST_LOAD)
     time.sleep(seconds)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return reports_of(pid, pipe)[0]
+    process.kill()
+    return reports_of(process, pipe)[0]
 
 
 # Flips, full disks and hostile files.

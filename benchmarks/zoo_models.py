@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -19,21 +18,8 @@ import torch
 Factory = Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class ZooModel:
-    """A factory with the library that its model comes from."""
-
-    name: str
-    library: str
-    factory: Factory
-
-    @property
-    def path(self) -> str:
-        """The factory, for `--model`."""
-        return f"{__file__}:{self.name}"
-
-
-ZOO: dict[str, ZooModel] = {}
+# The library of each model, and the factory for `--model FILE:NAME`.
+ZOO: dict[str, tuple[str, Factory]] = {}
 
 
 class Call:
@@ -63,8 +49,7 @@ def zoo_model(library: str) -> Callable[[Factory], Factory]:
     """Register a factory under its function's name."""
 
     def register(factory: Factory) -> Factory:
-        name = factory.__name__
-        ZOO[name] = ZooModel(name, library, factory)
+        ZOO[factory.__name__] = library, factory
         return factory
 
     return register
@@ -80,14 +65,14 @@ def model(
     """Register a call of `module:name` with its batch; the library has the name of the module."""
     made = Call(path, *arguments, **options)
     library = re.split("[.:]", path)[0].replace("_", "-")
-    ZOO[name] = ZooModel(name, library, lambda: (made(), batch()))
+    ZOO[name] = library, lambda: (made(), batch())
 
 
 def __getattr__(name: str) -> Factory:
     """Return a factory of the table, for `--model FILE:NAME`."""
     if name not in ZOO:
         raise AttributeError(f"the zoo has no model {name}")
-    return ZOO[name].factory
+    return ZOO[name][1]
 
 
 class Wrapped(torch.nn.Module):

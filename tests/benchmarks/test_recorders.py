@@ -32,7 +32,7 @@ def test_each_program_starts(name, monkeypatch, capsys):
     assert "usage: " in capsys.readouterr().out.lower()
 
 
-SAVING = "--mib 12 --rounds 1 --every 3 --batch 4 --seconds 2 --small-steps 60"
+SAVING = "--mib 12 --rounds 1 --seconds 2 --small-steps 60"
 # The words of the smallest run, and figures of its record.
 SMALLEST = {
     "boxes": ("--each 1 --times 2", {"repeating.to_the_bit_and_named": 1, "changing.said_so": 1}),

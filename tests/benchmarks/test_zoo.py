@@ -11,7 +11,7 @@ from curry_train.core.blocks import NoBlocks
 from curry_train.gates import discover
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
-from zoo import ZOO
+from zoo import MODELS
 
 # Those whose libraries the tests install.
 SHORT = [
@@ -36,7 +36,7 @@ SHORT_GATES = [
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
 def test_no_gate_fails_on_a_model_of_another_library(name):
-    case = Case(load_workload(ZOO[name].path))
+    case = Case(load_workload(f"{MODELS}:{name}"))
     with suppress(NoBlocks):
         case, _ = case.with_running_blocks()
     gates = [gate for gate in discover() if gate.name in SHORT_GATES]
