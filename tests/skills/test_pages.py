@@ -71,7 +71,7 @@ def shortened(text):
         line = line.replace("--model transformer", "--model mlp")
         line = line.replace("--batch-size 32", "--batch-size 4").replace(" steps=20 ", " steps=2 ")
         line = re.sub(r"\btransformer\(\)", "transformer(depth=2, dim=32)", line)
-        line = line.replace("layers[3]", "layers[1]")
+        line = line.replace("layers[3]", "layers[1]").replace("(1.0, 0.5)", "(0.5,)")
         line = line.replace('without=["sac"]', 'without=["sac", "offload"], chunked_loss=False')
         lines.append(re.sub(r"\b(train\.py .*steps=\d)0\b", r"\1", line))
     return "\n".join(lines)
