@@ -65,7 +65,7 @@ def shortened(text):
         if line.startswith("curry-train validate"):
             line += " --list" if "--gate" in line else " --gate grad-accum/equal"
         if line.startswith("curry-train plan --model my_model.py"):
-            line += " --without sac"
+            line += " --without sac --without offload"
         if line.startswith("curry-train savings") and "--strategy" not in line:
             line += " --strategy full"
         line = line.replace("--model transformer", "--model mlp")
