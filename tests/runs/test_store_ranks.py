@@ -227,9 +227,9 @@ def test_a_read_error_on_one_rank_is_handled_alike_on_all(answers):
             assert own == other, (
                 case
             )  # no file was left to fail, but for the manifests that a resume reads
-    assert broken["rollback"] >= 5
+    assert broken["rollback"] >= 4
     # The library maps the parameters, and its reads are not counted here.
-    assert broken["best-k"] >= 3
+    assert broken["best-k"] >= 2
 
 
 def loaded(folder, build):

@@ -65,13 +65,13 @@ def shortened(text):
         if line.startswith("curry-train validate"):
             line += " --list" if "--gate" in line else " --gate grad-accum/equal"
         if line.startswith("curry-train plan --model my_model.py"):
-            line += " --without sac"
+            line += " --without sac --without offload"
         if line.startswith("curry-train savings") and "--strategy" not in line:
             line += " --strategy full"
         line = line.replace("--model transformer", "--model mlp")
         line = line.replace("--batch-size 32", "--batch-size 4").replace(" steps=20 ", " steps=2 ")
         line = re.sub(r"\btransformer\(\)", "transformer(depth=2, dim=32)", line)
-        line = line.replace("layers[3]", "layers[1]")
+        line = line.replace("layers[3]", "layers[1]").replace("(1.0, 0.5)", "(0.5,)")
         line = line.replace('without=["sac"]', 'without=["sac", "offload"], chunked_loss=False')
         lines.append(re.sub(r"\b(train\.py .*steps=\d)0\b", r"\1", line))
     return "\n".join(lines)
