@@ -34,7 +34,7 @@ BUDGETS = {
     f"{PACKAGE}/cli": 48,
     PACKAGE: 293,
     "tests": 305,
-    "benchmarks": 66,
+    "benchmarks": 58,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(
