@@ -46,7 +46,7 @@ def main() -> None:
         return
 
     recorded = {}
-    if options.resume and Path(options.json).exists():
+    if options.resume and Path(str(options.json)).exists():
         rows = json.loads(Path(options.json).read_text())["models"]
         recorded = {row["model"]: row for row in rows if row["model"] in ZOO}
     wanted = options.only or [name for name in ZOO if name not in recorded]
