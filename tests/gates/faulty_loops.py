@@ -4,6 +4,7 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import copy
+from types import SimpleNamespace
 
 import torch
 from loops import (
@@ -19,7 +20,9 @@ from loops import (
     in_half,
     loader,
     of_tokens,
+    one_cycle,
     padded_tokens,
+    scheduled_in_part,
     sequences,
     step,
     texts,
@@ -95,6 +98,18 @@ def window_over_the_end_of_an_epoch():
         for number, (inputs, labels) in enumerate(data):
             (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
             if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def last_window_short_and_divided_by_all():
+    model = classifier()
+    optimizer = adamw(model)
+    data = two_epochs()
+    for _ in range(6):
+        for number, (inputs, labels) in enumerate(data):
+            (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
+            if number % 2 or number + 1 == len(data):
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -201,11 +216,11 @@ def gradients_of_the_generator():
 
 def two_optimizers_for_one_layer():
     model = classifier()
-    optimizer, of_head = adamw(model), torch.optim.SGD(model[3].parameters(), 0.1)
+    optimizer, of_head = adamw(model), torch.optim.SGD(model[3].parameters(), 0.1)  # here
     for inputs, labels in loader():
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
-        of_head.step()  # here
+        of_head.step()
         model.zero_grad()
 
 
@@ -228,23 +243,23 @@ def layers_in_a_list():
                 inputs = layer(inputs).relu()
             return self.head(inputs)
 
-    fit(Model())  # here: end
+    fit(Model())  # here: made
 
 
 def unfrozen_but_not_added():
     model = classifier()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])  # here
     for number, (inputs, labels) in enumerate(loader()):
         if number == 2:
             model[0].requires_grad_(True)
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def one_parameter_twice():
     model = classifier()
-    optimizer = torch.optim.SGD([*model.parameters(), *model[3].parameters()], 0.1)
-    fit(model, optimizer)  # here: end
+    optimizer = torch.optim.SGD([*model.parameters(), *model[3].parameters()], 0.1)  # here
+    fit(model, optimizer)
 
 
 # Moves.
@@ -252,8 +267,8 @@ def one_parameter_twice():
 
 def updates_below_the_precision():
     model = classifier(width=32).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-    fit(model, optimizer, in_half())  # here: end
+    optimizer = torch.optim.SGD(model.parameters(), 1e-5)  # here
+    fit(model, optimizer, in_half())
 
 
 def encoder_data():
@@ -344,11 +359,16 @@ def half_without_a_scaler():
 
 
 def relu_behind_the_last_layer():
-    fit(nn.Sequential(classifier(), nn.ReLU()))  # here: sample
+    model = nn.Sequential(classifier(), nn.ReLU(), nn.LogSoftmax(1))
+    fit(model, loss=F.nll_loss)  # here: sample
 
 
 def each_with_each():
     fit(classifier(classes=1), loss=lambda one, labels: F.mse_loss(one, labels.float()))  # here
+
+
+def each_with_each_by_hand():
+    fit(classifier(classes=1), loss=lambda one, labels: (one - labels).abs().mean())  # here
 
 
 def softmax_over_the_batch():
@@ -380,29 +400,13 @@ def sorted_by_class():
 
 
 def eval_before_training():
-    model = classifier(dropout=0.2).eval()
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)).eval()
     optimizer = adamw(model)
     for inputs, labels in loader():
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)  # here
         loss.backward()
         optimizer.step()
-
-
-def eval_after_the_first_epoch():
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
-    optimizer = adamw(model)
-    model.train()
-    for _ in range(8):
-        for inputs, labels in two_epochs():
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)  # here
-            loss.backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            for inputs, _ in two_epochs(2):
-                model(inputs)
 
 
 def evaluated_in_training_mode():
@@ -433,14 +437,6 @@ def dropout_in_evaluation():
         model.eval()
         with torch.no_grad():
             model(torch.randn(8, 8))
-
-
-def seeded_in_each_step():
-    model = classifier(dropout=0.2)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        torch.manual_seed(0)  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def seeded_in_each_epoch():
@@ -582,26 +578,19 @@ def extra_parameter_never_zeroed():
 def extra_parameter_in_no_optimizer():
     model = classifier()
     temperature = nn.Parameter(torch.ones(()))
-    optimizer = adamw(model)
+    optimizer = adamw(model)  # here: made
     for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs) * temperature, labels))  # here: step
+        step(optimizer, F.cross_entropy(model(inputs) * temperature, labels))
 
 
 def state_cleared_in_each_step():
     model = classifier()
-    optimizer = adamw(model)
+    optimizer = adamw(model)  # here: made
     for inputs, labels in loader():
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.state.clear()
-        optimizer.step()  # here
-
-
-def one_group_without_a_rate():
-    model = classifier()
-    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[3].parameters()}]
-    optimizer = torch.optim.AdamW(groups, 1e-2)
-    fit(model, optimizer)  # here: end
+        optimizer.step()
 
 
 def hook_that_zeroes():
@@ -683,6 +672,13 @@ def labels_of_minus_one():
     fit(classifier(classes=1), loss=loss)
 
 
+def targets_as_inputs():
+    def loss(logits, labels):
+        return F.binary_cross_entropy(F.one_hot(labels, 5) * 0.8 + 0.1, logits.sigmoid())  # here
+
+    fit(loss=loss)
+
+
 def several_labels_as_classes():
     fit(loss=lambda logits, _: F.cross_entropy(logits, (torch.rand(8, 5) > 0.5).float()))  # here
 
@@ -703,8 +699,8 @@ def all_dropped():
 
 
 def inputs_divided_to_zero():
-    batches = ((one.abs().clamp(0, 254).byte() // 255 * 1.0, labels) for one, labels in loader())
-    fit(batches=batches)  # here: sample
+    batches = ((one.abs().byte() // 255 * 1.0, labels) for one, labels in loader())  # here
+    fit(batches=batches)
 
 
 def dropout_recomputed_anew():
@@ -838,6 +834,13 @@ def mask_inverted():
         step(optimizer, F.cross_entropy(logits, torch.randint(5, (6,))))
 
 
+def mask_not_given():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    batches = [(padded_tokens(), torch.randint(5, (6,))) for _ in range(10)]
+    model = nn.Sequential(nn.Embedding(50, 16), layer)
+    fit(model, None, batches, loss=lambda one, of: F.cross_entropy(one[:, 0], of))  # here: sample
+
+
 def padding_counts_without_a_mask():
     several = [padded_tokens() for _ in range(10)]
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
@@ -941,7 +944,7 @@ class Remade(nn.Module):
 
 
 def parameters_made_in_forward():
-    fit(Remade())  # here: end
+    fit(Remade())  # here: made
 
 
 def gradients_divided_too():
@@ -965,17 +968,6 @@ def scale_updated_per_optimizer():
             one.zero_grad()
 
 
-def state_loaded_in_each_step():
-    model = classifier()
-    optimizer = adamw(model)
-    saved = None
-    for inputs, labels in loader():
-        if saved:
-            optimizer.load_state_dict(copy.deepcopy(saved))
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
-        saved = saved or copy.deepcopy(optimizer.state_dict())
-
-
 def loss_of_no_weight():
     fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here: end
 
@@ -985,14 +977,20 @@ def each_batch_twice_in_an_epoch():
     fit(batches=DataLoader(ConcatDataset([rows, rows]), 8))  # here: fetch
 
 
+def never_stepped():
+    model = classifier()
+    optimizer = adamw(model)  # here: made
+    fit(model, SimpleNamespace(zero_grad=optimizer.zero_grad, step=list))
+
+
 def network_in_no_optimizer():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = adamw(head)
+    optimizer = adamw(head)  # here: made
     for inputs, labels in loader():
         loss = F.cross_entropy(head(encoder(inputs).relu()), labels)
         optimizer.zero_grad()
         loss.backward()
-        optimizer.step()  # here
+        optimizer.step()
 
 
 def optimizer_that_never_steps():
@@ -1002,6 +1000,25 @@ def optimizer_that_never_steps():
     for inputs, labels in loader():
         of_encoder.zero_grad()
         step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
+
+
+def average_of_itself():
+    model = classifier()
+    average = model.state_dict()
+
+    def update():
+        for name, one in model.state_dict().items():
+            average[name].lerp_(one, 0.1)  # here
+
+    fit(model, schedule=SimpleNamespace(step=update))
+
+
+def rate_of_one_group():
+    scheduled_in_part(1e-2)  # here: end
+
+
+def cycle_of_steps_by_epochs():
+    one_cycle(40)  # here: cycle
 
 
 def rate_of_zero_after_a_warm_up():
@@ -1018,6 +1035,7 @@ FAULTY = {
         sums_over_own_tokens, backward_twice, last_loss_alone, running_total,
         same_batch_in_a_window, part_of_the_loss_as_a_number, penalty_without_a_graph,
         penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,
+        last_window_short_and_divided_by_all,
     ],
     "sign": [gradient_ascent, not_finite, maximized],
     "zeroed": [
@@ -1028,19 +1046,19 @@ FAULTY = {
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
         one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
-        network_in_no_optimizer, optimizer_that_never_steps,
-        state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
+        network_in_no_optimizer, never_stepped, optimizer_that_never_steps,
+        state_cleared_in_each_step, parameters_made_in_forward,
     ],
     "moves": [
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
-        one_group_without_a_rate, hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
+        hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached,
-        loss_of_no_weight,
+        loss_of_no_weight, average_of_itself,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
-        schedule_of_epochs,
+        schedule_of_epochs, rate_of_one_group, cycle_of_steps_by_epochs,
         rate_of_zero_after_a_warm_up,
     ],
     "scaler": [
@@ -1048,22 +1066,22 @@ FAULTY = {
         scale_updated_per_optimizer,
     ],
     "logits": [
-        relu_behind_the_last_layer, each_with_each, softmax_over_the_batch,
+        relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, softmax_over_the_batch,
         viewed_instead_of_transposed, probabilities_for_ctc,
     ],
     "targets": [
         sees_the_future, one_label, sorted_by_class, targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
-        label_among_the_inputs,
+        label_among_the_inputs, targets_as_inputs, mask_not_given,
     ],
     "mode": [
-        eval_before_training, eval_after_the_first_epoch, evaluated_in_training_mode,
+        eval_before_training, evaluated_in_training_mode,
         dropout_in_evaluation, dropout_recomputed_anew, teacher_in_training_mode,
         function_left_in_eval_mode,
     ],
     "data": [
-        seeded_in_each_step, seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
+        seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch,
     ],

@@ -20,7 +20,9 @@ from loops import (
     fit,
     loader,
     of_tokens,
+    one_cycle,
     padded_tokens,
+    scheduled_in_part,
     sequences,
     step,
     texts,
@@ -48,16 +50,16 @@ def last_window_short():
                 optimizer.zero_grad()
 
 
-def last_window_short_and_divided_by_all():
-    model = classifier()
-    optimizer = adamw(model)
-    data = short()
-    for _ in range(6):
-        for number, (inputs, labels) in enumerate(data):
-            (F.cross_entropy(model(inputs), labels) / 2).backward()
-            if number % 2 or number + 1 == len(data):
-                optimizer.step()
-                optimizer.zero_grad()
+def cycle_of_epochs():
+    one_cycle(8)
+
+
+def head_of_a_rate_of_its_own():
+    scheduled_in_part(1e-3)
+
+
+def compared_each_with_each():
+    fit(classifier(classes=1), loss=lambda one, labels: (one.view(8, 1) - labels).abs().mean())
 
 
 def last_batch_short():
@@ -329,24 +331,6 @@ def meta_learned():
             output = torch.func.functional_call(model, fast, (inputs,))
             (F.cross_entropy(output, labels) / 2).backward()
         outer.step()
-
-
-def sharpness_aware():
-    model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        with torch.no_grad():
-            moved = [0.05 * one.grad / (one.grad.norm() + 1e-6) for one in model.parameters()]
-            for one, by in zip(model.parameters(), moved, strict=True):
-                one.add_(by)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        with torch.no_grad():
-            for one, by in zip(model.parameters(), moved, strict=True):
-                one.sub_(by)
-        optimizer.step()
 
 
 def surgery_of_gradients():

@@ -62,10 +62,10 @@ def trl_6700():
     """An optimizer that was made of the trained parameters of a model in which all are frozen."""
     model, adapter = classifier().requires_grad_(False), nn.Linear(5, 5)
     trained = [one for one in model.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW([{"params": trained}])
+    optimizer = torch.optim.AdamW([{"params": trained}])  # here
     for inputs, labels in loader():
         F.cross_entropy(adapter(model(inputs)), labels).backward()
-        optimizer.step()  # here
+        optimizer.step()
         optimizer.zero_grad()
 
 

@@ -98,7 +98,7 @@ def wrong_line_of(role):
 
 
 def adamw(model, rate=1e-2):
-    return torch.optim.AdamW(model.parameters(), rate)
+    return torch.optim.AdamW(model.parameters(), rate)  # made
 
 
 class Language(nn.Module):
@@ -144,6 +144,24 @@ class Signs(torch.optim.Optimizer):
                 if one.grad is not None:
                     average = self.state[one].setdefault("average", torch.zeros_like(one))
                     one.add_(average.lerp_(one.grad, 0.1).sign(), alpha=-group["lr"])
+
+
+def one_cycle(length):
+    model = classifier()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, length)
+    for _ in range(6):
+        fit(model, optimizer, loader(40))
+        schedule.step()  # cycle
+
+
+def scheduled_in_part(rate):
+    """Train with a schedule by hand that leaves the rate of one group."""
+    model = classifier()
+    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": rate}]
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    rates = [lambda number: 0.9**number, lambda _: 1.0]
+    fit(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates))
 
 
 def climb(model, changes=None):
@@ -489,18 +507,18 @@ def zeroed_before_the_step():
 
 def one_layer_in_the_optimizer():
     model = classifier()
-    fit(model, torch.optim.SGD(model[3].parameters(), 0.1))  # here: end
+    fit(model, torch.optim.SGD(model[3].parameters(), 0.1))  # here
 
 
 def optimizer_of_a_copy():
     model = classifier()
-    fit(model, adamw(copy.deepcopy(model)))  # here: end
+    fit(model, adamw(copy.deepcopy(model)))  # here: made
 
 
 def no_learning_rate():
     model = classifier()
-    optimizer = adamw(model, rate=0.0)
-    fit(model, optimizer)  # here: end
+    optimizer = adamw(model, rate=0.0)  # here: made
+    fit(model, optimizer)
 
 
 def frozen_input_of_reentrant_checkpoints():
@@ -646,22 +664,13 @@ def padding_counts():
         step(optimizer, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))  # here
 
 
-def left_in_eval_mode():
-    model = classifier(dropout=0.2)
-    optimizer = adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here
-        if number == 1:
-            model.eval()
-
-
 def first_batch_for_ever():
     model = classifier()
     optimizer = adamw(model)
     batches = loader(shuffle=False)
     for _ in range(4):
-        inputs, labels = next(iter(batches))
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here
+        inputs, labels = next(iter(batches))  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def losses_with_graphs():
@@ -749,7 +758,6 @@ FAULTY = {
     "autocast": [backward_under_autocast],
     "logits": [probabilities, sigmoid_twice],
     "targets": [targets_are_inputs, targets_shifted_twice, all_ignored, padding_counts],
-    "mode": [left_in_eval_mode],
     "data": [first_batch_for_ever],
     "graph": [losses_with_graphs],
 }  # fmt: skip

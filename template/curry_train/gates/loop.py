@@ -26,6 +26,7 @@ from .loop_trace import (
     Backward,
     Clip,
     Dropout,
+    Fault,
     Fetch,
     Forward,
     LossCall,
@@ -50,8 +51,6 @@ FEWEST_STEPS = 3
 FEWEST_LABELS = 24
 
 
-# A fault of the loop: the line, the measured figure, and advice.
-Fault = tuple[str, str, str]
 Check = Callable[[Trace], Iterable[Fault]]
 
 
@@ -65,9 +64,10 @@ def judge(trace: Trace) -> list[Verdict]:
     verdicts = []
     for name, (required, check) in CHECKS.items():
         try:
-            if not trace.of(Step):
+            if not trace.of(Step) and name != "optimizer":
                 raise NotApplicable("the loop made no step of an optimizer")
-            verdicts.append(verdict_of(name, required, check(trace)))
+            found = itertools.chain(trace.faults[name], check(trace))
+            verdicts.append(verdict_of(name, required, found))
         except NotApplicable as error:
             verdicts.append(not_applicable(f"loop/{name}", str(error)))
     return verdicts
@@ -101,6 +101,12 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     for pairs in grouped(calls, lambda pair: pair[0].lines):
         numbers = [len(window.calls) for _, window in pairs]
         of_line = [call for call, _ in pairs]
+        for call, window in pairs:
+            most = max(len(one.calls) for _, one in pairs if one.optimizer is window.optimizer)
+            is_by_most = any(most in map(round, term.divisors) for term in call.terms)
+            if call.is_users and len(window.calls) < most and is_by_most:
+                measured = f"a window of {len(window.calls)} microbatches is divided by {most}"
+                yield call.place, measured, "divide by the microbatches that the window has"
         yield from _divided_by_masked(of_line)
         faults = [_divided_for_nothing(call) for call in of_line if max(numbers) == 1]
         if len(faults) > 1 and None not in faults:
@@ -347,14 +353,8 @@ def targets(trace: Trace) -> Iterator[Fault]:
         for measured, hint in call.facts.wrong_targets:
             yield call.place, measured, hint
     for one in found:
-        for measured, hint in _wrong_tokens(trace, one):
+        for measured, hint in _wrong_tokens(one):
             yield one.place, measured, hint
-    for place in trace.reads_padding:
-        hint = "look at the mask of the attention: which value of it stands for padding?"
-        yield place, "the outputs of the model change with the padding", hint
-    for place in trace.mixes_samples:
-        hint = "give the layer batch_first=True, or a tensor with time first"
-        yield place, "the outputs of a sample change with the other samples of the batch", hint
     fillers = Counter((one.place, one.filler) for one in found)
     for (place, filler), number in fillers.items():
         if filler is not None and number >= FEWEST_STEPS:
@@ -370,7 +370,7 @@ def _loss_calls(trace: Trace) -> list[LossCall]:
     return calls
 
 
-def _wrong_tokens(trace: Trace, targets: Targets) -> Iterator[Doubt]:
+def _wrong_tokens(targets: Targets) -> Iterator[Doubt]:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
     same = targets.same_as_input
     if same.get(1, 0) < 0.9:
@@ -383,16 +383,13 @@ def _wrong_tokens(trace: Trace, targets: Targets) -> Iterator[Doubt]:
     if targets.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
         hint = "set labels of padding to the ignored index, -100"
         yield "targets count where the attention mask is 0", hint
-    if same.get(1, 0) > 0.99 and id(targets.model) in trace.sees_the_future:
-        hint = "mask attention to later tokens: is_causal=True"
-        yield "the model sees the tokens that it has to predict", hint
 
 
 def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
     """Labels of the data are several, in each batch, and not among the inputs."""
     for of_line in grouped(calls, lambda call: call.lines):
         columns = frozenset.intersection(*(call.columns or frozenset() for call in of_line))
-        if columns and sum(call.facts.num_terms for call in of_line) >= FEWEST_LABELS:
+        if columns and sum(call.facts.term.num_terms for call in of_line) >= FEWEST_LABELS:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
     fetches = [one for one in trace.of(Fetch) if trace.trained_on & set(one.digests)]
@@ -459,7 +456,8 @@ def _at_other_weights(window: Window) -> Iterator[Fault]:
     last = window.previous
     if last is not None and abs(window.step.before - last.step.after) > 0.05 * change:
         hint = "put the weights back before the step"
-        yield window.step.place, "weights that were changed for a trial stay so", hint
+        measured = f"weights that were changed for a trial, before {calls[1].place}, stay so"
+        yield window.step.place, measured, hint
 
 
 def _lost(window: Window) -> Iterator[Fault]:
@@ -504,11 +502,15 @@ def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
 def optimizer(trace: Trace) -> Iterator[Fault]:
     """The optimizers hold each parameter that gets a gradient, once."""
     steps = trace.of(Step)
+    yield from _never_steps(trace)
+    if not steps:
+        raise NotApplicable("the loop made no step of an optimizer")
     missing = [*_missing(trace), *trace.bare]
     if missing:
         yield (
-            steps[-1].place,
-            f"{trace.named(missing)} get gradients and are in no optimizer",
+            steps[-1].origin,
+            f"{trace.named(missing)} get gradients and are in no optimizer; the last step is at "
+            f"{steps[-1].place}",
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
@@ -516,8 +518,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
         if len(parameters_of(first.optimizer)) > len(first.own):
             hint = "give each parameter once"
             kind = type(first.optimizer).__name__
-            yield first.step.place, f"a parameter is in {kind} twice", hint
-    yield from _never_steps(trace)
+            yield first.step.origin, f"a parameter is in {kind} twice", hint
     yield from _stepped_twice(trace)
     yield from _made_anew(trace)
 
@@ -527,8 +528,6 @@ def _missing(trace: Trace) -> Iterator[int]:
     inside = {id(module) for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = [module for key, module in trace.ran[True].items() if key not in inside]
-    stepped = [one.optimizer for one, *_ in trace.by_optimizer]
-    shapes = {one.shape for several in stepped for one in parameters_of(several)}
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
         own = [one for one in own if one in trace.with_gradient]
@@ -537,9 +536,7 @@ def _missing(trace: Trace) -> Iterator[int]:
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
         # The loop may step it by other means.
         is_first = is_first and len({one.weights for one in calls}) == 1
-        # Nor is one missing whose copy is stepped, as in full precision.
-        is_copied = {one.shape for one in root.parameters()} <= shapes
-        if (is_first and not is_copied) or not trace.held.isdisjoint(own):
+        if is_first or not trace.held.isdisjoint(own):
             own += [id(one) for module in alone for one in module.parameters(recurse=False)]
             yield from [one for one in own if one in trace.with_gradient - trace.held]
 
@@ -552,6 +549,7 @@ def _never_steps(trace: Trace) -> Iterator[Fault]:
     for one in trace.optimizers:
         own = parameter_ids(one) - others
         windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
+        windows = windows or [[call.reached & own] for call in trace.of(Backward)]
         if id(one) in made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
             yield (
                 made[id(one)],
@@ -570,45 +568,35 @@ def _stepped_twice(trace: Trace) -> Iterator[Fault]:
                 shared = parameter_ids(last.optimizer) & parameter_ids(event.optimizer)
                 if shared:
                     yield (
-                        event.place,
-                        f"two optimizers step on the same gradients of {trace.named(shared)}",
+                        event.origin,
+                        f"two optimizers step on the same gradients of {trace.named(shared)}, "
+                        f"at {last.place} and {event.place}",
                         "give each parameter to one optimizer",
                     )
             last = event
 
 
 def _made_anew(trace: Trace) -> Iterator[Fault]:
-    """Find an optimizer that is made again and again, and loses its moments each time."""
-    for windows in trace.by_optimizer:
-        steps = [window.step for window in windows]
-        # It may have been loaded as it was after the first step, and may not be a number.
-        later = list(itertools.pairwise(steps))[1:]
-        if len(later) > 1 and all(abs(b.state_before - a.state_after) > 0 for a, b in later):
-            yield (
-                steps[1].place,
-                f"the state of {type(steps[0].optimizer).__name__} is lost before each step",
-                "let the optimizer keep its state from step to step",
-            )
-    stepping = {id(window.optimizer) for window in trace.windows}
-    made = [one for one in trace.of(Made) if id(one.optimizer) in stepping and one.optimizer.state]
-    for several in grouped(made, lambda one: (one.place, *sorted(parameter_ids(one.optimizer)))):
+    """Find moments that are lost again and again, as where an optimizer is made anew."""
+    for windows in grouped(trace.windows, lambda one: (one.step.origin, *sorted(one.own))):
+        stages = [windows[:1]]
+        for last, window in itertools.pairwise(windows):
+            if abs(window.step.state_before - last.step.state_after) > 0:
+                stages.append([])
+            stages[-1].append(window)
         # In stages of a training each has data of its own, or many steps.
-        stages = [
-            [window for window in trace.windows if window.optimizer is one.optimizer]
-            for one in several
-        ]
         data = [
             {id(one.loader.dataset) for window in stage for one in window.of(Fetch)}
             for stage in stages
         ]
         is_staged = all(data) and not set.intersection(*data)
         is_staged |= not any(data) and min(map(len, stages)) > FEWEST_STEPS
-        if len(several) > 2 and not is_staged:
+        if len(stages) > 2 and not is_staged:
+            step = windows[0].step
             yield (
-                several[0].place,
-                f"{type(several[0].optimizer).__name__} is made {len(several)} times for the same "
-                "parameters, and loses its state",
-                "make the optimizer once, before the loop",
+                step.origin,
+                f"the state of {type(step.optimizer).__name__} is lost {len(stages) - 1} times",
+                "make the optimizer once, before the loop, and let it keep its state",
             )
 
 
@@ -625,17 +613,10 @@ def moves(trace: Trace) -> Iterator[Fault]:
     yield from _without_gradient(trace)
     if any(step.moved is None for step in steps):
         raise NotApplicable("too many parameters to compare")
-    yield from _forgotten_loss(trace)
     for windows in trace.by_optimizer:
-        own = [window.step for window in windows]
-        yield from _still(trace, own)
-        yield from _without_effect(own)
-    if trace.symmetric:
-        yield (
-            steps[-1].place,
-            f"all rows of {trace.named(trace.symmetric)} are alike, and learn the same",
-            "initialize weights by random numbers",
-        )
+        own_steps = [window.step for window in windows]
+        yield from _still(trace, own_steps)
+        yield from _without_effect(own_steps)
 
 
 def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
@@ -645,7 +626,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
     if len(steps) > 1 and not any(step.moved for step in steps):
         hint = "give it the parameters of the model that is trained, and a learning rate"
         why = _why_nothing_moves(steps)
-        yield steps[0].place, f"no parameter of {kind} moves: {why}", hint
+        measured = f"no parameter of {kind} moves: {why}, see {steps[0].place}"
+        yield steps[0].origin, measured, hint
     elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
         hint = "freeze parameters by requires_grad_(False) before the optimizer is made, if at all"
         yield last, f"no parameter of {kind} has a gradient any more", hint
@@ -689,32 +671,26 @@ def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
             )
 
 
-def _forgotten_loss(trace: Trace) -> Iterator[Fault]:
-    """Find a loss that no backward call reaches, where parameters that ran get no gradient."""
-    ran = [one for module in trace.ran[True].values() for one in module.parameters(recurse=False)]
-    trained = [id(one) for one in ran if one.requires_grad and id(one) in trace.held]
-    idle = [one for one in trained if one not in trace.with_gradient]
+def _without_gradient(trace: Trace) -> Iterator[Fault]:
+    """Find trained parameters that ran and get no gradient, where it is known why."""
+    # By whether torch recorded gradients.
+    idle: dict[bool, list[int]] = {True: [], False: []}
+    for key, module in (trace.ran[False] | trace.ran[True]).items():
+        own = [id(one) for one in module.parameters(recurse=False) if one.requires_grad]
+        idle[key in trace.ran[True]] += trace.held.difference(trace.with_gradient).intersection(own)
     used = {call.lines for call in trace.of(LossCall) if call.is_used}
     unused = [call for call in trace.of(LossCall) if call.lines not in used]
-    if idle and unused:
+    if idle[True] and unused:
         yield (
             unused[0].place,
-            f"no backward call reaches this loss, and {trace.named(idle)} get no gradient",
+            f"no backward call reaches this loss, and {trace.named(idle[True])} get no gradient",
             "add it to the loss that backward is called on",
         )
-
-
-def _without_gradient(trace: Trace) -> Iterator[Fault]:
-    idle = []
-    for key, module in trace.ran[False].items():
-        own = [id(one) for one in module.parameters(recurse=False) if one.requires_grad]
-        own = [one for one in own if one in trace.held]
-        if key not in trace.ran[True] and trace.with_gradient.isdisjoint(own):
-            idle += own
-    if idle:
+    if idle[False]:
+        measured = "trained parameters get no gradient, because they ran without: "
         yield (
             trace.of(Step)[-1].place,
-            f"trained parameters get no gradient, because they ran without: {trace.named(idle)}",
+            measured + trace.named(idle[False]),
             "with reentrant checkpointing the input of a block needs a gradient: "
             "use_reentrant=False, or model.enable_input_require_grads(); else remove the no_grad",
         )
@@ -736,8 +712,6 @@ def _why_nothing_moves(steps: Sequence[Step]) -> str:
 def schedule(trace: Trace) -> Iterator[Fault]:
     """A schedule steps at most once per step of the optimizer, after it."""
     events: list[Schedule] = trace.of(Schedule)
-    if not events:
-        raise NotApplicable("no schedule of torch made a step")
     for own_steps in grouped(events, lambda event: id(event.scheduler)):
         one = own_steps[0].scheduler
         # Of one that wraps the optimizer that steps, the groups are the same.
@@ -748,6 +722,15 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 own_steps[0].place,
                 "the schedule is of an optimizer that makes no step",
                 "make the schedule for the optimizer that steps",
+            )
+        begin, index = own_steps[0], trace.events.index
+        before = sum(index(window.step) < index(begin) for window in windows)
+        length = getattr(one, "total_steps", 0)
+        if before > 1 and length > before and length % before == 0:
+            yield (
+                begin.place,
+                f"a schedule of {length} steps makes one in {before} steps of the optimizer",
+                "step the schedule after each step of the optimizer, not per epoch",
             )
         for number, window in enumerate(windows):
             own = [event for event in window.of(Schedule) if event.scheduler is one]
@@ -765,10 +748,12 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 )
     for windows in trace.by_optimizer:
         yield from _without_schedule(windows, events)
+    if not events:
+        raise NotApplicable("no schedule of torch made a step")
 
 
 def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> Iterator[Fault]:
-    """Find a schedule that has no effect, or that leaves no learning rate."""
+    """Find a schedule that has no effect on a group, or that leaves no learning rate."""
     groups = windows[0].optimizer.param_groups
     own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
     lines = {one.lines for one in own}
@@ -776,6 +761,12 @@ def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> 
         hint = "make the schedule once, before the loop"
         yield own[0].place, "a new schedule in each step begins anew", hint
     rates = [window.step.rates for window in windows]
+    of_groups = [{*one} for one in zip(*rates, strict=False)]
+    default = windows[0].optimizer.defaults.get("lr")
+    if {default} in of_groups and any(len(one) > 2 for one in of_groups):
+        hint = "set the rate of each group: for group in optimizer.param_groups"
+        measured = f"a parameter group keeps the rate {default:g}, while that of another changes"
+        yield windows[0].step.place, measured, hint
     # A schedule by epochs leaves the rate for many steps.
     planned = {tuple(one.rates) for one in own}
     if len(planned) > 2 and len(own) >= len(rates) - 1 and rates.count(rates[0]) == len(rates):
@@ -812,13 +803,15 @@ def clipping(trace: Trace) -> Iterator[Fault]:
 
 def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
     for clip in window.of(Clip):
-        before, after = window.around(clip)
+        at = window.events.index(clip)
+        before = {call.lines for call in window.all_calls if call in window.events[:at]}
+        after = {call.lines for call in window.all_calls if call in window.events[at:]}
         if not clip.parameters & window.own:
             continue
         if after and not before:
             hint = "clip between the last backward and the step"
             yield clip.place, "gradients are clipped after the step", hint
-        if {call.lines for call in before} & {call.lines for call in after}:
+        if before & after:
             hint = "clip once per step, after the last backward"
             yield clip.place, "a part of the window's gradient is clipped", hint
 
@@ -841,11 +834,6 @@ def scaler(trace: Trace) -> Iterator[Fault]:
         yield calls[0].place, "no loss is scaled", "call scaler.scale(loss).backward()"
         return
     yield from _scaled_in_part(trace)
-    is_all = all(one.scale != 1 for one in trace.of(Backward))
-    for step in steps:
-        if is_all and not step.by_scaler and "unscale_" not in names:
-            hint = "call scaler.step(optimizer) in place of optimizer.step()"
-            yield step.place, "the optimizer steps on scaled gradients", hint
     yield from _updated_again(calls)
     if "update" not in names and len(steps) > 1:
         yield calls[0].place, "the scale is never updated", "call scaler.update()"
@@ -868,6 +856,10 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
             hint = "call scaler.scale(loss).backward() for each loss"
             yield plain[0].place, "one loss is scaled and another is not", hint
         events: list[Scaling] = window.of(Scaling)
+        is_unscaled = window.step.by_scaler or any(one.call == "unscale_" for one in events)
+        if window.calls and not plain and not is_unscaled:
+            hint = "call scaler.step(optimizer) in place of optimizer.step()"
+            yield window.step.place, "the optimizer steps on scaled gradients", hint
         # A model may have a scaler of its own.
         for event in [one for one in events if one.scaler is events[-1].scaler]:
             at = window.events.index(event)
@@ -972,7 +964,7 @@ def data(trace: Trace) -> Iterator[Fault]:
     is_fetched_again = sum(bool(one.digests) for one in fetches) >= len(windows)
     if len(windows) > 2 and is_fetched_again and all(one == windows[0] for one in windows):
         yield (
-            forwards[0].place,
+            fetches[0].place,
             f"{len(windows)} steps on the same batch",
             "iterate over the loader; next(iter(loader)) begins it anew",
         )
@@ -1004,8 +996,7 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
     if len(full) > 2 and all(fetch.is_one_sample for fetch in full):
         hint = "look at the dataset and its collate function"
         yield full[0].place, "all samples of a batch are the same", hint
-    several = grouped(full, lambda fetch: fetch.epoch)
-    epochs = [[fetch.digests for fetch in one] for one in several]
+    epochs = [[one.digests for one in epoch] for epoch in grouped(full, lambda one: one.epoch)]
     for epoch in epochs:
         if len(epoch) > 2 and len(set(epoch)) * 2 <= len(epoch):
             yield (
@@ -1021,7 +1012,7 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
         width = min(len(first), len(second))
         if is_shuffled and width > 2 and first[:width] == second[:width]:
             yield (
-                full[len(first)].place if len(full) > len(first) else full[0].place,
+                full[len(first)].place,
                 "two epochs have the same order",
                 "call sampler.set_epoch(epoch), and set no seed within the loop",
             )
@@ -1043,23 +1034,6 @@ def _same_randomness(trace: Trace) -> Iterator[Fault]:
             yield place, f"{len(several)} steps begin with the same random numbers", hint
 
 
-def graph(trace: Trace) -> Iterator[Fault]:
-    """No graph is kept alive from step to step."""
-    for place in trace.held_graphs:
-        yield (
-            place,
-            "a tensor of two steps ago is still held, with its graph",
-            "keep loss.item() or tensor.detach() in place of the tensor",
-        )
-
-
-def growth(trace: Trace) -> Iterator[Fault]:
-    """Nothing large and no hook is added in each step."""
-    for place, measured in trace.growth:
-        hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
-        yield place, measured, hint
-
-
 # By name: what is required, in words, and the check.
 CHECKS: dict[str, tuple[str, Check]] = {
     "accumulation": ("a window's gradient is that of the same samples in one batch", accumulation),
@@ -1075,6 +1049,7 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "targets": ("targets that are to be learned, without padding", targets),
     "mode": ("training mode in training, and only there", mode),
     "data": ("new samples and random numbers at each step", data),
-    "graph": ("no graph outlives its step", graph),
-    "growth": ("nothing large and no hook more in each step", growth),
+    # Seen at once.
+    "graph": ("no graph outlives its step", lambda _: ()),
+    "growth": ("nothing large and no hook more in each step", lambda _: ()),
 }

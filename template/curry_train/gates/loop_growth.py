@@ -89,7 +89,7 @@ class Growth:
             for place, of_place in steps.items()
             if len(of_place) >= FEWEST_INTERVALS
         ]
-        return list(dict.fromkeys(found))
+        return found
 
 
 def _description(container: Any, num_entries: float) -> str:

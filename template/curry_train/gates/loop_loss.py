@@ -9,7 +9,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,14 +61,12 @@ Doubt = tuple[str, str]
 class LossFacts:
     """Facts about a loss function's call."""
 
-    name: str
-    reduction: str
-    num_terms: float
+    # The whole loss, as a part of itself.
+    term: Term
     # What identifies the targets.
     targets: float
     wrong_inputs: list[Doubt]
     wrong_targets: list[Doubt]
-    width: int
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -104,15 +102,8 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
     wrong_inputs = [*_wrong_inputs(name, given, target)]
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
-    return LossFacts(
-        name,
-        options["reduction"],
-        num_terms,
-        digest(target),
-        wrong_inputs,
-        wrong_targets,
-        width,
-    )
+    term = Term(name, options["reduction"], num_terms, 1.0, (), width=width)
+    return LossFacts(term, digest(target), wrong_inputs, wrong_targets)
 
 
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
@@ -122,7 +113,10 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
     # Over the classes, by how much sums of probabilities differ from 1.
     errors = (sums.float().sum(1 if sums.dim() > 1 else 0) - 1).abs()
     error = float(errors.max()) if errors.numel() else 0.0
-    if name in ("cross_entropy", "binary_cross_entropy_with_logits"):
+    if name in ("nll_loss", "kl_div", "ctc_loss") and error >= TOLERANCE:
+        hint = "give it F.log_softmax(logits, dim=1), or use cross_entropy"
+        yield f"{name} gets no log-probabilities", hint
+    elif name in ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"):
         has_classes = given.dim() > 1 and given.shape[1] > 1
         is_distribution = error < 1e-3 and has_classes and bool((values >= 0).all())
         if is_distribution or made in ("Softmax", "Sigmoid"):
@@ -130,9 +124,6 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
         if made == "Relu":
             hint = "remove the activation behind the last layer"
             yield f"{name} gets no negative values, as a ReLU is last", hint
-    elif name in ("nll_loss", "kl_div", "ctc_loss") and error >= TOLERANCE:
-        hint = "give it F.log_softmax(logits, dim=1), or use cross_entropy"
-        yield f"{name} gets no log-probabilities", hint
     if name in ("cross_entropy", "nll_loss"):
         if _is_scrambled(given):
             hint = "give it logits.transpose(1, 2), or flatten positions of logits and targets"
@@ -165,6 +156,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
                 f"{share:.0%} of the targets are values that the model can't give",
                 "give it targets from 0 to 1" if is_binary else hint,
             )
+    if is_binary and target.requires_grad and not given.requires_grad:
+        yield f"{name} gets targets as its input", "swap its arguments: the model's output first"
     # A number and what the model gave.
     node = _behind_shapes(target.grad_fn)
     is_sum = name in ON_VALUES and made_by(target) == "Add"
@@ -196,8 +189,9 @@ def _is_scrambled(given: Tensor) -> bool:
     return before == moved and before != tuple(given.shape)
 
 
-# Operations that change the shape or type of values alone.
+# Operations that change the shape or type of values alone, and one that may follow logits.
 SHAPE_ONLY = (
+    "LogSoftmax",
     "View",
     "Reshape",
     "Transpose",
@@ -329,10 +323,7 @@ def _term(
     node: Any, factor: float, divisors: tuple[float, ...], calls: Mapping[Any, LossFacts]
 ) -> Term:
     if node in calls:
-        facts = calls[node]
-        return Term(
-            facts.name, facts.reduction, facts.num_terms, factor, divisors, width=facts.width
-        )
+        return replace(calls[node].term, factor=factor, divisors=divisors)
     name = "" if node is None else operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from .loop import Fault, totals, verdict_of
+from .loop import totals, verdict_of
 from .loop_loss import TOLERANCE
-from .loop_trace import Trace
+from .loop_trace import Fault, Trace
 from .verdict import Verdict
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"

@@ -58,6 +58,8 @@ from .loop_loss import (
 )
 
 Call = Callable[..., Any]
+# A fault of the loop: the line, the measured figure, and advice.
+Fault = tuple[str, ...]
 T = TypeVar("T")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
@@ -71,7 +73,7 @@ MORE_STEPS = 5
 STEPS_OF_A_STRAY = 3
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
-MORE_SECONDS = 5.0
+MORE_SECONDS = 10.0
 
 
 def users_lines() -> tuple[str, ...]:
@@ -84,6 +86,14 @@ def users_lines() -> tuple[str, ...]:
             found.append(f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}")
         frame = frame.f_back
     return tuple(found)
+
+
+def is_users_call() -> bool:
+    """Return whether the caller of torch's function that is replaced is in no library."""
+    frame: Any = sys._getframe(3)
+    while frame.f_globals.get("__name__", "").startswith("torch."):
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(LIBRARIES)
 
 
 def users_line() -> str:
@@ -176,8 +186,6 @@ class LossCall(Event):
 class Targets(Event):
     """Targets that stand for tokens, compared with the tokens that a model was given."""
 
-    # The module that was given those tokens.
-    model: nn.Module
     # The share that equals the model's input at this place, by the places that it lies ahead.
     same_as_input: dict[int, float] = field(default_factory=dict)
     # What all targets at the end of some rows are, and no other one, if that counts.
@@ -220,6 +228,8 @@ class Backward(Event):
     reached: frozenset[int] = frozenset()
     # Whether gradients were when it began what an earlier call had left.
     is_next: bool = False
+    # Whether no library calls it, as a Trainer which divides a loss.
+    is_users: bool = False
 
 
 @dataclass(eq=False)
@@ -278,6 +288,11 @@ class Step(Event):
     by_scaler: bool
     in_backward: bool
     generator: int
+
+    @property
+    def origin(self) -> str:
+        """The line that made the optimizer, if it was seen, or that of the step."""
+        return (self.cause and self.cause.place) or self.place
 
     @property
     def has_gradients(self) -> bool:
@@ -375,12 +390,6 @@ class Window(Events):
         """Whether the user made the gradients, as from those of several losses."""
         return self.step.factor is None and self.step.has_gradients
 
-    def around(self, event: Event) -> tuple[list[Backward], list[Backward]]:
-        """Return the backward calls before and after an event of the window."""
-        at = self.events.index(event)
-        before = [call for call in self.all_calls if call in self.events[:at]]
-        return before, self.all_calls[len(before) :]
-
     def is_clean(self, call: Backward) -> bool:
         """Return whether all gradients of the optimizer were None or 0 before a call."""
         return self.own.isdisjoint(call.dirty)
@@ -417,19 +426,10 @@ class Trace(Events):
     cut: dict[str, set[int]] = field(default_factory=dict)
     # Parameters that have had a gradient, by id.
     with_gradient: set[int] = field(default_factory=set)
-    # Places at which an output or loss of two steps ago or more is still held, with its graph.
-    held_graphs: list[str] = field(default_factory=list)
-    # What grows from step to step: the place, and a description.
-    growth: list[tuple[str, str]] = field(default_factory=list)
-    # Models whose outputs change where a later token does, by id.
-    sees_the_future: set[int] = field(default_factory=set)
-    # Places at which a model was called whose outputs change with the padding, or with the other
-    # samples of a batch.
-    reads_padding: list[str] = field(default_factory=list)
-    mixes_samples: list[str] = field(default_factory=list)
-    # Parameters by id: outside of modules with a gradient, and weights whose rows are all alike.
+    # Faults that are seen at once, by the check.
+    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
+    # Parameters outside of modules with a gradient, by id.
     bare: list[int] = field(default_factory=list)
-    symmetric: list[int] = field(default_factory=list)
 
     def named(self, parameters: Iterable[int]) -> str:
         """Return the names of some parameters, by their ids, in a few words."""
@@ -519,7 +519,7 @@ class Observer:
         self.trace = Trace()
         self.num_steps = num_steps
         self.when_enough = when_enough
-        self.began = time.thread_time(), time.monotonic()
+        self.began = time.monotonic()
         # Steps that each optimizer has made, by its id.
         self.num_made = Counter[int]()
         self.made: dict[int, Made] = {}
@@ -569,6 +569,9 @@ class Observer:
     def last(self, kind: type[Event]) -> Any:
         return next((one for one in reversed(self.trace.events) if isinstance(one, kind)), None)
 
+    def fault(self, check: str, *fault: str) -> None:
+        self.trace.faults[check].append(fault)
+
     def note(self, kind: type[Event], /, **facts: Any) -> Any:
         at: dict[str, Any] = {"lines": users_lines(), "in_step": bool(self.stepping)}
         event = kind(**at | facts)
@@ -601,6 +604,8 @@ class Observer:
         yield Tensor, "detach", self._detach
         for name in ("__add__", "__radd__", "__iadd__", "__sub__"):
             yield Tensor, name, self._add
+        for name in ("add_", "copy_", "lerp_"):
+            yield Tensor, name, self._into
         # Compiled code can't be observed; the same code runs uncompiled.
         yield torch, "compile", _uncompiled
         yield nn.Module, "compile", lambda *args, **options: None
@@ -637,8 +642,7 @@ class Observer:
         finally:
             if loader is not None:
                 facts = _batch_facts(_tensors(batch), is_end=batch is None)
-                made = self.note(Fetch, loader=loader, epoch=epoch, **facts)
-                self.fetched[id(loader)] = made
+                self.fetched[id(loader)] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
         self.note(Seeding)
@@ -646,12 +650,8 @@ class Observer:
 
     def _hook(self, init: Call, handle: RemovableHandle, *args: Any, **options: Any) -> None:
         init(handle, *args, **options)
-        caller: Any = sys._getframe(2)
-        while caller.f_globals.get("__name__", "").startswith("torch."):
-            caller = caller.f_back
         # A hook that a library adds in each step, as Trainers do, is not for the user to remove.
-        is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
-        if is_users and not in_backward() and not self.stepping:
+        if is_users_call() and not in_backward() and not self.stepping:
             one = handle.hooks_dict_ref, handle.id, users_line(), self.num_steps_made
             self.growth.hooks.append(one)
 
@@ -688,8 +688,8 @@ class Observer:
         inputs = list(_tensors(self.given))
         self.inputs += [weakref.ref(one) for one in inputs if one.requires_grad and one.is_leaf]
         trace = self.trace
-        is_known = any(one is module for one in trace.roots)
-        if has_gradients and not is_known and any(one.requires_grad for one in module.parameters()):
+        is_trained = has_gradients and any(one.requires_grad for one in module.parameters())
+        if is_trained and module not in trace.roots:
             trace.roots.append(module)
             for name, parameter in module.named_parameters():
                 trace.names.setdefault(id(parameter), name)
@@ -742,14 +742,14 @@ class Observer:
                 lengths = torch.as_tensor(bound.arguments["target_lengths"])
                 bound.arguments |= {"input": values, "target": lengths}
             facts = loss_facts(function.__name__, bound.arguments)
-            if value.numel() == 1 and facts.reduction != "none":
+            if value.numel() == 1 and facts.term.reduction != "none":
                 self.losses[value.grad_fn] = facts
             target = bound.arguments["target"]
             self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
             self._note_use(target, facts)
             self._mark(value, self.loss_call, "is_used")
             forward = self.forward
-            if forward is not None and facts.name in ("cross_entropy", "nll_loss"):
+            if forward is not None and facts.term.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
 
@@ -786,7 +786,7 @@ class Observer:
         counted = targets != ignored
         if not counted.any():
             return
-        event: Targets = self.note(Targets, model=forward.module)
+        event: Targets = self.note(Targets)
         # One of a few classes may well end rows.
         if targets.max() > 4:
             event.filler = _filler(targets, counted)
@@ -800,10 +800,22 @@ class Observer:
             width = min(padding.shape[1], targets.shape[1])
             event.counts_padding = bool((padding[:, :width] & counted[:, :width]).any())
 
+    def _into(self, call: Call, one: Tensor, *args: Any, **options: Any) -> Tensor:
+        # Before training, entries that a checkpoint lacks stay; a negative factor is a decay.
+        is_average = self.num_made and not self.stepping and options.get("alpha", 1) > 0
+        for other in _tensors(args) if is_average and is_plain(one) else ():
+            if is_plain(other) and one.dim() and one.is_set_to(other):
+                measured = "weights are averaged with, or copied from, themselves"
+                hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
+                self.fault("moves", users_line(), measured, hint)
+        return call(one, *args, **options)
+
     def _add(self, add: Call, one: Tensor, other: Any) -> Any:
         value = add(one, other)
         if not isinstance(value, Tensor) or in_transform():
             return value
+        if add.__name__ == "__sub__" and isinstance(other, Tensor):
+            self._note_crossed(one, other)
         if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
             number = one if isinstance(other, Tensor) and other.requires_grad else other
             is_tensor = isinstance(number, Tensor)
@@ -811,6 +823,17 @@ class Observer:
                 place = self.cut if is_tensor else users_line()
                 self.numbers[value.grad_fn] = place, float(number)
         return value
+
+    def _note_crossed(self, one: Tensor, other: Tensor) -> None:
+        """Note a difference of each output with each target, where one of them has a column."""
+        column, row = (one, other) if one.dim() == 2 else (other, one)
+        number = 0 if self.depth else row.numel()
+        is_outer = number > 1 and [*column.shape, *row.shape] == [number, 1, number]
+        # A view, as by unsqueeze, is a comparison of each with each on purpose.
+        if is_outer and column._base is None and one.requires_grad != other.requires_grad:
+            measured = f"shapes [{number}, 1] and [{number}] are compared, each value with each"
+            hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
+            self.fault("logits", users_line(), measured, hint)
 
     def _detach(self, detach: Call, one: Tensor) -> Tensor:
         is_ours = sys._getframe(2).f_globals.get("__package__") == __package__
@@ -865,6 +888,7 @@ class Observer:
             backward(tensors, *args, **options)
             return
         event = self._note_backward(loss)
+        event.is_users = is_users_call()
         trace = self.trace
         owners = (*trace.roots, *trace.optimizers)
         parameters = [one for owner in owners for one in _parameters(owner)]
@@ -878,9 +902,7 @@ class Observer:
         event.reached = frozenset(key for key in after if after[key] != before[key])
         self.gradient.keep(one for one in parameters if id(one) in event.reached)
         trace.with_gradient |= {key for key in after if after[key] is not None}
-        event.of_inputs = any(
-            one is not None and one.grad is not None for one in (ref() for ref in self.inputs)
-        )
+        event.of_inputs = any(getattr(ref(), "grad", None) is not None for ref in self.inputs)
         self.losses.clear()
         self.numbers.clear()
         self.inputs.clear()
@@ -1039,19 +1061,33 @@ class Observer:
         module, first = forward.module, tokens[:, :1]
         outputs, others = self._outputs(module, tokens, torch.cat([tokens[:, :-1], first], 1))
         if outputs.dim() == 3 and _differ(outputs[:, :-1], others[:, :-1]):
-            self.trace.sees_the_future.add(id(module))
-        padded = _padded(tokens, list(_tensors(self.given)))
+            targets = self.last(Targets)
+            if targets is not None and targets.same_as_input.get(1, 0) > 0.99:
+                measured = "the model sees the tokens that it has to predict"
+                hint = "mask attention to later tokens: is_causal=True"
+                self.fault("targets", targets.place, measured, hint)
+        filler = _filler(tokens, tokens.isfinite())
         layers = (nn.RNNBase, nn.modules.conv._ConvNd)
-        if padded is None or any(isinstance(one, layers) for one in module.modules()):
+        if filler is None or any(isinstance(one, layers) for one in module.modules()):
+            return
+        padded = tokens == filler
+        is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
+        is_masked = any(
+            one.shape == padded.shape and len((one.bool() == padded).unique()) == 1 >= one.max()
+            for one in _tensors(self.given)
+        )
+        # A model of the user's may find the padding by itself.
+        if is_users and not is_masked:
             return
         outputs, others = self._outputs(module, tokens, torch.where(padded, first, tokens))
-        is_pooled = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
         if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
             outputs, others = outputs[~padded], others[~padded]
-        elif outputs.dim() != 2 or not is_pooled:
+        elif outputs.dim() != 2 or not is_users:
             return
         if _differ(outputs, others):
-            self.trace.reads_padding.append(forward.place)
+            hint = "look at the mask of the attention: which value of it stands for padding?"
+            measured = "the outputs of the model change with the padding"
+            self.fault("targets", forward.place, measured, hint)
 
     def _probe_samples(self, forward: Forward) -> None:
         """Look for layers that take the samples of a batch for the steps of a sequence."""
@@ -1069,7 +1105,9 @@ class Observer:
             other = torch.cat([given[-1:], given[1:]])
             outputs, others = self._outputs(forward.module, given, other)
             if len(outputs) == len(given) and _differ(outputs[1:], others[1:]):
-                self.trace.mixes_samples.append(forward.place)
+                measured = "the outputs of a sample change with the other samples of the batch"
+                hint = "give the layer batch_first=True, or a tensor with time first"
+                self.fault("targets", forward.place, measured, hint)
 
     def _outputs(self, module: nn.Module, given: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of a model for a tensor that it was given, and for another one.
@@ -1117,18 +1155,15 @@ class Observer:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         if num_steps < self.num_steps:
             return sum(self.num_made.values()) >= 50 * self.num_steps
-        # On a busy machine it goes on as long as on a quiet one, within reason.
-        spent = time.thread_time() - self.began[0]
-        is_late = spent > MORE_SECONDS or time.monotonic() - self.began[1] > 4 * MORE_SECONDS
         # Ranks must end at the same step, whatever time each has taken.
-        if world_size() > 1 or is_late or num_steps >= self.num_steps * MORE_STEPS:
+        is_late = world_size() > 1 or time.monotonic() - self.began > MORE_SECONDS
+        if is_late or num_steps >= self.num_steps * MORE_STEPS:
             return True
         fetches = self.trace.of(Fetch)
         ends = [index for index, one in enumerate(fetches) if not one.digests]
-        if not ends:
-            return not fetches
-        trained = {id(one.loader) for one in fetches[: ends[0]]}
-        return sum(id(one.loader) in trained for one in fetches[ends[-1] :]) > 3
+        # Past the first four batches of another pass.
+        is_next = bool(ends) and len(fetches) - ends[-1] > 4
+        return not fetches or (is_next and fetches[-1].loader is fetches[0].loader)
 
     def _note_living(self) -> None:
         """Note parameters that have gradients, of which some may be in no module."""
@@ -1138,15 +1173,23 @@ class Observer:
 
     def finish(self) -> None:
         trace = self.trace
-        trace.growth = self.growth.growing()
-        trace.held_graphs = self.growth.graphs
-        trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
-        trace.symmetric = [id(one) for one in trained if _has_equal_rows(one)]
+        hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
+        for place, measured in self.growth.growing():
+            self.fault("growth", place, measured, hint)
+        hint = "keep loss.item() or tensor.detach() in place of the tensor"
+        for place in self.growth.graphs:
+            measured = "a tensor of two steps ago is still held, with its graph"
+            self.fault("graph", place, measured, hint)
         for module in [*trace.ran[True].values(), *trace.ran[False].values()]:
             for name, parameter in module.named_parameters(recurse=False):
                 trace.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
         trace.bare = list(self.living.keys() - trace.names.keys() - trace.held)
         trace.names = self.living | trace.names
+        trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
+        if equal := [id(one) for one in trained if _has_equal_rows(one)]:
+            measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
+            place = "".join(one.place for one in trace.of(Step)[-1:])
+            self.fault("moves", place, measured, "initialize weights by random numbers")
 
 
 def _watched(watch: Call, call: Call) -> Call:
@@ -1199,18 +1242,6 @@ def _filler(targets: Tensor, counted: Tensor) -> int | None:
         return None
     is_nowhere_else = (targets == fillers[0]).sum() == length[last[:, 0] == fillers[0]].sum()
     return fillers[0] if is_nowhere_else else None
-
-
-def _padded(tokens: Tensor, given: Sequence[Tensor]) -> Tensor | None:
-    """Return where tokens are padding at the end, by a mask among what a model was given."""
-    for mask in given:
-        if mask.shape != tokens.shape or mask is tokens or bool((mask.float() > 1).any()):
-            continue
-        differs = mask != mask[:, :1]
-        is_at_end = bool((differs[:, 1:] >= differs[:, :-1]).all())
-        if is_at_end and len(tokens[differs].unique()) == 1 == len(mask[:, 0].unique()):
-            return differs
-    return None
 
 
 def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
