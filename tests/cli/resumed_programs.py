@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 lacks = sys.argv[1]
 torch.manual_seed(0); random.seed(0); numpy.random.seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 5))
+first = nn.utils.parametrizations.weight_norm(nn.Linear(8, 16))
+body, head = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.2)), nn.Linear(16, 5)
+model = nn.ModuleList([body, head])
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
 scaler = torch.amp.GradScaler("cpu", growth_interval=3)
@@ -28,7 +30,7 @@ if os.path.exists("save.pt"):
         torch.set_rng_state(saved["generators"])
 for step in range(start, 30):
     rows = slice(step * 4, step * 4 + 4)
-    loss = F.cross_entropy(model(inputs[rows]), targets[rows])
+    loss = F.cross_entropy(head(body(inputs[rows])), targets[rows])
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

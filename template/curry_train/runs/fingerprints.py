@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/runs/test_fingerprints.py`.
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import sys
@@ -74,8 +75,6 @@ def record_run(
     locate --op` starts again; in the step `operations_in_step` each operation is recorded too.
     `exchange` keeps values, or puts those of another run in their place.
     """
-    if steps < 1:
-        raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
     recorder = Recorder(
@@ -143,6 +142,7 @@ class Recorder:
             ):
                 replaced = make(getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, replaced))
+            stack.enter_context(mock.patch.object(torch, "compile", _drawing_alike(stack)))
             if self.in_replay or self.operations_in_step is not None:
                 stack.enter_context(Operations(self))
             if self.exchange is not None and self.exchange.noise is not None:
@@ -194,6 +194,10 @@ class Recorder:
         try:
             digests = {name: digest(it) for name, it in tensors.items()}
             one["digests"] = digests
+            if kind in ("enter", "exit"):
+                one["generator"] = _generator()
+            elif kind == "state":
+                one["generators"] = generator_digests()
             if self.in_replay:
                 one["ranges"] = ranges_of(tensors)
             if kind == "batch" or (kind == "enter" and not self.calls):
@@ -266,8 +270,7 @@ class Recorder:
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
         inputs = leaves_of({**dict(enumerate(args)), **options})
-        facts = {"phase": phase, "generator": _generator(), "training": module.training}
-        self._note("enter", path, inputs, call=number, **facts)
+        self._note("enter", path, inputs, call=number, phase=phase, training=module.training)
         if phase == "forward":
             self._watch(inputs, path, number, is_output=False)
         self.calls.append((path, number))
@@ -283,7 +286,7 @@ class Recorder:
                 for name, one in inner._buffers.items()
                 if one is not None and one.is_floating_point()
             }
-        self._note("exit", path, found, call=number, phase=phase, generator=_generator())
+        self._note("exit", path, found, call=number, phase=phase)
         if phase == "forward":
             self._watch(found, path, number, is_output=True)
         return output
@@ -309,10 +312,10 @@ class Recorder:
         path = self.names[id(root)][0]
         if self.in_backward or self.counts["state", path]:
             return
-        state = dict(root.named_parameters()) | dict(root.named_buffers())
+        # A tied weight has each of its names.
+        state = dict(root.named_parameters(remove_duplicate=False)) | dict(root.named_buffers())
         named = {f"{path}.{bare_name(root, inner)}": one for inner, one in state.items()}
-        states = generator_digests()
-        self._note("state", path, named if self.records_all else {}, generators=states)
+        self._note("state", path, named if self.records_all else {})
 
     # The backward pass.
 
@@ -470,7 +473,9 @@ class Operations(TorchDispatchMode):
         if recorder.is_noting or not recorder.is_on or not is_asked:
             return func(*args, **options)
         given = leaves_of({**dict(enumerate(args)), **options})
-        facts: dict[str, Any] = {"name": str(func)}
+        # New memory has any values, and what a collective receives comes later.
+        is_new = "empty" in str(func) or func.namespace == "c10d"
+        facts: dict[str, Any] = {"name": str(func), "computes": not (is_new or func.is_view)}
         if recorder.in_replay:
             # Before it runs, because an operation in place overwrites what it is given.
             facts["given"] = list(ranges_of(given).values())
@@ -478,11 +483,11 @@ class Operations(TorchDispatchMode):
         phase = "backward" if recorder.in_backward else phase
         output = func(*args, **options)
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
-        # What an operation of lists changes it does not return; new memory has any values.
+        # What an operation of lists changes it does not return.
         found = given if output is None else leaves_of(output)
         # So have the bytes in which a kernel keeps what its backward needs, next to its results.
         is_kernel = len({getattr(it, "dtype", None) for it in found.values()}) > 1
-        results = {} if "empty" in str(func) else found
+        results = {} if is_new else found
         if is_kernel:
             results = {k: v for k, v in results.items() if getattr(v, "dtype", 0) != torch.uint8}
         within, line = self._origin()
@@ -602,6 +607,19 @@ def _settings(module: nn.Module) -> dict[str, Any]:
 
 def _hash(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+def _drawing_alike(stack: contextlib.ExitStack) -> Callable[..., Any]:
+    """Return torch.compile, whose code draws random numbers as other code does, for a while."""
+    compile_by_torch = torch.compile
+
+    def run(*args: Any, **options: Any) -> Any:
+        # Its import takes a second.
+        config = importlib.import_module("torch._inductor.config")
+        stack.enter_context(config.patch(fallback_random=True))
+        return compile_by_torch(*args, **options)
+
+    return run
 
 
 def _generator() -> str:

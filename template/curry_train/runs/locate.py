@@ -130,6 +130,8 @@ class Comparison:
         self.in_b = _by_place(b)
         self.settings = _settings_of(a), _settings_of(b)
         self.calls = _calls(a), _calls(b)
+        # What both runs have, though one of their optimizers may lack it.
+        self.known = _names_of(a) & _names_of(b)
         self.num_compared = 0
         self.last: Observation | None = None
         # For each random generator the first observation where it differs, after an equal one.
@@ -158,7 +160,7 @@ class Comparison:
         noises = [
             run.get(place_of(one), {}).get("distances", {}).get(name, {}) for run in self.noises
         ]
-        over_batch = name == "parameter" or one["kind"] == "loss"
+        over_batch = one["kind"] == "loss" or name.startswith(("parameter", "buffer "))
         terms = self.most_terms / max(1, num_elements(one["digests"][name])) if over_batch else 1
         epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
         return is_rounding(found, noises, epsilon, terms)
@@ -175,6 +177,10 @@ class Comparison:
                 name for name, value in one["digests"].items() if digests.get(name, value) != value
             ]
             names = [name for name in others if not self._is_rounding(one, other, name)]
+            if one["kind"] == "update":
+                alone = one["digests"].keys() ^ digests.keys()
+                lacking = [it for it in alone if it.removeprefix("gradient of ") in self.known]
+                names = [*sorted(lacking), *names]
             if names:
                 return self._describe(one, other, names)
             num_rounded += bool(others)
@@ -189,11 +195,8 @@ class Comparison:
     # The description of the first difference.
 
     def _describe(self, one: Observation, other: Observation, names: Sequence[str]) -> Located:
-        if one["kind"] in IN_STATE:
-            phase, path, call, text = self._in_state(one, names)
-        else:
-            describe = getattr(self, f"_{one['kind']}")
-            phase, path, call, text = describe((one, other), names)
+        kind = "in_state" if one["kind"] in IN_STATE else one["kind"]
+        phase, path, call, text = getattr(self, f"_{kind}")((one, other), names)
         place = {"step": one["step"], "phase": phase, "path": path, "call": call}
         notes = [
             *self._of_the_place(one, path),
@@ -212,16 +215,14 @@ class Comparison:
     def _rows(self, pair: Pair) -> str:
         """Describe how the samples of a batch differ."""
         rows = [one.get("rows") or [] for one in pair]
-        if rows[0] and sorted(rows[0]) == sorted(rows[1]):
+        if rows[0] == rows[1]:
+            return "differs"
+        if sorted(rows[0]) == sorted(rows[1]):
             return "has the same samples in another order"
-        others = [one for one in self.a if one["kind"] == pair[0]["kind"] and one.get("rows")]
-        for one in others:
-            if one["rows"] == rows[1]:
+        for one in self.a if rows[1] else ():
+            if (one["kind"], one.get("rows")) == (pair[0]["kind"], rows[1]):
                 return f"is in B that of step {one['step']}, call {one['call']}, of A"
-        known = {row for one in others for row in one["rows"]}
-        num_known = sum(row in known for row in rows[1])
-        also = f", of which A has {num_known} of {len(rows[1])} too" if num_known else ""
-        return f"has other samples{also}"
+        return "has other samples"
 
     def _enter(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
@@ -250,7 +251,7 @@ class Comparison:
         what = "has equal inputs"
         if given and given[0]["generator"] not in (given[1]["generator"], one["generator"]):
             what += ", draws from a random generator that differs,"
-        text = f"{_call(one)}{own} {what} and another output {names[0]}{_and_more(names)}"
+        text = f"{_call(one)}{own} {what} and another output {_listed(names, most=1)}"
         return one["phase"], one["path"], one["call"], text
 
     def _loss(self, pair: Pair, names: Sequence[str]) -> Place:
@@ -284,26 +285,28 @@ class Comparison:
         text = f"{who}: another gradient of {names[0]} of {_call(one)}"
         return "backward", place[0][0], place[0][1], text
 
-    def _in_state(self, one: Observation, names: Sequence[str]) -> Place:
+    def _in_state(self, pair: Pair, names: Sequence[str]) -> Place:
         """Describe a difference of parameters, gradients or an optimizer's state."""
+        one, other = pair
         phase, text = IN_STATE[one["kind"]]
         what, _, path = names[0].rpartition(" of ")
         if what == "gradient":
             phase, text = GRADIENT_AT_STEP
+        for run, without in ("A", other), ("B", one):
+            if names[0] not in without["digests"]:
+                text = f"{{what}} is in {run} alone"
         when = "before the first step" if one["step"] == 1 else "since the step before"
-        values = {"what": f"{names[0]}{_and_more(names)}", "when": when, "path": one["path"]}
+        values = {"what": _listed(names, most=1), "when": when, "path": one["path"]}
         return phase, path, one["call"], text.format(**values)
 
     # What differs besides.
 
     def _of_the_place(self, one: Observation, path: str) -> Iterator[str]:
-        settings = [of_run.get(path, {}) for of_run in self.settings]
-        yield from _changes(settings[0], settings[1], path)
-        if one["kind"] in ("enter", "exit", "updated", "update"):
-            for first, second in filter(None, [self.given.get((one["path"], one["call"]))]):
-                yield from _changes(first["values"], second["values"], one["path"])
-                modes = [{"training": it.get("training")} for it in (first, second)]
-                yield from _changes(modes[0], modes[1], one["path"])
+        a, b = (of_run.get(path, {}) for of_run in self.settings)
+        yield from _changes(a, b, path)
+        if pair := self.given.get((one["path"], one["call"])):
+            a, b = (it["values"] | {"training": it.get("training")} for it in pair)
+            yield from _changes(a, b, one["path"])
 
     def _note_generators(self, one: Observation, other: Observation) -> None:
         states = [it.get("generators") or {"torch": it.get("generator")} for it in (one, other)]
@@ -337,10 +340,6 @@ def _call(one: Observation) -> str:
     return (
         f"{one['path']}, call {one['call']}" if is_call else f"the {one['kind']} of {one['path']}"
     )
-
-
-def _and_more(names: Sequence[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:
@@ -377,7 +376,10 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
 
     Operations are aligned by name, so one that only one of the runs has is named as such.
     """
-    runs = [_operations_at(one, found) for one in (a, b)]
+    # What came after the difference did not make it.
+    one, other = [*Comparison(a, b).pairs()][found.num_compared - 1]
+    ends = (a, one), (b, other.get("own", other))
+    runs = [_operations_at(run[: run.index(end)], found) for run, end in ends]
     same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
     begin = len(list(itertools.takewhile(bool, same)))
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
@@ -386,15 +388,19 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
     for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
         if tag != "equal":
             which = "A" if end_a > begin_a else "B"
-            alone = [*rest[0][begin_a:end_a], *rest[1][begin_b:end_b]][0]
-            return f"{alone['name']} ({alone['line']}) is in {which} alone"
+            alone = rest[0][begin_a:end_a] or rest[1][begin_b:end_b]
+            # Views and new memory come with what computes.
+            alone = [one for one in alone if one["computes"]] or alone
+            name, *others = dict.fromkeys(one["name"] for one in alone)
+            also = f", with {_listed(others)}" if others else ""
+            return f"{name} ({alone[0]['line']}) is in {which} alone{also}"
         for one, other in zip(rest[0][begin_a:end_a], rest[1][begin_b:end_b], strict=True):
             changed = next(_changes(one["values"], other["values"], ""), "")
             if changed or one["digests"] != other["digests"]:
                 lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
                 what = f"argument {changed}" if changed else "another result"
                 return f"{one['name']} ({lines}): {what}"
-    return "no operation differs there when both run again: it does not repeat"
+    return "no operation differs there: an assignment of Python, or it does not repeat"
 
 
 def _outcome(operation: Observation) -> tuple[Any, ...]:
@@ -424,6 +430,12 @@ def _operations_at(run: Sequence[Observation], found: Located) -> list[Observati
 
 
 # Modules by their paths.
+
+
+def _names_of(observations: Sequence[Observation]) -> set[str]:
+    """Return the names of all parameters, buffers and optimizer state."""
+    several = [it["digests"] for it in observations if it["kind"] in ("state", "updated")]
+    return set().union(*several)
 
 
 def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any]]:

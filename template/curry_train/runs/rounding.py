@@ -84,7 +84,8 @@ class Exchange:
                 wanted, epsilon = self.expected.get(place, {}).get(name, ("", 0.0))
                 if not wanted or not (self.noise is not None or wanted != digests[name]):
                     continue
-                value = self._value(wanted).to(tensor.device)
+                # Of less precision B has the nearest values.
+                value = self._value(wanted).to(tensor.device, tensor.dtype)
                 distances[name] = distances_of(tensor.detach(), value)
                 if value.shape == tensor.shape:
                     values[name] = self._noisy(value, epsilon).to(tensor.dtype)
