@@ -39,29 +39,24 @@ def flip(tensor: Tensor, place: float, bit: int) -> None:
     integers[tuple(index)] ^= -(1 << width - 1) if bit % width == width - 1 else 1 << bit % width
 
 
-class FlipOutput(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, place: float, bit: int) -> Tensor:
-        flipped = tensor.clone(memory_format=torch.contiguous_format)
-        flip(flipped, place, bit)
-        return flipped
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
+def flipped(tensor: Tensor, where: Sequence[Any]) -> Tensor:
+    copied = tensor.clone(memory_format=torch.contiguous_format)
+    if where:
+        flip(copied, *where)
+    return copied
 
 
-class FlipGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, place: float, bit: int) -> Tensor:
-        ctx.where = place, bit
-        return tensor.view_as(tensor)
+class Flip(torch.autograd.Function):
+    """Flips a bit of a tensor, or of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        flipped = gradient.clone(memory_format=torch.contiguous_format)
-        flip(flipped, *ctx.where)
-        return flipped, None, None
+    def forward(ctx: Any, tensor: Tensor, in_backward: bool, *where: Any) -> Tensor:
+        ctx.where = where if in_backward else ()
+        return flipped(tensor, () if in_backward else where)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return flipped(gradient, ctx.where), None, None, None
 
 
 class FlipResult(TorchDispatchMode):
@@ -298,16 +293,19 @@ class Planter:
 
     def activation(self) -> Fault | None:
         """A flip in the output of a module."""
-        call = self._call(step=self.step)
+        return self._flipped(self._call(step=self.step), "forward")
+
+    def _flipped(self, call: Any, phase: str) -> Fault:
         where = self._where()
 
         def change(forward: Any, *args: Any, **options: Any) -> Any:
-            return _first_changed(FlipOutput.apply, forward(*args, **options), *where)
+            output = forward(*args, **options)
+            return _first_changed(Flip.apply, output, phase == "backward", *where)
 
         def plant(training: Training) -> None:
             training.around(call["path"], self.step, call["call"], change)
 
-        return Fault("activation", self.step, "forward", call["path"], call["call"], plant)
+        return Fault("activation", self.step, phase, call["path"], call["call"], plant)
 
     def result(self) -> Fault | None:
         """A flip in the result of an operation of the second step."""
@@ -352,7 +350,6 @@ class Planter:
         ]
         number = self.random.randrange(len(updated))
         mode = FlipResult("aten.addcdiv_.default", number, *self._where())
-        path = updated[number]
 
         def plant(training: Training) -> None:
             mode.remaining = mode.number
@@ -363,7 +360,9 @@ class Planter:
             training.optimizer.register_step_pre_hook(lambda *_: switch(True))
             training.optimizer.register_step_post_hook(lambda *_: switch(False))
 
-        return Fault("update", 2, "optimizer", path, None, plant, ("aten.addcdiv_.default",), mode)
+        return Fault(
+            "update", 2, "optimizer", updated[number], None, plant, ("aten.addcdiv_.default",), mode
+        )
 
     def gradient_of_activation(self) -> Fault | None:
         with_gradient = {
@@ -371,19 +370,27 @@ class Planter:
         }
         calls = self._observed("exit", phase="forward", step=self.step)
         call = self._one([one for one in calls if (one["path"], one["call"]) in with_gradient])
-        if call is None:
-            return None
-        where = self._where()
+        return call and self._flipped(call, "backward")
 
-        def change(forward: Any, *args: Any, **options: Any) -> Any:
-            return _first_changed(FlipGradient.apply, forward(*args, **options), *where)
+    def frozen(self) -> Fault | None:
+        path = self._parameter("gradient of ")
 
         def plant(training: Training) -> None:
-            training.around(call["path"], self.step, call["call"], change)
+            training.tensor(path).requires_grad_(False)
 
-        return Fault(
-            "gradient_of_activation", self.step, "backward", call["path"], call["call"], plant
-        )
+        return Fault("frozen", 1, "gradients", path, None, plant, ())
+
+    def hooked(self) -> Fault | None:
+        """A gradient that a hook makes longer."""
+        path = self._parameter("gradient of ")
+
+        def longer(parameter: Tensor) -> None:
+            parameter.grad.mul_(1.01)
+
+        def plant(training: Training) -> None:
+            training.tensor(path).register_post_accumulate_grad_hook(longer)
+
+        return Fault("hooked", 1, "gradients", path, None, plant)
 
     def gradient(self) -> Fault | None:
         """A flip in an accumulated gradient, before the step."""
@@ -550,6 +557,8 @@ KINDS = (
     "update",
     "gradient_of_activation",
     "gradient",
+    "frozen",
+    "hooked",
     "kernel",
     "drawn",
     "epsilon",

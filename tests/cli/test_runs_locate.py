@@ -246,10 +246,8 @@ def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     recorded(folder / "A")
     recorded(folder / "B", "epsilon")
     ended = invoke("locate", "A", "B", "--op")
-    assert ended.exit_code == 2
     assert "need `runs record`" in " ".join(ended.output.split())
     ended = invoke("locate", "A", "B", "--bisect", "true {out}")
-    assert ended.exit_code == 2
     assert "the command sets none of what differs" in " ".join(ended.output.split())
 
 

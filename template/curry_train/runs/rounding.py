@@ -101,8 +101,11 @@ class Exchange:
             flat.numpy().tofile(path)
 
     def _value(self, digest: str) -> Tensor:
+        value = torch.empty(shape_of(digest), dtype=dtype_of(digest))
+        # An array of nothing has no stride, and can't be viewed as numbers.
         flat = torch.from_numpy(numpy.fromfile(self._path(digest), numpy.uint8))
-        return flat.view(dtype_of(digest)).reshape(shape_of(digest))
+        value.reshape(-1).view(torch.uint8).copy_(flat)
+        return value
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():
