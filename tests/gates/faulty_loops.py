@@ -409,6 +409,22 @@ def eval_before_training():
         optimizer.step()
 
 
+def eval_after_the_first_epoch():
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
+    optimizer = adamw(model)
+    model.train()
+    for _ in range(8):
+        for inputs, labels in two_epochs():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(inputs), labels)  # here
+            loss.backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            for inputs, _ in two_epochs(2):
+                model(inputs)
+
+
 def evaluated_in_training_mode():
     model = classifier(dropout=0.2)
     optimizer = adamw(model)
@@ -437,6 +453,14 @@ def dropout_in_evaluation():
         model.eval()
         with torch.no_grad():
             model(torch.randn(8, 8))
+
+
+def seeded_in_each_step():
+    model = classifier(dropout=0.2)
+    optimizer = adamw(model)
+    for inputs, labels in loader():
+        torch.manual_seed(0)  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def seeded_in_each_epoch():
@@ -1076,12 +1100,12 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs, mask_not_given,
     ],
     "mode": [
-        eval_before_training, evaluated_in_training_mode,
+        eval_before_training, eval_after_the_first_epoch, evaluated_in_training_mode,
         dropout_in_evaluation, dropout_recomputed_anew, teacher_in_training_mode,
         function_left_in_eval_mode,
     ],
     "data": [
-        seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
+        seeded_in_each_step, seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch,
     ],

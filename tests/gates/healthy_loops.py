@@ -333,6 +333,24 @@ def meta_learned():
         outer.step()
 
 
+def sharpness_aware():
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            moved = [0.05 * one.grad / (one.grad.norm() + 1e-6) for one in model.parameters()]
+            for one, by in zip(model.parameters(), moved, strict=True):
+                one.add_(by)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        with torch.no_grad():
+            for one, by in zip(model.parameters(), moved, strict=True):
+                one.sub_(by)
+        optimizer.step()
+
+
 def surgery_of_gradients():
     model = classifier()
     optimizer = adamw(model)

@@ -664,6 +664,15 @@ def padding_counts():
         step(optimizer, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))  # here
 
 
+def left_in_eval_mode():
+    model = classifier(dropout=0.2)
+    optimizer = adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        step(optimizer, F.cross_entropy(model(inputs), labels))  # here
+        if number == 1:
+            model.eval()
+
+
 def first_batch_for_ever():
     model = classifier()
     optimizer = adamw(model)
@@ -758,6 +767,7 @@ FAULTY = {
     "autocast": [backward_under_autocast],
     "logits": [probabilities, sigmoid_twice],
     "targets": [targets_are_inputs, targets_shifted_twice, all_ignored, padding_counts],
+    "mode": [left_in_eval_mode],
     "data": [first_batch_for_ever],
     "graph": [losses_with_graphs],
 }  # fmt: skip
