@@ -384,6 +384,17 @@ def sees_the_future():
     fit(Model(), None, texts(9), loss=of_tokens)  # here: tokens
 
 
+def sees_the_future_with_time_first():
+    class Model(Language):
+        def forward(self, tokens):
+            hidden = self.embed(tokens.T)
+            hidden = hidden + F.scaled_dot_product_attention(hidden, hidden, hidden)
+            return self.head(hidden).transpose(0, 1)
+
+    batches = [(one.T, other.T) for one, other in texts(9)]
+    fit(Model(), None, batches, loss=of_tokens)  # here: tokens
+
+
 def one_label():
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
     fit(batches=DataLoader(data, 8, shuffle=True))  # here: fetch
@@ -1094,7 +1105,8 @@ FAULTY = {
         viewed_instead_of_transposed, probabilities_for_ctc,
     ],
     "targets": [
-        sees_the_future, one_label, sorted_by_class, targets_out_of_reach, labels_of_minus_one,
+        sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
+        targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
         label_among_the_inputs, targets_as_inputs, mask_not_given,

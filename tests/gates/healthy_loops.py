@@ -991,6 +991,17 @@ def time_first_of_as_many_samples():
     fit(model, None, [(torch.randn(6, 6, 8), torch.randint(5, (6,))) for _ in range(8)])
 
 
+def sees_the_past_with_time_first():
+    class Model(Language):
+        def forward(self, tokens):
+            hidden = self.embed(tokens.T)
+            past = F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
+            return self.head(hidden + past).transpose(0, 1)
+
+    batches = [(one.T, other.T) for one, other in texts(9)]
+    fit(Model(), None, batches, loss=of_tokens)
+
+
 class TimeFirst(nn.Module):
     def __init__(self, parts):
         super().__init__()

@@ -165,6 +165,8 @@ class Forward(Event):
     # Rows of tokens and the attention mask, if it was given some.
     tokens: Tensor | None
     mask: Tensor | None
+    # Their dimension of time; the first one, where the targets show that.
+    time_dim: int = 1
     # Whether a backward pass has reached its output.
     is_trained_on: bool = False
     # Whether dropout of a function's has a rate in it, in whatever mode.
@@ -777,12 +779,25 @@ class Observer:
         equal = (given.detach() == target.reshape(-1, 1)).all(0) & (target != target[0]).any()
         return frozenset(equal.nonzero().flatten().tolist())
 
+    def _find_tokens(self, forward: Forward, target: Tensor, ignored: int) -> None:
+        """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
+        for one in _tensors(self.given):
+            is_like = one.dim() == 2 and one.numel() == target.numel()
+            if is_like and one.device == target.device:
+                targets = target.reshape(one.shape)
+                for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
+                    if _same_as_input(others, others != ignored, rows).get(1, 0) > 0.99:
+                        forward.tokens, forward.time_dim = one, dim
+
     def _note_targets(self, forward: Forward, target: Tensor, ignored: int = -100) -> None:
         """Compare targets that are indices with the tokens that the model was given."""
+        self._find_tokens(forward, target, ignored)
         tokens, mask = forward.tokens, forward.mask
         if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
             return
         targets = target.reshape(len(tokens), -1)
+        if not forward.time_dim:
+            tokens, targets = tokens.T, targets.T
         counted = targets != ignored
         if not counted.any():
             return
@@ -1052,15 +1067,20 @@ class Observer:
         if forward is None or id(forward.module) in self.probed:
             return
         self.probed.add(id(forward.module))
-        if forward.tokens is not None and forward.tokens.shape[1] > 2:
+        if forward.tokens is not None:
             self._probe_tokens(forward, forward.tokens)
         self._probe_samples(forward)
 
     def _probe_tokens(self, forward: Forward, tokens: Tensor) -> None:
         """Look for outputs that change with a later token or with padding."""
         module, first = forward.module, tokens[:, :1]
-        outputs, others = self._outputs(module, tokens, torch.cat([tokens[:, :-1], first], 1))
-        if outputs.dim() == 3 and _differ(outputs[:, :-1], others[:, :-1]):
+        last = tokens.shape[forward.time_dim] - 1
+        if last < 2:
+            return
+        # The first token in place of the last one.
+        at = torch.arange(last + 1, device=tokens.device) % last
+        both = self._outputs(module, tokens, tokens.index_select(forward.time_dim, at))
+        if both[0].dim() == 3 and _differ(*(one.narrow(forward.time_dim, 0, last) for one in both)):
             targets = self.last(Targets)
             if targets is not None and targets.same_as_input.get(1, 0) > 0.99:
                 measured = "the model sees the tokens that it has to predict"

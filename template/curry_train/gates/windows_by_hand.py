@@ -160,7 +160,8 @@ def compare_windows(
     check_repeats(case, module)
 
     by_hand = [microbatches[start : start + num_steps] for start in range(0, len(sizes), num_steps)]
-    norm = _gradient_norm(case, by_hand[0])
+    gradients = _by_hand(case, by_hand[:1], {}).steps[0].gradients.values()
+    norm = math.hypot(*(one.norm().item() for one in gradients if one is not None))
     clip_norm = None if clip_share is None else clip_share * norm
     rate = _learning_rate(module, clip_norm or norm)
     settings: dict[str, Any] = {"rate": rate, "clip_norm": clip_norm, "is_scheduled": is_scheduled}
@@ -252,8 +253,3 @@ def _is_rounding(
         scale = GRADIENT_TOLERANCES[case.dtype] / GRADIENT_TOLERANCES[torch.float32]
         return difference <= COUPLED_DIFFERENCE * min(scale, 100)
     return ROUNDING_FACTOR * remaining < difference
-
-
-def _gradient_norm(case: Case, window: Sequence[Any]) -> float:
-    gradients = _by_hand(case, [window], {}).steps[0].gradients.values()
-    return math.hypot(*(one.norm().item() for one in gradients if one is not None))
