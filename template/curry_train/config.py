@@ -186,7 +186,10 @@ class Config:
         require(is_plain, "name", self.name, "the name of a folder")
 
         self._check_batch_size()
-        self._check_metric()
+        metric = self.checkpoint.best_k_metric
+        is_measured = metric in MEASURED_METRICS or not self.checkpoint.best_k
+        wanted = f"{' or '.join(MEASURED_METRICS)}, the metrics that this loop measures"
+        require(is_measured, "checkpoint.best_k_metric", metric, wanted)
         self._check_skipped_positions()
         if self.spike.rolls_back:
             _require_way_back(self.checkpoint, self.spike)
@@ -204,12 +207,6 @@ class Config:
         require(self.batch_size % multiple == 0, "batch_size", self.batch_size, wanted)
         wanted = "more than one rank only with parallel=ddp or parallel=fsdp2"
         require(self.parallel != "none" or self.ranks in (None, 1), "ranks", self.ranks, wanted)
-
-    def _check_metric(self) -> None:
-        metric = self.checkpoint.best_k_metric
-        is_measured = metric in MEASURED_METRICS or not self.checkpoint.best_k
-        wanted = f"{' or '.join(MEASURED_METRICS)}, the metrics that this loop measures"
-        require(is_measured, "checkpoint.best_k_metric", metric, wanted)
 
     def _check_skipped_positions(self) -> None:
         end = self.steps * self.batch_size

@@ -412,32 +412,24 @@ def open_tokens(
     """
     root = Path(Path(pattern).anchor or ".")
     matches = sorted(root.glob(str(Path(pattern).relative_to(root))))
-    paths = [path for path in matches if not _beside(path)]
+    paths = [path for path in matches if not path.name.endswith((".documents.npy", ".mask.npy"))]
     if not paths:
         raise ValueError(
             f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)"
         )
 
     arrays = [_mapped(path) for path in paths]
-    document_starts = None
-    if documents:
-        document_starts = [_mapped(path.with_suffix(".documents.npy")) for path in paths]
-    masks = None
-    if mask:
-        masks = [_mapped(path.with_suffix(".mask.npy")) for path in paths]
+    starts = [_mapped(path.with_suffix(".documents.npy")) for path in paths if documents]
+    masks = [_mapped(path.with_suffix(".mask.npy")) for path in paths if mask]
     return Tokens(
         arrays,
         length=length,
         layout=layout,
-        documents=document_starts,
-        masks=masks,
+        documents=starts or None,
+        masks=masks or None,
         names=[str(path) for path in paths],
         **options,
     )
-
-
-def _beside(path: Path) -> bool:
-    return path.name.endswith((".documents.npy", ".mask.npy"))
 
 
 def _mapped(path: Path) -> Array:

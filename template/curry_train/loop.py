@@ -116,8 +116,9 @@ def run_training_steps(
 
     accumulation = accumulation or GradientAccumulation()
     windows = accumulation.windows(microbatches, count=count)
-    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": clip_norm, "scaler": scaler}
-    train = functools.partial(train_window, model, loss=loss, **options)
+    train = functools.partial(
+        train_window, model, loss=loss, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler
+    )
     stepper = _Stepper(train, optimizer, steps, schedule, scaler)
     attached = run or _RunAlone()
     report = None
@@ -335,10 +336,6 @@ def _apply_to_hugging_face(trainer: Any, change: Change, check_size: CheckSize) 
         trainer.model_init = make_changed
 
 
-def _apply_to_lightning(trainer: Any, change: Change, check_size: CheckSize) -> None:
-    add_callback(trainer, _LightningChange, change, check_size)
-
-
 class _LightningChange:
     """Changes a LightningModule between its `configure_model` and the wrapper of its strategy."""
 
@@ -384,9 +381,9 @@ def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSiz
         setattr(accelerator, name, functools.partial(changing, getattr(accelerator, name)))
 
 
-CHANGE_BY_LIBRARY = {
+CHANGE_BY_LIBRARY: dict[str, Callable[[Any, Change, CheckSize], None]] = {
     "transformers": _apply_to_hugging_face,
-    "lightning": _apply_to_lightning,
+    "lightning": lambda trainer, *args: add_callback(trainer, _LightningChange, *args),
     "accelerate": _apply_to_accelerator,
 }
 
@@ -400,10 +397,6 @@ def _record_hugging_face(trainer: Any, path: Path) -> None:
             return train(*args, **options)
 
     trainer.train = recorded
-
-
-def _record_lightning(trainer: Any, path: Path) -> None:
-    add_callback(trainer, _LightningMemory, path)
 
 
 class _LightningMemory:
@@ -424,4 +417,7 @@ class _LightningMemory:
         self._recording.close()
 
 
-RECORDING_BY_LIBRARY = {"transformers": _record_hugging_face, "lightning": _record_lightning}
+RECORDING_BY_LIBRARY: dict[str, Callable[[Any, Path], None]] = {
+    "transformers": _record_hugging_face,
+    "lightning": lambda trainer, path: add_callback(trainer, _LightningMemory, path),
+}

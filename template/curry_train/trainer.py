@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, OptimizerConfig
-from .core.blocks import NoBlocks, find_blocks
+from .core.blocks import blocks_if_any
 from .core.generators import seed_generators, untouched
 from .core.measure import Loss
 from .core.memory_recorder import memory_record
@@ -107,13 +107,9 @@ def share(
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     half = precision != torch.float32
     policy = MixedPrecisionPolicy(precision, torch.float32) if half else MixedPrecisionPolicy()
-    try:
-        blocks = list(find_blocks(module).values())
-    except NoBlocks:
-        blocks = []  # then the whole model is one unit
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(module, mesh=mesh, mp_policy=policy)  # in place
+    # Without blocks the whole model is one unit.
+    for one in (*blocks_if_any(module).values(), module):
+        fully_shard(one, mesh=mesh, mp_policy=policy)  # in place
     return module
 
 
@@ -169,10 +165,6 @@ def leave(status: int) -> NoReturn:
 TRAINING_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 @dataclass
 class TrainingTask:
     """A model with its loss and its data.
@@ -189,7 +181,7 @@ class TrainingTask:
     dataset: Dataset
     dev: Dataset | None = None
     # Moves a batch to the device of the module.
-    place: Callable[[Any], Any] = _as_it_is
+    place: Callable[[Any], Any] = lambda batch: batch
 
 
 class LoadedPlan(Protocol):

@@ -4,6 +4,7 @@ python -m pytest tests/cli/test_spike_check.py
 """
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -33,10 +34,13 @@ def checked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checked")
     words = ["spike-check", "--steps", "44", "--at", "34", "--windows", "4"]
     words += ["--json", "spike.json", "--runs", "kept", *TINY]
+    heard = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.setattr(logging.getLogger("curry_train.runs.spike"), "filter", heard.append)
         done = CliRunner().invoke(runs_command, words)
     assert done.exit_code == 0, done.output
+    assert not heard, "the result has what the log would say"
     return done, json.loads((folder / "spike.json").read_text()), folder
 
 

@@ -4,7 +4,6 @@ python -m pytest tests/core/test_wording.py
 """
 
 import json
-import logging
 import subprocess
 import sys
 
@@ -23,7 +22,6 @@ from curry_train.core.wording import (
     nearest,
     parse_bytes,
     three_digits,
-    unheard,
     write_json,
 )
 
@@ -148,18 +146,3 @@ def test_suggestions_need_no_torch(pytestconfig):
         [sys.executable, "-c", program], cwd=pytestconfig.rootpath / "template", capture_output=True
     )
     assert (ran.returncode, ran.stdout) == (0, b"False\n"), ran.stderr
-
-
-def test_only_the_named_loggers_are_silent_and_only_inside_the_context(caplog):
-    first, second = logging.getLogger("quiet.first"), logging.getLogger("quiet.second")
-
-    def fails():
-        with unheard("quiet.first"):
-            first.warning("not heard")
-            second.warning("heard")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fails()
-    first.warning("heard again")
-    assert [record.message for record in caplog.records] == ["heard", "heard again"]

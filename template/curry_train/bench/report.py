@@ -198,8 +198,15 @@ def measure_levers(
                 step.drop_gradients()
             seed_generators(case.seed)
 
-        turns: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "clock": clock, "tell": tell}
-        time_setups(alive, case, before=start_equal, **turns)
+        time_setups(
+            alive,
+            case,
+            rounds=rounds,
+            warmup=warmup,
+            before=start_equal,
+            clock=clock,
+            tell=tell,
+        )
         require_plain(rows[0], case)
     for row, step in alive:
         is_same = step.case.workload is case.workload and not step.lever.changes_precision

@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -265,14 +265,18 @@ class TrainingStep:
             # The weights stay as they are, whatever the optimizer.
             group["lr"] = 0.0
         if like is not None and shares:
-            self._share_state(like)
+            # The optimizer state does not depend on the lever.
+            known: Any = dict(zip(like.model.parameters(), self.model.parameters(), strict=True))
+            for other, state in like.optimizer.state.items():
+                self.optimizer.state[known[other]] = state
 
     def __call__(self) -> WindowResult:
         return train_window(self.model, self.window, self.loss, self.optimizer)
 
     def loss(self, module: nn.Module, microbatch: Any) -> Tensor:
         """Return the loss of a microbatch, summed over its terms."""
-        with self._precision():
+        dtype = self.lever.autocast
+        with torch.autocast(self.device.type, dtype) if dtype else contextlib.nullcontext():
             return self.case.workload.loss(module, microbatch)
 
     def mean_loss(self, module: nn.Module, microbatch: Any) -> Tensor:
@@ -321,7 +325,10 @@ class TrainingStep:
         accumulates gradients: then the peak is None.
         """
         self.drop_gradients()
-        existing = self._there()
+        # The tensors that exist before the step.
+        others = [*self.optimizer.state.values(), *self.window.microbatches]
+        existing: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
+        existing += [leaf for leaf in tree_iter(others) if isinstance(leaf, Tensor)]
         if self.device.type != "cuda" and holds_compiled_code(self.model):
             if len(self.window) > 1:
                 return None
@@ -345,26 +352,6 @@ class TrainingStep:
         microbatches = self.case.split(batch, sizes) if number > 1 else [batch]
         count = self.case.workload.count
         return next(GradientAccumulation(number).windows(microbatches, count=count))
-
-    def _there(self) -> list[Tensor]:
-        """List the tensors that exist before the step."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        others = [*self.optimizer.state.values(), *self.window.microbatches]
-        return tensors + [leaf for leaf in tree_iter(others) if isinstance(leaf, Tensor)]
-
-    def _share_state(self, like: "TrainingStep") -> None:
-        """Share the optimizer state, which does not depend on the lever."""
-        known = dict(zip(like.model.parameters(), self.model.parameters(), strict=True))
-        for parameter, state in like.optimizer.state.items():
-            self.optimizer.state[known[parameter]] = state  # type: ignore[index]
-
-    @contextlib.contextmanager
-    def _precision(self) -> Iterator[None]:
-        if self.lever.autocast is None:
-            yield
-        else:
-            with torch.autocast(self.device.type, dtype=self.lever.autocast):
-                yield
 
 
 # Count the Python calls of one step, a measure of overhead that ignores machine load.

@@ -123,10 +123,6 @@ def _legend(bench: Bench) -> Iterator[str]:
 FLOPS_PER_TFLOP = 1e12
 
 
-def _levers() -> str:
-    return f"Repeatable; + joins several: {', '.join(list_levers())}."
-
-
 def _peak(text: str) -> float | str:
     if text == MEASURED_PEAK:
         return text
@@ -144,7 +140,13 @@ def _peak(text: str) -> float | str:
     example="--model transformer --lever full",
 )
 @training_options("spec")
-@click.option("--lever", "levers", multiple=True, metavar="NAME", help=_levers())
+@click.option(
+    "--lever",
+    "levers",
+    multiple=True,
+    metavar="NAME",
+    help=f"Repeatable; + joins several: {', '.join(list_levers())}.",
+)
 @click.option(
     "--against",
     multiple=True,

@@ -86,7 +86,6 @@ def _picture(
 # bench and savings: what each setup saves and costs, a mark for each.
 
 TRADE_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
-PLAIN_RATIO = Ratio(1.0, None, None, None)
 RATIO_AXIS = "step time / that of the plain step in the same round"
 
 
@@ -108,7 +107,7 @@ class TradePanel(NamedTuple):
 
 
 def _time(row: Figures | SavingsRow) -> Trade:
-    ratio = row.ratio or PLAIN_RATIO
+    ratio = row.ratio or Ratio(1.0, None, None, None)
     return Trade(row.name, ratio.median, (ratio.lower, ratio.upper), row.peak_bytes or 0)
 
 
@@ -248,18 +247,15 @@ def _draw_cells(axes: Any, grid: Any) -> Any:
 
     # Without the darkest end of viridis, which is left to values that are exactly 0.
     colours: Any = ListedColormap(matplotlib.colormaps["viridis"](numpy.linspace(0.15, 1.0, 256)))
-    ends = {"bad": NOT_SEEN_COLOUR, "under": ZERO_COLOUR, "over": NONFINITE_COLOUR}
     # Values out of the scale have the colours of its ends; LogNorm would mask 0 and infinity.
     shown = grid.clip(lowest, 2 * highest)
     shown[grid == 0] = lowest / 2
     norm = LogNorm(lowest, highest)
-    options = {"aspect": "auto", "interpolation": "nearest"}
-    return axes.imshow(shown, norm=norm, cmap=colours.with_extremes(**ends), **options)
+    colours = colours.with_extremes(bad=NOT_SEEN_COLOUR, under=ZERO_COLOUR, over=NONFINITE_COLOUR)
+    return axes.imshow(shown, norm=norm, cmap=colours, aspect="auto", interpolation="nearest")
 
 
 # memory: bytes by owner over a step or a record, and at its peak.
-
-PHASE_SHADES = ("#F4F4F4", "#FFFFFF")
 
 
 def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
@@ -269,7 +265,7 @@ def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | 
     with _picture(path, 11, 4.6, course.title) as figure:
         axes = figure.add_subplot()
         for number, (phase, start, end) in enumerate(course.phases):
-            axes.axvspan(start, end, color=PHASE_SHADES[number % 2], zorder=0)
+            axes.axvspan(start, end, color=("#F4F4F4", "#FFFFFF")[number % 2], zorder=0)
             if (end - start) * 80 >= course.end * len(phase):
                 axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9)
         at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
@@ -387,7 +383,6 @@ def _seconds(candidate: Candidate) -> float:
 
 # runs plot: loss, dev metric, learning rate, memory and events of runs from their journals.
 
-SPIKE_COLOUR = NONFINITE_COLOUR
 # Runs with a name, those with the lowest last loss.
 MOST_NAMED = len(COLOURS)
 FAINT_OPACITY = 0.45  # opacity of steps that were rolled back or resumed over
@@ -477,8 +472,9 @@ def _draw_values(
         look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}
         # A value alone has no line.
         axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)
-        edge = {"transform": axes.get_xaxis_transform(), "zorder": 5}
-        axes.plot(lost, [0.98] * len(lost), "x", color=SPIKE_COLOUR, **edge)
+        heights = [0.98] * len(lost)
+        edge = axes.get_xaxis_transform()
+        axes.plot(lost, heights, "x", color=NONFINITE_COLOUR, transform=edge, zorder=5)
 
 
 def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
@@ -488,11 +484,10 @@ def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:
         axes.axhline(row, color=colour, linewidth=0.7, alpha=0.4, zorder=1)
         for kind, marker in EVENT_MARKERS.items():
             if steps := [event.step for event in history.events.get(kind, [])]:
-                own = SPIKE_COLOUR if kind == "spike" else colour
+                own = NONFINITE_COLOUR if kind == "spike" else colour
                 (signs[kind],) = axes.plot(steps, [row] * len(steps), marker, color=own)
-    look = {"color": GREY_COLOUR, "alpha": FAINT_OPACITY}
-    (signs["rolled back or resumed over"],) = axes.plot([], [], **look)
-    place: dict[str, Any] = {"loc": "outside lower left", "ncols": len(signs)}
-    axes.figure.legend(signs.values(), signs.keys(), **place)
+    (faint,) = axes.plot([], [], color=GREY_COLOUR, alpha=FAINT_OPACITY)
+    signs["rolled back or resumed over"] = faint
+    axes.figure.legend(signs.values(), signs.keys(), loc="outside lower left", ncols=len(signs))
     axes.set(xlabel="step", ylabel="events", ylim=(len(runs) - 0.4, -0.6), yticks=[])
     axes.grid(False, axis="y")

@@ -89,10 +89,16 @@ def grad_flow_command(
     if plot_path:
         title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
-    facts |= {"workload": case.workload.name, "dtype": dtype, "batch_size": case.batch_size}
-    facts |= {"seed": asked.seed, "learning_rate": optimizer.param_groups[0]["lr"]}
+    facts |= {
+        "workload": case.workload.name,
+        "dtype": dtype,
+        "batch_size": case.batch_size,
+        "seed": asked.seed,
+        "learning_rate": optimizer.param_groups[0]["lr"],
+        "losses": losses,
+    }
     is_bad = any(record.nonfinite for record in flow.records)
-    return facts | {"losses": losses} | flow_json(flow), is_bad
+    return facts | flow_json(flow), is_bad
 
 
 def _optimizer(

@@ -92,21 +92,31 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
             (FREE_OWNER, history.reserved_at_peak - history.peak_allocated),
         ],
         "lines": [
-            {"owner": one.owner, "line": one.line, "bytes": one.num_bytes}
-            | {"blocks": one.num_blocks}
+            {
+                "owner": one.owner,
+                "line": one.line,
+                "bytes": one.num_bytes,
+                "blocks": one.num_blocks,
+            }
             for one in owned.lines()[:100]
         ],
         "steps": steps,
         "levers": [
-            {"owner": lever.owner, "change": lever.change}
-            | {"allocated_saved_bytes": lever.allocated_saved}
-            | {"reserved_saved_bytes": lever.reserved_saved}
+            {
+                "owner": lever.owner,
+                "change": lever.change,
+                "allocated_saved_bytes": lever.allocated_saved,
+                "reserved_saved_bytes": lever.reserved_saved,
+            }
             for lever in levers(owned)
         ],
         "out_of_memory": [
-            {"event": index, "requested_bytes": event.num_bytes}
-            | {"device_free_bytes": event.address}
-            | {"reserved_free_bytes": history.reserved[index + 1] - history.allocated[index + 1]}
+            {
+                "event": index,
+                "requested_bytes": event.num_bytes,
+                "device_free_bytes": event.address,
+                "reserved_free_bytes": history.reserved[index + 1] - history.allocated[index + 1],
+            }
             for index, event in history.out_of_memory()
         ],
         "notes": list(_notes(owned)),
@@ -309,9 +319,16 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
         texts.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
     if optimizer is not None and (note := host_note(optimizer)) is not None:
         texts.append(fill_screen(note))
-    facts |= {"workload": workload.name, "dtype": dtype, "batch_size": size, "seed": seed}
-    facts |= {"blocks": choice.to_json(), "on_shapes": why}
-    facts["convolution_workspace_bytes"] = workspace
-    facts |= {"profile": profile.to_json(), "timeline": timeline.to_json()}
+    facts |= {
+        "workload": workload.name,
+        "dtype": dtype,
+        "batch_size": size,
+        "seed": seed,
+        "blocks": choice.to_json(),
+        "on_shapes": why,
+        "convolution_workspace_bytes": workspace,
+        "profile": profile.to_json(),
+        "timeline": timeline.to_json(),
+    }
     course = functools.partial(course_of_timeline, timeline, lives.lives)
     return Report("\n\n".join(texts), facts, course)

@@ -198,15 +198,8 @@ def write_page(course: MemoryCourse, path: str | Path) -> None:
         for block in course.blocks
         if block.owner in course.owners
     ]
-    data = {
-        "title": course.title,
-        "unit": course.unit,
-        "end": course.end,
-        "moments": course.moments,
+    data = vars(course) | {
         "owners": [[name, OWNER_COLOURS[name], course.owners[name]] for name in names],
-        "reserved": course.reserved,
-        "limit": course.limit,
-        "phases": course.phases,
         "peak": course.peak_place,
         "blocks": blocks,
         "labels": labels,

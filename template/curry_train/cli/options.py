@@ -197,13 +197,12 @@ def json_option(**settings: Any) -> OptionDecorator:
     return output_option(text, "--json", "json_path", **settings)
 
 
-def results_option() -> OptionDecorator:
-    """Add `--json`, where a `ScreenCommand` writes the results that the command returns."""
+def _note_path(context: click.Context, option: click.Parameter, path: str | None) -> None:
+    context.meta[JSON_KEY] = path
 
-    def note(context: click.Context, option: click.Parameter, path: str | None) -> None:
-        context.meta[JSON_KEY] = path
 
-    return json_option(callback=note, expose_value=False)
+# `--json`, where a `ScreenCommand` writes the results that the command returns.
+RESULTS_OPTION = json_option(callback=_note_path, expose_value=False)
 
 
 def plot_option(text: str) -> OptionDecorator:
@@ -219,14 +218,12 @@ def plot_option(text: str) -> OptionDecorator:
     return output_option(text, "--plot", "plot_path", callback=parsed(check))
 
 
-def device_option() -> OptionDecorator:
-    """Add `--device`; auto is CUDA where available, else the CPU."""
-    return click.option(
-        "--device",
-        type=click.Choice(["auto", "cuda", "cpu"]),
-        default="auto",
-        help="auto is CUDA where available, else the CPU.",
-    )
+DEVICE_OPTION = click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    help="auto is CUDA where available, else the CPU.",
+)
 
 
 def dtype_option(**settings: Any) -> OptionDecorator:
@@ -249,17 +246,12 @@ def batch_size_option(default: int | None = None) -> OptionDecorator:
     return number_option("Samples per step.", "--batch-size", default=default, show_default=False)
 
 
-def seed_option() -> OptionDecorator:
-    """Add `--seed`, of weights, batch and dropout."""
-    text = "Seed of weights, batch and dropout."
-    return number_option(text, "--seed", default=0, least=0, show_default=False)
-
-
-def blocks_option() -> OptionDecorator:
-    """Add `--blocks`, the modules that techniques are applied to."""
-    return click.option(
-        "--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names."
-    )
+SEED_OPTION = number_option(
+    "Seed of weights, batch and dropout.", "--seed", default=0, least=0, show_default=False
+)
+BLOCKS_OPTION = click.option(
+    "--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names."
+)
 
 
 def samples_of(workload: Workload, asked: int | None, *, default: int | None = None) -> int:
@@ -346,12 +338,12 @@ def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(*args, asked=asked, **settings)
 
     return all_of(
-        device_option(),
-        blocks_option(),
+        DEVICE_OPTION,
+        BLOCKS_OPTION,
         dtype_option(default=None),
         batch_size_option(),
-        seed_option(),
-        results_option(),
+        SEED_OPTION,
+        RESULTS_OPTION,
     )(run)
 
 

@@ -178,11 +178,10 @@ class Bundle:
 
     def find(self, name: str) -> Technique:
         """Return the technique called `name`."""
-        for technique in self.techniques:
-            if technique.name == name:
-                return technique
-        known = [technique.name for technique in self.techniques]
-        raise UnusableInput(f"no technique is called {name!r}; {did_you_mean(name, known)}")
+        known = {technique.name: technique for technique in self.techniques}
+        if name not in known:
+            raise UnusableInput(f"no technique is called {name!r}; {did_you_mean(name, known)}")
+        return known[name]
 
 
 def find_bundle(package: Path = PACKAGE_FOLDER) -> Bundle:
@@ -271,8 +270,9 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
         content = (bundle.project / path).read_bytes()
         place = path.removesuffix(TEMPLATE_SUFFIX)
         if path != place:
-            values = {"name": name, "version": bundle.version, "own": own}
-            content = render_template(bundle.project / path, **values).encode()
+            template = bundle.project / path
+            text = render_template(template, name=name, version=bundle.version, own=own)
+            content = text.encode()
         files[place] = content
     if not files:
         raise UnusableInput(

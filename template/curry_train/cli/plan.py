@@ -27,8 +27,10 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_plan
 from .options import (
+    BLOCKS_OPTION,
+    RESULTS_OPTION,
+    SEED_OPTION,
     all_of,
-    blocks_option,
     choose_device,
     dtype_option,
     dtype_to_use,
@@ -38,8 +40,6 @@ from .options import (
     own_workload,
     parsed,
     plot_option,
-    results_option,
-    seed_option,
     training_options,
     typed_options,
 )
@@ -52,10 +52,6 @@ FOR_THIS_DEVICE = {
     "cpu": "This plan is for this CPU; --target h100 plans for a GPU without having one.",
     "cuda": "This plan is for this GPU; --target names another device, such as h100.",
 }
-
-
-def _meshes(texts: tuple[str, ...]) -> list[dict[str, int]]:
-    return [parse_mesh(text) for text in texts]
 
 
 # Values of --reshard-after-forward other than a number of ranks.
@@ -83,7 +79,7 @@ SHARDING_OPTIONS = all_of(
         "--mesh",
         "meshes",
         multiple=True,
-        callback=parsed(_meshes),
+        callback=parsed(lambda texts: [*map(parse_mesh, texts)]),
         metavar="SIZES",
         help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
     ),
@@ -163,7 +159,7 @@ SHARDING_OPTIONS = all_of(
     help="Leave so much free on a GPU; the default is the worst recorded error.",
 )
 @SHARDING_OPTIONS
-@blocks_option()
+@BLOCKS_OPTION
 @click.option(
     "--without",
     multiple=True,
@@ -177,13 +173,13 @@ SHARDING_OPTIONS = all_of(
     default=None,
     help="Compute the loss in chunks of tokens, or whole.  [default: try both]",
 )
-@seed_option()
+@SEED_OPTION
 @flag("Print every candidate.", "--explain")
 @flag("Measure a planned step on this device.", "--verify")
 @output_option("Write the plan as JSON, which Plan.load reads.", "--out")
 @plot_option("Draw step time against memory as PNG; needs matplotlib.")
 @output_option("Write the planned step as a page for a browser.", "--html", "page_path")
-@results_option()
+@RESULTS_OPTION
 def plan_command(
     spec: str,
     budget_bytes: int | None,

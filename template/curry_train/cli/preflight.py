@@ -14,7 +14,7 @@ from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
 from ..gates.loop_trace import grouped
 from ..gates.verdict import Verdict
-from .options import number_option, program_options, results_option
+from .options import RESULTS_OPTION, number_option, program_options
 from .screen import Ended, UnusableInput, echo_lines, screen_command
 
 
@@ -28,7 +28,7 @@ from .screen import Ended, UnusableInput, echo_lines, screen_command
     "--shrink",
     "num_layers",
 )
-@results_option()
+@RESULTS_OPTION
 def preflight_command(
     program: list[str], num_steps: int, num_ranks: int, num_layers: int | None
 ) -> Ended:

@@ -23,7 +23,7 @@ import torch
 
 from ..core.wording import provenance
 from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
-from .options import number_option, program_option, results_option, steps_option
+from .options import RESULTS_OPTION, number_option, program_option, steps_option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 from .train import train_command
@@ -44,14 +44,13 @@ def check_resume(
 
     `start` and `again` are kind and words of the program at its start and at its resume.
     """
-    fresh = str(folder / "fresh.pt")
 
     def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
         show(f"without its {mode}" if mode in PARTS else mode)
         undo = str(folder) if mode == "killed" else None
         left = [] if mode in ("straight", "killed") else map(str, read_changes(folder))
         ignored = [str(folder), *left]
-        job = functools.partial(_watch, mode, last, fresh, str(folder), program)
+        job = functools.partial(_watch, mode, last, str(folder), program)
         found = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]
         forget(found["steps"], unseeded)
         return found
@@ -74,13 +73,13 @@ def check_resume(
             raise UnusableInput(
                 f"two starts differ already, {part}: {text}. Seed the program first"
             )
-        saved = LeftFiles(folder)
+        restore = archived_changes(folder)
         whole = run("resumed", num_steps - 1, again)
         begun = began_after(straight, whole["steps"], kill_at)
         last = num_steps - begun
         withheld = {}
         for part in whole["present"]:
-            saved.restore()
+            restore()
             withheld[part] = differences(straight, run(part, last, again)["steps"], begun)
     finally:
         put_back(folder)
@@ -103,24 +102,24 @@ def forget(steps: Steps, generators: set[str]) -> None:
             step["generators"].pop(name, None)
 
 
-class LeftFiles:
-    """An archive of the files of a killed process, which are restored before each resume."""
+def archived_changes(folder: Path) -> Callable[[], None]:
+    """Archive the files that a killed process left; return a function that restores them."""
+    places = list(read_changes(folder))
+    archive = folder / "left.tar"
+    with tarfile.open(archive, "w") as packed:
+        for place in filter(os.path.lexists, places):
+            packed.add(place)
 
-    def __init__(self, folder: Path) -> None:
-        self._places = list(read_changes(folder))
-        self._archive = folder / "left.tar"
-        with tarfile.open(self._archive, "w") as packed:
-            for place in filter(os.path.lexists, self._places):
-                packed.add(place)
-
-    def restore(self) -> None:
-        for place in self._places:
+    def restore() -> None:
+        for place in places:
             if place.is_dir() and not place.is_symlink():
                 shutil.rmtree(place)
             else:
                 place.unlink(missing_ok=True)
-        with tarfile.open(self._archive) as packed:
+        with tarfile.open(archive) as packed:
             packed.extractall("/", filter="fully_trusted")
+
+    return restore
 
 
 def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
@@ -190,8 +189,7 @@ def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
 def _watch(
     mode: str,
     last: int,
-    fresh: str,
-    changes: str,
+    folder: str,
     program: list[str],
     run: Callable[[], None],
     end: End,
@@ -202,13 +200,13 @@ def _watch(
         end({"steps": watched.steps, "present": watched.present})
 
     kind, *words = program
-    watched = StateWatch(last, finish, fresh, mode)
+    watched = StateWatch(last, finish, str(Path(folder, "fresh.pt")), mode)
     with watched.watching():
         if kind == "train":
             with contextlib.suppress(SystemExit):
                 train_command.main(words, standalone_mode=False)
         elif kind == "resumed trainer":
-            train_by(words[0], resume_from=lambda: _newest_checkpoint(changes))
+            train_by(words[0], resume_from=lambda: _newest_checkpoint(folder))
         else:
             run()
     finish(watched)
@@ -241,7 +239,7 @@ def _newest_checkpoint(folder: str) -> Path | None:
     metavar="WORDS",
     help="Arguments that make the script resume, such as '--resume latest'.",
 )
-@results_option()
+@RESULTS_OPTION
 def resume_check_command(
     program: list[str], num_steps: int, kill_at: int | None, resume_with: str
 ) -> Ended:

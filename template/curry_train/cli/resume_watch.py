@@ -65,11 +65,8 @@ class StateWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for hook in (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ):
-                stack.callback(hook.remove)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for part, kind in KINDS.items():
                 for one in _with_subclasses(kind):
                     if "__init__" in vars(one):

@@ -20,7 +20,7 @@ from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, find_run
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.store import SavedRun
-from .options import results_option
+from .options import RESULTS_OPTION
 from .screen import (
     Ended,
     LazyGroup,
@@ -172,7 +172,7 @@ def runs_command() -> None:
 
 @screen_command("list", example="runs")
 @click.argument("folder", default="runs")
-@results_option()
+@RESULTS_OPTION
 def runs_list_command(folder: str) -> Ended:
     """List runs and their saved states.
 
@@ -188,7 +188,7 @@ def runs_list_command(folder: str) -> Ended:
 
 @screen_command("show", example="run-001")
 @RUN_ARGUMENT
-@results_option()
+@RESULTS_OPTION
 def show_command(run: str) -> Ended:
     """Show checkpoints, damage, attempts and events of a run."""
     saved = _open(run)
@@ -214,7 +214,7 @@ def show_command(run: str) -> Ended:
 @screen_command("verify", example="run-001 latest")
 @RUN_ARGUMENT
 @click.argument("checkpoint", required=False)
-@results_option()
+@RESULTS_OPTION
 def verify_command(run: str, checkpoint: str | None) -> Ended:
     """Verify every file of a run, or of one CHECKPOINT.
 
@@ -301,7 +301,7 @@ def export_parameters(
     metavar="FILE",
     help="A config.json of Hugging Face to put next to them.",
 )
-@results_option()
+@RESULTS_OPTION
 def export_command(run: str, checkpoint: str, out: str, model_config: str | None) -> Ended:
     """Write the parameters of a checkpoint as Hugging Face safetensors.
 

@@ -17,7 +17,7 @@ import click
 from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
-from .options import results_option
+from .options import RESULTS_OPTION
 from .screen import Ended, fill_screen, screen_command, table
 
 SECTIONS = ("config", "code", "environment")
@@ -156,7 +156,7 @@ def _value(value: Any) -> str:
 @screen_command("diff", example="run-001 run-002")
 @click.argument("a")
 @click.argument("b")
-@results_option()
+@RESULTS_OPTION
 def runs_diff_command(a: str, b: str) -> Ended:
     """Compare two runs by their journals.
 

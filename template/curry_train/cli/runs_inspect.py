@@ -31,7 +31,7 @@ from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
 from ..runs.trainers import read_commit, verify_commit
-from .options import results_option
+from .options import RESULTS_OPTION
 from .runs import is_run
 from .screen import Ended, UnusableInput, echo_lines, screen_command, table
 from .tensor_files import (
@@ -291,7 +291,7 @@ MOST_VALUES_SHOWN = 4
 
 @screen_command("inspect", example="runs/run-001/latest")
 @click.argument("path")
-@results_option()
+@RESULTS_OPTION
 def inspect_command(path: str) -> Ended:
     """Inspect anybody's checkpoint without unpickling it.
 

@@ -21,7 +21,7 @@ from ..gates.loop_run import End, run_ranks
 from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
-from .options import program_options, results_option
+from .options import RESULTS_OPTION, program_options
 from .screen import Ended, UnusableInput, echo_lines, flag, screen_command
 
 
@@ -29,7 +29,7 @@ from .screen import Ended, UnusableInput, echo_lines, flag, screen_command
     "record",
     example="--script train.py --out before -- --rate 0.1",
 )
-@program_options(3, least_steps=1)
+@program_options(3)
 @click.option(
     "--level",
     type=click.Choice(LEVELS),
@@ -105,7 +105,7 @@ Pair = tuple[Run, Run]
     help="Find the setting that makes the difference: COMMAND records into {out}, with one setting "
     "of B at a time. Variables are set for it; {arguments}, {torch}, {numpy} ... are filled in.",
 )
-@results_option()
+@RESULTS_OPTION
 def locate_command(
     a: str, b: str, names_operation: bool, tolerance: str, command: str | None
 ) -> Ended:
@@ -195,8 +195,11 @@ class Again:
         step = found.place["step"]
         for which, before in zip("AB", self.runs[rank], strict=True):
             exchange = self.exchange if which == "B" else None
-            options = {"steps": step, "operations_in_step": step, "exchange": exchange}
-            after = self._record(which, f"operations-{which}", **options)[rank]
+            name = f"operations-{which}"
+            recorded = self._record(
+                which, name, steps=step, operations_in_step=step, exchange=exchange
+            )
+            after = recorded[rank]
             again.append(after)
             repeated = locate(before, after)
             is_early = repeated.num_compared < found.num_compared

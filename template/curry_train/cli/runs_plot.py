@@ -10,7 +10,7 @@ import click
 from ..runs.history import read_history
 from ..runs.journal import finite
 from .figures import plot_runs
-from .options import number_option, output_option, results_option
+from .options import RESULTS_OPTION, number_option, output_option
 from .runs_diff import summary
 from .screen import Ended, screen_command
 
@@ -21,7 +21,7 @@ from .screen import Ended, screen_command
 @number_option(
     "Draw the loss as a mean over this many steps.", "--smooth", least=2, metavar="STEPS"
 )
-@results_option()
+@RESULTS_OPTION
 def runs_plot_command(names: tuple[str, ...], out: str, smooth: int | None) -> Ended:
     """Draw runs from their journals.
 

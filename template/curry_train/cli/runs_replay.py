@@ -17,7 +17,7 @@ from ..gates.loop_run import End, run_ranks
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
-from .options import number_option, program_option, results_option
+from .options import RESULTS_OPTION, number_option, program_option
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 
 EXAMPLE = "run/boxes/step-00000003 --script night.py"
@@ -32,7 +32,7 @@ EXAMPLE = "run/boxes/step-00000003 --script night.py"
 @number_option(
     "Repeat it so often, and compare the operations of the repeats.", "--times", default=1
 )
-@results_option()
+@RESULTS_OPTION
 def replay_command(box: str, program: list[str], times: int) -> Ended:
     """Repeat a bad step that a run has kept in a box.
 

@@ -40,17 +40,17 @@ from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
 from .figures import plot_savings
 from .options import (
+    BLOCKS_OPTION,
+    DEVICE_OPTION,
+    RESULTS_OPTION,
+    SEED_OPTION,
     CaseOptions,
-    blocks_option,
     blocks_text,
     choose_device,
-    device_option,
     dtype_option,
     echo_notes,
     number_option,
     parsed,
-    results_option,
-    seed_option,
     settle_blocks,
     training_options,
 )
@@ -219,11 +219,11 @@ def _numbers(values: Sequence[str]) -> list[int]:
     help="Also find the largest batch whose step fits, such as 2GiB.",
 )
 @number_option("Timed steps of each strategy.", "--repeats", default=10)
-@blocks_option()
-@device_option()
+@BLOCKS_OPTION
+@DEVICE_OPTION
 @dtype_option()
-@seed_option()
-@results_option()
+@SEED_OPTION
+@RESULTS_OPTION
 def savings_command(
     out: Path,
     models: Sequence[str],
@@ -275,13 +275,14 @@ def _cases(
     """Return models at each depth and, together, its batch sizes; and the blocks of each depth."""
     cases: list[CaseAtDepth] = []
     choices: dict[str, BlockChoice] = {}
-    shared = {"dtype": options["dtype"], "seed": options["seed"], "blocks": options["blocks"]}
     for spec, depth in itertools.product(models, options["depths"] or [None]):
         workload = load_with_depth(spec, depth)
         default = workload.own_batch or DEFAULT_SAMPLES
         name = workload.name if depth is None else f"{workload.name}, depth {depth}"
         for size in options["batch_sizes"] or [default]:
-            make_case = CaseOptions(device, batch_size=size, **shared).case
+            make_case = CaseOptions(
+                device, options["dtype"], size, options["seed"], options["blocks"]
+            ).case
             require_available(workload, make_case)
             case = make_case(workload)
             if name not in choices:

@@ -167,7 +167,7 @@ class ScreenCommand(click.Command):
             if found and {"-h", "--help", "--list"}.isdisjoint(sys.argv):
                 # Now, because the import of the command takes seconds itself.
                 click.echo(found[-1], err=True)
-        if args is None and not SUPERVISED.isdisjoint({self.name, *sys.argv[1:2]}):
+        if args is None and SUPERVISED_COMMAND in (self.name, *sys.argv[1:2]):
             supervise()
         return super().main(args, *rest, **settings)
 
@@ -274,8 +274,8 @@ class LazyGroup(ScreenCommand, click.Group):
 
 # Signals.
 
-# Commands that hold nothing worth saving, and that run the user's code in hooks and in processes.
-SUPERVISED = {"validate"}
+# It holds nothing worth saving, and runs the user's code in hooks and in processes.
+SUPERVISED_COMMAND = "validate"
 # In the environment of the process that is supervised: the end of a pipe from the other one.
 SUPERVISED_VARIABLE = "CURRY_TRAIN_SUPERVISED"
 SHOW_CURSOR = "\x1b[?25h"  # which a progress display hides

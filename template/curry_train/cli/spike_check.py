@@ -9,11 +9,13 @@ Proof: `python -m pytest tests/cli/test_spike_check.py`.
 """
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from ..config import Config, load_config
 from ..core.digest import digest
-from ..core.wording import provenance, unheard
+from ..core.wording import provenance
 from ..data import Dataset
 from ..runs.history import History, read_history
 from ..runs.policy_config import SpikeConfig
@@ -29,7 +31,7 @@ from ..runs.ranks import RunError
 from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
-from .options import choose_device, model_option, number_option, results_option
+from .options import RESULTS_OPTION, choose_device, model_option, number_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
@@ -95,7 +97,10 @@ def spike_check(
         _train(settings, at, num_windows, show)
         return read_history(folder / f"{name}-001")
 
-    with unheard(*SILENCED_LOGGERS), messages_on_screen() as show:
+    with contextlib.ExitStack() as stack:
+        for name in SILENCED_LOGGERS:
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
+        show = stack.enter_context(messages_on_screen())
         runs = {"recovered": train_as("recovered")}
         spikes, rollbacks, skips = (
             runs["recovered"].events.get(kind, []) for kind in ("spike", "rollback", "skip")
@@ -217,7 +222,7 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
     type=click.Path(file_okay=False),
     help="Keep the runs in this new folder, for `runs plot`.",
 )
-@results_option()
+@RESULTS_OPTION
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def spike_check_command(
     model: str | None,

@@ -25,14 +25,14 @@ from ..gates.verdict import checked_globs
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
+    BLOCKS_OPTION,
+    DEVICE_OPTION,
+    SEED_OPTION,
     batch_size_option,
-    blocks_option,
-    device_option,
     dtype_option,
     model_option,
     output_option,
     program_option,
-    seed_option,
     settle_blocks,
 )
 from .screen import (
@@ -147,7 +147,7 @@ def _path_expression(path: Path, out: Path) -> str:
 @model_option("model")
 @program_option(otherwise="")
 @output_option("The file to write.", "--out", required=True, metavar="FILE")
-@blocks_option()
+@BLOCKS_OPTION
 @click.option(
     "--gate",
     "gates",
@@ -155,10 +155,10 @@ def _path_expression(path: Path, out: Path) -> str:
     metavar="PATTERN",
     help="Only these gates: a technique or a glob. Repeatable.",
 )
-@device_option()
+@DEVICE_OPTION
 @dtype_option()
 @batch_size_option(default=4)
-@seed_option()
+@SEED_OPTION
 @click.option(
     "--package",
     default=DEFAULT_PACKAGE_NAME,

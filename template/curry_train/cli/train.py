@@ -56,11 +56,11 @@ from ..workloads.models import load_object, load_workload
 from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
     DTYPES,
+    RESULTS_OPTION,
     DeviceMissing,
     choose_device,
     model_option,
     number_option,
-    results_option,
 )
 from .screen import Ended, UnusableInput, fill_screen, flag, screen_command
 
@@ -188,7 +188,7 @@ STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
 @flag("Write a snapshot if a GPU is out of memory.", "--record-memory")
-@results_option()
+@RESULTS_OPTION
 @flag("Print the complete configuration and exit.", "--show-config")
 @click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 def train_command(
@@ -215,10 +215,9 @@ def train_command(
                 if show_config:
                     click.echo(config.to_yaml(), nl=False)
                     return None
-                if config.log.tensorboard:
-                    require_tensorboard()
                 watch: list[Watch] = [functools.partial(show_progress, every=config.log.every)]
                 if config.log.tensorboard:
+                    require_tensorboard()
                     watch.append(write_tensorboard)
                 opening = open_named_run(config, resume=resume, record_memory=record_memory)
                 run = opened.enter_context(opening)

@@ -202,6 +202,15 @@ def find_blocks(
     return blocks
 
 
+def blocks_if_any(
+    module: nn.Module, pattern: str | Sequence[str] | None = None
+) -> dict[str, nn.Module]:
+    """Return the blocks, as `find_blocks` does; none if the model repeats none."""
+    with contextlib.suppress(NoBlocks):
+        return find_blocks(module, pattern)
+    return {}
+
+
 def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
     """Return the names that match a glob; raise an error if none does."""
     found = fnmatch.filter(names, pattern)

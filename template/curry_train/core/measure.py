@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
-from .blocks import NoBlocks, find_blocks
+from .blocks import blocks_if_any
 from .blocks import tensors_in as tensors_in
 from .generators import buffers_kept, seeded, untouched
 
@@ -206,10 +206,8 @@ class LiveStorages(OperationMode):
         for value in operands(out):
             self._meet(value, was_there=False)
         self._sum = self._sum_of(func, args, out)
-        if self._sum is None:
-            self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
-        else:
-            self.bytes_peak = max(self.bytes_peak, self.bytes_alive - self._sum.result.nbytes)
+        pending_bytes = 0 if self._sum is None else self._sum.result.nbytes
+        self.bytes_peak = max(self.bytes_peak, self.bytes_alive - pending_bytes)
         self.num_operations += 1
         return out
 
@@ -463,11 +461,7 @@ def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> di
     The layers are the blocks, and around them the largest modules that hold no block. A model that
     repeats nothing is divided into its children.
     """
-    try:
-        found = find_blocks(model, blocks)
-    except NoBlocks:
-        found = {}
-    return dict(_around("", model, found))
+    return dict(_around("", model, blocks_if_any(model, blocks)))
 
 
 def _around(

@@ -41,7 +41,8 @@ from .measure import (
 ALLOCATION_EVENT = "[memory]"
 FORWARD_END_EVENT = "curry_train: forward ends"
 # Without this torch 2.13 writes two lines to standard error for each profile, and 2.11 one.
-QUIET_ENVIRONMENT = {"KINETO_LOG_LEVEL": "99"}
+LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
+NO_LOG_LEVEL = "99"
 
 
 def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
@@ -101,10 +102,8 @@ def _events_of_step(
     module: nn.Module, batch: Any, loss: Loss, *, shapes: bool = False
 ) -> list[Any]:
     """Return the profiler's events of a second step, sorted by start time."""
-    before = {name: os.environ.get(name) for name in QUIET_ENVIRONMENT}
-    os.environ.update(
-        {name: value for name, value in QUIET_ENVIRONMENT.items() if before[name] is None}
-    )
+    is_set = LOG_LEVEL_VARIABLE in os.environ
+    os.environ.setdefault(LOG_LEVEL_VARIABLE, NO_LOG_LEVEL)
     try:
         with untouched(module):
             loss(module, batch).backward()
@@ -121,9 +120,8 @@ def _events_of_step(
                     pass
                 value.backward()
     finally:
-        for name, setting in before.items():
-            if setting is None:
-                del os.environ[name]
+        if not is_set:
+            del os.environ[LOG_LEVEL_VARIABLE]
 
     results: Any = profiled.profiler
     return sorted(results.kineto_results.events(), key=lambda event: event.start_ns())

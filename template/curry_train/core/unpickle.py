@@ -73,12 +73,16 @@ class PickleReader(pickle.Unpickler):
         """Read so many pickles, in another process first; raise RefusedPickle."""
         # Without packages, and in a session of its own, which no signal to a group ends.
         command = [PYTHON, "-I", "-S", "-c", SOURCE, str(len(self.data)), str(count)]
-        options: Any = {"capture_output": True, "start_new_session": True}
         try:
             # A process that gave up its rights may start no other.
             with contextlib.suppress(PermissionError):
                 subprocess.run(
-                    command, input=self.data, check=True, timeout=MOST_SECONDS, **options
+                    command,
+                    input=self.data,
+                    capture_output=True,
+                    check=True,
+                    timeout=MOST_SECONDS,
+                    start_new_session=True,
                 )
             return [self.load() for _ in range(count)]
         except subprocess.SubprocessError as error:

@@ -6,13 +6,11 @@ Proof: `python -m pytest tests/cli tests/core`.
 import datetime
 import difflib
 import json
-import logging
 import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,23 +149,6 @@ def did_you_mean(name: str, known: Iterable[str], *, otherwise: str | None = Non
 
 def _plain(name: str) -> str:
     return name.lower().replace("_", "-").replace(" ", "-")
-
-
-# Temporarily silence loggers.
-
-
-@contextmanager
-def unheard(*names: str) -> Iterator[None]:
-    """Disable these loggers inside the context."""
-    loggers = [logging.getLogger(name) for name in names]
-    were_disabled = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        yield
-    finally:
-        for logger, was_disabled in zip(loggers, were_disabled, strict=True):
-            logger.disabled = was_disabled
 
 
 # Provenance of recorded figures: command, date, device and versions, for each JSON file.

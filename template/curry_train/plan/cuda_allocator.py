@@ -161,7 +161,8 @@ class CudaAllocator:
                 continue
             for block in list(pool.blocks.values()):
                 if block.before is None and block.after is None:
-                    self._give_back(block)
+                    pool.remove(block)
+                    self.reserved -= self.segments.pop(block.address)
                     given_back.append(block.address)
         return given_back
 
@@ -209,10 +210,6 @@ class CudaAllocator:
         address = self._new_address(needed)
         self._add_reserved(address, needed)
         return MemoryBlock(address, needed, pool)
-
-    def _give_back(self, block: MemoryBlock) -> None:
-        block.pool.remove(block)
-        self.reserved -= self.segments.pop(block.address)
 
     def _grow(self, pool: _Pool, size: int) -> MemoryBlock:
         """Map memory for a block at the end of an expandable segment; return its last block."""

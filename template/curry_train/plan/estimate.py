@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from ..core.blocks import NoBlocks, find_blocks
+from ..core.blocks import NoBlocks, blocks_if_any
 from ..core.generators import seeded, unwatched
 from ..core.measure import REST_LAYER, LiveStorages
 from ..primitives.running_blocks import BlockChoice
@@ -310,19 +310,14 @@ class Sketch:
 
     def blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the blocks by name; empty if the model repeats none and no pattern is given."""
-        try:
-            return find_blocks(module, self.case.blocks)
-        except NoBlocks:
-            return {}
+        return blocks_if_any(module, self.case.blocks)
 
     def _units(self, module: nn.Module) -> list[str]:
         """Name the blocks that FSDP2 shards as units, as the trainer of a project does.
 
         They are those that the model repeats, whichever of them a plan works on.
         """
-        with contextlib.suppress(NoBlocks):
-            return [*find_blocks(module, self._options["blocks"])]
-        return [*self.blocks(module)]
+        return [*(blocks_if_any(module, self._options["blocks"]) or self.blocks(module))]
 
     def step(
         self,

@@ -121,19 +121,20 @@ class ValuesInSteps:
                 hook.remove()
 
 
-@contextlib.contextmanager
-def capturable_anywhere() -> Iterator[None]:
+def capturable_anywhere() -> contextlib.AbstractContextManager[None]:
     """Let `capturable=True` be used with CPU tensors, which stand for those of a CUDA device."""
     name = "_get_capturable_supported_devices"
+    return patched_in_all("torch.optim.", name, lambda supports_xla=True: ["cuda", "cpu"])
+
+
+@contextlib.contextmanager
+def patched_in_all(prefix: str, name: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function in all imported modules of this prefix that have it."""
     with contextlib.ExitStack() as stack:
         for path, module in [*sys.modules.items()]:
-            if path.startswith("torch.optim.") and name in vars(module):
-                stack.enter_context(mock.patch.object(module, name, _supported))
+            if path.startswith(prefix) and name in vars(module):
+                stack.enter_context(mock.patch.object(module, name, replacement))
         yield
-
-
-def _supported(supports_xla: bool = True) -> list[str]:
-    return ["cuda", "cpu"]
 
 
 # Optimizers for memory plans: torch's own, or any other by its state bytes per parameter.

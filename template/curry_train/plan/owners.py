@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/plan/test_owners.py`.
 """
 
 import bisect
+import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -442,12 +443,11 @@ class SnapshotLever:
 BlockSize = Callable[[BlockLife], int]
 
 
-def _requested(life: BlockLife) -> int:
-    return life.requested_bytes
-
-
 def replayed_peaks(
-    history: BlockHistory, size_of: BlockSize = _requested, *, expandable: bool = False
+    history: BlockHistory,
+    size_of: BlockSize = operator.attrgetter("requested_bytes"),
+    *,
+    expandable: bool = False,
 ) -> tuple[int, int]:
     """Run the recorded blocks through the model of the allocator again, with other sizes.
 

@@ -235,9 +235,7 @@ class Planner:
         self.tell("replaying the steps in CUDA's allocator")
         memory = self.card.memory(trace)
         return {
-            "allocated_bytes": memory.allocated_bytes,
-            "reserved_bytes": memory.reserved_bytes,
-            "first_step_reserved_bytes": memory.first_step_reserved_bytes,
+            **vars(memory),
             "expandable_reserved_bytes": self.card.memory(trace, EXPANDABLE).reserved_bytes,
             "context_bytes": self.card.context(trace),
             "convolution_workspace_bytes": max(
@@ -393,9 +391,12 @@ class Planner:
             plain_seconds=plain,
             fingerprint=blocks,
             settings=self.settings
-            | {"optimizer": _name_of(self.sketch.optimizer)}
-            | {"why_real": self.sketch.why_real, "left_out": self.left_out}
-            | {"routing": self.whole_steps.routing_peaks(best)},
+            | {
+                "optimizer": _name_of(self.sketch.optimizer),
+                "why_real": self.sketch.why_real,
+                "left_out": self.left_out,
+                "routing": self.whole_steps.routing_peaks(best),
+            },
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
             + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),

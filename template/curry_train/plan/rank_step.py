@@ -15,7 +15,6 @@ import functools
 import gc
 import inspect
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from ..core.measure import (
 )
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
+from .optimizers import patched_in_all
 from .profiler import (
     COLLECTIVES_GROUP,
     GRADIENTS_GROUP,
@@ -133,8 +133,7 @@ def record_rank_step(
                 _run_microbatch(program, called_loss, syncs=syncs_each)
         lives = begin_record()
         lives.dtypes = {one.mp_policy.param_dtype for one in groups}
-        held: list[Tensor] = []
-        with lives.running, lives, holding_output(program.module, held if keeps_output else None):
+        with holding_output(program.module, keeps_output), lives.running, lives:
             run_recorded_step(
                 program.module,
                 program.batch,
@@ -289,16 +288,6 @@ class ForcedRouting(TorchFunctionMode):
         sharing = mesh[EXPERTS_DIMENSION]
         return cls(even=even, place=sharing.get_local_rank(), places=sharing.size())
 
-    @contextlib.contextmanager
-    def worst(self) -> Iterator[None]:
-        """Let all tokens choose the same experts for a while."""
-        before = self.even
-        self.even = False
-        try:
-            yield
-        finally:
-            self.even = before
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         scores: Any = args[0] if args else None
@@ -378,7 +367,10 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
     try:
         mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         few_chunks = mock.patch.object(_fsdp_param, "_chunk_with_empty", ShardChunks)
-        with _not_traced(), _ddp_without_talk(), few_chunks, warnings.catch_warnings():
+        # Torch takes tensors without values for a trace, in which it would wait for each functional
+        # collective at once, and make copies.
+        not_traced = patched_in_all("torch.distributed", "_are_we_tracing", lambda: False)
+        with not_traced, _ddp_without_talk(), few_chunks, warnings.catch_warnings():
             # Torch warns about this when the program trains.
             warnings.filterwarnings("ignore", VIEW_WARNING, UserWarning)
             yield mesh
@@ -388,16 +380,16 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
         _clear_sharding_prop_cache()
 
 
+@dataclass
 class ShardChunks(Sequence[Tensor]):
     """The chunks of a parameter, of which only those that are read are made.
 
     FSDP2 reads the one of this rank; to make those of all ranks takes long.
     """
 
-    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self.tensor = tensor
-        self.num_chunks = num_chunks
-        self.dim = dim
+    tensor: Tensor
+    num_chunks: int
+    dim: int
 
     def __len__(self) -> int:
         return self.num_chunks
@@ -411,28 +403,6 @@ class ShardChunks(Sequence[Tensor]):
         if start >= length > 0:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(size, length - start))
-
-
-@contextlib.contextmanager
-def _not_traced() -> Iterator[None]:
-    """Let collectives run as they do in training.
-
-    Torch takes tensors without values for a trace, in which it would wait for each functional
-    collective at once, and make copies.
-    """
-    import torch.distributed._functional_collectives as functional
-
-    check = functional._are_we_tracing
-    with contextlib.ExitStack() as stack:
-        for name, module in [*sys.modules.items()]:
-            is_torchs = name.startswith("torch.distributed")
-            if is_torchs and getattr(module, "_are_we_tracing", None) is check:
-                stack.enter_context(mock.patch.object(module, "_are_we_tracing", _never))
-        yield
-
-
-def _never() -> bool:
-    return False
 
 
 @contextlib.contextmanager

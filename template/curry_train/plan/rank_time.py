@@ -45,7 +45,8 @@ class Links:
         size = len(collective.ranks)
         if size < 2:
             return 0.0
-        passes = PASSES_OF_KINDS.get(collective.kind, 1) * (size - 1) / size
+        # How often its bytes pass the link of a rank, but for the rank's own part.
+        passes = (2 if collective.kind == ALL_REDUCE_KIND else 1) * (size - 1) / size
         if collective.kind in POINT_TO_POINT_KINDS:
             passes = 1.0
         return COLLECTIVE_SECONDS + passes * collective.nbytes / self.rate(collective.ranks)
@@ -117,8 +118,6 @@ REDUCE_SCATTER_KIND = "reduce-scatter"
 ALL_REDUCE_KIND = "all-reduce"
 ALL_TO_ALL_KIND = "all-to-all"
 POINT_TO_POINT_KINDS = ("send", "recv", "broadcast")
-# How often the bytes of a collective pass the link of a rank, but for the rank's own part.
-PASSES_OF_KINDS = {ALL_REDUCE_KIND: 2}
 # Parts of the names of operations, in the order in which they are looked for.
 KINDS_OF_NAMES = {
     "reduce_scatter": REDUCE_SCATTER_KIND,

@@ -101,12 +101,8 @@ class RankStorages(LiveStorages):
 
         def paused(propagator: Any, schema: Any) -> Any:
             # DTensor runs each operation once on fake tensors of the global shape.
-            before = self._is_paused
-            self._is_paused = True
-            try:
+            with mock.patch.object(self, "_is_paused", True):
                 return propagate(propagator, schema)
-            finally:
-                self._is_paused = before
 
         self._patches.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
         self._patches.enter_context(mock.patch.object(ShardingPropagator, name, paused))

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .. import primitives
-from ..core.blocks import NoBlocks, find_blocks, is_changed
+from ..core.blocks import blocks_if_any, is_changed
 from ..core.wording import format_bytes
 from ..primitives.strategies import BLOCK_STRATEGIES
 
@@ -267,7 +267,7 @@ class Plan:
                     f"block {name} has {ours}, and the plan is for {theirs}: {advice}"
                 )
 
-        for name in _names(model, self.settings.get("blocks")):
+        for name in blocks_if_any(model, self.settings.get("blocks")):
             if name not in self.fingerprint:
                 raise PlanMismatch(
                     f"{class_name} has a block {name}, which the plan does not have: {advice}"
@@ -425,13 +425,6 @@ def fingerprint(block: nn.Module) -> str:
     """Return the class and the parameter shapes of a block, as text."""
     shapes = [f"{name}{list(parameter.shape)}" for name, parameter in block.named_parameters()]
     return f"{type(block).__name__}: {'; '.join(shapes)}"
-
-
-def _names(model: nn.Module, pattern: str | None) -> list[str]:
-    try:
-        return list(find_blocks(model, pattern))
-    except NoBlocks:
-        return []
 
 
 def _blocks(options: Mapping[str, Option]) -> list[str]:

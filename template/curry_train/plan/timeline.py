@@ -97,8 +97,7 @@ def record_step_storages(
         if lives.cuda:
             # The first step has made the workspaces of the libraries.
             lives.before = requested_bytes(lives.cuda) - lives.bytes_alive
-        held: list[Tensor] = []
-        with lives.running, lives, holding_output(module, held if keeps_output else None):
+        with holding_output(module, keeps_output), lives.running, lives:
             run_recorded_step(module, batch, loss, optimizer, lives)
         return lives
 
@@ -128,11 +127,12 @@ def _set_gradients(
 
 
 @contextlib.contextmanager
-def holding_output(module: nn.Module, held: list[Tensor] | None) -> Iterator[None]:
-    """Keep torch's own tensors of the module's latest output in `held`, if it is given."""
-    if held is None:
+def holding_output(module: nn.Module, wanted: bool) -> Iterator[None]:
+    """Hold torch's own tensors of the module's latest output until the context ends, if wanted."""
+    if not wanted:
         yield
         return
+    held: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
         held[:] = [t for t in tensors_in(output) if type(t).__module__.startswith("torch")]

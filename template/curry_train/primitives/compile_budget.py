@@ -87,12 +87,13 @@ class Compiled:
             if self.backend == "inductor":
                 with inductor_config.patch(custom_partitioner_fn=DrawingOnce()):
                     return lookup_backend("inductor")(graph, inputs)
-            options = {
-                "fw_compiler": boxed_nop,
-                "bw_compiler": boxed_nop,
-                "keep_inference_input_mutations": True,
-            }
-            return aot_autograd(partition_fn=partition, **options)(graph, inputs)
+            compile_eagerly = aot_autograd(
+                partition_fn=partition,
+                fw_compiler=boxed_nop,
+                bw_compiler=boxed_nop,
+                keep_inference_input_mutations=True,
+            )
+            return compile_eagerly(graph, inputs)
 
     def _explained(self, cause: Exception) -> CompileFailed:
         first_line = (str(cause).strip().splitlines() or ["no message"])[0]

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import NoBlocks, find_blocks, match_names, tensors_in
+from ..core.blocks import blocks_if_any, match_names, tensors_in
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
@@ -52,11 +52,7 @@ def choose_layers(
     can be dead. If that is more than `MOST_LAYERS`, modules inside of blocks are left out.
     """
     named = {name: module for name, module in model.named_modules() if name}
-    try:
-        block_names = tuple(find_blocks(model, blocks))
-    except NoBlocks:
-        block_names = ()
-
+    block_names = tuple(blocks_if_any(model, blocks))
     if layers is None:
         chosen = {name for name in named if name in block_names or _is_layer(named[name])}
         if len(chosen) > MOST_LAYERS:
@@ -264,12 +260,12 @@ def in_transform() -> bool:
 # Statistics of each layer's outputs, from hooks attached during probed steps only.
 
 
+@dataclass(eq=False)
 class ProbeHook:
     """A hook for one module, inactive in copies of the module and absent from its pickles."""
 
-    def __init__(self, module: nn.Module, call: Callable[..., None]) -> None:
-        self.module = module
-        self.call = call
+    module: nn.Module
+    call: Callable[..., None]
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if module is self.module:
@@ -286,23 +282,17 @@ def _do_nothing(*_: Any) -> None:
     """Replace a hook in a pickled module."""
 
 
+@dataclass(eq=False)
 class Activations:
     """Hooks on a model and its layers, which add up statistics of activations."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[Layer],
-        sums: Sums,
-        *,
-        before_forward: Callable[[], None],
-        after_backward: Callable[[], None],
-    ) -> None:
-        self._model = model
-        self._layers = layers
-        self._sums = sums
-        self._before_forward = before_forward
-        self._after_backward = after_backward
+    model: nn.Module
+    layers: Sequence[Layer]
+    sums: Sums
+    before_forward: Callable[[], None]
+    after_backward: Callable[[], None]
+
+    def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
@@ -316,12 +306,12 @@ class Activations:
 
     def hooks(self) -> Iterator[Any]:
         """Add the hooks, and yield their handles."""
-        model = self._model
+        model = self.model
         compiled = compiled_modules(model)
         yield model.register_forward_pre_hook(ProbeHook(model, self._enter))
         # Also if forward raises, so that later calls are not attributed to it.
         yield model.register_forward_hook(ProbeHook(model, self._leave), always_call=True)
-        for layer in self._layers:
+        for layer in self.layers:
             if layer.module not in compiled:
                 add = functools.partial(self._add, layer.name)
                 yield layer.module.register_forward_hook(ProbeHook(layer.module, add))
@@ -329,7 +319,7 @@ class Activations:
     def _enter(self, arguments: Any) -> None:
         training = torch.is_grad_enabled() and not (in_backward() or in_transform())
         if training:
-            self._before_forward()
+            self.before_forward()
         self._training.append(training)
         self.num_forwards += training
 
@@ -359,7 +349,7 @@ class Activations:
 
     def _backward_ended(self) -> None:
         self._waiting = False
-        self._after_backward()
+        self.after_backward()
 
     def _counts(self) -> bool:
         """Return whether a layer's call counts as part of a training forward.
@@ -389,7 +379,7 @@ class Activations:
         # Without modes, selective checkpointing neither caches nor replays these operations.
         with torch.no_grad(), _disable_current_modes():
             for tensor in outputs.values():
-                row = self._sums.row(name)[: len(SUM_NAMES)]
+                row = self.sums.row(name)[: len(SUM_NAMES)]
                 row.add_(sums_of(tensor).to(row))
 
 

@@ -135,13 +135,13 @@ def _are_a_routers(scores: Any) -> bool:
     )
 
 
+@dataclasses.dataclass
 class _Entered:
     """Context of one run of a block, which can be entered again for a second backward."""
 
-    def __init__(self, choices: Choices, *, repeats: bool, inner: Any) -> None:
-        self.choices = choices
-        self.repeats = repeats
-        self.inner = inner
+    choices: Choices
+    repeats: bool
+    inner: Any
 
     def __enter__(self) -> None:
         choices = self.choices

@@ -27,7 +27,6 @@ Proof: `python -m pytest tests/runs`.
 """
 
 import contextlib
-import functools
 import logging
 import math
 import os
@@ -168,12 +167,11 @@ class AttachedJournal(Journal):
         back_to = recovery.back_to
         number = recovery.attempt
         self.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
-        places = {"start": recovery.start, "stop": recovery.stop}
         reason = (
             f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
             f"step {spike.step}"
         )
-        self.write("skip", step=back_to, reason=reason, **places)
+        self.write("skip", step=back_to, reason=reason, start=recovery.start, stop=recovery.stop)
 
     def ended(self, reason: str) -> None:
         """Write the last event."""
@@ -293,8 +291,15 @@ def saving(
     saved_objects = {**(extra or {}), "spike-watchdog": watch.watchdog}
     if isinstance(data, DataPosition):
         saved_objects["data-position"] = data
-    objects = {"config": config, "extra": saved_objects, "generators": generators}
-    state = TrainingState(model, optimizer, scheduler, scaler, **objects)
+    state = TrainingState(
+        model,
+        optimizer,
+        scheduler,
+        scaler,
+        config=config,
+        extra=saved_objects,
+        generators=generators,
+    )
     # Ctrl-C interrupts a loop over a DataLoader as before.
     stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
     store = Store(runs)
@@ -375,8 +380,9 @@ class AttachedRun:
                 "batch to yield what it returns",
                 type(self._data).__name__,
             )
-        make = functools.partial(AttachedJournal, state, self.resumed, self.policy, self._data)
-        self._journal = self._ranks.all_do(lambda: make(on=journal))
+        self._journal = self._ranks.all_do(
+            lambda: AttachedJournal(state, self.resumed, policy, data, on=journal)
+        )
 
     def __enter__(self) -> "AttachedRun":
         return self

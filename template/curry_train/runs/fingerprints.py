@@ -129,12 +129,8 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
             self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
-            hooks = (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            )
-            for hook in hooks:
-                stack.callback(hook.remove)
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for owner, name, make in (
                 (nn.Module, "__call__", self._module),
                 (torch.autograd, "backward", self._backward),
@@ -146,14 +142,12 @@ class Recorder:
             if self.in_replay or self.operations_in_step is not None:
                 stack.enter_context(Operations(self))
             if self.exchange is not None and self.exchange.noise is not None:
-                stack.enter_context(NoisyOperations(self.exchange, self._computes))
+                stack.enter_context(
+                    NoisyOperations(self.exchange, lambda: self.is_on and not self.is_noting)
+                )
             self.is_on = not self.in_replay
             stack.callback(self._end)
             yield
-
-    def _computes(self) -> bool:
-        """Return whether the training computes just now."""
-        return self.is_on and not self.is_noting
 
     def begin(self, step: int, model: nn.Module) -> None:
         """Record a step of a replay, in which modules have their names in this model."""

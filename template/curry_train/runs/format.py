@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_hostile.
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -92,20 +93,6 @@ def readable(data: bytes, most_bytes: int, what: str) -> bytes:
             f"keep long lists as tensors or arrays, and small tensors together"
         )
     return data
-
-
-@contextlib.contextmanager
-def _without_sums() -> Iterator[None]:
-    """Leave out the CRC-32 sums of torch's files in this thread.
-
-    The manifest has a better hash, and these sums take as long as the writing itself.
-    """
-    sums = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(sums)
 
 
 # Read a distributed checkpoint without running code from its files.
@@ -381,7 +368,9 @@ class ShardedLayout:
         """Write these values in place of `self.tensors`; return their places in the files."""
         items = [item.index for item in self._plan.items]
         self._planner.copies = dict(zip(items, tensors, strict=True))
-        with _without_sums():
+        # The manifest has a better hash than CRC-32 sums, which take as long as the writing.
+        config: Any = importlib.import_module("torch.utils.serialization.config")
+        with config.patch("save.compute_crc32", False):
             written = self._writer.write_data(self._plan, self._planner).wait()
         self._planner.copies = {}
         return {one.index: one.storage_data for one in written}

@@ -180,7 +180,11 @@ def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -
     if number.isdecimal() and not (Path(given).exists() or Path(root, given).exists()):
         given = place
         attempt = int(number)
-    path = find_run(given, root=root, is_run=_has_journal)
+    path = find_run(
+        given,
+        root=root,
+        is_run=lambda place: place.is_file() or (place / JOURNAL_FILE_NAME).is_file(),
+    )
     history = History(name or os.fspath(run), path / JOURNAL_FILE_NAME if path.is_dir() else path)
     damaged: list[int] = []
     for event in read_events(history.path, damaged):
@@ -192,10 +196,6 @@ def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -
     if last < attempt < math.inf:
         raise ValueError(f"{history.path} has no attempt {attempt}: the last one is {last}")
     return history
-
-
-def _has_journal(place: Path) -> bool:
-    return place.is_file() or (place / JOURNAL_FILE_NAME).is_file()
 
 
 # What differs between two runs.

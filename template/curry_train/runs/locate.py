@@ -296,8 +296,8 @@ class Comparison:
             if names[0] not in without["digests"]:
                 text = f"{{what}} is in {run} alone"
         when = "before the first step" if one["step"] == 1 else "since the step before"
-        values = {"what": _listed(names, most=1), "when": when, "path": one["path"]}
-        return phase, path, one["call"], text.format(**values)
+        text = text.format(what=_listed(names, most=1), when=when, path=one["path"])
+        return phase, path, one["call"], text
 
     # What differs besides.
 

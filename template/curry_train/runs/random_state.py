@@ -14,6 +14,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch.utils.data import DataLoader
@@ -211,15 +212,14 @@ def spared_workers(loader: Any) -> Iterator[None]:
     if not has_workers or not hasattr(signal, "sigwaitinfo"):
         yield
         return
-    before = loader.worker_init_fn
-    loader.worker_init_fn = functools.partial(_start_spared, before)
+    begin = functools.partial(_start_spared, loader.worker_init_fn)
     # The workers inherit the mask, so the signal can't end them before their start is done.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        yield
+        with mock.patch.object(loader, "worker_init_fn", begin):
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        loader.worker_init_fn = before
 
 
 def generators_of(loader: Any) -> dict[str, torch.Generator]:

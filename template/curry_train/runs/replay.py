@@ -14,9 +14,10 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
+from unittest import mock
 
 from torch import Tensor
 
@@ -68,13 +69,8 @@ class Replay:
         if (recoveries := Path(box, RECOVERIES_FILE_NAME)).is_file():
             (root / recoveries.name).symlink_to(recoveries.absolute())
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        Replay.current = self
-        try:
-            yield
-        finally:
-            Replay.current = None
+    def running(self) -> contextlib.AbstractContextManager[Any]:
+        return mock.patch.object(Replay, "current", self)
 
     def attach(self, state: TrainingState) -> None:
         """Begin to repeat a training, whose state is loaded."""

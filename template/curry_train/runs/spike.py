@@ -92,7 +92,10 @@ class SpikeWatchdog:
             return None
 
         if math.isfinite(value) and (limit is None or value <= limit):
-            self._accept(step, value)
+            self._suspects.clear()
+            self._accepted.append((step, value))
+            if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
+                self._began = _median([accepted for _, accepted in self._accepted])
             return None
 
         self._suspects.append((step, value))
@@ -104,12 +107,6 @@ class SpikeWatchdog:
         self._suspects.clear()
         self._accepted.clear()
         return spike
-
-    def _accept(self, step: int, loss: float) -> None:
-        self._suspects.clear()
-        self._accepted.append((step, loss))
-        if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
-            self._began = _median([accepted for _, accepted in self._accepted])
 
     def limit(self) -> tuple[float, float] | tuple[None, None]:
         """Return the baseline and the highest loss that is not too high.

@@ -322,13 +322,10 @@ class _HuggingFaceCommits:
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Every rank has written its part when the first one begins to hash.
         self._ranks.all_do(lambda: None)
-        self._ranks.agree(lambda: self._commit(args, state))
-
-    def _commit(self, args: Any, state: Any) -> None:
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
         best = state.best_model_checkpoint
         keep = None if best is None else Path(best)
-        _commit_in_place(path, "checkpoint-*", self._limit, keep)
+        self._ranks.agree(lambda: _commit_in_place(path, "checkpoint-*", self._limit, keep))
 
 
 def _hide(path: Path) -> None:

@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/runs/test_state_values.py`.
 """
 
 import copy
+import functools
 import io
 import warnings
 import zipfile
@@ -152,7 +153,7 @@ def is_expanded(tensor: Tensor) -> bool:
 
 def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
     if not isinstance(tensor, Tensor):
-        return _came_back(tensor, name)
+        return tensor if _is_simple(tensor) else _came_back(tensor, name)
     if type(tensor) not in _PLAIN_CLASSES and not hasattr(tensor, "to_local"):
         advice = BASE_ADVICE if name.startswith("model.") else CONVERT_ADVICE
         refuse_value(name, f"a {type(tensor).__name__}, a tensor of its own class,", advice=advice)
@@ -184,10 +185,7 @@ def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, A
 
     Raises ValueError, with the path, for a value that could not be restored.
     """
-
-    def write(one: Any, name: str) -> Any:
-        return one if _is_simple(one) else _encode_leaf(one, name, tensors)
-
+    write = functools.partial(_encode_leaf, tensors=tensors)
     try:
         return {name: _with_leaves(value, write, name) for name, value in content.items()}
     except RecursionError as error:
