@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
 import statistics
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,7 @@ def main() -> None:
     for microsteps in (4, 8, 32):
         cost = measure_accumulation_cost(microsteps, repeats=options.repeats)
         figures[f"microsteps_{microsteps}"] = cost
-        print(microsteps, "microsteps:", cost)
+        print(microsteps, "microsteps:", cost, file=sys.stderr)
     write_record(options.json, {"repeats": options.repeats, "helper_cost": figures})
 
 

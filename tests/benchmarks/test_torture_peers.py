@@ -58,3 +58,16 @@ def test_the_page_shows_the_recorded_table():
     assert ours["kills"]["kills"] >= 20
     wrong = ("newest_fails", "older", "lost", "silent", "executed", "not_reported")
     assert {part[key] for part in ours.values() for key in wrong if key in part} == {0}
+
+
+class Forgetful(InPlace):
+    """Reports steps as saved that it never wrote."""
+
+    def save(self, root, step, state, *, again=False):
+        if step == 1:
+            super().save(root, step, state, again=again)
+
+
+def test_steps_that_were_only_reported_count_as_lost(tmp_path):
+    kills = kill_many(Forgetful(), tmp_path, 2)
+    assert kills["lost"] == kills["older"] == 2

@@ -246,12 +246,15 @@ def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     recorded(folder / "A")
     recorded(folder / "B", "epsilon")
     ended = invoke("locate", "A", "B", "--op")
+    assert ended.exit_code == 2
     assert "need `runs record`" in " ".join(ended.output.split())
     ended = invoke("locate", "A", "B", "--bisect", "true {out}")
+    assert ended.exit_code == 2
     assert "the command sets none of what differs" in " ".join(ended.output.split())
 
 
 def test_a_script_without_a_step_is_refused(folder):
     (folder / "train.py").write_text("print('hello')\n")
     ended = invoke("record", "--script", "train.py", "--out", "A")
+    assert ended.exit_code == 2
     assert "before a step of an optimizer" in " ".join(ended.output.split())

@@ -7,12 +7,15 @@ Run: `python -m pytest tests/evals/test_evals.py`.
 
 import json
 import os
+import pickle
 import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import pytest
+import varying_training
 import yaml
 from tree import ROOT, skills
 
@@ -119,6 +122,32 @@ def test_a_dry_run_ends_with_0_and_records_versions_and_points(quick_record):
     assert all(set(one) == POINT_KEYS for one in points)
 
 
+def runs_of(arm, scores, tools=None):
+    """Return the runs of an arm: for each case, the score of each of its runs."""
+    return [
+        evals.Row(f"case {case}", "", "agent", arm, run, 0, 2.0, tools, None, one, [], "")
+        for case, runs in enumerate(scores)
+        for run, one in enumerate(runs)
+    ]
+
+
+def test_the_interval_of_an_arm_is_that_of_other_cases_and_runs():
+    none = runs_of("none", [[0, 0, 0], [1, 1, 1], [0, 1, 0], [0.5, 0.5, 0.5]], tools=30)
+    whole = runs_of("whole", [[1, 1, 1], [1, 1, 1], [1, 1, 1], [0.5, 1, 1]], tools=10)
+    found = evals.intervals([*none, *whole])
+    assert [*found] == ["none", "whole"]
+    mean, low, high = found["none"]["score"]
+    assert mean == pytest.approx((0 + 1 + 1 / 3 + 0.5) / 4, abs=1e-4)
+    assert low < mean - 0.2
+    assert high > mean + 0.2
+    gain, least, most = found["whole"]["gain"]
+    assert gain == pytest.approx(found["whole"]["score"][0] - mean, abs=1e-4)
+    # Cases are drawn for both arms together, so what they share does not widen the gain.
+    assert most - least < (high - low) + (found["whole"]["score"][2] - found["whole"]["score"][1])
+    assert found["none"]["tool_calls"] == [30, 30, 30]
+    assert "whole   tool_calls          10   10 to 10" in evals.described(found).splitlines()
+
+
 def test_each_skill_has_a_short_case_and_no_more_than_twelve_are_easy():
     assert sorted(CASES[name].skill for name in SHORT) == SKILLS
     assert set(SHORT) <= set(SMOKE)
@@ -183,6 +212,24 @@ def constants(name):
     """Return the names of a case's grader."""
     (check, *_) = evals_grading.checks(CASES[name].folder).values()
     return check.__globals__
+
+
+@pytest.mark.parametrize("name", varying_training.TRAININGS)
+def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it(name):
+    required = constants(f"memory-plan-{name}")["RESERVED_MIB"]
+    assert varying_training.reserved_mib(name) == required
+    written = pickle.loads(varying_training.file_of(name).read_bytes())
+    assert written == varying_training.trained(name).snapshot()
+
+
+@pytest.mark.long
+def test_the_large_snapshot_is_the_one_of_the_program_that_wrote_it():
+    training = varying_training.keeping()
+    required = constants("memory-plan-large-snapshot")
+    assert required["OWNERS"]["parameter_bytes"] == sum(training.parameter_sizes())
+    assert required["OWNERS"]["optimizer_bytes"] == 2 * sum(training.parameter_sizes())
+    with zipfile.ZipFile(varying_training.LARGE_FILE) as file:
+        assert pickle.loads(file.read("oom.pickle")) == training.recorder.snapshot()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -257,6 +304,19 @@ def test_agents_do_not_run_where_python_has_the_package(tmp_path, monkeypatch, c
         monkeypatch.setattr(evals, "real_runs", lambda *_: iter(()))
         assert evals.main(["--agent", "true {prompt}"]) == expected
     assert "without curry-train" in capsys.readouterr().err
+
+
+def test_tool_calls_and_tokens_are_read_from_json_lines():
+    lines = [
+        {"type": "assistant", "message": {"content": [{"type": "tool_use", "name": "Bash"}]}},
+        {"type": "assistant", "message": {"content": [{"type": "text", "text": "done"}]}},
+        {"type": "result", "usage": {"input_tokens": 30, "output_tokens": 4, "speed": "fast"}},
+    ]
+    transcript = "started\n" + "\n".join(json.dumps(line) for line in lines)
+    assert evals.count_tools(transcript) == 1
+    assert evals.count_tokens(transcript) == 34
+    assert evals.count_tools("done") is None
+    assert evals.count_tokens("done") is None
 
 
 def test_code_that_hangs_dies_or_raises_misses_the_point(tmp_path):

@@ -978,6 +978,17 @@ class Remade(nn.Module):
         return self.body(inputs) * self.scale
 
 
+def state_loaded_in_each_step():
+    model = classifier()
+    optimizer = adamw(model)  # here: made
+    saved = None
+    for inputs, labels in loader():
+        if saved:
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+        saved = saved or copy.deepcopy(optimizer.state_dict())
+
+
 def parameters_made_in_forward():
     fit(Remade())  # here: made
 
@@ -1082,7 +1093,7 @@ FAULTY = {
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
         one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
         network_in_no_optimizer, never_stepped, optimizer_that_never_steps,
-        state_cleared_in_each_step, parameters_made_in_forward,
+        state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,

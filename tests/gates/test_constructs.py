@@ -107,13 +107,22 @@ def verdicts_on(name, gates):
     return verdicts
 
 
-@pytest.mark.parametrize("name", constructs(IN_ALL))
+def gates_of_one_process():
+    return [gate for gate in discover() if not gate.name.endswith("two-ranks")]
+
+
+@pytest.mark.parametrize("name", sorted(IN_ALL))
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
-def test_gates_hold_or_do_not_apply_for_a_cause(name):
-    gates = [gate for gate in discover() if not gate.name.endswith("two-ranks")]
-    if name in IN_ALL:  # a gate of each technique
-        gates = list({gate.name.partition("/")[0]: gate for gate in gates}.values())
-    assert any(verdict.passed for verdict in verdicts_on(name, gates))
+def test_a_gate_of_each_technique_holds_or_does_not_apply_for_a_cause(name):
+    gates = {gate.name.partition("/")[0]: gate for gate in gates_of_one_process()}
+    assert any(verdict.passed for verdict in verdicts_on(name, gates.values()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONSTRUCTS)
+@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
+def test_all_gates_hold_or_do_not_apply_for_a_cause(name):
+    assert any(verdict.passed for verdict in verdicts_on(name, gates_of_one_process()))
 
 
 @pytest.mark.parametrize("name", constructs(ON_RANKS))

@@ -33,8 +33,8 @@ BUDGETS = {
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 48,
     PACKAGE: 293,
-    "tests": 298,
-    "benchmarks": 58,
+    "tests": 302,
+    "benchmarks": 59,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(

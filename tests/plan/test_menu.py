@@ -393,3 +393,19 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
 
 
 # Policies that keep calls by their position.
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: Option("half"),
+            "a block is run as one of none, full, offload, sac, regions, got 'half'",
+        ),
+        (lambda: Option(SAC_KIND), "'sac' needs keep"),
+        (lambda: Option(FULL_KIND, frozenset({("matmul", 0)})), "other kinds take none"),
+    ],
+)
+def test_wrong_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -3,6 +3,8 @@
 python -m pytest tests/plan/test_profiler.py
 """
 
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -323,3 +325,39 @@ def test_on_cuda_the_layers_add_up_to_the_allocator_and_repeat(name):
     assert sum(layer.bytes for layer in report.layers) == report.held_bytes
     assert report.held_bytes == measure_memory(module, batch, loss).held_bytes
     assert report.spread < 0.1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_and_the_generators_are_unchanged(training, fails):
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(2)]
+    )
+    model.train(training)
+    model[0][1].eval()
+    gradient = torch.ones(8)
+    model[0][0].bias.grad = gradient
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    states = torch.get_rng_state(), random.getstate()
+    if fails:
+        with pytest.raises(ValueError, match="raised RuntimeError"):
+            MemoryProfiler(model).profile(
+                torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+            )
+    else:
+        MemoryProfiler(model).profile(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model[0][0].bias.grad is gradient
+    assert torch.equal(gradient, torch.ones(8))
+    assert model[0][0].weight.grad is None
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    hooks = (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+    )
+    assert not any(getattr(module, name) for module in model.modules() for name in hooks)

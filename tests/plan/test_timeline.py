@@ -15,7 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from curry_train.cli.main import main
+from curry_train.cli.memory_page import GROUP_COLOURS
 from curry_train.core.measure import REST_LAYER, measure_memory
+from curry_train.plan.profiler import MEMORY_GROUPS
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
@@ -272,3 +274,7 @@ def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path)
         assert message in ended.stderr
     assert max(map(len, ended.stderr.splitlines())) <= 80
     assert read_size(tmp_path / "step.png") == (1650, 690)
+
+
+def test_plot_colours_every_owner():
+    assert set(GROUP_COLOURS) == set(MEMORY_GROUPS)

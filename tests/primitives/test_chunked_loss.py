@@ -4,6 +4,7 @@ python -m pytest tests/primitives/test_chunked_loss.py"""
 
 import contextlib
 import copy
+import itertools
 import math
 import pickle
 
@@ -26,6 +27,7 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import (
+    CHUNK_BYTES,
     chunked_cross_entropy,
 )
 
@@ -625,3 +627,42 @@ def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time():
         chunked_cross_entropy(hidden, weight, targets)
     # Half of the gradients' bytes hold 361 tokens.
     assert counted.number == 3 * -(-8192 // 361)
+
+
+# Which of input, weight and bias are trained.
+NEEDS = list(itertools.product((False, True), repeat=3))
+
+
+@pytest.mark.parametrize("needs", NEEDS)
+def test_logits_that_are_read_train_what_is_trained(needs):
+    found = []
+    for apply in (lambda model: None, apply_chunked_loss):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 9))
+        apply(model)
+        leaves = [torch.linspace(-1, 1, 24).view(2, 3, 4), *model.parameters()]
+        for leaf, need in zip(leaves, needs, strict=True):
+            leaf.requires_grad_(need)
+        value = Custom.apply(model(leaves[0])[:, :-1])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(leaves[0])
+        value = value + F.cross_entropy(logits.float().flatten(0, 1), torch.arange(6))
+        wanted = list(itertools.compress(leaves, needs))
+        found.append([value.detach(), *(torch.autograd.grad(value, wanted) if wanted else ())])
+    torch.testing.assert_close(*found, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "classes"), [(2048, 32, 512), (64, 16, 4096), (4096, 1024, 8192)]
+)
+def test_a_chunk_takes_at_most_half_of_the_gradients(tokens, width, classes):
+    with torch.device("meta"):
+        hidden = torch.zeros(tokens, width, requires_grad=True)
+        weight = torch.zeros(classes, width, requires_grad=True)
+        targets = torch.zeros(tokens, dtype=torch.int64)
+    with LiveStorages() as alive:
+        chunked_cross_entropy(hidden, weight, targets).backward()
+    gradients = 4 * (tokens + classes) * width
+    floor = 16 * 4 * (classes + width)
+    most = max(floor, min(CHUNK_BYTES, gradients // 2))
+    assert alive.bytes_peak <= gradients + most + 40 * tokens

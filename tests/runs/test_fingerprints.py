@@ -81,11 +81,6 @@ def test_lines_are_in_the_file_while_training_runs(tmp_path):
         assert (last["kind"], last["path"]) == ("exit", "model")
 
 
-def test_an_unknown_level_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no level 'some'"):
-        record_run(tmp_path / "a", level="some")
-
-
 def test_a_folder_that_has_a_record_is_not_written_over(tmp_path):
     recorded(tmp_path / "a")
     with pytest.raises(RunError, match="is there already"), record_run(tmp_path / "a"):
@@ -130,3 +125,12 @@ def test_compiled_models_are_recorded_from_outside(tmp_path):
     record = read_fingerprints(tmp_path / "a")
     assert [one["path"] for one in record if one["kind"] == "enter"] == ["model"]
     assert "gradient" in kinds(record)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"steps": 0}, "at least 1 step, got 0"), ({"level": "some"}, "no level 'some'")],
+)
+def test_wrong_options_are_refused(tmp_path, options, text):
+    with pytest.raises(ValueError, match=text):
+        record_run(tmp_path / "a", **options)

@@ -321,3 +321,7 @@ def test_an_error_in_the_users_dataset_names_the_users_line():
         match="training_models:broken: the factory raised RuntimeError: no weights here",
     ):
         opened("training_models:tiny", "data.source=training_models:broken")
+
+
+def test_unshuffled_data_keeps_its_order():
+    assert Order(3, shuffle=False)(range(7)).tolist() == [0, 1, 2, 0, 1, 2, 0]

@@ -75,6 +75,8 @@ def record_run(
     locate --op` starts again; in the step `operations_in_step` each operation is recorded too.
     `exchange` keeps values, or puts those of another run in their place.
     """
+    if steps < 1:
+        raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
     recorder = Recorder(
