@@ -190,6 +190,7 @@ optimizer.step()
 
 LOOPS = {
     "next step": [
+        "for _ in range(2):\n    y = model(x).view(5)\n    y.sum().backward()\n    sgd.step()",
         "for _ in range(2):\n    output = model(x)\n    output.sum().backward()\n    sgd.step()",
         """
 def forward():
@@ -203,18 +204,6 @@ def main():
         found["loss"].backward()
         sgd.step()
 main()
-""",
-    ],
-    "step": [
-        """
-def train():
-    output = model(x)
-    output.sum().backward()
-    sgd.step()
-    for _ in range(2):
-        pass
-for _ in range(2):
-    train()
 """,
     ],
     "loss": [

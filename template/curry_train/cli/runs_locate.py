@@ -242,6 +242,9 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
         one = outcome([name], number)
         what = "another difference" if one.place != whole.place else "the difference"
         found[name] = "makes none" if one.is_equal else f"makes {what}: {one.headline}"
+    if not any(text.startswith("makes the difference") for text in found.values()):
+        together = outcome(tried, len(tried) + 1)
+        found["all of these together"] = "make none" if together.is_equal else together.headline
     return found | {name: "not tried" for name in differing if name not in tried}
 
 

@@ -22,11 +22,12 @@ from unittest import mock
 from torch import Tensor
 
 from ..core.digest import digest
+from ..core.generators import same_state
 from .box import BoxFacts, digest_of, read_facts, read_rank
 from .fingerprints import Range, Recorder, leaves_of
 from .locate import Observation
 from .policy import with_infinite_sum
-from .random_state import restore_random_state
+from .random_state import restore_random_state, take_random_state
 from .ranks import RunError
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
@@ -86,13 +87,21 @@ class Replay:
             return
         self._begun = step
         if step == self.facts.step:
-            if self._content["generators"] is not None:
-                restore_random_state(self._content["generators"], self._state.generators)
-            self._batches = self._content["batches"] and list(self._content["batches"])
+            self._restore()
         if step >= self._until - 1:
             if not self._recorder.path.exists():
                 self._recording.enter_context(self._recorder.running({}))
             self._recorder.begin(step, self._state.model)
+
+    def _restore(self) -> None:
+        saved = self._content["generators"]
+        generators = self._state.generators
+        if saved is not None:
+            now = take_random_state(generators)
+            if not all(same_state(now[name], saved[name]) for name in now.keys() & saved.keys()):
+                self.found["notes"].append("the generators were in another state before the step")
+            restore_random_state(saved, generators)
+        self._batches = self._content["batches"] and list(self._content["batches"])
 
     def hand_out(self, batch: Any) -> Any:
         """Return the batch that the step had in the run."""

@@ -13,7 +13,6 @@ Proof: `python -m pytest tests/workloads/test_from_script.py`.
 
 import atexit
 import contextlib
-import dis
 import gc
 import inspect
 import runpy
@@ -96,8 +95,8 @@ class Recording:
 
     # Objects of the script's local and global variables.
     variables: list[Any] = field(default_factory=list)
-    # Tensors in them by id, and whether they outlive the step: their function goes on to the next.
-    held: dict[int, bool] = field(default_factory=dict)
+    # Memory of the tensors that something of the script holds at the step.
+    held: set[int] = field(default_factory=set)
 
     def add(self, function: Any, args: Any, options: dict[str, Any], output: Any) -> None:
         """Add a call, unless its output needs no gradients."""
@@ -265,6 +264,9 @@ class RunningScript:
 
     def stop(self, frame: Any) -> None:
         """Hand the recording over, and wait for ever."""
+        made = [one for one, _ in self.recording.made.values()]
+        # The record has one reference, and this list, the variable and the argument have others.
+        self.recording.held = {one.data_ptr() for one in made if sys.getrefcount(one) > 4}
         while frame:
             is_of_script = Path(frame.f_code.co_filename) == self.path
             if self.recording.place and not is_of_script:
@@ -278,14 +280,11 @@ class RunningScript:
         threading.Event().wait()
 
     def _look_at(self, frame: Any) -> None:
-        """Collect local variables, with what containers and objects among them hold."""
-        goes_on = _is_in_loop(frame)
-        for value in frame.f_locals.values():
-            inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-            parts = [*inside.values()] if isinstance(inside, dict) else []
-            parts += value if isinstance(value, list | tuple) else [value]
-            self.recording.held.update((id(one), goes_on) for one in parts)
-            self.recording.variables += parts
+        """Collect local variables, and the attributes of an object whose method runs."""
+        self.recording.variables += frame.f_locals.values()
+        this = frame.f_locals.get("self")
+        if this is not None and not isinstance(this, nn.Module) and hasattr(this, "__dict__"):
+            self.recording.variables += vars(this).values()
 
     @contextlib.contextmanager
     def _replaced(self) -> Iterator[None]:
@@ -425,14 +424,6 @@ class RunningScript:
                 self._has_made_group = True
 
         return run
-
-
-def _is_in_loop(frame: Any) -> bool:
-    """Return whether the code of a frame jumps back over the instruction at which it is."""
-    return any(
-        "JUMP_BACKWARD" in one.opname and one.argval <= frame.f_lasti < one.offset
-        for one in dis.get_instructions(frame.f_code)
-    )
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -722,18 +713,17 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
         optimizer=like,
         accumulation=count,
         notes=("; ".join(read), *notes, *recording.notes),
-        output_until=_output_until(recording, root),
+        output_until="next step" if _is_held(recording, root) else "loss",
     )
     lines = (*source.lines, f"return {returned}")
     place = recording.place
     return ScriptTraining(words, taken, lines, tuple(source.others), precision, place)
 
 
-def _output_until(recording: Recording, root: nn.Module) -> str:
-    """Return how long the script holds what the module returned, as in a workload."""
-    made = [key for key, (_, one) in recording.made.items() if one.operation.function is root]
-    outlives = [recording.held[key] for key in made if key in recording.held]
-    return "next step" if any(outlives) else "step" if outlives else "loss"
+def _is_held(recording: Recording, root: nn.Module) -> bool:
+    """Return whether the script still holds what the module returned, or a view of it."""
+    made = (one for one, by in recording.made.values() if by.operation.function is root)
+    return any(one.data_ptr() in recording.held for one in made)
 
 
 def _ids(module: nn.Module) -> set[int]:
