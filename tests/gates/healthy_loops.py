@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections import deque
+from types import SimpleNamespace
 
 import torch
 from loops import (
@@ -20,9 +21,7 @@ from loops import (
     fit,
     loader,
     of_tokens,
-    one_cycle,
     padded_tokens,
-    scheduled_in_part,
     sequences,
     step,
     texts,
@@ -51,11 +50,20 @@ def last_window_short():
 
 
 def cycle_of_epochs():
-    one_cycle(8)
+    model = classifier()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 40)
+    for _ in range(6):
+        fit(model, optimizer, loader(40))
+        schedule.step()
 
 
-def head_of_a_rate_of_its_own():
-    scheduled_in_part(1e-3)
+def head_of_a_constant_rate():
+    model = classifier()
+    groups = [{"params": one.parameters()} for one in (model[0], model[3])]
+    optimizer = torch.optim.AdamW(groups, 1e-2)
+    rates = [lambda number: 0.9**number, lambda _: 1.0]
+    fit(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates))
 
 
 def compared_each_with_each():
@@ -729,10 +737,10 @@ def differentially_private():
         optimizer.step()
 
 
-def masters_in_full_precision():
+def masters_in_full_precision(rate=1e-3):
     model = classifier().bfloat16()
     masters = [one.detach().float().clone().requires_grad_() for one in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, 1e-3)
+    optimizer = torch.optim.AdamW(masters, rate)
     for inputs, labels in loader():
         model.zero_grad()
         F.cross_entropy(model(inputs.bfloat16()).float(), labels).backward()
@@ -742,6 +750,10 @@ def masters_in_full_precision():
         with torch.no_grad():
             for master, one in zip(masters, model.parameters(), strict=True):
                 one.copy_(master)
+
+
+def masters_of_a_small_rate():
+    masters_in_full_precision(1e-7)
 
 
 def tags():
@@ -1183,10 +1195,66 @@ def several_predictions_in_evaluation():
             model(inputs)
 
 
+def some_moments_begin_anew():
+    model = classifier()
+    optimizer = adamw(model)
+
+    def regrow():
+        optimizer.state[model[0].weight]["exp_avg"][0] = 0
+
+    fit(model, optimizer, schedule=SimpleNamespace(step=regrow))
+
+
+def judged_by_what_sees_all():
+    model, judge = Language(), Attention().requires_grad_(False)
+    optimizer = adamw(model)
+    for tokens, targets in texts(9):
+        optimizer.zero_grad()
+        of_tokens(model(tokens), targets).backward()
+        judge(tokens, tokens >= 0)
+        optimizer.step()
+
+
+def teacher_with_the_same_frozen_stem():
+    model = nn.Sequential(Doubled(), *classifier())
+    model[1].requires_grad_(False)
+    teacher = copy.copy(model)
+    optimizer = adamw(model)
+
+    def update():
+        with torch.no_grad():
+            teacher[1].weight.lerp_(model[1].weight, 0.1)
+            model[4].weight.add_(-1e-4, model[4].weight)
+
+    fit(model, optimizer, schedule=SimpleNamespace(step=update))
+
+
+class Doubled(nn.Module):
+    def forward(self, inputs):
+        return inputs.clone().add_(inputs)
+
+
+def compared_with_centers():
+    centers = torch.arange(8.0)
+    fit(classifier(classes=1), loss=lambda one, _: (one - centers).abs().mean())
+
+
+def ends_to_be_filled_in():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    batches = [(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)]
+    model = nn.Sequential(nn.Embedding(50, 16), layer)
+    fit(model, None, batches, loss=lambda one, of: F.cross_entropy(one[:, 0], of))
+
+
+def log_probabilities_of_a_bounded_model():
+    model = nn.Sequential(classifier(), nn.Tanh())
+    fit(model, loss=lambda one, _: F.mse_loss(one.log_softmax(1), torch.full((8, 5), -1.6)))
+
+
 HEALTHY = [
     one
     for name, one in list(globals().items())
     if callable(one)
     and one.__module__ == __name__
-    and name not in ("short", "step", "TimeFirst", "Tagger")
+    and name not in ("short", "step", "TimeFirst", "Tagger", "Doubled")
 ]

@@ -146,24 +146,6 @@ class Signs(torch.optim.Optimizer):
                     one.add_(average.lerp_(one.grad, 0.1).sign(), alpha=-group["lr"])
 
 
-def one_cycle(length):
-    model = classifier()
-    optimizer = adamw(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, length)
-    for _ in range(6):
-        fit(model, optimizer, loader(40))
-        schedule.step()  # cycle
-
-
-def scheduled_in_part(rate):
-    """Train with a schedule by hand that leaves the rate of one group."""
-    model = classifier()
-    groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": rate}]
-    optimizer = torch.optim.AdamW(groups, 1e-2)
-    rates = [lambda number: 0.9**number, lambda _: 1.0]
-    fit(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates))
-
-
 def climb(model, changes=None):
     """Add changes to the weights, in the direction of the gradients where none are given."""
     trained = [one for one in model.parameters() if one.grad is not None]

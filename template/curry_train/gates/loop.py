@@ -101,12 +101,6 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     for pairs in grouped(calls, lambda pair: pair[0].lines):
         numbers = [len(window.calls) for _, window in pairs]
         of_line = [call for call, _ in pairs]
-        for call, window in pairs:
-            most = max(len(one.calls) for _, one in pairs if one.optimizer is window.optimizer)
-            is_by_most = any(most in map(round, term.divisors) for term in call.terms)
-            if call.is_users and len(window.calls) < most and is_by_most:
-                measured = f"a window of {len(window.calls)} microbatches is divided by {most}"
-                yield call.place, measured, "divide by the microbatches that the window has"
         yield from _divided_by_masked(of_line)
         faults = [_divided_for_nothing(call) for call in of_line if max(numbers) == 1]
         if len(faults) > 1 and None not in faults:
@@ -528,15 +522,18 @@ def _missing(trace: Trace) -> Iterator[int]:
     inside = {id(module) for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = [module for key, module in trace.ran[True].items() if key not in inside]
+    stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
+    shapes = {one.shape for several in stepped for one in several}
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
-        own = [one for one in own if one in trace.with_gradient]
+        own = [*trace.with_gradient.intersection(own)]
         calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
-        # The loop may step it by other means.
-        is_first = is_first and len({one.weights for one in calls}) == 1
-        if is_first or not trace.held.isdisjoint(own):
+        # The loop may step it by other means, or a copy of it, as in full precision.
+        is_moved = len({one.weights for one in calls}) > 1
+        is_moved = is_moved or {one.shape for one in root.parameters()} <= shapes
+        if (is_first and not is_moved) or not trace.held.isdisjoint(own):
             own += [id(one) for module in alone for one in module.parameters(recurse=False)]
             yield from [one for one in own if one in trace.with_gradient - trace.held]
 
@@ -580,8 +577,11 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find moments that are lost again and again, as where an optimizer is made anew."""
     for windows in grouped(trace.windows, lambda one: (one.step.origin, *sorted(one.own))):
         stages = [windows[:1]]
+        # Those of a new optimizer, and earlier ones; else a part was changed on purpose.
+        states = {0.0, *(one.step.state_after for one in windows)}
         for last, window in itertools.pairwise(windows):
-            if abs(window.step.state_before - last.step.state_after) > 0:
+            state = window.step.state_before
+            if state in states and abs(state - last.step.state_after) > 0:
                 stages.append([])
             stages[-1].append(window)
         # In stages of a training each has data of its own, or many steps.
@@ -591,7 +591,9 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
         ]
         is_staged = all(data) and not set.intersection(*data)
         is_staged |= not any(data) and min(map(len, stages)) > FEWEST_STEPS
-        if len(stages) > 2 and not is_staged:
+        # One optimizer may begin anew at times; it may be loaded as it was after its first step.
+        is_anew = len({id(one.optimizer) for one in windows}) > 1
+        if len(stages) > 2 and (is_anew or len(stages) >= len(windows) - 1) and not is_staged:
             step = windows[0].step
             yield (
                 step.origin,
@@ -723,15 +725,6 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 "the schedule is of an optimizer that makes no step",
                 "make the schedule for the optimizer that steps",
             )
-        begin, index = own_steps[0], trace.events.index
-        before = sum(index(window.step) < index(begin) for window in windows)
-        length = getattr(one, "total_steps", 0)
-        if before > 1 and length > before and length % before == 0:
-            yield (
-                begin.place,
-                f"a schedule of {length} steps makes one in {before} steps of the optimizer",
-                "step the schedule after each step of the optimizer, not per epoch",
-            )
         for number, window in enumerate(windows):
             own = [event for event in window.of(Schedule) if event.scheduler is one]
             if number == 0 and own and trace.events[0] is window.events[0]:
@@ -753,23 +746,20 @@ def schedule(trace: Trace) -> Iterator[Fault]:
 
 
 def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> Iterator[Fault]:
-    """Find a schedule that has no effect on a group, or that leaves no learning rate."""
+    """Find a schedule that has no effect, or that leaves no learning rate."""
     groups = windows[0].optimizer.param_groups
     own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
-    lines = {one.lines for one in own}
-    if len(own) > 2 and len({id(one.scheduler) for one in own}) == len(own) and len(lines) == 1:
+    is_anew = len({id(one.scheduler) for one in own}) == len(own)
+    if len(own) > 2 and is_anew and len({one.lines for one in own}) == 1:
         hint = "make the schedule once, before the loop"
         yield own[0].place, "a new schedule in each step begins anew", hint
     rates = [window.step.rates for window in windows]
-    of_groups = [{*one} for one in zip(*rates, strict=False)]
-    default = windows[0].optimizer.defaults.get("lr")
-    if {default} in of_groups and any(len(one) > 2 for one in of_groups):
-        hint = "set the rate of each group: for group in optimizer.param_groups"
-        measured = f"a parameter group keeps the rate {default:g}, while that of another changes"
-        yield windows[0].step.place, measured, hint
     # A schedule by epochs leaves the rate for many steps.
-    planned = {tuple(one.rates) for one in own}
-    if len(planned) > 2 and len(own) >= len(rates) - 1 and rates.count(rates[0]) == len(rates):
+    if (
+        len({tuple(one.rates) for one in own}) > 2
+        and len(own) >= len(rates) - 1
+        and rates.count(rates[0]) == len(rates)
+    ):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
@@ -829,13 +819,12 @@ def scaler(trace: Trace) -> Iterator[Fault]:
                 )
         raise NotApplicable("the loop has no scaler that is on")
     names = {one.call for one in calls}
-    steps: list[Step] = trace.of(Step)
     if "scale" not in names:
         yield calls[0].place, "no loss is scaled", "call scaler.scale(loss).backward()"
         return
     yield from _scaled_in_part(trace)
     yield from _updated_again(calls)
-    if "update" not in names and len(steps) > 1:
+    if "update" not in names and len(trace.of(Step)) > 1:
         yield calls[0].place, "the scale is never updated", "call scaler.update()"
 
 

@@ -109,6 +109,9 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
     """Find inputs that are no logits or log-probabilities, or of another shape than targets."""
     made, values = made_by(given), given.detach()
+    if name == "nll_loss" and made == "LogSoftmax":
+        logits = _behind_shapes(given.grad_fn).next_functions[0][0]
+        made = operation(_behind_shapes(logits))
     sums = values.exp() if name in ("nll_loss", "kl_div", "ctc_loss") else values
     # Over the classes, by how much sums of probabilities differ from 1.
     errors = (sums.float().sum(1 if sums.dim() > 1 else 0) - 1).abs()
@@ -123,7 +126,7 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
             yield f"{name} gets probabilities", "give it the values before softmax or sigmoid"
         if made == "Relu":
             hint = "remove the activation behind the last layer"
-            yield f"{name} gets no negative values, as a ReLU is last", hint
+            yield f"the logits of {name} are never negative, as a ReLU is last", hint
     if name in ("cross_entropy", "nll_loss"):
         if _is_scrambled(given):
             hint = "give it logits.transpose(1, 2), or flatten positions of logits and targets"
@@ -189,9 +192,8 @@ def _is_scrambled(given: Tensor) -> bool:
     return before == moved and before != tuple(given.shape)
 
 
-# Operations that change the shape or type of values alone, and one that may follow logits.
+# Operations that change the shape or type of values alone.
 SHAPE_ONLY = (
-    "LogSoftmax",
     "View",
     "Reshape",
     "Transpose",

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from ..workloads.optimizers import parameters_of
 from .loop import totals, verdict_of
 from .loop_loss import TOLERANCE
 from .loop_trace import Fault, Trace
@@ -21,9 +22,8 @@ def rank_facts(trace: Trace) -> dict[str, Any]:
     steps = []
     for window in trace.windows:
         step, forwards = window.step, window.forwards
-        parameters = [one for group in step.optimizer.param_groups for one in group["params"]]
         # Shards differ from rank to rank, as they should.
-        is_sharded = any(isinstance(one, DTensor) for one in parameters)
+        is_sharded = any(isinstance(one, DTensor) for one in parameters_of(step.optimizer))
         steps.append(
             {
                 "place": step.place,

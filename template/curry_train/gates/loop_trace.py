@@ -88,14 +88,6 @@ def users_lines() -> tuple[str, ...]:
     return tuple(found)
 
 
-def is_users_call() -> bool:
-    """Return whether the caller of torch's function that is replaced is in no library."""
-    frame: Any = sys._getframe(3)
-    while frame.f_globals.get("__name__", "").startswith("torch."):
-        frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(LIBRARIES)
-
-
 def users_line() -> str:
     """Return file and line of the innermost frame that is in no library."""
     return "".join(users_lines()[:1])
@@ -137,10 +129,10 @@ class Fetch(Event):
     # Integers of a batch, one per sample, and where they are in memory.
     labels: tuple[int, ...]
     address: int
-    # Whether a loss function got them as its targets.
-    is_used: bool = field(default=False, kw_only=True)
     # Whether all samples are the same.
     is_one_sample: bool
+    # Whether a loss function got them as its targets.
+    is_used: bool = False
 
 
 @dataclass(eq=False)
@@ -188,6 +180,7 @@ class LossCall(Event):
 class Targets(Event):
     """Targets that stand for tokens, compared with the tokens that a model was given."""
 
+    model: nn.Module
     # The share that equals the model's input at this place, by the places that it lies ahead.
     same_as_input: dict[int, float] = field(default_factory=dict)
     # What all targets at the end of some rows are, and no other one, if that counts.
@@ -230,8 +223,6 @@ class Backward(Event):
     reached: frozenset[int] = frozenset()
     # Whether gradients were when it began what an earlier call had left.
     is_next: bool = False
-    # Whether no library calls it, as a Trainer which divides a loss.
-    is_users: bool = False
 
 
 @dataclass(eq=False)
@@ -534,8 +525,6 @@ class Observer:
         # Of the step that runs: parameters before it, and whether they are all there.
         self.before: dict[int, Tensor] = {}
         self.before_digest = 0.0
-        self.is_compared = False
-        self.state_before = 0.0
         # Leaves that models were given and that get a gradient, in this window.
         self.inputs: list[weakref.ref[Tensor]] = []
         # The scale of each loss that a scaler returned.
@@ -653,7 +642,11 @@ class Observer:
     def _hook(self, init: Call, handle: RemovableHandle, *args: Any, **options: Any) -> None:
         init(handle, *args, **options)
         # A hook that a library adds in each step, as Trainers do, is not for the user to remove.
-        if is_users_call() and not in_backward() and not self.stepping:
+        caller: Any = sys._getframe(2)
+        while caller.f_globals.get("__name__", "").startswith("torch."):
+            caller = caller.f_back
+        is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
+        if is_users and not in_backward() and not self.stepping:
             one = handle.hooks_dict_ref, handle.id, users_line(), self.num_steps_made
             self.growth.hooks.append(one)
 
@@ -678,8 +671,9 @@ class Observer:
         if has_gradients and event is not None:
             self._note_output(event, output)
             labels = _rows(options.get("labels"))
-            names = (type(one).__name__ for one in module.modules())
-            if labels is not None and any(name.endswith(SHIFTS) for name in names):
+            if labels is not None and any(
+                type(one).__name__.endswith(SHIFTS) for one in module.modules()
+            ):
                 self._note_targets(event, labels[:, 1:])
         return output
 
@@ -699,8 +693,7 @@ class Observer:
         if tokens is not None and tokens.is_floating_point():
             tokens = None
         # A function of the module may have put others in their place.
-        own = (one for one in module.parameters() if one.is_leaf)
-        small = [one for one in own if one.numel() < MOST_SMALL]
+        small = [one for one in module.parameters() if one.is_leaf and one.numel() < MOST_SMALL]
         small = [one for one in small if one.requires_grad] or small
         device = inputs[0].device.type if inputs else "cpu"
         is_on = torch.is_autocast_enabled(device)
@@ -801,7 +794,7 @@ class Observer:
         counted = targets != ignored
         if not counted.any():
             return
-        event: Targets = self.note(Targets)
+        event: Targets = self.note(Targets, model=forward.module)
         # One of a few classes may well end rows.
         if targets.max() > 4:
             event.filler = _filler(targets, counted)
@@ -817,9 +810,21 @@ class Observer:
 
     def _into(self, call: Call, one: Tensor, *args: Any, **options: Any) -> Tensor:
         # Before training, entries that a checkpoint lacks stay; a negative factor is a decay.
-        is_average = self.num_made and not self.stepping and options.get("alpha", 1) > 0
+        numbers = (by for by in (*args, *options.values()) if isinstance(by, int | float))
+        is_average = (
+            self.num_made and not (self.stepping or self.depth) and min(numbers, default=1) > 0
+        )
         for other in _tensors(args) if is_average and is_plain(one) else ():
-            if is_plain(other) and one.dim() and one.is_set_to(other):
+            # Another model may share what is frozen.
+            if (
+                is_plain(other)
+                and one.is_set_to(other)
+                and any(
+                    weight.requires_grad and weight.data_ptr() == one.data_ptr()
+                    for root in self.trace.roots
+                    for weight in root.parameters()
+                )
+            ):
                 measured = "weights are averaged with, or copied from, themselves"
                 hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
                 self.fault("moves", users_line(), measured, hint)
@@ -845,7 +850,9 @@ class Observer:
         number = 0 if self.depth else row.numel()
         is_outer = number > 1 and [*column.shape, *row.shape] == [number, 1, number]
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
-        if is_outer and column._base is None and one.requires_grad != other.requires_grad:
+        is_outer = is_outer and column._base is None and one.requires_grad != other.requires_grad
+        target = digest(other if one.requires_grad else one) if is_outer else math.nan
+        if any(target in fetch.digests for fetch in self.fetched.values()):
             measured = f"shapes [{number}, 1] and [{number}] are compared, each value with each"
             hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
             self.fault("logits", users_line(), measured, hint)
@@ -903,7 +910,6 @@ class Observer:
             backward(tensors, *args, **options)
             return
         event = self._note_backward(loss)
-        event.is_users = is_users_call()
         trace = self.trace
         owners = (*trace.roots, *trace.optimizers)
         parameters = [one for owner in owners for one in _parameters(owner)]
@@ -1025,10 +1031,9 @@ class Observer:
         parameters = parameters_of(optimizer)
         gradients = {id(one): one.grad for one in parameters if one.grad is not None}
         slopes = {key: _largest(grad) for key, grad in gradients.items()}
-        flat = [key for key, slope in slopes.items() if not slope]
         # Less is what rounding leaves of 0, as of a bias before a normalization.
         least = 1e-6 * max(slopes.values(), default=0.0)
-        last = self.trace.events[-1] if self.trace.events else None
+        last = self.last(Event)
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
         self.note(
             Step,
@@ -1042,7 +1047,7 @@ class Observer:
             moved=moved if self.is_compared else None,
             frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
             graded=frozenset(key for key, slope in slopes.items() if not 0 < slope < least),
-            without_slope=frozenset(flat),
+            without_slope=frozenset(key for key, slope in slopes.items() if not slope),
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
@@ -1081,23 +1086,15 @@ class Observer:
         at = torch.arange(last + 1, device=tokens.device) % last
         both = self._outputs(module, tokens, tokens.index_select(forward.time_dim, at))
         if both[0].dim() == 3 and _differ(*(one.narrow(forward.time_dim, 0, last) for one in both)):
-            targets = self.last(Targets)
-            if targets is not None and targets.same_as_input.get(1, 0) > 0.99:
-                measured = "the model sees the tokens that it has to predict"
-                hint = "mask attention to later tokens: is_causal=True"
-                self.fault("targets", targets.place, measured, hint)
-        filler = _filler(tokens, tokens.isfinite())
-        layers = (nn.RNNBase, nn.modules.conv._ConvNd)
-        if filler is None or any(isinstance(one, layers) for one in module.modules()):
-            return
-        padded = tokens == filler
+            for one in self.trace.of(Targets):
+                if one.model is module and one.same_as_input.get(1, 0) > 0.99:
+                    measured = "the model sees the tokens that it has to predict"
+                    hint = "mask attention to later tokens: is_causal=True"
+                    self.fault("targets", one.place, measured, hint)
         is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
-        is_masked = any(
-            one.shape == padded.shape and len((one.bool() == padded).unique()) == 1 >= one.max()
-            for one in _tensors(self.given)
-        )
-        # A model of the user's may find the padding by itself.
-        if is_users and not is_masked:
+        padded = _padded(tokens, _tensors(self.given))
+        layers = (nn.RNNBase, nn.modules.conv._ConvNd)
+        if padded is None or any(isinstance(one, layers) for one in module.modules()):
             return
         outputs, others = self._outputs(module, tokens, torch.where(padded, first, tokens))
         if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
@@ -1112,7 +1109,6 @@ class Observer:
     def _probe_samples(self, forward: Forward) -> None:
         """Look for layers that take the samples of a batch for the steps of a sequence."""
         layers = (nn.RNNBase, nn.MultiheadAttention)
-        several = (one for one in forward.module.modules() if isinstance(one, layers))
         given = next(_tensors(self.given), None)
         call = self.last(LossCall)
         if given is None or call is None or call.columns is None:
@@ -1120,7 +1116,9 @@ class Observer:
         # Of equal sizes, and of a batch of one, it is not known which one is the batch.
         is_known = given.shape[1] not in (1, len(given))
         is_sequence = is_known and (given is forward.tokens or given.dim() > 2)
-        if is_sequence and any(not one.batch_first for one in several):
+        if is_sequence and any(
+            isinstance(one, layers) and not one.batch_first for one in forward.module.modules()
+        ):
             # A recurrent layer sees no later steps.
             other = torch.cat([given[-1:], given[1:]])
             outputs, others = self._outputs(forward.module, given, other)
@@ -1262,6 +1260,18 @@ def _filler(targets: Tensor, counted: Tensor) -> int | None:
         return None
     is_nowhere_else = (targets == fillers[0]).sum() == length[last[:, 0] == fillers[0]].sum()
     return fillers[0] if is_nowhere_else else None
+
+
+def _padded(tokens: Tensor, given: Iterable[Tensor]) -> Tensor | None:
+    """Return where tokens are padding at the end, by a mask among what a model was given."""
+    for mask in given:
+        if mask.shape != tokens.shape or mask is tokens or mask.max() > 1:
+            continue
+        differs = mask != mask[:, :1]
+        is_at_end = bool((differs[:, 1:] >= differs[:, :-1]).all())
+        if is_at_end and len(tokens[differs].unique()) == 1 == len(mask[:, 0].unique()):
+            return differs
+    return None
 
 
 def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
