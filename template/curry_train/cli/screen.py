@@ -83,8 +83,8 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
-        if isinstance(error, click.NoSuchOption):
-            error.possibilities = error.possibilities[:1]  # the closest
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            del error.possibilities[1:]  # the first is the closest
         width = SCREEN_WIDTH - len("Error: ")
         message = fill_screen(error.format_message(), indent="", width=width)
         error.format_message = lambda: message  # type: ignore[method-assign]
