@@ -264,7 +264,9 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
         "recompute/parity-full",
     ]
     ended = run(*arguments, "--out", out)
-    assert f"run it with\n  python -m pytest {out}" in ended.output, ended.output
+    assert f"with pytest (pip install pytest)\n  python -m pytest {out}" in ended.output, (
+        ended.output
+    )
     assert "from mylib.training.gates import discover" in (repository / out).read_text()
     done = pytest_run(repository, out, path="")
     assert "2 passed" in done.stdout, done.stdout + done.stderr

@@ -39,6 +39,7 @@ def test_a_resume_of_the_other_run_is_the_first_line(run, tmp_path):
     shutil.copytree(tmp_path / "runs/first", tmp_path / "runs/second")
     new_facts = facts(steps=40)
     new_facts["environment"]["world_size"] = 2
+    new_facts["environment"]["packages"]["scipy"] = "x" * 60
     with Journal(tmp_path / "runs/second") as journal:
         journal.resume(20, facts=new_facts)
         train(
@@ -57,6 +58,9 @@ def test_a_resume_of_the_other_run_is_the_first_line(run, tmp_path):
         "events.resume (none) 1",
         "config.steps 300 40",
         "environment.world_size 1 2",
+        "environment.packages.scipy (none) " + "x" * 45,
+        "x" * 15,
+        "attempt 1 of second had config.steps 300, the last 40",
         "the same: code",
         "losses: 6 of 30 common steps, 1 to 30, differ",
         "first at step 25: A 4.04, B 4.54, by +0.5",

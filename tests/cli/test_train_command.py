@@ -133,13 +133,14 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path, train):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
-    status, out, error = train(*TINY, "steps=100000", "log.every=1000")
+    status, out, error = train(*TINY, "steps=100000", "log.every=1000", "--seed", "3")
     assert status == 128 + signal.SIGTERM, error
     lines = out.splitlines()[-2:]
     assert lines[0].startswith("stopped by SIGTERM after step ")
-    assert lines[1] == "go on with --resume run-001"
+    words = " ".join([*TINY, "steps=100000", "log.every=1000"])
+    assert lines[1] == f"go on with --resume run-001 {words} seed=3"
     step = int(lines[0].split()[5].strip(","))
-    status, out, error = train(*TINY, "--resume", "run-001", f"steps={step + 2}")
+    status, out, error = train(*TINY, "seed=3", "--resume", "run-001", f"steps={step + 2}")
     assert status == 0, error
     assert f"from step {step}\n" in out
     lines = [json.loads(line) for line in journal.read_text().splitlines()]

@@ -38,13 +38,16 @@ def raises():
     raise KeyError("weights")
 
 def wrong():
-    return 3
+    return "model", 3
 
 def other():
     return nn.Embedding(8, 8), torch.randint(8, (4, 3))
 
 def mismatch():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(8, 31)
+
+def guessed():
+    return nn.Sequential(nn.Flatten(0), nn.Linear(4, 4))
 """
 
 MISTAKES = """
@@ -91,7 +94,7 @@ PLAN --ranks 2                              | 2 ranks need a way to share the tr
 PLAN --parallel fsdp2                       | --parallel shares a training among ranks: give --ranks
 PLAN --parallel fsdp2 --mesh dp=2 --mesh dp=4 | --fits alone takes several meshes: give --mesh once
 PLAN --parallel ddp --ranks 2 --verify      | --verify runs one rank
-PLAN --target h10                           | there is no profile 'h10'. Did you mean 'h100'?
+PLAN --target h10                           | there is no profile 'h10'. Use one of: h100
 PLAN --optimizer adam                       | no optimizer is called 'adam'; did you mean 'adamw'?
 PLAN --blocks nothing*                      | the pattern 'nothing*' matches no module
 PLAN --out missing/plan.json                | does not exist: create it first
@@ -105,8 +108,9 @@ PLAN --model nothing                        | no workload is called 'nothing'
 PLAN --model made.py:none                   | has no callable 'none'
 PLAN --model absent:blocks                  | can't import absent
 PLAN --model made.py:raises                 | the factory raised KeyError: 'weights'
-PLAN --model made.py:wrong                  | the factory returned int
+PLAN --model made.py:wrong                  | the factory returned tuple of str and int; return an
 PLAN --model made.py:mismatch               | a forward on the batch raised
+PLAN --model made.py:guessed                | The batch was guessed: return (module, batch).
 gen-tests --model mlp                       | Missing option '--out'
 gen-tests --out t.py                        | give either --model, --trainer or --script
 gen-tests --model bert --out t.py           | no workload is called 'bert'
@@ -153,6 +157,7 @@ validate --gate recomput                    | no gate matches 'recomput'; did yo
 validate --model mlp --blocks layers.*      | the pattern 'layers.*' matches no module; there are 0, 0.0
 validate --dtype int8                       | 'int8' is not one of
 validate --no-such-option                   | No such option
+validate --modle mlp                        | No such option '--modle'. Did you mean '--model'?
 validate --model mlp --json absent/x.json   | does not exist: create it first
 """  # noqa: E501
 PLAN = "plan --model made.py:blocks --budget 1GiB --target cpu --global-batch 8 --whole-loss"

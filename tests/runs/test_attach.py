@@ -238,10 +238,14 @@ def trained_to(folder, until):
     return [parameter.detach() for parameter in model.parameters()], num_trained
 
 
-def test_a_loop_that_ends_by_steps_is_safe_on_a_finished_run_and_goes_on_bit_equal(tmp_path):
+def test_a_loop_that_ends_by_steps_is_safe_on_a_finished_run_and_goes_on_bit_equal(
+    tmp_path, caplog
+):
     for until, num_trained in ((7, 7), (7, 0), (5, 0), (10, 3), (13, 3)):
         weights, trained = trained_to(tmp_path / "parts", until)
         assert trained == num_trained
+    ended = f"{tmp_path}/parts: resumed at step 7, and trained no further step"
+    assert caplog.messages == [ended] * 2
     whole, trained = trained_to(tmp_path / "whole", 13)
     assert trained == 13
     assert all(map(torch.equal, weights, whole))

@@ -5,6 +5,7 @@ Run with `python -m pytest tests/trainer/test_project.py`.
 
 import json
 import os
+import shlex
 import subprocess
 
 import pytest
@@ -98,6 +99,10 @@ def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
     assert len(own[0]) == 4
     assert len(own[1]) == 2
     assert own == figures(tmp_path / "trainer")
+    again = ["--resume", "my_project-001", *words, f"runs={tmp_path}/own"]
+    lines = run(project, "train.py", *again).splitlines()
+    assert lines[1] == "resuming my_project-001 at step 4: nothing is left to train"
+    assert lines[-1].endswith(f"python train.py {shlex.join(again)}")
 
 
 def test_a_plan_file_of_the_command_is_applied(project, tmp_path):

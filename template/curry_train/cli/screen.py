@@ -83,6 +83,8 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     try:
         yield
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption) and error.possibilities:
+            del error.possibilities[1:]  # the first is the closest
         width = SCREEN_WIDTH - len("Error: ")
         message = fill_screen(error.format_message(), indent="", width=width)
         error.format_message = lambda: message  # type: ignore[method-assign]
@@ -406,7 +408,11 @@ def table(rows: Sequence[Sequence[str]], *, texts: Collection[str] = ()) -> str:
     for number, head in enumerate(rows[0]):
         is_text = number == 0 or head in texts
         grid.add_column(
-            justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold"
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+            # A name is broken only where it takes more than half of the screen.
+            min_width=min(widths[0], SCREEN_WIDTH // 2) if number == 0 else None,
         )
     for row in rows:
         grid.add_row(*map(Text, row))

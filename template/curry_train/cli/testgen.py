@@ -199,7 +199,10 @@ def testgen_command(
         text = render(model or TRAINER_PREFIX + words[0], path, command=command, **options)
     write_output(path, text)
     python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
-    click.echo(f"wrote {shown}; run it with\n  {python_path}python -m pytest {shlex.quote(shown)}")
+    click.echo(
+        f"wrote {shown}; run it with pytest (pip install pytest)\n"
+        f"  {python_path}python -m pytest {shlex.quote(shown)}"
+    )
 
 
 def _python_path() -> str:

@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/cli/test_train_command.py tests/trainer/test_prog
 import contextlib
 import functools
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -206,6 +207,7 @@ def train_command(
     signal (the state is saved).
     """
     given = [f"{key}={value}" for key, value in same_as_words.items() if value is not None]
+    start = [*(["--config", path] if path else []), *words, *given]
     if path is None and Path("config.yaml").is_file():
         path = "config.yaml"
     try:
@@ -232,11 +234,14 @@ def train_command(
         # Training can't go on, or its state can't be saved.
         click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
-    return _results(config, trained), STATUSES.get(trained.report.ended_by, 0)
+    return _results(config, trained, start), STATUSES.get(trained.report.ended_by, 0)
 
 
-def _results(config: Config, trained: Trained) -> dict[str, Any]:
-    """Print how the run ended, and return it; both on the first rank."""
+def _results(config: Config, trained: Trained, start: list[str]) -> dict[str, Any]:
+    """Print how the run ended, and return it; both on the first rank.
+
+    `start` are the words that started it, with which it is resumed.
+    """
     if os.environ.get("RANK", "0") != "0":
         return {}
     report = trained.report
@@ -250,9 +255,8 @@ def _results(config: Config, trained: Trained) -> dict[str, Any]:
         message = f"{report.step} steps done, {saved}"
     else:
         why = "the data ended" if report.ended_by == "data" else f"stopped by {report.ended_by}"
-        message = (
-            f"{why} after step {report.step}, {saved}\ngo on with --resume {trained.folder.name}"
-        )
+        again = shlex.join(["--resume", trained.folder.name, *start])
+        message = f"{why} after step {report.step}, {saved}\ngo on with {again}"
     click.echo(message)
 
     ended = {"step": report.step, "ended_by": report.ended_by, "run": str(trained.folder)}

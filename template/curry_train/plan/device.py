@@ -20,7 +20,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from ..core.timing import wait_for
-from ..core.wording import nearest
 
 # Time a device: matrix products, elementwise operations, host copies and dispatch.
 
@@ -240,10 +239,11 @@ def find_profile(name: str) -> DeviceProfile:
     if key in {"measured", "measure"}:
         return measure_profile()
     if key not in PROFILES:
-        known = [*PROFILES, "measured"]
-        meant = nearest(key, known)
-        hint = f"Did you mean {meant!r}? " if meant else ""
-        raise ValueError(f"there is no profile {name!r}. {hint}Use one of: {', '.join(known)}")
+        raise ValueError(
+            f"there is no profile {name!r}. Use one of: {', '.join(PROFILES)}, measured. To plan "
+            "for another card give the most similar one, and the card's own memory as --budget, "
+            "such as 12GiB"
+        )
     return PROFILES[key]
 
 

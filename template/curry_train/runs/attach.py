@@ -584,6 +584,12 @@ class AttachedRun:
                 self._record(self.policy.save_now(self.state.step, self.state))
             if self._ranks.first and reason in [number.name for number in STOP_SIGNALS]:
                 logger.warning("%s", self._stopped(reason))
+            elif self._ranks.first and self.resumed and self.steps == self.resumed.saved.step:
+                logger.warning(
+                    "%s: resumed at step %d, and trained no further step",
+                    self.store.files.location(""),
+                    self.steps,
+                )
             self._journal.ended(reason)
         finally:
             self._release()
@@ -593,9 +599,11 @@ class AttachedRun:
         newest = self.store.latest()
         if newest is None:
             return f"{reason}: nothing was saved yet"
+        # Who has a stream ends the process, and prints how to continue.
+        again = "; start again to go on from there" if self._has_loader else ""
         return (
             f"{reason} after step {self.state.step}: saved at step {newest.step}, in "
-            f"{newest.location}; start again to go on from there"
+            f"{newest.location}{again}"
         )
 
     def _load(self, what: str | int) -> Resumed | None:

@@ -490,9 +490,9 @@ def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
     except ImportError as error:
         why = f"transformers, which can't be imported: {error.__cause__ or error}"
         raise WorkloadError(f"a configuration needs {why}; install it, or what it needs") from error
+    except WorkloadError:
+        raise
     except (OSError, ValueError, AttributeError) as error:
-        if isinstance(error, WorkloadError):
-            raise
         raise WorkloadError(f"{path} is no configuration of a model: {error}") from error
     return lambda: architecture(config)
 
@@ -593,8 +593,9 @@ def _try_once(workload: Workload) -> None:
             raise
         except BaseException as error:
             # The user's model may raise anything, or end Python.
+            guess = "" if workload.own_batch else "The batch was guessed: return (module, batch). "
             raise WorkloadError(
-                f"{workload.spec}: a forward on the batch raised {describe_raised(error)}. "
+                f"{workload.spec}: a forward on the batch raised {describe_raised(error)}. {guess}"
                 "The batch of a (module, batch) pair is what forward takes, a tuple as its "
                 "positional arguments; if the loss also needs targets, return a "
                 "Workload(name, build, batch, loss)"

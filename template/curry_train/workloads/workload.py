@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 
 import copy
 import functools
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -337,10 +338,9 @@ class Case:
                 "of its first tensor, so it can't be divided: make tensors that begin with the "
                 "dimension of samples"
             )
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        ends = itertools.accumulate(sizes)
         return [
-            self.take(batch, slice(start, start + size))
-            for start, size in zip(starts, sizes, strict=True)
+            self.take(batch, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)
         ]
 
     def take(self, batch: Batch, rows: slice | list[int]) -> Batch:
@@ -393,16 +393,19 @@ def default_workload(
     name: str, build: Callable[[], nn.Module], made: Any, *, spec: str = ""
 ) -> Workload:
     """Make a workload from what a factory returned: a module, or a module and a batch."""
-    if isinstance(made, nn.Module):
-        module = made
-        example = _example_batch(made)
-    elif isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
-        module, example = made
-    else:
-        raise ValueError(
-            f"the factory returned {type(made).__name__}; return an nn.Module, "
-            "a (module, batch) pair or a Workload"
-        )
+    match made:
+        case nn.Module() as module:
+            example = _example_batch(module)
+        case tuple((nn.Module() as module, example)):
+            pass
+        case _:
+            found = type(made).__name__
+            if isinstance(made, tuple):
+                found += f" of {' and '.join(type(one).__name__ for one in made)}"
+            raise ValueError(
+                f"the factory returned {found}; return an nn.Module, a (module, batch) pair or a "
+                "Workload"
+            )
 
     size = batch_size(example)
     if not size:
