@@ -1209,10 +1209,9 @@ def judged_by_what_sees_all():
     model, judge = Language(), Attention().requires_grad_(False)
     optimizer = adamw(model)
     for tokens, targets in texts(9):
-        optimizer.zero_grad()
-        of_tokens(model(tokens), targets).backward()
+        logits = model(tokens)
         judge(tokens, tokens >= 0)
-        optimizer.step()
+        step(optimizer, of_tokens(logits, targets))
 
 
 def teacher_with_the_same_frozen_stem():

@@ -696,7 +696,6 @@ class Observer:
         small = [one for one in module.parameters() if one.is_leaf and one.numel() < MOST_SMALL]
         small = [one for one in small if one.requires_grad] or small
         device = inputs[0].device.type if inputs else "cpu"
-        is_on = torch.is_autocast_enabled(device)
         return self.note(
             Forward,
             module=module,
@@ -704,7 +703,9 @@ class Observer:
             digests=tuple(map(digest, inputs)),
             is_finite=all(bool(one.isfinite().all()) for one in inputs if is_plain(one)),
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
-            autocast=torch.get_autocast_dtype(device) if is_on else None,
+            autocast=(
+                torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            ),
             generator=_generator(),
             weights=(digest(small[0]), digest(small[-1])) if small else (0.0, 0.0),
             syncs=getattr(module, "require_backward_grad_sync", None),
@@ -1071,6 +1072,9 @@ class Observer:
         forward = self.forward
         if forward is None or id(forward.module) in self.probed:
             return
+        # Targets may stand behind a call of another model, as of one that judges.
+        if forward.module not in self.trace.roots:
+            return
         self.probed.add(id(forward.module))
         if forward.tokens is not None:
             self._probe_tokens(forward, forward.tokens)
@@ -1265,10 +1269,10 @@ def _filler(targets: Tensor, counted: Tensor) -> int | None:
 def _padded(tokens: Tensor, given: Iterable[Tensor]) -> Tensor | None:
     """Return where tokens are padding at the end, by a mask among what a model was given."""
     for mask in given:
-        if mask.shape != tokens.shape or mask is tokens or mask.max() > 1:
+        if mask.shape != tokens.shape or mask.max() > 1:
             continue
         differs = mask != mask[:, :1]
-        is_at_end = bool((differs[:, 1:] >= differs[:, :-1]).all())
+        is_at_end = (differs[:, 1:] >= differs[:, :-1]).all()
         if is_at_end and len(tokens[differs].unique()) == 1 == len(mask[:, 0].unique()):
             return differs
     return None
