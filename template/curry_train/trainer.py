@@ -16,6 +16,7 @@ Proof: `python -m pytest tests/trainer`.
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -303,6 +304,15 @@ def note_resumed(folder: Path, config: Config, *, step: int) -> None:
     first = folder / "config.yaml"
     if not first.is_file() or first.read_text(encoding="utf-8") != text:
         (folder / f"config-from-step-{step:08d}.yaml").write_text(text, encoding="utf-8")
+
+
+def how_to_continue(run: AttachedRun, folder: Path, config: str, words: Sequence[str]) -> str:
+    """Return the command that resumes a project's run with the words of its start."""
+    size = Ranks().size
+    start = f"torchrun --nproc-per-node {size}" if size > 1 else "python"
+    when = "to train longer, with a larger steps=" if run.ended_by == "steps" else "to continue"
+    file = [] if config == "config.yaml" else ["--config", config]
+    return f"{when}: {start} train.py {shlex.join(['--resume', folder.name, *words, *file])}"
 
 
 def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:

@@ -7,7 +7,6 @@ torchrun --nproc-per-node 8 train.py parallel=fsdp2 precision=bfloat16
 
 import argparse
 import importlib
-import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -215,18 +214,6 @@ def load_plan(path: str) -> Any:
     return planner.Plan.load(path)
 
 
-def how_to_continue(
-    run: AttachedRun, folder: Path, options: argparse.Namespace, num_ranks: int
-) -> str:
-    """Return the command that resumes this run with the words of its start."""
-    words = [*options.words]
-    if options.config != "config.yaml":
-        words += ["--config", options.config]
-    start = f"torchrun --nproc-per-node {num_ranks}" if num_ranks > 1 else "python"
-    when = "to train longer, with a larger steps=" if run.ended_by == "steps" else "to continue"
-    return f"{when}: {start} train.py {shlex.join(['--resume', folder.name, *words])}"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Read the configuration, join the ranks and train; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -249,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
                 train(training, run, Log(folder, config, ranks))
             if ranks.first:
                 print(f"ended after step {run.steps} ({run.ended_by}), saved in {folder}")
-                print(how_to_continue(run, folder, options, ranks.size))
+                print(trainer.how_to_continue(run, folder, options.config, options.words))
             return run.exit_status
     except (ValueError, NoSuchDevice, NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         print(f"Error: {error}", file=sys.stderr)
