@@ -387,13 +387,8 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
     for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
         if tag != "equal":
-            which = "A" if end_a > begin_a else "B"
-            alone = rest[0][begin_a:end_a] or rest[1][begin_b:end_b]
-            # Views and new memory come with what computes.
-            alone = [one for one in alone if one["computes"]] or alone
-            name, *others = dict.fromkeys(one["name"] for one in alone)
-            also = f", with {_listed(others)}" if others else ""
-            return f"{name} ({alone[0]['line']}) is in {which} alone{also}"
+            sides = ("B", rest[1][begin_b:end_b]), ("A", rest[0][begin_a:end_a])
+            return "; ".join(_alone(run, alone) for run, alone in sides if alone)
         for one, other in zip(rest[0][begin_a:end_a], rest[1][begin_b:end_b], strict=True):
             changed = next(_changes(one["values"], other["values"], ""), "")
             if changed or one["digests"] != other["digests"]:
@@ -401,6 +396,14 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
                 what = f"argument {changed}" if changed else "another result"
                 return f"{one['name']} ({lines}): {what}"
     return "no operation differs there: an assignment of Python, or it does not repeat"
+
+
+def _alone(run: str, operations: Sequence[Observation]) -> str:
+    # Views and new memory come with what computes.
+    operations = [one for one in operations if one["computes"]] or operations
+    name, *others = dict.fromkeys(one["name"] for one in operations)
+    also = f", with {_listed(others)}" if others else ""
+    return f"{name} ({operations[0]['line']}) is in {run} alone{also}"
 
 
 def _outcome(operation: Observation) -> tuple[Any, ...]:
