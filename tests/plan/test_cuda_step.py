@@ -134,6 +134,11 @@ def test_a_function_that_returns_frees_the_output_it_held(until, held):
     assert peaks[0] - peaks[1] == (0 if until == "loss" else logits)
 
 
+def test_another_end_is_refused():
+    with pytest.raises(ValueError, match="got 'forward'"):
+        replace(squares(), output_until="forward")
+
+
 def test_gradients_are_freed_before_the_next_forward():
     trace = trace_of_step(squares(torch_sgd))
     allocator = CudaAllocator()

@@ -190,7 +190,13 @@ optimizer.step()
 
 LOOPS = {
     "next step": [
-        "for _ in range(2):\n    y = model(x).view(5)\n    y.sum().backward()\n    sgd.step()",
+        """
+for _ in range(2):
+    view = model(x).view(5)
+    sparse = view.to_sparse()
+    sparse.sum().backward()
+    sgd.step()
+""",
         "for _ in range(2):\n    output = model(x)\n    output.sum().backward()\n    sgd.step()",
         """
 def forward():

@@ -178,7 +178,7 @@ def destination(root: Path, path: str) -> Path:
     return place
 
 
-# What to report for a file that is left as it is, by the state it is in.
+# For each state in which a file is left alone: the word that `update` prints for it.
 ACTIONS = {"as it came": "same", "edited": "keep", "missing": "missing", "yours": "in the way"}
 
 

@@ -72,7 +72,9 @@ def repeat(
             # Only a second repeat tells what differs each time from what differs here.
             if times == 1 and until == facts.step and _unlike_run(facts, repeats[0]):
                 times = 2
-        earlier = [repeats[0]["not finite"], _first_unlike(repeats)]
+        steps = zip(*(one["steps"].items() for one in repeats), strict=False)
+        unlike = (int(same[0][0]) for same in steps if any(one != same[0] for one in same))
+        earlier = [repeats[0]["not finite"], next(unlike, None)]
         differed |= earlier[1] is not None
         least = min([one for one in earlier if one is not None], default=until)
         if least >= until:
@@ -113,12 +115,6 @@ def _unlike_run(facts: BoxFacts, found: dict[str, Any]) -> str | None:
         if int(step) == facts.step and facts.parameters not in (None, parameters):
             return f"the parameters after step {step} are not those of the run"
     return None
-
-
-def _first_unlike(repeats: Sequence[dict[str, Any]]) -> int | None:
-    """Return the first step in which two repeats differ."""
-    steps = zip(*(one["steps"].items() for one in repeats), strict=False)
-    return next((int(same[0][0]) for same in steps if any(one != same[0] for one in same)), None)
 
 
 def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -> str | None:

@@ -577,7 +577,7 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find moments that are lost again and again, as where an optimizer is made anew."""
     for windows in grouped(trace.windows, lambda one: (one.step.origin, *sorted(one.own))):
         stages = [windows[:1]]
-        # Those of a new optimizer, and earlier ones; else a part was changed on purpose.
+        # Moments that are all 0, or as after an earlier step, are lost; others the user changed.
         states = {0.0, *(one.step.state_after for one in windows)}
         for last, window in itertools.pairwise(windows):
             state = window.step.state_before

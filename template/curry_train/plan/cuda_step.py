@@ -80,7 +80,7 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     fused = is_fused(record.optimizer)
     numbers = {id(life): number for number, life in enumerate(record.lives)}
     start = len(record.given)
-    # What the caller still holds at the end is freed there, or when its successors exist.
+    # An output that the caller holds is freed at the end of the step, or once the next one exists.
     end = record.event_ends["step"] if output_until == "next step" else None
 
     def size(life: Life) -> int:

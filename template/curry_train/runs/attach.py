@@ -599,7 +599,7 @@ class AttachedRun:
         newest = self.store.latest()
         if newest is None:
             return f"{reason}: nothing was saved yet"
-        # Who has a stream ends the process, and prints how to continue.
+        # A loop over a stream of its own ends the process itself, and prints how to continue.
         again = "; start again to go on from there" if self._has_loader else ""
         return (
             f"{reason} after step {self.state.step}: saved at step {newest.step}, in "

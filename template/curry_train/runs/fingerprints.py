@@ -479,7 +479,7 @@ class Operations(TorchDispatchMode):
         phase = "backward" if recorder.in_backward else phase
         output = func(*args, **options)
         values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
-        # What an operation of lists changes it does not return.
+        # An operation that changes lists in place returns nothing: its inputs are the results.
         found = given if output is None else leaves_of(output)
         # So have the bytes in which a kernel keeps what its backward needs, next to its results.
         is_kernel = len({getattr(it, "dtype", None) for it in found.values()}) > 1

@@ -264,9 +264,14 @@ class RunningScript:
 
     def stop(self, frame: Any) -> None:
         """Hand the recording over, and wait for ever."""
-        made = [one for one, _ in self.recording.made.values()]
-        # The record has one reference, and this list, the variable and the argument have others.
-        self.recording.held = {one.data_ptr() for one in made if sys.getrefcount(one) > 4}
+        made = [one for one, _ in self.recording.made.values() if one.layout is torch.strided]
+        # Nothing of the script holds the last one: a variable stands for the place in the record.
+        alone = torch.empty(0)
+        made.append(alone)
+        counts = [sys.getrefcount(one) for one in made]
+        self.recording.held = {
+            one.data_ptr() for one, count in zip(made, counts, strict=True) if count > counts[-1]
+        }
         while frame:
             is_of_script = Path(frame.f_code.co_filename) == self.path
             if self.recording.place and not is_of_script:
@@ -500,7 +505,8 @@ class LossSource:
         # Targets are often flattened outside of the module, one row after the other.
         leaves = [one for one in tree_iter(self.batch) if isinstance(one, Tensor) and one.dim()]
         rows = leaves[0].size(0) if leaves else 0
-        if name == "target" and isinstance(value, Tensor) and _is_longer(value, rows):
+        size = value.size(0) if isinstance(value, Tensor) and value.dim() else 0
+        if name == "target" and 1 < rows < size and size % rows == 0:
             entry += ".flatten(0, 1)"
             value = value.unflatten(0, (rows, -1))
         self.batch[key] = value
@@ -557,12 +563,6 @@ class LossSource:
         if name is None:
             return self._other(module)
         return f'module.get_submodule("{name}")' if name else "module"
-
-
-def _is_longer(tensor: Tensor, rows: int) -> bool:
-    """Return whether a tensor has several entries for each row."""
-    size = tensor.size(0) if tensor.dim() else 0
-    return 1 < rows < size and size % rows == 0
 
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
@@ -723,7 +723,8 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
 def _is_held(recording: Recording, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it."""
     made = (one for one, by in recording.made.values() if by.operation.function is root)
-    return any(one.data_ptr() in recording.held for one in made)
+    # Of sparse and nested tensors it is not known.
+    return any(one.layout is not torch.strided or one.data_ptr() in recording.held for one in made)
 
 
 def _ids(module: nn.Module) -> set[int]:

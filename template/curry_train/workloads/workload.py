@@ -145,7 +145,8 @@ def take(batch: Any, rows: slice | list[int], *, shared: Sequence[bool] = ()) ->
         if next(known, False) or not tensor.dim() or tensor.size(0) != size:
             return tensor
         if tensor.is_nested:
-            return _nested([tensor.unbind()[row] for row in chosen], tensor.layout)
+            samples = [tensor.unbind()[row] for row in chosen]
+            return torch.nested.as_nested_tensor(samples, layout=tensor.layout)
         return tensor[rows]
 
     def divide(value: Any) -> Any:
@@ -171,10 +172,6 @@ def _samples_of(value: Any) -> list[Any] | None:
         return unpack_sequence(value)
     makes_batches = hasattr(type(value), "from_data_list") and hasattr(value, "to_data_list")
     return list(value.to_data_list()) if makes_batches else None
-
-
-def _nested(tensors: list[Tensor], layout: torch.layout) -> Tensor:
-    return torch.nested.as_nested_tensor(tensors, layout=layout)
 
 
 # Workloads to train: a module, a batch of any size, and a loss that is a sum of terms.
@@ -240,6 +237,10 @@ class Workload:
     # How long the caller holds what the module returned: to the end of "loss" or "step" where these
     # are functions that return without it, or to the "next step" where a variable outlives it.
     output_until: str = "next step"
+
+    def __post_init__(self) -> None:
+        if self.output_until not in ("loss", "step", "next step"):
+            raise ValueError(f"output_until is loss, step or next step, got {self.output_until!r}")
 
     def mean_loss(self, module: nn.Module, batch: Batch) -> Tensor:
         return self.loss(module, batch) / self.count(batch)
