@@ -81,6 +81,8 @@ class SavingsRow(SetupRow):
     python_calls: int | None = None
     # Further figures that only this strategy has.
     facts: dict[str, float] = field(default_factory=dict)
+    # What it moves to the host stays in the memory of this machine, as on a CPU.
+    stays_here: bool = False
 
     @property
     def is_wrong(self) -> bool:
@@ -164,8 +166,6 @@ def load_with_depth(spec: str, depth: int | None) -> Workload:
     if depth is None:
         return load_workload(spec)
     if spec not in BUILTIN_WORKLOADS:
-        if ":" not in spec:
-            load_workload(spec)  # raises for a misspelled name
         raise WorkloadError(
             f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in "
             f"{spec} itself"
@@ -288,6 +288,7 @@ def _measure(
         record = _figures(row, case, model)
         facts = STRATEGIES[row.name].facts
         row.facts = {} if facts is None else facts(model)
+        row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
         row.python_calls = python_calls(case, lambda module, small: _apply(row.name, module, small))
     except (ValueError, RuntimeError) as error:
         row.outcome, row.why = failure(error, case)

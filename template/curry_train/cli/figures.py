@@ -145,16 +145,16 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
     _plot_trades(path, title, [[TradePanel("", RATIO_AXIS, times)]])
 
 
-def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str = "") -> None:
+def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str) -> None:
     """Write a PNG of the rows that were measured, a line of panels for each case."""
-    title = f"What each strategy saves, and what it costs{f', on {device}' if device else ''}"
-    measured = [row for row in rows if row.outcome == MEASURED_OUTCOME]
+    title = f"What each strategy saves, and what it costs, on {device}"
+    measured = [row for row in rows if row.outcome == MEASURED_OUTCOME and not row.stays_here]
     cases = []
     for label, case in itertools.groupby(measured, key=lambda row: row.label):
         shown = list(case)
         times = [_time(row) for row in shown if row.ratio or row.name == REFERENCE_STRATEGY]
         flops = [
-            Trade(row.name, 100 * (row.recompute_ratio or 0), (None, None), row.peak_bytes or 0)
+            _time(row)._replace(cost=100 * (row.recompute_ratio or 0), ends=(None, None))
             for row in shown
         ]
         again = TradePanel("", "recomputed FLOPs, % of one forward", flops)

@@ -144,9 +144,11 @@ def _remarks(rows: Sequence[SavingsRow]) -> Iterator[str]:
     for row in rows:
         remarks = []
         if row.outcome != MEASURED_OUTCOME:
-            remarks.append(f"{row.outcome}: {row.why}" if row.why else row.outcome)
+            remarks.append(f"{row.outcome}: {row.why}")
         elif row.why:
             remarks.append(row.why)
+        elif row.stays_here:
+            remarks.append("moves activations within this machine: no win on a CPU, and not drawn")
         if row.parity.startswith("differs"):
             remarks.append(f"changes the training; {row.parity}")
         for remark in remarks:
@@ -170,7 +172,7 @@ def _numbers(values: Sequence[str]) -> list[int]:
     """Parse `--batch-size 8,32 --batch-size 64` as 8, 32 and 64."""
     words = [word.strip() for value in values for word in value.split(",")]
     for word in words:
-        if not (word.isascii() and word.isdecimal() and int(word)):
+        if not (word.isdecimal() and int(word)):
             raise ValueError(
                 f"{word!r} is not a whole number from 1 up; several are written 8,32,128"
             )

@@ -215,8 +215,6 @@ def moved_bytes(model: nn.Module) -> dict[str, float]:
     everything = report.moved_bytes + sum(nbytes for _, nbytes in report.skipped.values())
     return {
         "moved_bytes": report.moved_bytes,
-        "brought_back_bytes": report.brought_back_bytes,
-        "save_on_cpu_bytes": everything,
         "of_save_on_cpu": report.moved_bytes / everything if everything else 0.0,
     }
 
