@@ -3,6 +3,8 @@
 python -m pytest tests/primitives/test_grad_accum.py
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +40,8 @@ def test_from_config_reads_an_omegaconf_node_and_its_missing_value():
     assert GradientAccumulation.from_config(node, key="later").steps == 1
     omegaconf.OmegaConf.set_struct(node, True)
     assert GradientAccumulation.from_config(node, key="absent").steps == 1
+    arguments = SimpleNamespace(gradient_accumulation_steps=4)
+    assert GradientAccumulation.from_config(arguments).steps == 4
 
 
 @pytest.mark.parametrize("steps", [-1, True, 2.0, "4", torch.tensor(2.0)])
@@ -49,8 +53,8 @@ def test_steps_that_are_not_a_positive_whole_number_are_refused(steps):
 # Windows.
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3, 4, 5, 8, 11])
-@pytest.mark.parametrize("steps", [1, 2, 4, 16])
+@pytest.mark.parametrize("num_microbatches", [1, 4, 11])
+@pytest.mark.parametrize("steps", [1, 4])
 def test_every_microbatch_is_in_one_window_in_order(num_microbatches, steps):
     windows = list(GradientAccumulation(steps).windows(range(num_microbatches)))
     assert [microbatch for window in windows for microbatch in window] == list(
@@ -100,7 +104,7 @@ def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
     def mean(model, batch):
         return model(batch).square().mean()
 
-    with pytest.raises(NonFiniteWindow, match=r"microbatch 1 of 2.*pass count="):
+    with pytest.raises(NonFiniteWindow, match=r"loss nan, .*microbatch 1 of 2.*pass count="):
         linear_step([torch.ones(1, 2), torch.ones(0, 2)], loss=mean)
 
 
@@ -223,15 +227,16 @@ def train(model, window, *, joint, **options):
     return train_window(model, window, summed_loss, optimizer, **options)
 
 
-def test_a_joint_loss_couples_the_microbatches_of_a_window():
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_joint_loss_couples_the_microbatches_of_a_window(joint):
     model = make_model()
     microbatches = make_microbatches(0)
     calls = []
     model.register_forward_hook(lambda *_: calls.append("forward"))
     model[0].weight.register_hook(lambda gradient: calls.append("backward"))
-    loss, expected = large_batch_gradients([microbatches], joint=True)
-    result = train(model, window_of(microbatches), joint=True)
-    assert calls == ["forward"] * 6 + ["backward"]
+    loss, expected = large_batch_gradients([microbatches], joint=joint)
+    result = train(model, window_of(microbatches), joint=joint)
+    assert calls == (["forward"] * 6 + ["backward"] if joint else ["forward", "backward"] * 3)
     assert result.loss == pytest.approx(loss, rel=1e-12)
     assert result.num_terms == 8
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
@@ -257,8 +262,6 @@ def test_decisions_of_a_users_loop_sync_as_asked(sync_each_batch):
     window = window_of(make_microbatches(0), sync_each_batch=sync_each_batch)
     synced = [window.train_step_kwargs(index)["sync_gradients"] for index in range(3)]
     assert synced == [sync_each_batch, sync_each_batch, True]
-    stepped = [window.train_step_kwargs(index)["step_optimizer"] for index in range(3)]
-    assert stepped == [False, False, True]
     accumulation = GradientAccumulation.from_config(
         {"gradient_accumulation_steps": 2, "sync_each_batch": sync_each_batch}
     )
