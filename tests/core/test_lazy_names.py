@@ -26,7 +26,6 @@ def test_an_unknown_name_is_an_attribute_error():
         AttributeError, match=r"module 'curry_train.primitives' has no attribute 'Nothing'"
     ):
         _ = primitives.Nothing
-    assert not hasattr(primitives, "Nothing")
 
 
 @pytest.mark.parametrize("room", ["gates", "plan", "primitives", "runs", "workloads"])
@@ -39,6 +38,7 @@ def test_every_lazy_name_exists_in_the_module_of_its_table(room):
 
 def test_importing_a_package_does_not_import_torch():
     program = (
-        "import sys, curry_train.primitives, curry_train.core; sys.exit('torch' in sys.modules)"
+        "import sys, curry_train.primitives, curry_train.core.wording; "
+        "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT / "template").returncode == 0

@@ -196,6 +196,12 @@ def test_blocks_that_run_lower_the_peak_with_equal_bits(kind):
     assert equal.bit_equal, equal.describe()
 
 
+def test_a_model_of_the_class_of_its_block_is_no_block_itself():
+    model = made(Iterated)
+    model.update = made(Iterated)
+    assert "" not in chosen(model).names
+
+
 def test_blocks_that_the_containers_give_stay_where_they_serve():
     model = made(lambda: nn.Sequential(Block(), Block(), Block()))
     choice = chosen(model)

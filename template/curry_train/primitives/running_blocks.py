@@ -339,7 +339,11 @@ class _Cuts:
             name
             for name, kind in self.record.kinds.items()
             if name in names
-            or (kind in kinds and name not in self.record.calls and not _is_below(name, names))
+            or (
+                kind in kinds
+                and name not in {"", *self.record.calls}
+                and not _is_below(name, names)
+            )
         ]
 
 

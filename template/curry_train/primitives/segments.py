@@ -43,13 +43,15 @@ class Segment:
     # Outputs of the blocks that are still to be called.
     outputs: list[Any] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
-    # What the block before returned first, which the next block must get, and its version.
+    # What the block before returned first, which the next block must get, whether it returned
+    # nothing else, and when.
     passed: Tensor | None = None
-    version: int = 0
+    is_alone: bool = False
+    moment: Any = None
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all blocks at the first one, and return the output of the called one."""
-        position = next(index for index, other in enumerate(self.blocks) if other is block)
+        position = self.blocks.index(block)
         if position == 0:
             self._start(args, kwargs)
         else:
@@ -57,7 +59,8 @@ class Segment:
         output = self.outputs.pop(0)
         if self.outputs:
             self.passed = _stream(output, block)
-            self.version = _version(self.passed)
+            self.is_alone = output is self.passed
+            self.moment = _moment(self.passed, self.is_alone)
         else:
             # The forward is over, and nothing of it stays alive here.
             self.passed = None
@@ -116,10 +119,10 @@ class Segment:
             )
         before = self.names[position - 1]
         taken = args[0] if args else None
-        if taken is not self.passed or _version(taken) != self.version:
+        if taken is not self.passed or _moment(taken, self.is_alone) != self.moment:
             raise ChainBroken(
-                f"{name} does not take the output of {before} unchanged, so the two can't share a "
-                f"segment; {REMEDY}"
+                f"{name} does not take the output of {before} unchanged and at once, so the two "
+                f"can't share a segment; {REMEDY}"
             )
         if not _same((args[1:], kwargs), self.arguments):
             raise ChainBroken(
@@ -159,13 +162,14 @@ def recompute_segments(
     require_whole("the number of segments", num_segments, least=1)
     found = find_blocks(model, blocks)
     recomputed = []
-    longest = max(len(chain) for chain in chains_of(list(found)))
+    chains = chains_of(list(found))
+    longest = max(map(len, chains))
     if num_segments > longest:
         raise ValueError(
             f"{num_segments} segments are more than the {longest} blocks of the longest chain"
         )
 
-    for chain in chains_of(list(found)):
+    for chain in chains:
         for names in _split(chain, num_segments)[:-1]:
             segment = Segment(names, [found[name] for name in names], settings)
             for block in segment.blocks:
@@ -188,16 +192,25 @@ def chains_of(names: Sequence[str]) -> list[list[str]]:
 
 
 def _split(chain: list[str], num_segments: int) -> list[list[str]]:
-    """Split into non-empty segments whose lengths differ by at most one, longer ones first."""
-    num_segments = min(num_segments, len(chain))
-    size, num_longer = divmod(len(chain), num_segments)
-    starts = [index * size + min(index, num_longer) for index in range(num_segments + 1)]
-    return [chain[start:end] for start, end in itertools.pairwise(starts)]
+    """Split into non-empty segments whose lengths differ by at most one; the last is the shorter.
+
+    It is not recomputed.
+    """
+    count = min(num_segments, len(chain))
+    ends = [-(-len(chain) * index // count) for index in range(count + 1)]
+    return [chain[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _version(tensor: Any) -> int:
-    """Return how often a tensor was changed in place; compiled code changes nothing unnoticed."""
-    return 0 if torch.compiler.is_compiling() else int(tensor._version)
+def _moment(tensor: Any, is_alone: bool) -> tuple[int, int]:
+    """Return how often a tensor was changed in place, and how many nodes autograd has made.
+
+    What is computed between two blocks would come after both of them here, and the gradients that
+    meet in the tensor would be added in another order. What a block returns besides it may be used
+    there. Compiled code changes nothing unnoticed.
+    """
+    if torch.compiler.is_compiling():
+        return 0, 0
+    return tensor._version, torch.autograd._get_sequence_nr() if is_alone else 0
 
 
 def _stream(output: Any, block: nn.Module) -> Tensor:

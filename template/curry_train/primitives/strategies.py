@@ -134,7 +134,7 @@ def choose_segments(
 
     Of several with the same peak the smallest number is returned, which recomputes least.
     """
-    longest = max(len(chain) for chain in chains_of(list(find_blocks(model, blocks))))
+    longest = max(map(len, chains_of(list(find_blocks(model, blocks)))))
     peaks = {}
     for count in sorted({-(-longest // size) for size in range(1, longest + 1)}):
         recompute_segments(model, count, blocks=blocks)
@@ -398,11 +398,8 @@ class CheckpointConfig:
         self.exclude_patterns = tuple(self.exclude_patterns)
         self.include_patterns = tuple(self.include_patterns)
         if self.strategy not in CONFIGURED_STRATEGIES:
-            known = ", ".join(CONFIGURED_STRATEGIES)
-            closest = did_you_mean(
-                str(self.strategy), CONFIGURED_STRATEGIES, otherwise="none is near"
-            )
-            raise ValueError(f"strategy must be one of {known}; got {self.strategy!r}: {closest}")
+            known = did_you_mean(str(self.strategy), CONFIGURED_STRATEGIES)
+            raise ValueError(f"no strategy is called {self.strategy!r}; {known}")
         if (self.plan is not None) != (self.strategy == "plan"):
             raise ValueError(
                 "plan must be the path of a plan with strategy 'plan', None with others; got "
@@ -459,14 +456,12 @@ def apply_config(
         if config.strategy in STRATEGIES_BY_SETTING[name]
     }
     if config.strategy == "selective":
-        names: list[str] | None = _large_layers(model, config, batch, loss, layers)
+        names = _large_layers(model, config, batch, loss, layers)
         changed = recompute_blocks(model, blocks=names, **options) if names else []
     else:
-        names = None
-        if config.strategy not in ("none", "plan"):
-            names = _configured_blocks(model, config, batch, loss)
-        num_segments = config.sequential_segments
-        sample = Sample(batch, loss, names, apply_plan, options, num_segments)
+        has_blocks = config.strategy not in ("none", "plan")
+        blocks = _configured_blocks(model, config, batch, loss) if has_blocks else None
+        sample = Sample(batch, loss, blocks, apply_plan, options, config.sequential_segments)
         changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
     if not config.use_reentrant:
         primitives.keep_routing(model)
