@@ -12,10 +12,9 @@ from torch import nn
 from curry_train.gates import checkpoint_policy
 from curry_train.gates.first_look import explained, look
 from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case, default_workload
+from curry_train.workloads.workload import Case
 
 GATES = {gate.name.partition("/")[2]: gate for gate in checkpoint_policy.GATES}
-ON_ONE = {name: gate for name, gate in GATES.items() if name != "two-ranks"}
 
 
 def test_what_the_model_keeps_outside_of_its_state_is_found():
@@ -49,10 +48,14 @@ class Function(nn.Linear):
         pass
 
 
+def function():
+    return Function(), torch.randn(4, 8)
+
+
 def test_a_state_that_no_checkpoint_holds_does_not_apply_with_the_cause():
-    case = Case(default_workload("function", Function, (Function(), torch.randn(4, 8))))
+    case = Case(load_workload(f"{__file__}:function"))
     findings = look(case)
-    for gate in ON_ONE.values():
+    for gate in GATES.values():
         verdict = explained(gate.run(case), findings)
         assert verdict.passed is None, verdict
         assert "_extra_state" in verdict.hint

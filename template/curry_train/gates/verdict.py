@@ -42,6 +42,8 @@ ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: us
 
 # Printed as the requirement of a gate that raised an error.
 TO_RUN = "to run"
+# Part of the refusal of a state that no checkpoint holds.
+UNSAVED = "can't be saved"
 
 # What of the user's a gate may run; the loop is that of a script or Trainer.
 KINDS_THAT_RUN = ("model", "loss", "implementation", "machine", "loop")
@@ -159,11 +161,14 @@ class Gate:
         except (MemoryError, torch.OutOfMemoryError) as error:
             # CUDA goes on for many sentences.
             why = f"memory ran out ({str(error).partition('. ')[0]}): {LESS_MEMORY}"
-        except RankFailed as error:
-            return Verdict(self.name, False, f"raised on a rank: {error}", TO_RUN, error.hint)
-        except ValueError as error:
-            # Our own errors state what to do.
-            return Verdict(self.name, False, "could not be measured", TO_RUN, str(error))
+        except (RankFailed, ValueError) as error:
+            why = str(error)
+            if UNSAVED not in why:
+                # Our own errors state what to do.
+                measured, hint = "could not be measured", why
+                if isinstance(error, RankFailed):
+                    measured, hint = f"raised on a rank: {why}", error.hint
+                return Verdict(self.name, False, measured, TO_RUN, hint)
         except Exception as error:  # noqa: BLE001
             # The user's model may raise anything, and the other gates must still run.
             if NO_HOOKS_INSIDE not in str(error):
