@@ -49,3 +49,5 @@ def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):
     found = json.loads(path.read_text())
     assert (found["mlp"]["num_rows"], found["timm"]["num_rows"]) == (2, 3)
     assert not torch.backends.cudnn.benchmark
+    # The last run failed.
+    assert not gpumemnet.settled({8: 1708, 16: 1716, 32: 1732, 64: 1700})

@@ -65,8 +65,7 @@ class StepTrace:
     step_start: int  # index of the optimizer step's first event
     gradients: tuple[int, ...]  # freed when the next step begins
     products: tuple[int, ...]  # indices of the results of the first product of each thread
-    first_sizes: tuple[int, ...] = ()  # bytes of the storages of the optimizer's first step
-    first_events: tuple[int, ...] = ()  # of that step, by their own numbers
+    first_events: tuple[int, ...] = ()  # of the optimizer's first step, with storages of its own
     streams: tuple[int, ...] = ()  # stream of each storage; empty where all are of the default one
     convolutions: tuple[Convolution, ...] = ()  # of forward and backward, in their order
     searches: bool = False  # whether the first step tries cuDNN's algorithms
@@ -78,7 +77,10 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     Unless the optimizer is fused, its numbers have 0 bytes, because they are in host memory.
     """
     fused = is_fused(record.optimizer)
-    numbers = {id(life): number for number, life in enumerate(record.lives)}
+    first = [one for one in record.first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
+    own = dict.fromkeys(life for life, _ in first)
+    lives = [*record.lives, *own]
+    numbers = {id(life): number for number, life in enumerate(lives)}
     start = len(record.given)
     # An output that the caller holds is freed at the end of the step, or once the next one exists.
     end = record.event_ends["step"] if output_until == "next step" else None
@@ -93,19 +95,16 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     ]
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
-    first = [one for one in record.first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
-    first_numbers = {id(life): place for place, (life, _) in enumerate(first)}
     return StepTrace(
-        sizes=tuple(map(size, record.lives)),
+        sizes=(*map(size, record.lives), *(life.nbytes for life in own)),
         given=tuple(numbers[id(life)] for life in dict.fromkeys([*in_order, *others])),
         state=tuple(numbers[id(life)] for life in state if size(life)),
         events=_numbered(record.events[start:end], numbers),
         step_start=record.event_ends["backward"] - start,
         gradients=tuple(numbers[id(life)] for life in record.gradients if life not in record.given),
         products=tuple(place - start for place in record.products.values()),
-        first_sizes=tuple(life.nbytes for life, _ in first),
-        first_events=_numbered(first, first_numbers),
-        streams=tuple(record.streams.get(id(life), 0) for life in record.lives),
+        first_events=_numbered(first, numbers),
+        streams=tuple(record.streams.get(id(life), 0) for life in lives),
         convolutions=tuple(replace(one, place=one.place - start) for one in record.convolutions),
         searches=torch.backends.cudnn.benchmark,
     )
@@ -154,12 +153,11 @@ class TrainingReplay:
             if index in products:
                 # The result is there before cuBLAS asks for its workspace.
                 self.allocator.allocate(self.workspace_bytes)
-        if self._steps == 0 and trace.state:
-            self._first_optimizer_step()
-        else:
-            for event in trace.events[trace.step_start :]:
-                self._run(event)
-            self._rename_state()
+        is_first = self._steps == 0 and bool(trace.state)
+        events = trace.first_events if is_first else trace.events[trace.step_start :]
+        for event in events:
+            self._run(event)
+        self._name_state(events, is_first)
         self._steps += 1
 
     def _convolve(self, convolution: Convolution) -> None:
@@ -180,35 +178,20 @@ class TrainingReplay:
         if before is not None:
             self.allocator.free(before)
 
-    def _first_optimizer_step(self) -> None:
-        """Make the optimizer state, with the temporaries of the first step."""
+    def _name_state(self, events: Iterable[int], is_first: bool) -> None:
+        """Let what the optimizer made be the state of the next step; make the rest of the first."""
         trace = self.trace
-        made: dict[int, MemoryBlock] = {}
-        for event in trace.first_events:
-            if event >= 0:
-                made[event] = self.allocator.allocate(trace.first_sizes[event])
-            elif ~event in made:
-                self.allocator.free(made.pop(~event))
-        left = [*made]
-        for number in trace.state:
-            same = [place for place in left if trace.first_sizes[place] == trace.sizes[number]]
-            if same:
-                left.remove(same[0])
-                self._blocks[number] = made[same[0]]
-            else:
-                self._make(number, trace.sizes[number])
-
-    def _rename_state(self) -> None:
-        """Let state that the optimizer made anew be the state of the next step."""
-        trace = self.trace
-        gone = [number for number in trace.state if number not in self._blocks]
         new = self._blocks.keys() - {*trace.given, *trace.state}
-        made = [event for event in trace.events[trace.step_start :] if event in new]
-        for number in gone:
+        made = [event for event in events if event in new]
+        for number in trace.state:
+            if number in self._blocks:
+                continue
             same = [event for event in made if trace.sizes[event] == trace.sizes[number]]
             if same:
                 made.remove(same[0])
                 self._blocks[number] = self._blocks.pop(same[0])
+            elif is_first:
+                self._make(number, trace.sizes[number])
 
     def _make(self, number: int, num_bytes: int) -> None:
         streams = self.trace.streams
