@@ -144,8 +144,8 @@ def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
     """A rank other than the first has the bad operation, and compiled code runs uncompiled."""
     (tmp_path / "ranks.py").write_text(RANKS)
     subprocess.run([warm_python(), "ranks.py"], cwd=tmp_path, check=True)
-    words = ("ranks/boxes/step-00000008", "--script", "ranks.py", "--times", "2")
-    status, output = replay(monkeypatch, tmp_path, *words)
+    box = "ranks/boxes/step-00000008"
+    status, output = replay(monkeypatch, tmp_path, box, "--script=ranks.py", "--times=2")
     assert status == 0, output
     assert "repeats to the bit: 3 losses of the run are equal, and the parameters" in output
     assert "step 8, forward: aten.log.default in no module of the model, ranks.py:31" in output
