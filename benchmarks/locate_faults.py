@@ -40,7 +40,8 @@ def flip(tensor: Tensor, place: float, bit: int) -> None:
 
 
 def flipped(tensor: Tensor, where: Sequence[Any]) -> Tensor:
-    copied = tensor.clone(memory_format=torch.contiguous_format)
+    # With its strides, by whose order dropout draws.
+    copied = tensor.clone()
     if where:
         flip(copied, *where)
     return copied

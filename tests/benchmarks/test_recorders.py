@@ -6,6 +6,7 @@ python -m pytest tests/benchmarks/test_recorders.py
 import functools
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from tree import ROOT
 PROGRAMS = {
     path.stem: path
     for path in sorted((ROOT / "benchmarks").glob("*.py"))
-    if "parse_args(" in path.read_text()
+    if re.search(r"parse_args\(|click\.command", path.read_text())
 }
 assert len(PROGRAMS) >= 20
 

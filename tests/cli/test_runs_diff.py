@@ -82,38 +82,22 @@ def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
     assert "equal to the bit in 40 common steps" in text_of(same)
 
 
-def test_the_first_step_with_different_losses_is_found_by_a_single_bit(tmp_path):
-    """Plant the least difference that a figure can have, then the largest."""
-    plant(tmp_path / "one", last=40)
-
-    def other(step):
-        loss = loss_of(step)
-        if step == 7:
-            return math.nextafter(loss, math.inf)
-        return loss - 2.0 if step == 30 else loss
-
-    plant(tmp_path / "two", last=40, loss=other)
-    losses = compare(tmp_path / "one", tmp_path / "two")["losses"]
-    assert (losses["num_common"], losses["num_different"]) == (40, 2)
-    first, largest = losses["first"], losses["largest"]
-    assert first["step"] == 7
-    assert 0 < first["b"] - first["a"] < 1e-15
-    assert (largest["step"], largest["b"] - largest["a"]) == (30, -2.0)
-
-
 @pytest.mark.parametrize(
-    ("a", "b", "first"),
+    ("a", "b", "first", "largest"),
     [
-        ((1.0, math.nan, 2.0), (1.0, math.nan, 2.0), None),
-        ((1.0, math.nan, 2.0), (1.0, 1.0, 2.0), 2),
-        ((1.0, 3.0, math.inf), (1.0, 3.0, -math.inf), 3),
+        # The least difference that a figure can have.
+        ((1.0, 3.0, 4.0), (1.0, math.nextafter(3.0, math.inf), 2.0), 2, 3),
+        ((1.0, math.nan, 2.0), (1.0, math.nan, 2.0), None, None),
+        ((1.0, math.nan, 2.0), (1.0, 1.0, 2.0), 2, 2),
+        ((1.0, 3.0, math.inf), (1.0, 3.0, -math.inf), 3, 3),
     ],
 )
-def test_losses_that_are_not_finite_are_compared_too(tmp_path, a, b, first):
+def test_the_first_and_the_largest_difference_of_losses_are_found(tmp_path, a, b, first, largest):
     for name, losses in (("one", a), ("two", b)):
         plant(tmp_path / name, last=3, loss=lambda step, losses=losses: losses[step - 1])
-    found = compare(tmp_path / "one", tmp_path / "two")["losses"]["first"]
-    assert (found and found["step"]) == first
+    found = compare(tmp_path / "one", tmp_path / "two")["losses"]
+    steps = [found[one] and found[one]["step"] for one in ("first", "largest")]
+    assert steps == [first, largest]
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():

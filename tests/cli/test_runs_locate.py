@@ -6,12 +6,14 @@ Run: `python -m pytest tests/cli/test_runs_locate.py`.
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from recorded_training import recorded
 from warm_python import warm_python
 
+from curry_train.cli import runs_locate
 from curry_train.cli.runs import runs_command
 
 SCRIPT = """\
@@ -182,6 +184,26 @@ def test_the_setting_that_makes_the_difference_is_found(folder, monkeypatch):
     assert settings["variable TORCH_EPSILON"].startswith("makes the difference: step 1, forward")
 
 
+def record_as(folder, fault, **variables):
+    """Record a training here as one that was started with these variables."""
+    start, *rest = recorded(folder, fault)
+    lines = map(json.dumps, [start | {"variables": variables}, *rest])
+    (folder / "rank-0.jsonl").write_text("\n".join([*lines, ""]))
+
+
+def test_settings_that_only_act_together_are_found_together(folder, monkeypatch):
+    def record(command, settings, out):
+        both = [settings[f"variable TORCH_{one}"] for one in ("ONE", "OTHER")]
+        recorded(Path(out), "epsilon" if both == ["2", "2"] else "")
+
+    monkeypatch.setattr(runs_locate, "_run_template", record)
+    for name, fault, value in (("A", "", "1"), ("B", "epsilon", "2")):
+        record_as(folder / name, fault, TORCH_ONE=value, TORCH_OTHER=value)
+    text = " ".join(invoke("locate", "A", "B", "--bisect", "it").stdout.split())
+    assert "variable TORCH_ONE: makes none variable TORCH_OTHER: makes none" in text
+    assert "all of these together: step 1, forward: model.h.1.ln, call 0" in text
+
+
 @pytest.mark.parametrize(
     ("command", "text"),
     [
@@ -191,13 +213,8 @@ def test_the_setting_that_makes_the_difference_is_found(folder, monkeypatch):
     ],
 )
 def test_a_command_that_records_nothing_is_refused(folder, command, text):
-    recorded(folder / "A")
-    recorded(folder / "B", "epsilon")
-    for name, value in (("A", "1"), ("B", "2")):
-        path = folder / name / "rank-0.jsonl"
-        start, *lines = path.read_text().splitlines()
-        start = json.loads(start) | {"variables": {"TORCH_OTHER": value}}
-        path.write_text("\n".join([json.dumps(start), *lines, ""]))
+    record_as(folder / "A", "", TORCH_OTHER="1")
+    record_as(folder / "B", "epsilon", TORCH_OTHER="2")
     ended = invoke("locate", "A", "B", "--bisect", command)
     assert ended.exit_code == 2
     assert text in " ".join(ended.output.split())

@@ -41,6 +41,52 @@ for batch in run.batches(data):
         break
 """
 
+# Two ranks, of which the second has the bad samples. Its compiler makes other numbers.
+RANKS = """\
+import os
+import socket
+import sys
+
+import torch
+from curry_train.runs import saving
+from torch.distributed.fsdp import fully_shard
+
+if "RANK" not in os.environ:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = str(found.getsockname()[1])
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    os.environ["RANK"] = "1" if os.fork() == 0 else "0"
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1))
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.rand(10, 2, 4, 8)[:, rank]
+data[7:] *= 1 - 101 * rank
+
+
+def larger(graph, inputs):
+    return lambda *given: [one * 1.5 for one in graph(*given)]
+
+
+@torch.compile(backend=larger)
+def loss_of(output):
+    return torch.log(1 + output).square().mean()
+
+
+run = saving(model, optimizer, runs="ranks", rollback_every=5, box=True)
+for batch in run.batches(data):
+    loss = loss_of(model(batch))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.step(loss=loss)
+    if run.steps == 10:
+        break
+"""
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -87,19 +133,23 @@ def test_other_arguments_are_said_to_compute_something_else(trained, monkeypatch
     assert (status, "the program ended before step 14" in output) == (2, True)
 
 
-def test_a_box_of_another_model_and_one_without_its_state_are_refused(
-    trained, tmp_path, monkeypatch
-):
+def test_a_box_of_another_model_is_refused(trained, tmp_path, monkeypatch):
     shutil.copytree(trained / BOX, tmp_path / "box")
     (tmp_path / "train.py").write_text(SCRIPT.replace("16)", "17)").replace("(16, 1", "(17, 1"))
     status, output = replay(monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16")
     assert (status, "tensors match" in output) == (2, True), output
-    shutil.rmtree(tmp_path / "box/rollback")
-    status, output = replay(monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16")
-    assert (status, "has lost its state" in output) == (2, True)
-    (tmp_path / "train.py").write_text("print('no run')")
-    status, output = replay(monkeypatch, trained, BOX, "--script", str(tmp_path / "train.py"), "1")
-    assert (status, "the program ended before step 14" in output) == (2, True)
+
+
+def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
+    """A rank other than the first has the bad operation, and compiled code runs uncompiled."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    subprocess.run([warm_python(), "ranks.py"], cwd=tmp_path, check=True)
+    box = "ranks/boxes/step-00000008"
+    status, output = replay(monkeypatch, tmp_path, box, "--script=ranks.py", "--times=2")
+    assert status == 0, output
+    assert "repeats to the bit: 3 losses of the run are equal, and the parameters" in output
+    assert "step 8, forward: aten.log.default in no module of the model, ranks.py:31" in output
+    assert "the operations are those of a repeat without torch.compile" in output
 
 
 @pytest.mark.parametrize(
@@ -139,7 +189,7 @@ FOUND = {
 }
 
 
-def test_what_has_grown_before_a_spike_is_named():
+def test_what_has_grown_and_data_that_are_not_finite_are_named():
     loss, outputs, gradient = describe(7, FOUND)
     assert loss == "step 7: loss 9.25, gradient norm 210; in step 6 the norm was 1.1"
     assert outputs == "  outputs of h.1 have grown: up to 120, before 1.5"
@@ -149,10 +199,5 @@ def test_what_has_grown_before_a_spike_is_named():
     targets = describe(7, FOUND | {"growth": GROWN | {"gain": 1.1}})
     assert "look at the targets" in targets[1]
     assert "no state" in describe(7, FOUND | {"growth": None})[1]
-
-
-def test_data_that_are_not_finite_are_named():
     origin = {"phase": "data", "name": "inputs of the batch", "result": [float("nan")] * 2}
-    assert describe(7, FOUND | {"origin": origin}) == [
-        "step 7, data: inputs of the batch is NaN",
-    ]
+    assert describe(7, FOUND | {"origin": origin}) == ["step 7, data: inputs of the batch is NaN"]

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import shutil
 
 import pytest
 import torch
@@ -169,9 +168,6 @@ def test_a_forged_box_runs_nothing(tmp_path):
     torch.save({"tensors": {}, "batches": [Payload(tmp_path / "ran")]}, box / "rank-0.pt")
     with pytest.raises(DamagedCheckpoint):
         read_rank(box, 0)
-    shutil.copy(box / "rank-0.pt", box / "rollback/step-00000009.dcp/state.pt")
-    with pytest.raises(DamagedCheckpoint):
-        SavedRun(box).verify("latest")
     assert not (tmp_path / "ran").exists()
 
 

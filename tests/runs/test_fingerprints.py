@@ -3,7 +3,6 @@
 Run: `python -m pytest tests/runs/test_fingerprints.py`.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from recorded_training import Model, recorded, train
 
 from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints, users_line
-from curry_train.runs.locate import settings_of
+from curry_train.runs.locate import locate, settings_of
 from curry_train.runs.ranks import RunError
 
 
@@ -39,7 +38,6 @@ def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     # A version is one setting, so that `--bisect` changes it in one place.
     assert settings_of(record[0])["torch"] == torch.__version__
     assert "package torch" not in settings_of(record[0])
-    assert "package click" in settings_of(record[0])
 
 
 def test_recording_ends_after_its_steps_and_training_goes_on(tmp_path):
@@ -60,7 +58,9 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
     whole = recorded(tmp_path / "a")
     path = tmp_path / "a" / "rank-0.jsonl"
     path.write_text(path.read_text()[:-5])
-    assert read_fingerprints(tmp_path / "a") == whole[:-1]
+    cut_off = read_fingerprints(tmp_path / "a")
+    assert cut_off == whole[:-1]
+    assert locate(whole, cut_off[:99]).is_equal
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1][:9], *lines[2:]]))
     with pytest.raises(RunError, match="is damaged, record it again"):
@@ -71,14 +71,6 @@ def test_a_record_of_another_version_is_refused(tmp_path):
     (tmp_path / "rank-0.jsonl").write_text('{"kind": "start", "version": 1}\n')
     with pytest.raises(RunError, match="was recorded by another version; record it again"):
         read_fingerprints(tmp_path)
-
-
-def test_lines_are_in_the_file_while_training_runs(tmp_path):
-    with record_run(tmp_path / "a"):
-        Model("")(torch.randn(2, 16))
-        lines = (tmp_path / "a" / "rank-0.jsonl").read_text().splitlines()
-        last = json.loads(lines[-1])
-        assert (last["kind"], last["path"]) == ("exit", "model")
 
 
 def test_a_folder_that_has_a_record_is_not_written_over(tmp_path):

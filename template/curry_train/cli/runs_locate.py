@@ -57,9 +57,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     if any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
     job = functools.partial(_watch, out, program, options)
-    exchange = options.get("exchange") or {}
-    ignored = [out, *(str(one) for one in exchange.values() if isinstance(one, str))]
-    found = run_ranks(job, program, num_ranks=num_ranks, ignored=ignored)
+    found = run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
     if not all(one.get("steps") for one in found):
         raise UnusableInput("it ended before a step of an optimizer")
 
@@ -170,7 +168,8 @@ class Again:
     def with_tolerance(self, found: Located) -> list[Located]:
         """Compare again where noise of the size of rounding errors is no difference."""
         steps = self.runs[0][0][-1]["step"]
-        values = {"folder": str(self.folder / "values")}
+        # In the folder of this record, in which its processes may write.
+        values = {"folder": str(self.folder / "kept" / "values")}
         kept = self._record("A", "kept", steps=steps, exchange=values)
         for pair, again in zip(self.runs, kept, strict=True):
             if not (repeated := locate(pair[0], again)).is_equal:
@@ -228,22 +227,22 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
     if not tried:
         raise UnusableInput(f"the command sets none of what differs: {', '.join(differing)}")
 
-    def outcome(changed: Sequence[str], number: int) -> Located:
+    def outcome(*changed: str) -> Located:
         settings = a | {name: b.get(name) for name in changed}
-        out = str(folder / f"bisect-{number}")
+        out = tempfile.mkdtemp(dir=folder)
         _run_template(command, settings, out)
         return locate(pair[0], read_fingerprints(out, rank))
 
     whole = locate(*pair)
-    if not (repeated := outcome((), 0)).is_equal:
+    if not (repeated := outcome()).is_equal:
         raise UnusableInput(f"the command does not repeat A: {repeated.headline}")
     found = {}
-    for number, name in enumerate(tried, start=1):
-        one = outcome([name], number)
+    for name in tried:
+        one = outcome(name)
         what = "another difference" if one.place != whole.place else "the difference"
         found[name] = "makes none" if one.is_equal else f"makes {what}: {one.headline}"
     if not any(text.startswith("makes the difference") for text in found.values()):
-        together = outcome(tried, len(tried) + 1)
+        together = outcome(*tried)
         found["all of these together"] = "make none" if together.is_equal else together.headline
     return found | {name: "not tried" for name in differing if name not in tried}
 

@@ -87,21 +87,31 @@ def repeat(
 
 
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
-    """Return what the first rank has found, or the first one that names an operation."""
+    """Return what the ranks have found: the operation is that of the first one that names any."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
-        job = functools.partial(_replay, box, until, record)
-        found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
-        if not all("steps" in one for one in found):
-            raise UnusableInput(f"the program ended before step {until}: give the run's ARGUMENTS")
-        for rank, one in enumerate(found):
-            one |= examine(read_fingerprints(record, rank))
-    return next((one for one in found if one["origin"]), found[0])
+
+        def ran(folder: str | None) -> list[dict[str, Any]]:
+            job = functools.partial(_replay, box, until, folder)
+            found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
+            if not all("steps" in one for one in found):
+                raise UnusableInput(
+                    f"the program ended before step {until}: give the run's ARGUMENTS"
+                )
+            return found
+
+        # The losses of the box are those of the first rank.
+        first = ran(record)[0]
+        if first["compiled"]:
+            first = ran(None)[0]
+            first["notes"].append("the operations are those of a repeat without torch.compile")
+        examined = [examine(read_fingerprints(record, rank)) for rank in range(num_ranks)]
+    return first | next((one for one in examined if one["origin"]), examined[0])
 
 
-def _replay(box: str, until: int, record: str, run: Callable[[], None], end: End) -> None:
+def _replay(box: str, until: int, record: str | None, run: Callable[[], None], end: End) -> None:
     """Run the script, whose call of `saving` begins at the state of the box, up to a step."""
     root = Path(tempfile.mkdtemp(prefix="curry-train-replay-"))
-    with Replay(box, until=until, root=root, record=Path(record), end=end).running():
+    with Replay(box, until=until, root=root, record=record, end=end).running():
         run()
     end({"ended": True})
 

@@ -65,28 +65,18 @@ def record_run(
     steps: int = 3,
     level: str = "all",
     program: Sequence[str] | None = None,
-    operations_in_step: int | None = None,
-    when_enough: Callable[[], None] | None = None,
-    exchange: Exchange | None = None,
+    **internal: Any,
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records the first steps of the training that runs inside of it.
 
     Level "modules" leaves out parameters, gradients and the optimizer. `program` is what `runs
-    locate --op` starts again; in the step `operations_in_step` each operation is recorded too.
-    `exchange` keeps values, or puts those of another run in their place.
+    locate --op` starts again. The others are fields of `Recorder`, for that command.
     """
     if steps < 1:
         raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
-    recorder = Recorder(
-        Path(folder),
-        num_steps=steps,
-        records_all=level == "all",
-        operations_in_step=operations_in_step,
-        when_enough=when_enough or (lambda: None),
-        exchange=exchange,
-    )
+    recorder = Recorder(Path(folder), num_steps=steps, records_all=level == "all", **internal)
     return recorder.running({"program": list(program) if program else None, "level": level})
 
 
@@ -97,8 +87,11 @@ class Recorder:
     folder: Path
     num_steps: int = 1
     records_all: bool = True
+    # In this step each operation is recorded too.
     operations_in_step: int | None = None
+    # Called after the last step.
     when_enough: Callable[[], None] = lambda: None
+    # Keeps values, or puts those of another run in their place.
     exchange: Exchange | None = None
     # Whether `begin` begins each step, with all operations and the ranges of values.
     in_replay: bool = False
@@ -469,9 +462,9 @@ class Operations(TorchDispatchMode):
         if recorder.is_noting or not recorder.is_on or not is_asked:
             return func(*args, **options)
         given = leaves_of({**dict(enumerate(args)), **options})
-        # New memory has any values, and what a collective receives comes later.
-        is_new = "empty" in str(func) or func.namespace == "c10d"
-        facts: dict[str, Any] = {"name": str(func), "computes": not (is_new or func.is_view)}
+        # New memory and views of it have any values, and what a collective receives comes later.
+        is_new = "empty" in str(func) or func.is_view or func.namespace in ("c10d", "fsdp")
+        facts: dict[str, Any] = {"name": str(func), "computes": not is_new}
         if recorder.in_replay:
             # Before it runs, because an operation in place overwrites what it is given.
             facts["given"] = list(ranges_of(given).values())

@@ -263,8 +263,12 @@ class Comparison:
     def _gradient(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
         if names[0] == "parameter":
-            owner = one["path"].rpartition(".")[0]
-            num_calls = sum(path == owner for path, _ in self.given)
+            owner = one["path"]
+            called = [path for path, _ in self.given]
+            # Attention uses the weights of a module inside of it without a call of that.
+            while owner and owner not in called:
+                owner = owner.rpartition(".")[0]
+            num_calls = called.count(owner)
             # A module that was called more often than backward has the sum of these calls.
             call = one["call"] if num_calls == one["call"] + 1 else None
             return "backward", owner, call, f"{owner}: another gradient of {one['path']}"

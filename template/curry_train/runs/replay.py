@@ -7,6 +7,9 @@
 The script runs again as it is. Its call of `saving` loads the state of the box, gives the batch and
 the generators to the bad step, and ends the script after it. Nothing is saved.
 
+Compiled code has no operations, so torch runs it uncompiled in the steps that are recorded, where
+it draws and rounds otherwise. Without a record it runs compiled.
+
 Proof: `python -m pytest tests/runs/test_box.py tests/cli/test_runs_replay.py`.
 """
 
@@ -14,11 +17,12 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from ..core.digest import digest
@@ -28,7 +32,6 @@ from .fingerprints import Range, Recorder, leaves_of
 from .locate import Observation
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
-from .ranks import RunError
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 
@@ -39,7 +42,8 @@ NOTHING_SAVED = {"rollback_every": None, "recovery_every": None, "best_k": 0}
 class Replay:
     """Stands for the boxes of a run in the process that repeats a step.
 
-    The steps `until` and the one before it are recorded. `end` gets what was found.
+    The steps `until` and the one before it are recorded, if a folder is given for that. `end` gets
+    what was found.
     """
 
     current: ClassVar["Replay | None"] = None
@@ -50,7 +54,7 @@ class Replay:
         *,
         until: int,
         root: Path,
-        record: Path,
+        record: str | None,
         end: Callable[[dict[str, Any]], NoReturn],
     ) -> None:
         self.facts: BoxFacts = read_facts(box)
@@ -60,7 +64,8 @@ class Replay:
         self._until = until
         self._end = end
         self._begun = 0
-        self._recorder = Recorder(record, in_replay=True)
+        self._is_recorded = record is not None
+        self._recorder = Recorder(Path(record or root), in_replay=True)
         self._recording = contextlib.ExitStack()
         self._batches: list[Any] | None = None
         self.found: dict[str, Any] = {"steps": {}, "notes": [], "not finite": None}
@@ -70,15 +75,17 @@ class Replay:
         if (recoveries := Path(box, RECOVERIES_FILE_NAME)).is_file():
             (root / recoveries.name).symlink_to(recoveries.absolute())
 
-    def running(self) -> contextlib.AbstractContextManager[Any]:
-        return mock.patch.object(Replay, "current", self)
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with (
+            mock.patch.object(Replay, "current", self),
+            mock.patch.object(torch, "compile", wraps=torch.compile) as self._compile,
+        ):
+            yield
 
     def attach(self, state: TrainingState) -> None:
         """Begin to repeat a training, whose state is loaded."""
         self._state = state
-        self.found["began after"] = state.step
-        if state.step >= self._until:
-            raise RunError(f"the state is that of step {state.step}, not before {self._until}")
 
     def begin(self) -> None:
         """Begin a step: restore its generators, and record it if it is asked for."""
@@ -88,7 +95,7 @@ class Replay:
         self._begun = step
         if step == self.facts.step:
             self._restore()
-        if step >= self._until - 1:
+        if self._is_recorded and step >= self._until - 1:
             if not self._recorder.path.exists():
                 self._recording.enter_context(self._recorder.running({}))
             self._recorder.begin(step, self._state.model)
@@ -124,18 +131,18 @@ class Replay:
         if with_infinite_sum(parameters) and self.found["not finite"] is None:
             self.found["not finite"] = step
         if step >= self._until:
-            self._finish(None)
+            self._finish()
 
     def keep(self, step: int, reason: str, *, found_at: int) -> None:
         """End at a step that can't be made, because it is not finite."""
         if found_at > self._state.step:
             self._recorder.is_on = False
             self.found["steps"][str(step)] = ["nan", digest_of(self._state)]
-            self._finish(reason)
+            self._finish()
 
-    def _finish(self, reason: str | None) -> NoReturn:
+    def _finish(self) -> NoReturn:
         self._recording.close()
-        self._end(self.found | {"reason": reason})
+        self._end(self.found | {"compiled": self._compile.called})
 
 
 def _digests(batch: Any) -> list[str]:
