@@ -4,7 +4,7 @@
 
 A step of a toy loop takes microseconds, so the seconds on top of it are recorded; loops of a usual
 size are compared with the same steps alone. Seconds are those of the processor, with one thread.
-The loops are those of `tests/gates` and `planted_loops.py`.
+The loops are those of `tests/gates`.
 Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
@@ -26,15 +26,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import planted_loops
 from curry_train.gates.loop import judge
 from curry_train.gates.loop_trace import Trace, observe
 from curry_train.workloads.models import transformer
 from recording import record_parser, write_record
 
 STEPS = 8
-FAULTY = (loops, faulty_loops, known_bugs, planted_loops)
-HEALTHY = (loops, healthy_loops, planted_loops)
+FAULTY = (loops, faulty_loops, known_bugs)
+HEALTHY = (loops, healthy_loops)
 
 
 def of_language() -> None:

@@ -13,7 +13,6 @@ from curry_train.core.timing import (
     FASTER_VERDICT,
     NO_DIFFERENCE_VERDICT,
     SLOWER_VERDICT,
-    TOO_FEW_VERDICT,
     NoSuchDevice,
     Ratio,
     find_device,
@@ -103,11 +102,6 @@ def test_the_interval_is_that_of_the_sign_test(rounds, rank, coverage):
     found = paired_ratio([float(number) for number in range(1, rounds + 1)], [1.0] * rounds)
     assert (found.lower, found.upper) == (rank + 1, rounds - rank)
     assert found.coverage == coverage
-
-
-def test_five_rounds_are_too_few_for_an_interval():
-    found = paired_ratio([2.0] * 5, [1.0] * 5)
-    assert (found.median, found.lower, found.verdict) == (2.0, None, TOO_FEW_VERDICT)
 
 
 @pytest.mark.parametrize(

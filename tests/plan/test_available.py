@@ -4,6 +4,7 @@ python -m pytest tests/plan/test_available.py
 """
 
 import json
+import sys
 
 import pytest
 import torch
@@ -44,6 +45,13 @@ def test_a_step_is_refused_above_half_of_its_peak_and_not_above_the_peak(monkeyp
 
 def test_a_model_whose_shapes_need_values_is_let_through(no_room):
     assert missing_room(ROUTED, Case) is None
+
+
+def test_tensors_of_the_users_file_keep_their_values(tmp_path):
+    text = "import torch\nMASK = torch.eye(3)\ndef build(): return torch.nn.Linear(3, 3), MASK\n"
+    (tmp_path / "masked.py").write_text(text)
+    missing_room(f"{tmp_path}/masked.py:build", Case)
+    assert type(sys.modules["masked"].MASK) is torch.Tensor
 
 
 def test_a_factory_that_does_not_fit_is_not_called_with_values(no_room, monkeypatch, tmp_path):

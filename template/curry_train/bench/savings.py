@@ -166,6 +166,8 @@ def load_with_depth(spec: str, depth: int | None) -> Workload:
     if depth is None:
         return load_workload(spec)
     if spec not in BUILTIN_WORKLOADS:
+        if ":" not in spec:
+            load_workload(spec)  # raises for a misspelled name
         raise WorkloadError(
             f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in "
             f"{spec} itself"

@@ -229,7 +229,7 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
 
     def outcome(*changed: str) -> Located:
         settings = a | {name: b.get(name) for name in changed}
-        out = tempfile.mkdtemp(dir=folder)
+        out = str(Path(tempfile.mkdtemp(dir=folder), "record"))
         _run_template(command, settings, out)
         return locate(pair[0], read_fingerprints(out, rank))
 

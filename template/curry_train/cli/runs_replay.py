@@ -103,7 +103,9 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
         first = ran(record)[0]
         if first["compiled"]:
             first = ran(None)[0]
-            first["notes"].append("the operations are those of a repeat without torch.compile")
+            first["notes"].append(
+                "it calls torch.compile: the operations are those of a repeat without it"
+            )
         examined = [examine(read_fingerprints(record, rank)) for rank in range(num_ranks)]
     return first | next((one for one in examined if one["origin"]), examined[0])
 

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR, MultiStepLR, StepLR
-from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_loss import TOLERANCE, Doubt, Term
@@ -26,6 +25,7 @@ from .loop_trace import (
     STEPS,
     Backward,
     Clip,
+    Dropout,
     Fault,
     Fetch,
     Forward,
@@ -49,8 +49,6 @@ DEFAULT_STEPS = 8
 # What is the same in so many steps stays so.
 FEWEST_STEPS = 3
 FEWEST_LABELS = 24
-# Schedules that mostly count epochs.
-OF_EPOCHS = (StepLR, MultiStepLR, ExponentialLR)
 
 
 Check = Callable[[Trace], Iterable[Fault]]
@@ -521,9 +519,14 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
 
 def _missing(trace: Trace) -> Iterator[int]:
     """Yield parameters that get gradients, next to others that an optimizer has."""
-    shapes = {one.shape for own in trace.by_optimizer for one in parameters_of(own[0].optimizer)}
+    inside = {id(module) for root in trace.roots for module in root.modules()}
+    # Of modules that ran, and that no module which was called has.
+    alone = [module for key, module in trace.ran[True].items() if key not in inside]
+    stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
+    shapes = {one.shape for several in stepped for one in several}
     for root in trace.roots:
-        own = trace.with_gradient.intersection(map(id, root.parameters()))
+        own = [id(one) for one in root.parameters() if one.requires_grad]
+        own = [*trace.with_gradient.intersection(own)]
         calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
@@ -531,7 +534,8 @@ def _missing(trace: Trace) -> Iterator[int]:
         is_moved = len({one.weights for one in calls}) > 1
         is_moved = is_moved or {one.shape for one in root.parameters()} <= shapes
         if (is_first and not is_moved) or not trace.held.isdisjoint(own):
-            yield from own - trace.held
+            own += [id(one) for module in alone for one in module.parameters(recurse=False)]
+            yield from [one for one in own if one in trace.with_gradient - trace.held]
 
 
 def _never_steps(trace: Trace) -> Iterator[Fault]:
@@ -601,8 +605,14 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
 def moves(trace: Trace) -> Iterator[Fault]:
     """Trained parameters move, and frozen ones do not."""
     steps: list[Step] = trace.of(Step)
+    for step in steps:
+        if step.frozen_moved:
+            yield (
+                step.place,
+                f"frozen parameters move: {trace.named(step.frozen_moved)}",
+                "leave frozen parameters out of the optimizer",
+            )
     yield from _without_gradient(trace)
-    yield from _same_model(trace)
     if any(step.moved is None for step in steps):
         raise NotApplicable("too many parameters to compare")
     for windows in trace.by_optimizer:
@@ -611,28 +621,14 @@ def moves(trace: Trace) -> Iterator[Fault]:
         yield from _without_effect(own_steps)
 
 
-def _same_model(trace: Trace) -> Iterator[Fault]:
-    """Find a model that is called as a copy of itself, as a target network, in each window."""
-    found = [
-        one
-        for window in trace.windows
-        for one in window.of(Forward)
-        if one.name
-        and any(one.module is other.module and not other.name for other in window.forwards)
-    ]
-    if len(found) >= FEWEST_STEPS:
-        hint = "take a copy: copy.deepcopy(model).requires_grad_(False)"
-        yield found[0].place, f"{found[0].name} is the model that is trained", hint
-
-
 def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
     """Find parameters of an optimizer that do not move, or that only decay moves."""
     kind = type(steps[0].optimizer).__name__
     last = steps[-1].place
     if len(steps) > 1 and not any(step.moved for step in steps):
-        why = "have no gradient" if any(any(step.rates) for step in steps) else "have a rate of 0"
         hint = "give it the parameters of the model that is trained, and a learning rate"
-        measured = f"no parameter of {kind} moves: they {why} at {steps[0].place}"
+        why = _why_nothing_moves(steps)
+        measured = f"no parameter of {kind} moves: {why}, see {steps[0].place}"
         yield steps[0].origin, measured, hint
     elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
         hint = "freeze parameters by requires_grad_(False) before the optimizer is made, if at all"
@@ -680,10 +676,10 @@ def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
 def _without_gradient(trace: Trace) -> Iterator[Fault]:
     """Find trained parameters that ran and get no gradient, where it is known why."""
     # By whether torch recorded gradients.
-    idle: dict[bool, set[int]] = {True: set(), False: set()}
+    idle: dict[bool, list[int]] = {True: [], False: []}
     for key, module in (trace.ran[False] | trace.ran[True]).items():
         own = [id(one) for one in module.parameters(recurse=False) if one.requires_grad]
-        idle[key in trace.ran[True]] |= trace.held.difference(trace.with_gradient).intersection(own)
+        idle[key in trace.ran[True]] += trace.held.difference(trace.with_gradient).intersection(own)
     used = {call.lines for call in trace.of(LossCall) if call.is_used}
     unused = [call for call in trace.of(LossCall) if call.lines not in used]
     if idle[True] and unused:
@@ -692,12 +688,6 @@ def _without_gradient(trace: Trace) -> Iterator[Fault]:
             f"no backward call reaches this loss, and {trace.named(idle[True])} get no gradient",
             "add it to the loss that backward is called on",
         )
-    for window, *_ in trace.by_optimizer:
-        lost = idle[True] & window.own
-        if 2 * len(lost) > len(window.own) and window.calls:
-            measured = f"most trained parameters get no gradient: {trace.named(lost)}"
-            hint = "look for an argmax, a rounding, numpy or a new tensor before the loss"
-            yield window.calls[-1].place, measured, hint
     if idle[False]:
         measured = "trained parameters get no gradient, because they ran without: "
         yield (
@@ -711,6 +701,14 @@ def _without_gradient(trace: Trace) -> Iterator[Fault]:
             measured = "trained parameters are detached, and get no gradient: "
             hint = "remove the detach, .data or numpy, or freeze them"
             yield place, measured + trace.named(detached), hint
+
+
+def _why_nothing_moves(steps: Sequence[Step]) -> str:
+    if not any(any(step.rates) for step in steps):
+        return "its learning rate is 0"
+    if not any(step.has_gradients for step in steps):
+        return "no parameter of it has a gradient"
+    return "its updates are 0"
 
 
 def schedule(trace: Trace) -> Iterator[Fault]:
@@ -764,17 +762,8 @@ def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> 
     ):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
-    if not own:
-        return
-    # A schedule that mostly counts epochs falls by less in some batches.
-    is_of_batches = (
-        isinstance(own[0].scheduler, OF_EPOCHS)
-        and len(own) > len(rates) / 2
-        and any(length_hint(one.loader) > 1 for one in windows[0].of(Fetch))
-    )
-    least = 0.1 if is_of_batches else 2e-3
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
-    if len(rates) > 3 and recent < least * max(rate for one in rates for rate in one):
+    if own and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
         hint = "count the steps of the optimizer for the length of the schedule, not epochs"
         yield own[0].place, f"the rate has fallen to {recent:.1g}, and steps go on", hint
 
@@ -869,6 +858,14 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
                 yield event.place, f"{event.call} within the window of a step", hint
 
 
+def autocast(trace: Trace) -> Iterator[Fault]:
+    """Autocast is around the forward pass alone."""
+    for one in trace.of(Backward):
+        if one.in_autocast:
+            hint = "end the autocast block before loss.backward()"
+            yield one.place, "backward runs under autocast", hint
+
+
 # The model and the data.
 
 
@@ -890,6 +887,22 @@ def mode(trace: Trace) -> Iterator[Fault]:
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one.place, "an evaluation in training mode", hint
     yield from _untrained(trace)
+    for event in trace.of(Dropout):
+        if not event.training and not event.is_recomputed:
+            hint = "pass training=self.training to F.dropout, or use nn.Dropout"
+            yield event.place, "dropout acts in evaluation mode", hint
+    for window in trace.windows:
+        yield from _recomputed_differently(window)
+
+
+def _recomputed_differently(window: Window) -> Iterator[Fault]:
+    drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
+    generators = {one.generator for one in drawn}
+    places = {one.kind: one.place for one in drawn}
+    for event in window.of(Dropout):
+        if event.kind in places and event.generator not in generators:
+            hint = "leave out preserve_rng_state=False of the checkpoint"
+            yield places[event.kind], "dropout is recomputed with other random numbers", hint
 
 
 def _untrained(trace: Trace) -> Iterator[Fault]:
@@ -972,12 +985,6 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
     if len(full) > 2 and all(fetch.is_one_sample for fetch in full):
         hint = "look at the dataset and its collate function"
         yield full[0].place, "all samples of a batch are the same", hint
-    loader: Any = fetches[0].loader
-    sampler = loader.sampler
-    is_weighted = isinstance(sampler, WeightedRandomSampler)
-    if is_weighted and length_hint(sampler.weights) < length_hint(loader.dataset):
-        measured = "the sampler has fewer weights than the data has samples"
-        yield full[0].place, measured, "give it a weight for each sample: weights[labels]"
     epochs = [[one.digests for one in epoch] for epoch in grouped(full, lambda one: one.epoch)]
     for epoch in epochs:
         if len(epoch) > 2 and len(set(epoch)) * 2 <= len(epoch):
@@ -986,6 +993,7 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
                 f"{len(epoch)} batches of an epoch are only {len(set(epoch))} different ones",
                 "give each worker its own seed and its own part of the data",
             )
+    sampler = fetches[0].loader.sampler
     is_shuffled = isinstance(sampler, RandomSampler) or (
         isinstance(sampler, DistributedSampler) and sampler.shuffle
     )
@@ -1025,7 +1033,7 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "schedule": ("one step of the schedule per optimizer step, after it", schedule),
     "clipping": ("clipped once, after the last backward, before the step", clipping),
     "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),
-    "autocast": ("autocast around the forward pass alone", lambda _: ()),
+    "autocast": ("autocast around the forward pass alone", autocast),
     "logits": ("logits or log-probabilities, as the loss needs", logits),
     "targets": ("targets that are to be learned, without padding", targets),
     "mode": ("training mode in training, and only there", mode),

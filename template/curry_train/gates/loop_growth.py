@@ -150,12 +150,15 @@ def _line_that_keeps(container: Any) -> str | None:
 def _names(container: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names of a container, of variables with their code, attributes and cells."""
     found: list[tuple[str, Any]] = []
-    for frame in users_frames():
-        own = frame.f_locals
-        found += [(name, frame.f_code) for name, one in own.items() if one is container]
-        # A copy of a function's variables would keep them alive.
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
-            own.clear()
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(LIBRARIES):
+            own = frame.f_locals
+            found += [(name, frame.f_code) for name, one in own.items() if one is container]
+            # A copy of a function's variables would keep them alive.
+            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
+                own.clear()
+        frame = frame.f_back
     yield from found
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
@@ -183,19 +186,12 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
 
 
 def _files_of_the_user() -> list[str]:
-    files = dict.fromkeys(frame.f_code.co_filename for frame in users_frames())
+    files: dict[str, None] = {}
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        files[frame.f_code.co_filename] = None
+        frame = frame.f_back
     files |= dict.fromkeys(
         str(file) for one in list(sys.modules.values()) if (file := vars(one).get("__file__"))
     )
     return [file for file in files if not file.startswith(LIBRARIES) and file.endswith(".py")]
-
-
-def users_frames() -> list[Any]:
-    """Return the frames that are in no library, from the innermost on."""
-    found = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(LIBRARIES):
-            found.append(frame)
-        frame = frame.f_back
-    return found

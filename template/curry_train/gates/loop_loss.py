@@ -97,9 +97,6 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
     elif name == "cross_entropy":
         num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
     wrong_targets = [*_wrong_targets(name, given, target)]
-    if name == "kl_div" and options["reduction"] == "mean" and given.dim() > 1:
-        measured = f"kl_div is divided by the {given.shape[-1]} classes too"
-        wrong_targets.append((measured, "use reduction='batchmean'"))
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
@@ -229,10 +226,10 @@ def nodes_behind(tensor: Tensor) -> set[Any]:
     return seen
 
 
-def leaves(tensor: Tensor) -> list[Tensor]:
-    """Return the leaves that a tensor is computed from."""
-    found = [one.variable for one in nodes_behind(tensor) if hasattr(one, "variable")]
-    return found or [tensor]
+def leaves(tensor: Tensor) -> set[int]:
+    """Return the ids of the parameters that a tensor is computed from."""
+    found = {id(one.variable) for one in nodes_behind(tensor) if hasattr(one, "variable")}
+    return found or {id(tensor)}
 
 
 def made_by(tensor: Tensor) -> str:

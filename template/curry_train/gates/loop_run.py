@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -76,7 +77,10 @@ def preflight_program(
     """
     job = functools.partial(_check, num_steps, num_layers)
     found = run_ranks(job, [kind, *words], num_ranks=num_ranks)
-    verdicts: list[list[Verdict]] = [one.get("verdicts", []) for one in found]
+    verdicts = [
+        [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
+        for one in found
+    ]
     # The first rank with a fault has the verdict.
     merged = [
         next((one for one in of_ranks if one.passed is False), of_ranks[0])
@@ -104,7 +108,7 @@ def run_ranks(
     that were changed are put back when all processes have ended; with `undo` the caller does it.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        results = [Path(folder, f"found_{rank}") for rank in range(num_ranks)]
+        results = [Path(folder, f"found_{rank}.json") for rank in range(num_ranks)]
         Path(folder, "job").write_bytes(pickle.dumps((job, program, options)))
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
@@ -129,7 +133,7 @@ def run_ranks(
                 one.wait()
             if options.get("undo") is None:
                 put_back(Path(folder))
-        found = [pickle.loads(one.read_bytes()) if one.exists() else {} for one in results]
+        found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
             raise LoopFailed(one["error"])
@@ -166,12 +170,12 @@ def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-def loop_verdicts(spec: str) -> list[Verdict]:
+def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
     """Check the loop of a workload that was read off a script or trainer, by its spec."""
     kind, _, text = spec.partition("=")
     words = shlex.split(text) if kind == "script" else [text]
     try:
-        return preflight_program(kind, words)
+        return preflight_program(kind, words, num_steps=num_steps)
     except LoopFailed as error:
         return [not_applicable("loop/run", str(error))]
 
@@ -205,7 +209,7 @@ def run_watched(
 
     def end(found: Found) -> NoReturn:
         unfinished = Path(f"{result}.part")
-        unfinished.write_bytes(pickle.dumps(found))
+        unfinished.write_text(json.dumps(found))
         unfinished.rename(result)
         if undo is not None:
             time.sleep(SECONDS_BEFORE_KILL)
@@ -239,7 +243,8 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             end({"error": NOT_SHRUNK})
         for note in notes:
             print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
-        end({"verdicts": judge(trace), "ranks": rank_facts(trace)})
+        verdicts = [asdict(verdict) for verdict in judge(trace)]
+        end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
     small: Any = contextlib.nullcontext()
     if num_layers:

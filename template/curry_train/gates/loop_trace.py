@@ -12,10 +12,8 @@ import contextlib
 import gc
 import inspect
 import itertools
-import linecache
 import math
 import os
-import re
 import sys
 import time
 import weakref
@@ -23,7 +21,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -46,7 +43,7 @@ from ..primitives.grad_flow_probe import in_backward, in_transform
 from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
 from ..workloads.optimizers import parameter_ids, parameters_of
-from .loop_growth import Growth, mark_graph, users_frames
+from .loop_growth import Growth, mark_graph
 from .loop_loss import (
     ON_CLASSES,
     ON_VALUES,
@@ -71,32 +68,29 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
+# After so many steps of an optimizer a parameter that is in none is looked for: it may be gone at
+# the end of the loop.
+STEPS_OF_A_STRAY = 3
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
-# Names of models that are to differ from the one that is trained.
-COPIES = re.compile(
-    r"(\w+[._])*(target|teacher|ref|reference)(_?(net|network|model|policy))?(?=\()"
-)
 MORE_SECONDS = 10.0
 
 
 def users_lines() -> tuple[str, ...]:
     """Return file and line of the frames that are in no library, from the innermost on."""
-    return tuple(f"{Path(one.f_code.co_filename).name}:{one.f_lineno}" for one in users_frames())
+    found = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARIES):
+            found.append(f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return tuple(found)
 
 
 def users_line() -> str:
     """Return file and line of the innermost frame that is in no library."""
     return "".join(users_lines()[:1])
-
-
-def name_of_a_copy() -> str:
-    """Return the name of the model that the user's line calls, if it is that of a copy."""
-    frame, *_ = users_frames()
-    at = inspect.getframeinfo(frame).positions
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-    name = COPIES.match(line, (at and at.col_offset) or 0)
-    return name[0] if name else ""
 
 
 @dataclass(eq=False)
@@ -163,8 +157,6 @@ class Forward(Event):
     # Rows of tokens and the attention mask, if it was given some.
     tokens: Tensor | None
     mask: Tensor | None
-    # The name by which it is called, if that is one of a copy and torch records no gradients.
-    name: str
     # Their dimension of time; the first one, where the targets show that.
     time_dim: int = 1
     # Whether a backward pass has reached its output.
@@ -198,11 +190,26 @@ class Targets(Event):
 
 
 @dataclass(eq=False)
+class Dropout(Event):
+    """A call of dropout that acts, in a model."""
+
+    # Of the model, in the forward pass that it is in or that is recomputed.
+    training: bool
+    # Whether it runs in a backward pass, which recomputes a forward pass.
+    is_recomputed: bool
+    # What identifies the state of the CPU's generator.
+    generator: int
+    # The shape and the rate, which are the same where it is recomputed.
+    kind: tuple[torch.Size, float]
+
+
+@dataclass(eq=False)
 class Backward(Event):
     """A call of backward on a loss."""
 
     value: float
     scale: float
+    in_autocast: bool
     # Parameters whose gradients were neither None nor 0 when it began, by id.
     dirty: set[int]
     terms: list[Term]
@@ -260,8 +267,9 @@ class Step(Event):
     made: float
     used: float
     factor: float | None
-    # Parameters that changed, by id; None where there are too many.
+    # Parameters that changed, by id, and frozen ones that did; None where there are too many.
     moved: frozenset[int] | None
+    frozen_moved: frozenset[int]
     # Parameters with a gradient that is more than noise, by id, and those whose gradient is 0.
     graded: frozenset[int]
     without_slope: frozenset[int]
@@ -413,7 +421,7 @@ class Trace(Events):
     with_gradient: set[int] = field(default_factory=set)
     # Faults that are seen at once, by the check.
     faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
-    # Parameters with a gradient that no optimizer has, and no module that the loop calls, by id.
+    # Parameters outside of modules with a gradient, by id.
     bare: list[int] = field(default_factory=list)
 
     def named(self, parameters: Iterable[int]) -> str:
@@ -524,19 +532,14 @@ class Observer:
         self.losses: dict[Any, LossFacts] = {}
         # Numbers without a gradient that were added to scalars, by the node of the sum.
         self.numbers: dict[Any, Added] = {}
-        # The last call of detach, or of torch.autograd.grad, whose result has no graph.
+        # The last call of torch.autograd.grad whose result has no graph.
         self.cut = ""
         self.is_attack = False
         self.loss_call: LossCall | None = None
         # The arguments of the last forward pass, and modules that were run again with others.
         self.given: tuple[Any, Any] = (), {}
         self.probed: set[int] = set()
-        # Lines of dropout, by its shape and rate and by the generator's state when it began.
-        self.drawn = defaultdict[tuple[torch.Size, float], dict[int, str]](dict)
-        # Descriptions of parameters that losses are computed from, by id.
-        self.bare: dict[int, str] = {}
-        # By the line: targets from which each output was subtracted.
-        self.crossed = defaultdict[str, set[float]](set)
+        self.living: dict[int, str] = {}
         # Of each iterator: its loader, and the number of this pass over it.
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
         self.epochs = itertools.count()
@@ -572,8 +575,7 @@ class Observer:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        # Compiled code can't be observed; the same code runs uncompiled.
-        with contextlib.ExitStack() as stack, torch.compiler.set_stance("force_eager"):
+        with contextlib.ExitStack() as stack:
             for hook in hooks:
                 stack.callback(hook.remove)
             for owner, name, watch in self._replacements():
@@ -595,6 +597,9 @@ class Observer:
             yield Tensor, name, self._add
         for name in ("add_", "copy_", "lerp_"):
             yield Tensor, name, self._into
+        # Compiled code can't be observed; the same code runs uncompiled.
+        yield torch, "compile", _uncompiled
+        yield nn.Module, "compile", lambda *args, **options: None
         for name in (*ON_CLASSES, *ON_VALUES):
             yield F, name, self._loss
         yield F, "dropout", self._dropout
@@ -707,7 +712,6 @@ class Observer:
             passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens,
             mask=_rows(options.get("attention_mask")),
-            name="" if has_gradients else name_of_a_copy(),
         )
 
     def _note_output(self, event: Forward, output: Any) -> None:
@@ -727,20 +731,22 @@ class Observer:
         if in_transform() or not torch.is_grad_enabled():
             return value
         if isinstance(value, Tensor) and value.requires_grad:
-            given = _arguments(function, args, options)
-            if "log_probs" in given:  # of ctc_loss
-                given["input"] = given["log_probs"].flatten(0, -2)
-                given["target"] = torch.as_tensor(given["target_lengths"])
-            facts = loss_facts(function.__name__, given)
+            bound = inspect.signature(function).bind(*args, **options)
+            bound.apply_defaults()
+            if "log_probs" in bound.arguments:  # of ctc_loss
+                values = bound.arguments["log_probs"].flatten(0, -2)
+                lengths = torch.as_tensor(bound.arguments["target_lengths"])
+                bound.arguments |= {"input": values, "target": lengths}
+            facts = loss_facts(function.__name__, bound.arguments)
             if value.numel() == 1 and facts.term.reduction != "none":
                 self.losses[value.grad_fn] = facts
-            target = given["target"]
+            target = bound.arguments["target"]
             self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
             self._note_use(target, facts)
             self._mark(value, self.loss_call, "is_used")
             forward = self.forward
             if forward is not None and facts.term.name in ("cross_entropy", "nll_loss"):
-                self._note_targets(forward, target, given["ignore_index"])
+                self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
 
     def _note_use(self, target: Tensor, facts: LossFacts) -> None:
@@ -834,8 +840,8 @@ class Observer:
         if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
             number = one if isinstance(other, Tensor) and other.requires_grad else other
             is_tensor = isinstance(number, Tensor)
-            place = self.cut if is_tensor else users_line()
-            if place and not (is_tensor and (number.requires_grad or add.__name__ == "__sub__")):
+            if not (is_tensor and (number.requires_grad or not self.cut)):
+                place = self.cut if is_tensor else users_line()
                 self.numbers[value.grad_fn] = place, float(number)
         return value
 
@@ -846,24 +852,19 @@ class Observer:
         is_outer = number > 1 and [*column.shape, *row.shape] == [number, 1, number]
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
         is_outer = is_outer and column._base is None and one.requires_grad != other.requires_grad
-        if not is_outer:
-            return
-        place = users_line()
-        self.crossed[place].add(digest(other if one.requires_grad else one))
-        # Centers, to which distances may be taken, do not change twice.
-        if len(self.crossed[place]) == 3:
+        target = digest(other if one.requires_grad else one) if is_outer else math.nan
+        if any(target in fetch.digests for fetch in self.fetched.values()):
             measured = f"shapes [{number}, 1] and [{number}] are compared, each value with each"
             hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
-            self.fault("logits", place, measured, hint)
+            self.fault("logits", users_line(), measured, hint)
 
     def _detach(self, detach: Call, one: Tensor) -> Tensor:
         is_ours = sys._getframe(2).f_globals.get("__package__") == __package__
-        if one.requires_grad and not is_ours and not in_transform():
+        is_made = self.depth or one.grad_fn is not None
+        if one.requires_grad and is_made and not is_ours and not in_transform():
             place = users_line()
-            if (self.depth or one.grad_fn is not None) and place not in self.trace.cut:
-                self.trace.cut[place] = set(map(id, leaves(one)))
-            if not self.depth and torch.is_grad_enabled():
-                self.cut = place
+            if place not in self.trace.cut:
+                self.trace.cut[place] = leaves(one)
         return detach(one)
 
     def _grad(self, grad: Call, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -878,29 +879,29 @@ class Observer:
         finally:
             self.is_attack = False
 
-    def _dropout(self, drop: Call, *args: Any, **options: Any) -> Tensor:
-        given = _arguments(drop, args, options)
+    def _dropout(
+        self,
+        drop: Call,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        *more: Any,
+        **options: Any,
+    ) -> Tensor:
         forward = self.forward
-        if forward is not None and given["p"] and self.depth and not in_transform():
+        if forward is not None and p and self.depth and not in_transform():
             forward.drops = True
-            if given["training"]:
-                self._note_dropout(forward.training, (given["input"].shape, given["p"]))
-        dropped: Tensor = drop(*args, **options)
-        return dropped
-
-    def _note_dropout(self, training: bool, kind: tuple[torch.Size, float]) -> None:
-        # A layer may be in training mode on purpose, to draw several predictions.
-        is_layer = isinstance(sys._getframe(3).f_locals.get("self"), nn.Dropout)
-        drawn = self.drawn[kind]
-        if not in_backward():
-            drawn[_generator()] = users_line()
-            if not (training or is_layer):
-                hint = "pass training=self.training to F.dropout, or use nn.Dropout"
-                self.fault("mode", users_line(), "dropout acts in evaluation mode", hint)
-        elif drawn and _generator() not in drawn:
-            measured = "dropout is recomputed with other random numbers"
-            hint = "leave out preserve_rng_state=False of the checkpoint"
-            self.fault("mode", [*drawn.values()][-1], measured, hint)
+            if training:
+                # A layer may be in training mode on purpose, to draw several predictions.
+                caller = sys._getframe(2).f_locals.get("self")
+                self.note(
+                    Dropout,
+                    training=forward.training or isinstance(caller, nn.Dropout),
+                    is_recomputed=in_backward(),
+                    generator=_generator(),
+                    kind=(input.shape, p),
+                )
+        return drop(input, p, training, *more, **options)
 
     # The backward pass.
 
@@ -913,10 +914,9 @@ class Observer:
         trace = self.trace
         owners = (*trace.roots, *trace.optimizers)
         parameters = [one for owner in owners for one in _parameters(owner)]
-        # Also those that are in no module.
-        own = [one for one in leaves(loss) if isinstance(one, nn.Parameter)]
-        self.bare |= {id(one): f"a parameter of shape {list(one.shape)}" for one in own}
-        parameters += own
+        # Also of modules that no other one has.
+        for module in trace.ran[True].values():
+            parameters += module.parameters(recurse=False)
         before = _versions(parameters)
         event.is_next = all(before[key] == self.at_backward.get(key) for key in before)
         backward(tensors, *args, **options)
@@ -938,10 +938,11 @@ class Observer:
         parameters = [one for several in self.trace.optimizers for one in parameters_of(several)]
         scale = self.scales.get(loss, 1.0)
         terms, numbers, is_second = terms_of(loss, scale, self.losses, self.numbers)
-        event: Backward = self.note(
+        return self.note(
             Backward,
             value=float(loss.detach()),
             scale=scale,
+            in_autocast=torch.is_autocast_enabled(loss.device.type),
             dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
             terms=terms,
             numbers=numbers,
@@ -949,10 +950,6 @@ class Observer:
             of_inputs=False,
             cause=loss_call,
         )
-        if torch.is_autocast_enabled(loss.device.type):
-            hint = "end the autocast block before loss.backward()"
-            self.fault("autocast", event.place, "backward runs under autocast", hint)
-        return event
 
     def _scaling(self, call: Call, scaler: Any, *args: Any, **options: Any) -> Any:
         name = call.__name__
@@ -967,7 +964,8 @@ class Observer:
         return value
 
     def _clip(self, clip: Call, parameters: Any, *args: Any, **options: Any) -> Any:
-        _, limit, *_ = _arguments(clip, (parameters, *args), options).values()
+        bound = inspect.signature(clip).bind(parameters, *args, **options)
+        limit = list(bound.arguments.values())[1]
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         last = self.last(Scaling)
         self.gradient.use()
@@ -1038,10 +1036,6 @@ class Observer:
         least = 1e-6 * max(slopes.values(), default=0.0)
         last = self.last(Event)
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
-        if frozen := [id(one) for one in self._frozen() if self._has_moved(one)]:
-            measured = f"frozen parameters move: {self.trace.named(frozen)}"
-            hint = "leave frozen parameters out of the optimizer"
-            self.fault("moves", users_line(), measured, hint)
         self.note(
             Step,
             optimizer=optimizer,
@@ -1052,6 +1046,7 @@ class Observer:
             is_finite=all(map(math.isfinite, slopes.values())),
             **self.gradient.facts(gradients),
             moved=moved if self.is_compared else None,
+            frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
             graded=frozenset(key for key, slope in slopes.items() if not 0 < slope < least),
             without_slope=frozenset(key for key, slope in slopes.items() if not slope),
             half_moved=self._half_moved(parameters),
@@ -1066,6 +1061,8 @@ class Observer:
         self._probe()
         self.num_made[key] += 1
         self.growth.count(self.num_steps_made)
+        if self.num_made[key] == STEPS_OF_A_STRAY:
+            self._note_living()
         if self._is_enough(self.num_made[key]):
             self.finish()
             self.when_enough(self.trace)
@@ -1073,12 +1070,10 @@ class Observer:
     def _probe(self) -> None:
         """Run a model again with a part of its input changed, and compare outputs."""
         forward = self.forward
+        if forward is None or id(forward.module) in self.probed:
+            return
         # Targets may stand behind a call of another model, as of one that judges.
-        if (
-            forward is None
-            or id(forward.module) in self.probed
-            or forward.module not in self.trace.roots
-        ):
+        if forward.module not in self.trace.roots:
             return
         self.probed.add(id(forward.module))
         if forward.tokens is not None:
@@ -1192,6 +1187,12 @@ class Observer:
         is_next = bool(ends) and len(fetches) - ends[-1] > 4
         return not fetches or (is_next and fetches[-1].loader is fetches[0].loader)
 
+    def _note_living(self) -> None:
+        """Note parameters that have gradients, of which some may be in no module."""
+        for one in _living(nn.Parameter):
+            if one.grad is not None:
+                self.living[id(one)] = f"a parameter of shape {list(one.shape)}"
+
     def finish(self) -> None:
         trace = self.trace
         hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
@@ -1201,12 +1202,11 @@ class Observer:
         for place in self.growth.graphs:
             measured = "a tensor of two steps ago is still held, with its graph"
             self.fault("graph", place, measured, hint)
-        # Those of called modules have a name by now.
-        trace.bare = [*trace.with_gradient & self.bare.keys() - trace.names.keys() - trace.held]
         for module in [*trace.ran[True].values(), *trace.ran[False].values()]:
             for name, parameter in module.named_parameters(recurse=False):
                 trace.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
-        trace.names = self.bare | trace.names
+        trace.bare = list(self.living.keys() - trace.names.keys() - trace.held)
+        trace.names = self.living | trace.names
         trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
         if equal := [id(one) for one in trained if _has_equal_rows(one)]:
             measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
@@ -1221,13 +1221,6 @@ def _watched(watch: Call, call: Call) -> Call:
         return watch(call, *args, **options)
 
     return run
-
-
-def _arguments(function: Call, args: Any, options: Any) -> dict[str, Any]:
-    """Return the arguments of a call by their names, with those that were left out."""
-    bound = inspect.signature(function).bind(*args, **options)
-    bound.apply_defaults()
-    return bound.arguments
 
 
 def _rows(value: Any) -> Tensor | None:
@@ -1317,6 +1310,15 @@ def _generator() -> int:
     return hash(torch.get_rng_state().numpy().tobytes())
 
 
+def _living(kind: type) -> list[Any]:
+    """Return all instances of a class; asking for `__class__` would wake proxies that warn."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _uncompiled(compile: Call, model: Any = None, **_: Any) -> Any:
+    return (lambda function: function) if model is None else model
+
+
 def _with_own_step(base: type) -> list[type]:
     """Return a class and its subclasses that define `step`."""
     own = [base] if "step" in vars(base) else []
@@ -1355,10 +1357,7 @@ def observe(
     """Run a training loop until one of its optimizers has made a number of steps."""
     observer = Observer(num_steps, when_enough)
     # Those that the loop was given; it may make more.
-    # Asking for `__class__` would wake proxies that warn.
-    observer.trace.optimizers += [
-        one for one in gc.get_objects() if issubclass(type(one), Optimizer)
-    ]
+    observer.trace.optimizers += _living(Optimizer)
     # What is there already is not looked through after each step.
     with heap_kept(), observer.installed(), contextlib.suppress(EnoughSteps):
         train()

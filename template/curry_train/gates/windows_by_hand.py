@@ -178,12 +178,18 @@ def compare_windows(
 
 def check_repeats(case: Case, module: nn.Module) -> None:
     """Raise `NotApplicable` if two calls give two losses for the same batch in eval mode."""
-    first, second = (case.workload.loss(module, case.batch()).item() for _ in range(2))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    values = []
+    for _ in range(2):
+        values.append(case.workload.loss(module, case.batch()).item())
+    first, second = values
     if first == second or (math.isnan(first) and math.isnan(second)):
         return
+    changed = [name for name, one in module.named_buffers() if not torch.equal(one, before[name])]
+    where = f", such as {changed[0]}, which changes with each call" if changed else ""
     raise NotApplicable(
         f"the loss is {first:.6g} and then {second:.6g} for the same batch in eval mode: the model "
-        f"draws random numbers there, or keeps state between calls"
+        f"draws random numbers there, or keeps state between calls{where}"
     )
 
 

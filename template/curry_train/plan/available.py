@@ -13,7 +13,8 @@ from ..core.generators import seeded
 from ..core.measure import LiveStorages
 from ..core.wording import format_bytes
 from ..primitives.offload import available_host_bytes
-from ..workloads.models import is_taken, load_workload
+from ..workloads.models import import_callable, is_taken, load_workload
+from ..workloads.shrink import split_shrink
 from ..workloads.workload import Case, Workload
 from .costs import ERRORS_OF_BLOCKS
 from .shapes import NEEDS_VALUES_ERRORS, PretendedCase, pretended
@@ -44,6 +45,10 @@ def missing_room(workload: Workload | str, make_case: MakeCase) -> str | None:
     A factory, given by its name, is called on shapes alone. Give a trainer or a script, which have
     made their model already, as a workload.
     """
+    name = split_shrink(workload)[0] if isinstance(workload, str) else ""
+    if ":" in name:
+        # Tensors that the file makes have values, because they stay when the real step runs.
+        import_callable(name)
     try:
         with pretended():
             case = make_case(load_workload(workload) if isinstance(workload, str) else workload)

@@ -29,8 +29,8 @@ from torch import Tensor
 ALIGNMENT_BYTES = 16
 # Others have no tensor cores for convolutions.
 TENSOR_CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# From this many on, tensor cores save the time of a copied byte, which is read and written: by the
-# data sheet of an A100, 2 / 1,555 GB/s against 1 / 19.5 - 1 / 156 TFLOP/s.
+# Tensor cores pay above so many FLOPs for each byte that is copied, which is read and written. By
+# the data sheet of an A100 with TF32: 2 / 1,555 GB/s against 1 / 19.5 - 1 / 156 TFLOP/s.
 FLOPS_PER_COPIED_BYTE = 29
 
 
@@ -65,7 +65,8 @@ def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution
 def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> int:
     """Return the bytes of the copies with channels side by side, where they pay."""
     is_pointwise = math.prod(weight.shape[2:]) == 1
-    if is_pointwise or x.stride(1) == 1 or x.dtype not in TENSOR_CORE_DTYPES:
+    has_layout = x.stride(1) == 1 or not x.numel()
+    if is_pointwise or has_layout or x.dtype not in TENSOR_CORE_DTYPES:
         return 0
     copied, pixels = 0, math.inf
     for tensor in (x, gradient):

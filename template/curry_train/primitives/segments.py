@@ -43,11 +43,9 @@ class Segment:
     # Outputs of the blocks that are still to be called.
     outputs: list[Any] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
-    # What the block before returned first, which the next block must get, whether it returned
-    # nothing else, and when.
+    # What the block before returned first, which the next block must get, and its `_uses`.
     passed: Tensor | None = None
-    is_alone: bool = False
-    moment: Any = None
+    uses: tuple[int, int] = 0, 0
 
     def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all blocks at the first one, and return the output of the called one."""
@@ -59,8 +57,7 @@ class Segment:
         output = self.outputs.pop(0)
         if self.outputs:
             self.passed = _stream(output, block)
-            self.is_alone = output is self.passed
-            self.moment = _moment(self.passed, self.is_alone)
+            self.uses = _uses(self.passed)
         else:
             # The forward is over, and nothing of it stays alive here.
             self.passed = None
@@ -119,9 +116,9 @@ class Segment:
             )
         before = self.names[position - 1]
         taken = args[0] if args else None
-        if taken is not self.passed or _moment(taken, self.is_alone) != self.moment:
+        if taken is not self.passed or _uses(taken) != self.uses:
             raise ChainBroken(
-                f"{name} does not take the output of {before} unchanged and at once, so the two "
+                f"{name} does not take the output of {before} unchanged and unused, so the two "
                 f"can't share a segment; {REMEDY}"
             )
         if not _same((args[1:], kwargs), self.arguments):
@@ -201,16 +198,14 @@ def _split(chain: list[str], num_segments: int) -> list[list[str]]:
     return [chain[start:end] for start, end in itertools.pairwise(ends)]
 
 
-def _moment(tensor: Any, is_alone: bool) -> tuple[int, int]:
-    """Return how often a tensor was changed in place, and how many nodes autograd has made.
+def _uses(tensor: Any) -> tuple[int, int]:
+    """Return how often a tensor was changed in place, and how often it is held besides Python.
 
-    What is computed between two blocks would come after both of them here, and the gradients that
-    meet in the tensor would be added in another order. What a block returns besides it may be used
-    there. Compiled code changes nothing unnoticed.
+    What is computed from it between two blocks, and holds it for backward, would come after both
+    blocks here: the gradients that meet in the tensor would be added in another order. Compiled
+    code does neither unnoticed.
     """
-    if torch.compiler.is_compiling():
-        return 0, 0
-    return tensor._version, torch.autograd._get_sequence_nr() if is_alone else 0
+    return (0, 0) if torch.compiler.is_compiling() else (tensor._version, tensor._use_count())
 
 
 def _stream(output: Any, block: nn.Module) -> Tensor:

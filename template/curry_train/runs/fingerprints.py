@@ -65,18 +65,22 @@ def record_run(
     steps: int = 3,
     level: str = "all",
     program: Sequence[str] | None = None,
-    **internal: Any,
+    operations_in_step: int | None = None,
+    when_enough: Callable[[], None] = lambda: None,
+    exchange: Exchange | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records the first steps of the training that runs inside of it.
 
     Level "modules" leaves out parameters, gradients and the optimizer. `program` is what `runs
-    locate --op` starts again. The others are fields of `Recorder`, for that command.
+    locate --op` starts again. The others are those of `Recorder`, for that command.
     """
     if steps < 1:
         raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
-    recorder = Recorder(Path(folder), num_steps=steps, records_all=level == "all", **internal)
+    recorder = Recorder(
+        Path(folder), steps, level == "all", operations_in_step, when_enough, exchange
+    )
     return recorder.running({"program": list(program) if program else None, "level": level})
 
 
@@ -462,8 +466,11 @@ class Operations(TorchDispatchMode):
         if recorder.is_noting or not recorder.is_on or not is_asked:
             return func(*args, **options)
         given = leaves_of({**dict(enumerate(args)), **options})
-        # New memory and views of it have any values, and what a collective receives comes later.
-        is_new = "empty" in str(func) or func.is_view or func.namespace in ("c10d", "fsdp")
+        # New memory, and so its views, has any values; what a collective receives comes later. The
+        # same bytes as another type are other values.
+        is_view = func.is_view and func is not torch.ops.aten.view.dtype
+        is_later = func.namespace in ("c10d", "_c10d_functional", "fsdp")
+        is_new = "empty" in str(func) or is_view or is_later
         facts: dict[str, Any] = {"name": str(func), "computes": not is_new}
         if recorder.in_replay:
             # Before it runs, because an operation in place overwrites what it is given.

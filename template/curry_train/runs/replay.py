@@ -32,6 +32,7 @@ from .fingerprints import Range, Recorder, leaves_of
 from .locate import Observation
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
+from .ranks import RunError
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 
@@ -69,6 +70,7 @@ class Replay:
         self._recording = contextlib.ExitStack()
         self._batches: list[Any] | None = None
         self.found: dict[str, Any] = {"steps": {}, "notes": [], "not finite": None}
+        self.found["compiled"] = False
         if self.facts.checkpoint is not None:
             kind = self.facts.checkpoint.partition("/")[0]
             (root / kind).symlink_to(Path(box, kind).absolute())
@@ -77,15 +79,23 @@ class Replay:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
+        compiled = torch.compile
+
+        def noticed(*args: Any, **options: Any) -> Any:
+            self.found["compiled"] = True
+            return compiled(*args, **options)
+
         with (
             mock.patch.object(Replay, "current", self),
-            mock.patch.object(torch, "compile", wraps=torch.compile) as self._compile,
+            mock.patch.object(torch, "compile", noticed),
         ):
             yield
 
     def attach(self, state: TrainingState) -> None:
         """Begin to repeat a training, whose state is loaded."""
         self._state = state
+        if state.step >= self._until:
+            raise RunError(f"the state is that of step {state.step}, not before {self._until}")
 
     def begin(self) -> None:
         """Begin a step: restore its generators, and record it if it is asked for."""
@@ -142,7 +152,7 @@ class Replay:
 
     def _finish(self) -> NoReturn:
         self._recording.close()
-        self._end(self.found | {"compiled": self._compile.called})
+        self._end(self.found)
 
 
 def _digests(batch: Any) -> list[str]:
