@@ -46,7 +46,7 @@ def missing_room(workload: Workload | str, make_case: MakeCase) -> str | None:
     made their model already, as a workload.
     """
     name = split_shrink(workload)[0] if isinstance(workload, str) else ""
-    if ":" in name:
+    if ":" in name and "=" not in name:
         # Tensors that the file makes have values, because they stay when the real step runs.
         import_callable(name)
     try:

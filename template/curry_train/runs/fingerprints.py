@@ -468,9 +468,8 @@ class Operations(TorchDispatchMode):
         given = leaves_of({**dict(enumerate(args)), **options})
         # New memory, and so its views, has any values; what a collective receives comes later. The
         # same bytes as another type are other values.
-        is_view = func.is_view and func is not torch.ops.aten.view.dtype
-        is_later = func.namespace in ("c10d", "_c10d_functional", "fsdp")
-        is_new = "empty" in str(func) or is_view or is_later
+        is_new = func.is_view and func is not torch.ops.aten.view.dtype
+        is_new |= "empty" in str(func) or func.namespace in ("c10d", "_c10d_functional", "fsdp")
         facts: dict[str, Any] = {"name": str(func), "computes": not is_new}
         if recorder.in_replay:
             # Before it runs, because an operation in place overwrites what it is given.
