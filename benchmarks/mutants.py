@@ -60,7 +60,7 @@ def tests_of(technique: str, modules: list[str]) -> list[str]:
         path
         for name in names
         for folder in ("tests/*", "template/tests")
-        for path in ROOT.glob(f"{folder}/test_{name}*.py")
+        for path in ROOT.glob(f"{folder}/test_*{name}*.py")
     }
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
