@@ -81,7 +81,7 @@ class SavingsRow(SetupRow):
     python_calls: int | None = None
     # Further figures that only this strategy has.
     facts: dict[str, float] = field(default_factory=dict)
-    # What it moves to the host stays in the memory of this machine, as on a CPU.
+    # Whether it moves tensors from memory to the same memory, as offload on a CPU does.
     stays_here: bool = False
 
     @property

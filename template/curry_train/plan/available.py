@@ -47,7 +47,8 @@ def missing_room(workload: Workload | str, make_case: MakeCase) -> str | None:
     """
     name = split_shrink(workload)[0] if isinstance(workload, str) else ""
     if ":" in name and "=" not in name:
-        # Tensors that the file makes have values, because they stay when the real step runs.
+        # The tensors that the user's file makes at its import need values: the real step uses them
+        # too. The name of a configuration has a "=", and nothing to import.
         import_callable(name)
     try:
         with pretended():

@@ -43,7 +43,7 @@ class Segment:
     # Outputs of the blocks that are still to be called.
     outputs: list[Any] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
-    # What the block before returned first, which the next block must get, and its `_uses`.
+    # The tensor that the next block must get, and what `_uses` counted for it.
     passed: Tensor | None = None
     uses: tuple[int, int] = 0, 0
 
@@ -149,9 +149,9 @@ def recompute_segments(
 
     A chain is the blocks of one container. It is split into `num_segments` segments, and all but
     the last are recomputed. `blocks` is a glob over module names, or several. Each block must take
-    the previous block's output as its first argument, and the other arguments must be the same for
-    all; otherwise the forward raises `ChainBroken`. The options are those of `Recompute`, except
-    `use_reentrant`.
+    the previous block's output as its first argument, which no operation in between may save for
+    its backward, and the other arguments must be the same for all; otherwise the forward raises
+    `ChainBroken`. The options are those of `Recompute`, except `use_reentrant`.
     """
     settings = RecomputeOptions(**options)
     if settings.use_reentrant:
@@ -189,9 +189,9 @@ def chains_of(names: Sequence[str]) -> list[list[str]]:
 
 
 def _split(chain: list[str], num_segments: int) -> list[list[str]]:
-    """Split into non-empty segments whose lengths differ by at most one; the last is the shorter.
+    """Split into non-empty segments whose lengths differ by at most one.
 
-    It is not recomputed.
+    The last, which is not recomputed, is never longer than another.
     """
     count = min(num_segments, len(chain))
     ends = [-(-len(chain) * index // count) for index in range(count + 1)]
@@ -199,11 +199,11 @@ def _split(chain: list[str], num_segments: int) -> list[list[str]]:
 
 
 def _uses(tensor: Any) -> tuple[int, int]:
-    """Return how often a tensor was changed in place, and how often it is held besides Python.
+    """Return how often a tensor was changed in place, and how many nodes of autograd hold it.
 
-    What is computed from it between two blocks, and holds it for backward, would come after both
-    blocks here: the gradients that meet in the tensor would be added in another order. Compiled
-    code does neither unnoticed.
+    An operation between two blocks that saves the tensor for its backward would run after both
+    blocks here, so the gradients of the tensor would be added in another order. Torch counts the
+    holders of a tensor outside of Python. Compiled code is not counted.
     """
     return (0, 0) if torch.compiler.is_compiling() else (tensor._version, tensor._use_count())
 

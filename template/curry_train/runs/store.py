@@ -331,9 +331,8 @@ class Store(SavedRun):
             new = HashingFolder(self.files, folder)
             layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
             return Writing(ranks, saved, snapshot, new, layout(snapshot, new, ranks))
-        except (
-            Exception
-        ) as error:  # a user's state may raise anything, and the unfinished folder has to go
+        except Exception as error:
+            # A user's state may raise anything, and the unfinished folder has to go.
             failed = self.failed(ranks, final, folder, error)
             if isinstance(error, OSError | OtherRank):
                 raise failed from error
