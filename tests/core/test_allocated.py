@@ -71,8 +71,7 @@ def test_the_profiler_writes_no_lines_of_its_own():
         "import torch, curry_train.core.measure_compiled as compiled\n"
         "compiled.measure_allocated(torch.nn.Linear(1, 1), torch.ones(1), torch.nn.Module.__call__)"
     )
-    command = [sys.executable, "-c", program]
-    assert subprocess.check_output(command, stderr=subprocess.STDOUT) == b""
+    assert subprocess.check_output([sys.executable, "-c", program], stderr=subprocess.STDOUT) == b""
 
 
 def test_bytes_and_flops_of_compiled_code_are_those_that_ran():
