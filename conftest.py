@@ -53,7 +53,7 @@ def pair_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    def of_equal_ranks(tensor: Any, group: Any = None) -> None:
+    def of_equal_ranks(tensor: Any, group: Any = None, **_: Any) -> None:
         tensor.mul_(dist.get_world_size(group))
 
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

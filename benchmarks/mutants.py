@@ -6,8 +6,9 @@
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
-in the folder that is printed. The tests are those named after the technique or one of its modules;
-those in `tests/gates` run the gates. All tests that reach a mutant would take minutes for each.
+in the folder that is printed. The tests are those named after the technique or one of its modules,
+and the files that a module names as its proof; those in `tests/gates` run the gates. All tests that
+reach a mutant would take minutes for each.
 Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
@@ -48,21 +49,25 @@ source_paths = ["curry_train"]
 only_mutate = {modules}
 also_copy = {copied}
 pytest_add_cli_args_test_selection = {tests}
-pytest_add_cli_args = ["-k", "not compile and not closures"]
+pytest_add_cli_args = ["-k", "(bench or not compile) and not closures"]
 process_isolation = "forkserver"
 """
 
 
 def tests_of(technique: str, modules: list[str]) -> list[str]:
-    """List the tests named after a technique or one of its modules."""
+    """List the tests named after a technique or one of its modules, and those of their proofs."""
     names = {technique.replace("-", "_"), *(Path(module).stem for module in modules)}
     paths = {
-        path
+        path.relative_to(ROOT).as_posix()
         for name in names
         for folder in ("tests/*", "template/tests")
-        for path in ROOT.glob(f"{folder}/test_*{name}*.py")
+        for start in ("test_", "test_*_")
+        for path in ROOT.glob(f"{folder}/{start}{name}*.py")
     }
-    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
+    for module in modules:
+        text = (ROOT / "template/curry_train" / module).read_text(encoding="utf-8")
+        paths |= set(re.findall(r"tests/\w+/\w+[.]py", text.split('"""')[1]))
+    return sorted(paths)
 
 
 def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:

@@ -118,10 +118,20 @@ def test_useless_settings_are_refused():
         GradFlow(Model(), every=0)
     with pytest.raises(ValueError, match="module"):
         GradFlow(Model().parameters())
+    alone = GradFlow(Model())
+    with pytest.raises(
+        RuntimeError, match=r"outside of `with GradFlow\(...\)`: open the context first"
+    ):
+        alone.step()
+    with (
+        alone,
+        pytest.raises(RuntimeError, match=r"^this GradFlow is open already: make another one$"),
+    ):
+        alone.__enter__()
     with pytest.raises(ValueError, match="no parameter"):
         GradFlow(Model(), adam(Model()))
     with (
-        pytest.raises(ValueError, match="optimizer"),
+        pytest.raises(ValueError, match=r"whose hooks end each step: remove flow.step"),
         GradFlow(model := Model(), adam(model)) as flow,
     ):
         flow.step()

@@ -4,6 +4,8 @@ python -m pytest tests/bench/test_bench_levers.py
 """
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from curry_train.core.measure_compiled import holds_compiled_code
 from curry_train.plan import plan
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import mlp, transformer
-from curry_train.workloads.workload import Case
+from curry_train.workloads.workload import Case, batch_size
 
 SMALL = transformer(depth=2, dim=32, length=16)
 
@@ -29,16 +31,27 @@ def test_a_lever_applies_the_technique_that_its_name_promises():
     assert TrainingStep(case, find_lever("full")).changed == ["layers.0", "layers.1"]
     assert TrainingStep(case, find_lever("sac_matmuls")).changed == ["layers.0", "layers.1"]
     assert TrainingStep(case, find_lever("chunked_loss")).changed == ["head"]
-    assert len(TrainingStep(case, find_lever("accumulate=3")).window) == 3
+    cut = TrainingStep(Case(SMALL, batch_size=8), find_lever("accumulate=3")).window
+    assert list(map(batch_size, cut)) == [3, 3, 2]
+    assert len(TrainingStep(case, find_lever("accumulate=1")).window) == 1
     assert next(TrainingStep(case, find_lever("bf16")).model.parameters()).dtype == torch.bfloat16
     cast = TrainingStep(case, find_lever("autocast"))
     assert next(cast.model.parameters()).dtype == torch.float32
     assert cast.dtype_of_products == torch.bfloat16
-    assert holds_compiled_code(TrainingStep(case, find_lever("compile:eager")).model)
+    product = Case(replace(SMALL, loss=lambda *_: torch.ones(1, 1) @ torch.ones(1, 1)))
+    for name, dtype in (("autocast", torch.bfloat16), ("none", torch.float32)):
+        assert TrainingStep(product, find_lever(name)).loss(None, None).dtype == dtype
+    compiled = TrainingStep(case, find_lever("compile:eager"))
+    assert holds_compiled_code(compiled.model)
+    assert compiled.changed == [""]
+    backends = []
+    model = SimpleNamespace(compile=lambda backend: backends.append(backend))
+    find_lever("compile").changes[0](model, None)
+    assert backends == ["inductor"]
 
 
 def test_levers_are_joined_in_order():
-    step = TrainingStep(Case(SMALL), find_lever("chunked_loss+full+accumulate=2"))
+    step = TrainingStep(Case(SMALL), find_lever("chunked_loss + full+accumulate=2"))
     assert step.changed == ["head", "layers.0", "layers.1"]
     assert len(step.window) == 2
     assert find_lever("full+accumulate=2").name == "full+accumulate=2"
@@ -65,13 +78,13 @@ def test_a_plan_from_a_file_is_a_lever(tmp_path):
         ("accumulate=0", "got '0'"),
         ("accumulate=two", "got 'two'"),
         ("accumulate=-2", "got '-2'"),
-        ("full=3", "the lever 'full' takes no value, got '3'"),
+        ("full=3", "the lever 'full' takes no value, got '3': leave it out$"),
         ("bf16=1", "the lever 'bf16' takes no value"),
         ("autocast:fp16", "the lever 'autocast' takes no value"),
         ("chunked_loss=4", "the lever 'chunked_loss' takes no value"),
         ("sac:save_matmuls", "the lever 'sac' takes no value"),
-        ("plan=absent.json", "plan=absent.json is not a file"),
-        ("plan", "plan= is not a file"),
+        ("plan=no:file", "^plan=no:file is not a file: give one that curry-train plan --out wrote"),
+        ("plan", "^plan= is not a file"),
     ],
 )
 def test_a_misspelled_lever_raises_an_error_that_suggests_the_right_one(text, message):

@@ -28,6 +28,7 @@ from curry_train.primitives import (
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import (
     CHUNK_BYTES,
+    _scaled,
     chunked_cross_entropy,
 )
 
@@ -46,15 +47,28 @@ REFUSED = [
         lambda h, w, t: chunked_cross_entropy(h[..., :5], w, t),
         r"hidden is \(3, 37, 5\) and must be",
     ),
-    (lambda h, w, t: chunked_cross_entropy(h, w, t.double()), "convert with .long"),
-    (lambda h, w, t: chunked_cross_entropy(h, w.float(), t), "cast one of them, or use autocast"),
+    (
+        lambda h, w, t: chunked_cross_entropy(h, w, t.double()),
+        r"got torch.float64: convert with .long\(\), or use F.cross_entropy for class prob",
+    ),
+    (
+        lambda h, w, t: chunked_cross_entropy(h, w.float(), t),
+        "they must have the same floating-point dtype; cast one of them, or use autocast$",
+    ),
     (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),
     (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0, :1]), r"bias is \(1,\) and must be"),
 ]
 # The message of a value that an option can't have.
 REFUSED_OPTIONS = [
-    ({"chunk_tokens": 2.5}, "at least 1"),
-    ({"z_loss": math.inf}, "z_loss at least 0"),
+    (
+        {"chunk_tokens": 2.5},
+        "^chunk_tokens must be a whole number of at least 1, or None to choose one, got 2.5$",
+    ),
+    (
+        {"z_loss": math.inf},
+        "^label_smoothing is from 0 to 1, z_loss at least 0, softcap above 0 or None, and all are "
+        "finite; got 0.0, inf and None$",
+    ),
     ({"softcap": 0.0}, "softcap above 0"),
     ({"label_smoothing": 2}, "from 0 to 1"),
     ({"class_weights": torch.ones(5)}, r"class_weights must be a tensor of shape \(301,\)"),
@@ -243,6 +257,7 @@ def test_hooks_on_the_node_of_the_logits_run_in_backward():
     calls = []
     logits = model(TOKENS)
     assert logits._base is None  # FSDP2 looks for views among the outputs
+    assert logits.untyped_storage().nbytes() == 0
     register_multi_grad_hook([logits], lambda gradients: calls.append("all"))
     logits.grad_fn.register_hook(lambda *gradients: calls.append("node"))
     F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
@@ -301,7 +316,12 @@ def test_logits_asked_for_after_the_weight_changed_are_refused():
     with torch.no_grad():
         model.head.weight.mul_(2)
     for use in (torch.Tensor.argmax, lambda y: F.cross_entropy(y.flatten(0, 1), TOKENS.flatten())):
-        with pytest.raises(RuntimeError, match="before optimizer"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"were read after its input, weight or bias had changed or was freed; compute "
+            r"the loss, and read logits, before that \(before optimizer.step\(\)\), shard the head "
+            "with the model and not by itself, or use remove_chunked_loss$",
+        ):
             use(logits)
 
 
@@ -340,12 +360,18 @@ class Doubled(nn.Linear):
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(8, 32)), {}, "name it with head="),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(8, 32)),
+            {},
+            "has no output layer: no Linear is wider than all others and than its own input; name "
+            "it with head=$",
+        ),
         (Model, {"head": "nothing"}, "matches no module"),
         (
             lambda: nn.Sequential(nn.Linear(8, 8), Doubled(8, 32)),
             {},
-            "is a Doubled, not a plain nn.Linear",
+            "1 is a Doubled, not a plain nn.Linear, so its loss can't run in chunks; leave it out, "
+            r"or undo first what changed it \(remove_chunked_loss\)$",
         ),
         (
             lambda: with_embeddings(nn.Sequential(nn.Bilinear(4, 4, 9)), 0),
@@ -611,10 +637,15 @@ def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
 
 class CountedProducts(OperationMode):
     number = 0
+    name = "mm"
 
     def run(self, func, args, kwargs):
-        self.number += "mm" in str(func)
+        self.number += self.name in str(func)
         return func(*args, **kwargs)
+
+
+class Copies(CountedProducts):
+    name = "copy"
 
 
 def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time():
@@ -627,6 +658,22 @@ def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time():
         chunked_cross_entropy(hidden, weight, targets)
     # Half of the gradients' bytes hold 361 tokens.
     assert counted.number == 3 * -(-8192 // 361)
+
+
+@pytest.mark.parametrize(
+    ("shape", "block", "pieces"), [((10, 4), 8, 5), ((10, 4), 3, 10), ((10,), 4, 3), ((10,), 0, 10)]
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_gradient_is_scaled_in_blocks_and_in_place(shape, block, pieces, in_place):
+    unscaled = torch.full(shape, 3.0, dtype=torch.bfloat16)
+    factor = torch.tensor(1 / 3)
+    options = {"in_place": in_place, "block": block}
+    with Copies() as copies:
+        found = _scaled(unscaled, factor, torch.bfloat16, **options)
+    assert copies.number == 2 * pieces  # each piece to float32 and back
+    assert torch.equal(found, torch.ones(shape, dtype=torch.bfloat16))
+    assert (found is unscaled) is in_place
+    assert _scaled(unscaled, factor, torch.float32, **options).dtype == torch.float32
 
 
 # Which of input, weight and bias are trained.

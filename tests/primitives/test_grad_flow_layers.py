@@ -3,19 +3,24 @@
 python -m pytest tests/primitives/test_grad_flow_layers.py
 """
 
+import contextlib
 import copy
 import gc
 import pickle
 import weakref
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, grad_flow_probe
 from curry_train.primitives.grad_flow import AFTER_BACKWARD, AT_THE_STEP
+from curry_train.primitives.grad_flow_probe import compiled_modules, inner_of
 from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
 
@@ -112,46 +117,37 @@ def test_outputs_of_every_structure_are_counted_once(kind):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GradFlow(nn.Linear(2, 2)), "has no module with parameters to probe"),
+        (
+            lambda: GradFlow(nn.Linear(2, 2)),
+            "Linear has no module with parameters to probe: name modules with layers=$",
+        ),
         (
             lambda: GradFlow(nn.Sequential(nn.LazyLinear(2))),
-            "run one batch through the model first",
+            "^0.weight has no shape yet: run one batch through the model first$",
         ),
         (
             lambda: GradFlow(nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))),
-            "use DistributedDataParallel",
+            "^DataParallel runs replicas of the model, which are not probed: use Dist",
         ),
         (
             lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"),
-            "an optimizer is needed, got str",
+            "^an optimizer is needed, got str; pass the one it wraps$",
         ),
         (
             lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), scaler=1024.0),
             "scaler must be a GradScaler, got float",
+        ),
+        (lambda: GradFlow(build(), layers="9.*"), "layers '9.*' matches no module"),
+        (
+            lambda: GradFlow(build(), torch.optim.SGD(build().parameters())),
+            "^SGD holds no parameter of this model: create it after the model is moved, sharded or "
+            "adapted, and pass that optimizer$",
         ),
     ],
 )
 def test_wrong_input_is_refused(make, message):
     with pytest.raises(ValueError, match=message.replace("*", "[*]")):
         make()
-
-
-def test_a_forward_inside_a_transform_is_not_counted():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    x = torch.randn(3, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def loss(weights, sample):
-        return torch.func.functional_call(model, weights, (sample[None],)).sum()
-
-    with GradFlow(model, optimizer, every=1) as flow:
-        model(x).sum().backward()
-        weights = dict(model.named_parameters())
-        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
-        optimizer.step()
-    (record,) = flow.records
-    assert [layer.calls for layer in record.layers.values()] == [1, 1]
-    assert all(layer.activation.elements == 12 for layer in record.layers.values())
 
 
 @pytest.mark.parametrize("most", [7, 100_000])
@@ -334,6 +330,83 @@ def test_a_model_whose_layers_are_called_one_by_one_is_probed():
     assert record.forwards == 0
     assert record.layers["1.0"].calls == 1
     assert record.gradients_read == AFTER_BACKWARD
+
+
+# Ranks, all with the values of this one.
+
+
+@pytest.mark.parametrize("way", ["group", "DDP", "FSDP2", "FSDP2 in two microbatches"])
+def test_activations_are_added_over_the_batch_and_gradients_over_their_shards(
+    way, pair_of_four_ranks
+):
+    model, options, size = build(), {}, 4
+    if way == "group":
+        options, size = {"group": pair_of_four_ranks}, 2
+    elif way == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+        model.require_backward_grad_sync = False  # no simulated rank takes part in a reduction
+    else:
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer, **options) as flow:
+        if "two" in way:
+            model.set_requires_gradient_sync(False)
+            model(batch()).sum().backward()
+            model.set_requires_gradient_sync(True)
+        model(batch()).sum().backward()
+        optimizer.step()
+    (record,) = flow.records
+    layer = record.layers["0.0"]
+    assert record.ranks == size
+    assert record.notes == ()
+    assert record.gradients_read == AFTER_BACKWARD
+    assert layer.activation.elements == 32 * size * layer.calls
+    assert layer.calls == 1 + ("two" in way)
+    assert layer.gradient.elements == 8 * 8 + 8
+
+
+def test_a_rank_that_shares_its_batch_with_no_group_is_noted(pair_of_four_ranks):
+    model = build()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))
+    record = probe(model, batch())
+    assert record.ranks == 1
+    assert record.notes == (
+        "activations are those of this rank only: pass group= to add up the ranks that share a "
+        "batch",
+    )
+
+
+def test_the_users_model_is_found_inside_of_wrappers(pair_of_four_ranks):
+    model = build()
+    wrapped = nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))
+    assert inner_of(torch.compile(wrapped, backend="eager")) is model
+    assert compiled_modules(wrapped) == {*model.modules()}
+    model[1].compile(backend="eager")
+    assert compiled_modules(model) == {*model[1].modules()}
+
+
+# Calls of a layer by itself, after a forward of the model that failed.
+@pytest.mark.parametrize(
+    ("around", "calls"),
+    [
+        (contextlib.nullcontext, 1),
+        (torch.no_grad, 0),
+        (lambda: mock.patch.object(torch.compiler, "is_compiling", return_value=True), 0),
+    ],
+)
+def test_a_layer_that_is_called_outside_of_a_forward_counts_where_it_trains(around, calls):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with GradFlow(model, optimizer) as flow:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(batch(width=9))
+        with around():
+            model[0](batch())
+        for inside in (model[0], model):
+            torch.func.vmap(inside)(batch())
+        optimizer.step()
+    assert flow.records[0].layers["0.0"].calls == calls
+    assert flow.records[0].forwards == 1
 
 
 def validate(model):

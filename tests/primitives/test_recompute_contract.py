@@ -106,10 +106,19 @@ def test_options_are_checked(block, options, message):
 
 
 def test_reentrant_is_refused_if_it_would_lose_gradients(block, batch):
-    with pytest.raises(ValueError, match="its parameters would get no gradient at all"):
+    with pytest.raises(
+        ValueError,
+        match=r"^no input of RecomputeBlock requires grad, and with use_reentrant=True its "
+        "parameters would get no gradient at all; leave use_reentrant at False, or call "
+        "enable_input_require_grads.. or a similar method$",
+    ):
         Recompute(block, use_reentrant=True)(batch)
     scale = torch.ones(1, requires_grad=True)
-    with pytest.raises(ValueError, match="by keyword or inside a container"):
+    with pytest.raises(
+        ValueError,
+        match=r"gets a tensor that requires grad by keyword or inside a container, and with "
+        "use_reentrant=True its gradient would be lost; leave use_reentrant at False$",
+    ):
         Recompute(block, use_reentrant=True)(batch.clone().requires_grad_(), scale=scale)
     Recompute(block.requires_grad_(False), use_reentrant=True)(batch)  # no gradient to lose
 
@@ -133,19 +142,6 @@ def test_segments_are_bit_equal_and_the_last_is_kept(batch, count):
     assert compare(reference, step(copied, batch)).bit_equal
     remove_segments(model)
     assert {type(module) for module in model} == {Block}
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Block(), Block()])
-
-    def forward(self, x):
-        return sum(layer(x) for layer in self.layers)
-
-
-def test_segments_are_not_chosen_for_blocks_that_are_no_chain(batch):
-    assert choose_segments(Branches(), batch, lambda module, batch: module(batch).sum()) in (1, 3)
 
 
 def test_the_chosen_count_has_the_lowest_peak(batch):
@@ -224,8 +220,6 @@ def test_selective_patterns_choose_blocks_and_one_without_a_match_is_an_error(ba
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"strategy": "selective"}, "needs a profile"),
-        ({"strategy": "sequential"}, "needs a batch"),
         (
             {"strategy": "plan"},
             "plan must be the path of a plan with strategy 'plan', None with others; got None",

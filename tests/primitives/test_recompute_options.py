@@ -23,6 +23,7 @@ from curry_train.primitives import (
     recompute_blocks,
     recompute_segments,
 )
+from curry_train.primitives.rerun import modules_of
 from curry_train.primitives.sac import PolicyError
 
 LEVERS = {
@@ -102,7 +103,10 @@ def test_debug_lists_the_operations_where_the_second_run_differs(monkeypatch):
 
 @pytest.mark.parametrize("option", [{"debug": True}, {"context_fn": contextlib.nullcontext}])
 def test_reentrant_takes_no_contexts_and_policies_take_the_place_of_them(option):
-    with pytest.raises(ValueError, match="takes no context_fn and no debug"):
+    with pytest.raises(
+        ValueError,
+        match=r"^reentrant checkpointing takes no context_fn and no debug: turn use_reentrant off$",
+    ):
         Recompute(Block(), use_reentrant=True, **option)
     if "context_fn" in option:
         with pytest.raises(PolicyError, match="a policy takes the place of context_fn"):
@@ -116,7 +120,8 @@ class Methods(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        # It requires a count of its batches.
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8))
 
     def compute(self, x, power=1):
         return self.inner(x).sin() ** power
@@ -179,6 +184,57 @@ def test_a_function_without_modules_is_the_same_function_by_name():
     # Nothing is saved without gradients, and so nothing refused.
     frozen = weight.detach()
     assert torch.equal(reentrant(X, frozen, debug=2), scaled(X, frozen, debug=2))
+
+
+class Holder:
+    """An object that is no module and no function."""
+
+    def __init__(self, held):
+        self.held = held
+
+
+def test_modules_are_found_in_all_that_a_function_uses():
+    first, second, third = (nn.Linear(2, 2) for _ in range(3))
+    second.friends = [third]
+    in_closure = [first, {"one": Holder([second])}]
+
+    def inner():
+        return second, Holder, torch
+
+    def outer():
+        return inner, in_closure
+
+    bound = functools.partial(Methods.compute, first, used=second)
+    for function, depth, found in (
+        (first.forward, 0, [first]),
+        (bound, 0, [first, second]),
+        (outer, 0, [first]),
+        (outer, 1, [first, second]),
+        (inner, 1, [second, third]),
+        (Holder([first]), 0, []),
+        (Holder([first]), 1, [first]),
+        (first, 0, [first]),
+    ):
+        assert modules_of(function, depth=depth) == found
+
+
+def test_a_compiler_sees_the_call_of_torchs_own_checkpoint(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def context(name):
+        entered.append(name)
+        yield
+
+    @functools.partial(Recompute, context_fn=lambda: (context("first"), context("second")))
+    def scaled(x, weight, *, debug):
+        return (x * weight).sin() * debug
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    weight = torch.ones(8, requires_grad=True)
+    scaled(X, weight, debug=2).sum().backward()
+    assert torch.equal(weight.grad, (X.cos() * X * 2).sum(0))
+    assert entered == ["first", "second"]
 
 
 # Without any lever for a while.

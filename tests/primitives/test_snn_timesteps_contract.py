@@ -6,6 +6,7 @@ python -m pytest tests/primitives/test_snn_timesteps_contract.py
 import functools
 import gc
 import random
+import re
 import weakref
 
 import numpy
@@ -232,7 +233,10 @@ def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():
     model[0].inner = Case(snn()).build()
     model[1].unroll = 3
     model[2].unroll = own = functools.partial(run_timesteps)
-    assert recompute_timesteps(model) == remove_timesteps(model) == ["0", "2"]
+    assert recompute_timesteps(model) == ["0", "2"]
+    with pytest.raises(ValueError, match=r"^0 recomputes its timesteps already: call remove_"):
+        recompute_timesteps(model)
+    assert remove_timesteps(model) == ["0", "2"]
     assert remove_timesteps(model) == []
     assert "unroll" not in vars(model[0])
     assert model[2].unroll is own
@@ -240,11 +244,13 @@ def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():
 
 def test_other_models_are_refused_with_the_line_to_write():
     case = Case(mlp())
-    with pytest.raises(
-        ValueError, match=r"checkpoint_timesteps\(self.step, inputs, state, time_dim=0"
-    ) as raised:
+    message = (
+        "Sequential has no method unroll(step, inputs, state), so its loop over time can't be "
+        "replaced from outside; replace the loop in its forward by one line: outputs, state = "
+        'checkpoint_timesteps(self.step, inputs, state, time_dim=0, outputs="stack")'
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         STRATEGIES["timesteps"].apply(case.build(), sample_of(case))
-    assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="for the whole loop, not for single blocks"):
         STRATEGIES["timesteps"].apply(
             Case(snn()).build(), sample_of(Case(snn(), blocks="layers.*"))

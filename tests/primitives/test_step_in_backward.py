@@ -118,7 +118,11 @@ def test_what_needs_all_gradients_first_is_refused(options):
     before = copy.deepcopy(module)
     optimizer = StepInBackward(module.parameters(), ADAM)
     (window,) = GradientAccumulation(6).windows(microbatches())
-    with pytest.raises(ValueError, match=f"{next(iter(options))} needs all gradients"):
+    message = (
+        f"{next(iter(options))} needs all gradients before the first step, and StepInBackward has "
+        "stepped by then: leave it out, or give the optimizer itself"
+    )
+    with pytest.raises(ValueError, match=f"^{message}$"):
         train_window(module, window, loss, optimizer, **options)
     assert all(map(torch.equal, module.parameters(), before.parameters()))
 
@@ -129,6 +133,18 @@ def test_a_loss_that_is_not_finite_changes_no_weight():
     optimizer = StepInBackward(module.parameters(), ADAM)
     bad = [*microbatches(1), torch.full((3, 4), torch.nan)]
     (window,) = GradientAccumulation(2).windows(bad)
-    with pytest.raises(NonFiniteWindow, match="microbatch 1"):
+    with pytest.raises(NonFiniteWindow, match=r"loss nan, gradient norm nan; .* microbatch 1 of 2"):
         train_window(module, window, loss, optimizer)
     assert all(map(torch.equal, module.parameters(), before.parameters()))
+
+
+def test_two_ranks_would_step_before_they_agree(pair_of_four_ranks, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    (window,) = GradientAccumulation(6).windows(microbatches())
+    module = model()
+    with pytest.raises(
+        ValueError,
+        match=r"^StepInBackward steps before the ranks have agreed on a gradient: give the "
+        "optimizer itself$",
+    ):
+        train_window(module, window, loss, StepInBackward(module.parameters(), ADAM))

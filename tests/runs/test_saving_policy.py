@@ -3,8 +3,6 @@
 python -m pytest tests/runs/test_saving_policy.py
 """
 
-import math
-
 import pytest
 import torch
 from store_models import new_state, train
@@ -46,24 +44,6 @@ def test_cadences_retention_and_what_after_step_returns(tmp_path):
     assert steps(tmp_path, "rollback") == [16, 20]
     assert steps(tmp_path, "recovery") == [12, 18]
     assert SavedRun(tmp_path).latest().step == 20
-
-
-def test_nan_is_saved_neither_as_latest_nor_as_best_and_deletes_nothing(tmp_path):
-    state = new_state()
-    dev = {4: 0.5, 8: math.nan, 10: 0.1, 12: 0.2}
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 8, dev=dev)
-        before = steps(tmp_path, "rollback"), steps(tmp_path, "recovery"), steps(tmp_path, "best-k")
-        nothing = train_on(policy, state, 40, losses=dict.fromkeys(range(9, 41), math.nan), dev=dev)
-    assert before == ([2, 4], [6], [4])
-    assert nothing == []
-    assert before == (
-        steps(tmp_path, "rollback"),
-        steps(tmp_path, "recovery"),
-        steps(tmp_path, "best-k"),
-    )
-    assert policy.notes[0] == "step 8 was not saved: dev_loss is nan"
-    assert policy.notes[1] == "step 10 was not saved: loss is nan"
 
 
 def test_turning_back_gives_up_later_checkpoints(tmp_path):

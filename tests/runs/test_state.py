@@ -3,10 +3,6 @@
 python -m pytest tests/runs/test_state.py
 """
 
-import random
-import re
-
-import numpy
 import pytest
 import torch
 from store_models import WIDTH, equal, network, new_state, tensors_of, train
@@ -245,28 +241,6 @@ def test_a_load_writes_into_the_optimizers_tensors(store):
     assert equal(tensors_of(other), tensors_of(state))
 
 
-def test_every_generator_continues(store):
-    state = new_state()
-
-    def drawn():
-        return (
-            torch.rand(1).item(),
-            random.random(),
-            random.gauss(0, 1),
-            numpy.random.rand(),
-            numpy.random.randn(),
-        )
-
-    random.gauss(0, 1)  # stores a second number for later
-    saved = store.save("rollback", 1, state)
-    expected = drawn()
-    other = new_state(seed=1)
-    store.load(saved, other)
-    assert drawn() == expected
-    other.restore_random()
-    assert drawn() == expected
-
-
 def wider():
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)
@@ -353,22 +327,6 @@ def test_harmless_differences_are_reported(store):
         f"torch computes with {threads} threads, as at the save; {threads + 1} were set",
         "the configuration differs in optimizer.lr: 0.1 -> 0.2",
     ]
-
-
-def test_more_threads_than_cores_are_not_restored_without_a_word(store, monkeypatch, caplog):
-    state = new_state()
-    before = torch.get_num_threads()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 640)
-    saved = store.save("rollback", 1, state)
-    monkeypatch.undo()
-    report = store.load(saved, new_state())
-    assert torch.get_num_threads() == before
-    assert re.match(
-        rf"saved with 640 threads, but {before} are set, and this process has \d+ cores: the last "
-        r"bits of sums on the CPU will differ; call torch.set_num_threads\(640\)",
-        report.notes[0],
-    )
-    assert report.notes[0] in caplog.text
 
 
 def test_a_parameter_that_the_model_does_not_have_is_refused():

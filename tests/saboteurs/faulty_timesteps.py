@@ -9,7 +9,6 @@ from foreign_snn_timesteps import (
     detaches_the_state,
     draws_again,
     drops_the_rest,
-    in_chunks,
     in_one_go,
     in_single_steps,
     stacks_first,
@@ -70,13 +69,6 @@ KEEPERS = replace(snn(), build=KeeperNet)
 LISTS = replace(snn(), build=lambda: KeeperNet(in_list=True))
 
 
-def means_of_chunks(step, inputs, state, *, time_dim=0, **options):
-    """Count the shorter last chunk as a whole one."""
-    mean, state = in_chunks(step, inputs, state, time_dim=time_dim, **options)
-    num_steps = inputs.shape[time_dim]
-    return mean * (num_steps / (-(-num_steps // 5) * 5)), state
-
-
 def schedule(size):
     """Patch the chunks of our loop, but not those that the gates predict."""
 
@@ -107,7 +99,6 @@ FAULTS = [
     broken("flops", "no-chunks", in_one_go, hint=NOT_ONCE),
     broken("flops", "twice", in_single_steps, hint=NOT_ONCE),
     broken("flops", "other-chunks", patches=schedule(4), hint=NOT_ONCE),
-    broken("parity", "means-of-chunks", means_of_chunks, hint="another value"),
     broken("hidden-state", "an-object", model=KEEPERS, hint="state outside of its modules"),
     broken("hidden-state", "a-nested-list", model=LISTS, hint="state outside of its modules"),
 ]

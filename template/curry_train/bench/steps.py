@@ -217,11 +217,11 @@ def time_setups(
         before=before,
         tell=show,
     )
-    for (row, _), taken in zip(setups, seconds, strict=True):
+    for way, (row, _) in enumerate(setups):
         if row.outcome == MEASURED_OUTCOME:
-            row.seconds = taken
-            row.step = spread_of(taken)
-            row.ratio = None if row is setups[0][0] else paired_ratio(taken, seconds[0])
+            row.seconds = seconds[way]
+            row.step = spread_of(row.seconds)
+            row.ratio = paired_ratio(row.seconds, seconds[0]) if way else None
 
 
 # Training step: the optimizer step that a benchmark times, with a lever applied.
@@ -250,12 +250,12 @@ class TrainingStep:
         whole = self.case.batch() if batch is None else self.case.place(batch)
         self.window = self._window(whole)
 
-        shares = like is not None and self.case.dtype == like.case.dtype
-        if like is not None and shares:
-            for parameter, shared in zip(
-                self.model.parameters(), like.model.parameters(), strict=True
-            ):
-                parameter.data = shared.data
+        twins: dict[Any, nn.Parameter] = {}
+        if like is not None and self.case.dtype == like.case.dtype:
+            own = dict(self.model.named_parameters())
+            for name, shared in like.model.named_parameters():
+                own[name].data = shared.data
+                twins[shared] = own[name]
 
         microbatch = self.window.microbatches[0]
         sample = Sample(microbatch, self.mean_loss, self.case.blocks)
@@ -264,11 +264,10 @@ class TrainingStep:
         for group in self.optimizer.param_groups:
             # The weights stay as they are, whatever the optimizer.
             group["lr"] = 0.0
-        if like is not None and shares:
+        if like is not None and twins:
             # The optimizer state does not depend on the lever.
-            known: Any = dict(zip(like.model.parameters(), self.model.parameters(), strict=True))
             for other, state in like.optimizer.state.items():
-                self.optimizer.state[known[other]] = state
+                self.optimizer.state[twins[other]] = state
 
     def __call__(self) -> WindowResult:
         return train_window(self.model, self.window, self.loss, self.optimizer)

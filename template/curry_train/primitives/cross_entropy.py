@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -258,11 +259,8 @@ def _fitting_rows(
         copies += dtype.itemsize
     classes, width = given.weight.shape
     of_row = classes * copies + width * dtype.itemsize
-    gradients = [
-        source.nbytes
-        for source, needed in zip(given.sources, wanted, strict=True)
-        if source is not None and (needed or not any(wanted))
-    ]
+    trained = list(itertools.compress(given.sources, wanted)) or given.sources
+    gradients = [source.nbytes for source in trained if source is not None]
     fewest = min(FEWEST_CHUNK_TOKENS, max(1, CHUNK_BYTES // of_row))
     wanted_rows = max(CHUNK_BYTES // of_row, int(width * TOKENS_PER_WIDTH))
     return max(fewest, min(wanted_rows, sum(gradients) // 2 // of_row))
@@ -299,9 +297,9 @@ class _Pass:
             of_all = self.losses.new_ones(len(given.weight)) if weights is None else weights
             self.of_all = of_all.to(self.losses) * (options.label_smoothing / len(of_all))
         self.gradients: list[Tensor | None] = []
-        for source, wanted in zip(given.sources, options.wanted, strict=True):
+        for place, source in enumerate(given.sources):
             dtype = inputs.dtype if source is inputs else exact
-            if source is not None and wanted:
+            if source is not None and options.wanted[place]:
                 self.gradients.append(source.new_zeros(source.shape, dtype=dtype))
             else:
                 self.gradients.append(None)

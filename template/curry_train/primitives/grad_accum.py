@@ -9,7 +9,8 @@
 This holds for uneven token counts, for a short last window, and under DDP and FSDP2: losses are
 sums, each divided once by the number of terms in the window on all ranks.
 
-Proof: `python -m pytest tests/gates/test_gates.py`.
+Proof: `python -m pytest tests/primitives/test_grad_accum.py
+tests/primitives/test_step_in_backward.py`.
 """
 
 import contextlib
@@ -346,7 +347,7 @@ def _accumulate(
             value = loss(model, microbatch)
             if joint_loss is None:
                 if in_backward is not None and not waits:
-                    _require_finite([*values, value.detach() / window.loss_divisor], window)
+                    _require_finite([*values, value.detach()], window)
                 value = _backward(value, window, scaler)
         values.append(value)
     return values if joint_loss is None else [_backward(joint_loss(values), window, scaler)]

@@ -9,7 +9,7 @@ Under recompute each layer is counted once: the forward that runs again in backw
 Training is unchanged to the bit. In curry-train, `flow_table(flow.records)` renders the records as
 text, problems first, and `flow_findings(flow.records)` lists the problems.
 
-Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py tests/gates/test_gates.py`.
+Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 """
 
 import contextlib
@@ -335,8 +335,7 @@ class GradFlow:
         scale = None
         if self._scaler is not None and self._scaler.is_enabled():
             # As a tensor on the device; `get_scale()` would wait for the device.
-            one = torch.ones((), device=next(self.model.parameters()).device)
-            scale = self._scaler.scale(one)
+            scale = self._scaler.scale(self._sums.table.new_ones(()))
         self._read_gradients(AFTER_BACKWARD, scale)
 
     def _read_at_the_step(self, scale: Tensor | None = None) -> None:
@@ -447,7 +446,7 @@ def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
 def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
     if not rows:
         return None
-    elements, zeros, nonfinite, squares, *_ = map(sum, zip(*rows, strict=True))
+    elements, zeros, nonfinite, squares = (sum(row[at] for row in rows) for at in range(4))
     return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
 
 

@@ -1,6 +1,6 @@
 """Probe layers once per step, under recompute, accumulation and several ranks too.
 
-Proof: `python -m pytest tests/gates tests/primitives`.
+Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 """
 
 import functools
@@ -210,7 +210,8 @@ class Sums:
             reduced = self.table[places]
             dist.all_reduce(reduced, group=group)
             self.table[places] = reduced
-        return dict(zip(self.place, self.table.tolist(), strict=True))
+        table = self.table.tolist()
+        return {name: table[place] for name, place in self.place.items()}
 
 
 def exact_on(device: torch.device) -> torch.dtype:

@@ -193,7 +193,7 @@ class BlockState:
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
                     raise self._changed(state.module, name)
-        outside = [_held_by(state.module) for state in self.states.values()]
+        outside = [(state.module, _held_by(state.module)) for state in self.states.values()]
         for state in self.states.values():
             module = state.module
             buffers = module._buffers
@@ -222,8 +222,8 @@ class BlockState:
         contexts.close()
         for generator, drawn in generators:
             generator.set_state(drawn)
-        for state, before in zip(self.states.values(), outside, strict=True):
-            _put_back(state.module, before)
+        for module, before in outside:
+            _put_back(module, before)
 
     def _changed(self, module: nn.Module, name: str) -> RuntimeError:
         for root in self.roots:

@@ -7,7 +7,7 @@
 Operations that draw random numbers are always recomputed, from the generator state of their first
 run. In torch's own implementation a saved one shifts all random numbers that are drawn after it.
 
-Proof: `python -m pytest tests/gates tests/primitives`.
+Proof: `python -m pytest tests/primitives/test_sac_contract.py`.
 """
 
 import difflib
@@ -31,22 +31,42 @@ from .recompute import Checkpointed, Pair, RecomputeOptions
 Operation = OpOverload | HigherOrderOperator
 
 
+def writes_in_place(operation: Operation) -> bool:
+    """Return whether the operation writes into one of its arguments."""
+    return isinstance(operation, OpOverload) and operation._schema.is_mutable
+
+
+def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
+    """Find operations given as overloads, packets, or text (`aten.mm`, `aten.mm.default`)."""
+    found: set[Operation] = set()
+    for item in named:
+        operation = _by_name(item) if isinstance(item, str) else item
+        if isinstance(operation, OpOverloadPacket):
+            # Those that do not write in place, or all if every overload does.
+            overloads = [getattr(operation, name) for name in operation.overloads()]
+            found.update([one for one in overloads if not writes_in_place(one)] or overloads)
+        elif isinstance(operation, Operation):
+            found.add(operation)
+        else:
+            raise ValueError(
+                f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}"
+            )
+    return frozenset(found)
+
+
+def _by_name(text: str) -> Any:
+    try:
+        return operator.attrgetter(text.removeprefix("torch.ops."))(torch.ops)
+    except AttributeError as error:
+        raise ValueError(
+            f"torch has no operation {text!r}: name one as 'aten.mm' or 'aten.mm.default'"
+        ) from error
+
+
 def _overloads(namespace: str, *names: str) -> frozenset[Operation]:
     """Return the overloads of those named operations that this version of torch has."""
     space = getattr(torch.ops, namespace)
-    packets = [getattr(space, name) for name in names if hasattr(space, name)]
-    return frozenset(operation for packet in packets for operation in _functional(packet))
-
-
-def _functional(packet: OpOverloadPacket) -> list[OpOverload]:
-    """Return the overloads that do not write in place, or all if every overload does."""
-    overloads: list[OpOverload] = [getattr(packet, name) for name in packet.overloads()]
-    return [overload for overload in overloads if not overload._schema.is_mutable] or overloads
-
-
-def _higher_order(*names: str) -> frozenset[Operation]:
-    space = torch.ops.higher_order
-    return frozenset(getattr(space, name) for name in names if hasattr(space, name))
+    return find_operations(getattr(space, name) for name in names if hasattr(space, name))
 
 
 _ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
@@ -58,7 +78,7 @@ ATTENTION_OPERATIONS = _overloads(
     *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION_KERNELS),
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
-) | _higher_order("flex_attention")
+) | _overloads("higher_order", "flex_attention")
 CONVOLUTIONS = _overloads(
     "aten", "convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"
 )
@@ -91,31 +111,6 @@ def family_of(operation: Operation) -> str | None:
     )
 
 
-def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
-    """Find operations given as overloads, packets, or text (`aten.mm`, `aten.mm.default`)."""
-    found: set[Operation] = set()
-    for item in named:
-        operation = _by_name(item) if isinstance(item, str) else item
-        if isinstance(operation, OpOverloadPacket):
-            found.update(_functional(operation))
-        elif isinstance(operation, Operation):
-            found.add(operation)
-        else:
-            raise ValueError(
-                f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}"
-            )
-    return frozenset(found)
-
-
-def _by_name(text: str) -> Any:
-    try:
-        return operator.attrgetter(text.removeprefix("torch.ops."))(torch.ops)
-    except AttributeError as error:
-        raise ValueError(
-            f"torch has no operation {text!r}: name one as 'aten.mm' or 'aten.mm.default'"
-        ) from error
-
-
 def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether this call draws random numbers; attention does so only with dropout."""
     if (
@@ -124,13 +119,10 @@ def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     ):
         return False
     names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(given.get("dropout_p"))
-
-
-def writes_in_place(operation: Operation) -> bool:
-    """Return whether the operation writes into one of its arguments."""
-    return isinstance(operation, OpOverload) and operation._schema.is_mutable
+    if "dropout_p" not in names:
+        return True
+    place = names.index("dropout_p")
+    return any((kwargs.get("dropout_p"), *args[place : place + 1]))
 
 
 def is_cheap(operation: Operation) -> bool:

@@ -2,7 +2,7 @@
 
 Each rank has its own state, so its keys end in the rank.
 
-Proof: `python -m pytest tests/runs/test_state.py`.
+Proof: `python -m pytest tests/runs/test_random_state.py tests/runs/test_state.py`.
 """
 
 import contextlib
@@ -44,9 +44,8 @@ def restore_random_state(
     """
     here = take_random_state(generators).keys()
     own = {f"generator-{name}": one for name, one in (generators or {}).items()}
-    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     # NumPy may not be loaded yet, nor a GPU be in use.
-    known = {*here, "numpy", *(f"cuda-{index}" for index in range(num_devices))}
+    known = {*here, "numpy", *(f"cuda-{index}" for index in range(torch.cuda.device_count()))}
     notes = []
     with reading("the saved random state can't be restored", RuntimeError):
         for name, state in states.items():
@@ -68,8 +67,9 @@ def restore_threads(saved: int, *, may_restore: bool = True) -> str:
     Sums on the CPU are divided among the threads, so their last bits depend on the number.
     """
     current = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if may_restore and 0 < saved <= (cores or 1):
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    if may_restore and 0 < saved <= cores:
         torch.set_num_threads(saved)
         return f"torch computes with {saved} threads, as at the save; {current} were set"
     note = (

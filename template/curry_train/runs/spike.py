@@ -86,9 +86,9 @@ class SpikeWatchdog:
         """
         value = number_of(loss)
         baseline, limit = self.limit()
-        if math.isfinite(value):
-            self._reported = False
-        elif self._reported:
+        was_reported = self._reported
+        self._reported = not math.isfinite(value)
+        if was_reported and self._reported:
             return None
 
         if math.isfinite(value) and (limit is None or value <= limit):
@@ -102,7 +102,6 @@ class SpikeWatchdog:
         if math.isfinite(value) and len(self._suspects) < self.config.patience:
             return None
 
-        self._reported = not math.isfinite(value)
         spike = Spike(step, self._suspects[0][0], value, baseline, limit)
         self._suspects.clear()
         self._accepted.clear()
@@ -146,8 +145,8 @@ def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, 
 
     The slope is the median of the slopes from each loss to the one half the window later.
     """
-    x = numpy.asarray(steps, dtype=numpy.float64)
-    y = numpy.asarray(losses, dtype=numpy.float64)
+    x = numpy.asarray(steps)
+    y = numpy.asarray(losses)
     half = len(x) // 2
     slopes = (y[half : 2 * half] - y[:half]) / (x[half : 2 * half] - x[:half])
     slope = float(numpy.median(slopes))
@@ -275,7 +274,7 @@ class AttachedWatch:
         recovery = Recovery(spike.step, state.step, start, stop, attempt)
         self._recoveries.append(recovery)
         if self.ranks.first:
-            data = json.dumps([asdict(one) for one in self._recoveries], indent=1).encode()
+            data = json.dumps([asdict(one) for one in self._recoveries]).encode()
             self._files.write(RECOVERIES_FILE_NAME, data)
         self._data.skip(start, stop)
         if self.ranks.first:
