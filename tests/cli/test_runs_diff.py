@@ -6,6 +6,7 @@ Run: `python -m pytest tests/cli/test_runs_diff.py`.
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -25,7 +26,8 @@ def text_of(found):
 
 
 def compare(a, b):
-    return difference(read_history(a, name="A"), read_history(b, name="B"))
+    named = zip((a, b), "AB", strict=True)
+    return difference(*(replace(read_history(run), name=name) for run, name in named))
 
 
 @pytest.fixture

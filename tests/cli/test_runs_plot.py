@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -35,7 +36,7 @@ def figure(monkeypatch, tmp_path):
 
     def draw(folders, **options):
         plot_runs(
-            [read_history(folder, name=folder.name) for folder in folders],
+            [replace(read_history(folder), name=folder.name) for folder in folders],
             tmp_path / "out.png",
             **options,
         )

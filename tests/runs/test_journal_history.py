@@ -10,22 +10,15 @@ from curry_train.runs.history import read_history
 from curry_train.runs.journal import Journal
 
 
-def by_step(steps):
-    return dict(zip(steps.step, zip(steps.values["loss"], steps.attempt, strict=True), strict=True))
-
-
 def test_each_attempt_counts_up_to_the_start_of_the_next(tmp_path):
     """Leave out steps 21 to 30 of attempt 2, which were given up, or two trainings would mix."""
     history = read_history(plant_eventful(tmp_path / "run"))
-    found = by_step(history.steps)
+    found = dict(zip(history.steps.step, history.steps.values["loss"], strict=True))
     assert list(found) == list(range(1, 41))
-    for step, (loss, attempt) in found.items():
-        expected = (0.0, 1) if step <= 10 else (0.001, 2) if step <= 20 else (0.002, 3)
-        assert (loss, attempt) == (loss_of(step) + expected[0], expected[1])
-    given_up = [
-        (part.step[0], part.step[-1], part.attempt[0]) for part in history.course.superseded
-    ]
-    assert given_up == [(11, 20, 1), (21, 30, 2)]
+    for step, loss in found.items():
+        assert loss == loss_of(step) + (0.0 if step <= 10 else 0.001 if step <= 20 else 0.002)
+    given_up = [(part.step[0], part.step[-1]) for part in history.course.superseded]
+    assert given_up == [(11, 20), (21, 30)]
 
 
 def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):

@@ -141,7 +141,7 @@ def test_odd_models_continue_bit_equal(store, add, kind):
         state.model.more.seen = [torch.randn(3), torch.randn(1)]
     saved = store.save(kind, 2, state, metric=("loss", 0.5) if kind == "best-k" else None)
     assert values_of(other.model) != values_of(state.model) or add is empty
-    assert not store.load(saved, other).different
+    assert not any("tensors match" in note for note in store.load(saved, other))
     assert values_of(other.model) == values_of(state.model)
     if kind == "rollback":
         expected = train(state, 2)
@@ -302,9 +302,9 @@ def test_a_partial_load_takes_the_parameters_that_fit_and_nothing_else(store):
         if name.startswith("model.") and not name.startswith("model.3.")
     }
     expected = {**tensors_of(other), **expected}
-    report = store.load(saved, other, strict=False)
-    names = [one.partition(" was ")[0] for one in report.different]
-    assert names == ["model.3.weight", "model.3.bias"]
+    first = store.load(saved, other, strict=False)[0]
+    assert first.startswith("7 of 9 tensors match; model.3.weight was [4, 16], ")
+    assert "model.3.bias was" in first
     assert equal(tensors_of(other), expected)
     assert other.step == 0
 

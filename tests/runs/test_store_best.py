@@ -62,11 +62,11 @@ def test_only_the_model_is_saved_and_loaded(tmp_path):
         whole = store.save("recovery", 2, state)
         assert best.num_bytes < whole.num_bytes / 2
         before = tensors_of(other)
-        report = store.load(best, other)
+        notes = store.load(best, other)
     after = tensors_of(other)
     for name, tensor in tensors_of(state).items():
         if name.startswith("model."):
             assert torch.equal(after[name], tensor)
         elif name in before:
             assert torch.equal(after[name], before[name])
-    assert report.notes == ["parameters only: optimizer, generators and position are as they were"]
+    assert notes == ["parameters only: optimizer, generators and position are as they were"]

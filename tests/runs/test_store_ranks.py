@@ -53,7 +53,7 @@ def on_two_ranks(folder):
             store.save("best-k", 2, state, metric=("dev_loss", 1.0))
             before, ahead = tensors_of(state), train(state, 3)
             torch.manual_seed(70)
-            notes = store.load("latest", other).notes
+            notes = store.load("latest", other)
             exact = equal(tensors_of(other), before) and train(other, 3) == ahead
             found[kind] = {"state": hash_of(before), "exact": exact, "notes": notes}
     found["background"] = in_background(f"{folder}/background")
@@ -237,7 +237,7 @@ def loaded(folder, build):
     found = {}
     for what in ("latest", "best"):
         state = new_state(seed=9, build=build)
-        notes = load_chosen(folder, state, what).report.notes
+        notes = load_chosen(folder, state, what).notes
         found[what] = {"state": hash_of(tensors_of(state)), "notes": notes}
     return found
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy
 
 from ..core.measure import Life
-from ..core.wording import format_mebibytes
+from ..core.wording import format_mebibytes, write_output
 from ..plan.owners import (
     ALL_OWNERS,
     BACKWARD_TEMPORARIES,
@@ -32,7 +32,7 @@ from ..plan.owners import (
 )
 from ..plan.profiler import STEP_PHASES, Timeline
 from ..plan.saved import Plan
-from .screen import render_template, write_output
+from .screen import render_template
 
 CONTEXT_OWNER = "context"
 # From Paul Tol's palettes for colour-blind readers. Bytes that live through the whole step are at

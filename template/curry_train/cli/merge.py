@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from .screen import UnusableInput, write_output
+from ..core.wording import write_output
+from .screen import UnusableInput
 
 LOCK_NAME = "curry-train.lock"
 STAGING_PREFIX = ".curry-train-staged-"

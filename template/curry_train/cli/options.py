@@ -19,6 +19,7 @@ from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.timing import NoSuchDevice, find_device
+from ..core.wording import write_output
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import (
     BUILTIN_WORKLOADS,
@@ -29,7 +30,7 @@ from ..workloads.models import (
     load_workload,
 )
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import JSON_KEY, UnusableInput, echo_lines, fill_screen, write_output
+from .screen import JSON_KEY, UnusableInput, echo_lines, fill_screen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4

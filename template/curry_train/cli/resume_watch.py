@@ -58,7 +58,7 @@ class StateWatch:
             self.fresh = torch.load(fresh, weights_only=False)
         # Objects of which the first state was neither taken nor withheld yet, each with its part.
         self._new: list[tuple[str, Any]] = []
-        self._now: dict[str, Any] = {}
+        self._now = _nothing()
         self._depth = 0
         self._stepping = 0
 
@@ -68,21 +68,17 @@ class StateWatch:
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for part, kind in KINDS.items():
-                for one in _with_subclasses(kind):
-                    if "__init__" in vars(one):
-                        noted = self._noted(part, vars(one)["__init__"])
-                        stack.enter_context(mock.patch.object(one, "__init__", noted))
+                create = staticmethod(functools.partial(self._create, part))
+                stack.enter_context(mock.patch.object(kind, "__new__", create))
             call = self._call(nn.Module.__call__)
             stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield
 
-    def _noted(self, part: str, begin: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(begin)
-        def run(made: Any, *args: Any, **options: Any) -> None:
-            self._add(part, made)
-            begin(made, *args, **options)
-
-        return run
+    def _create(self, part: str, kind: type, *_: Any, **__: Any) -> Any:
+        """Create an object in place of `kind.__new__`, which subclasses have too."""
+        made: Any = object.__new__(kind)
+        self._add(part, made)
+        return made
 
     def _add(self, part: str, made: Any) -> None:
         if all(one is not made for one in self._made[part]):
@@ -139,10 +135,11 @@ class StateWatch:
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
         self._add("model", root)
-        has_more = bool(self._new) or not self._now
+        is_first = not self._now["generators"]
+        has_more = bool(self._new) or is_first
         self._settle()
-        if not self._now:
-            self._now = {"data order": [], "model": {}, "generators": generator_digests()}
+        if is_first:
+            self._now["generators"] = generator_digests()
         if has_more:
             # A model that was called before may have changed its buffers.
             self._now["model"] = self._states("model") | self._now["model"]
@@ -177,17 +174,14 @@ class StateWatch:
         self._stepping -= 1
         if self._stepping:
             return
-        without_model: dict[str, Any] = {"data order": [], "model": {}, "generators": {}}
-        self.steps.append(without_model | self._now | {"after": self._states("model")})
-        self._now = {}
+        self.steps.append(self._now | {"after": self._states("model")})
+        self._now = _nothing()
         if len(self.steps) == self.last:
             if self.mode == "straight":
                 torch.save(self.fresh, self.path)
             self.when_enough(self)
 
 
-def _with_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    one: type
-    for one in kind.__subclasses__():
-        yield from _with_subclasses(one)
+def _nothing() -> dict[str, Any]:
+    """Return what is noted of a step without a call of a model."""
+    return {"data order": [], "model": {}, "generators": {}}

@@ -198,7 +198,7 @@ def show_command(run: str) -> Ended:
     click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
 
     attempts: list[dict[str, Any]] = []
-    journal = Path(saved.files.location(""), JOURNAL_FILE_NAME)
+    journal = saved.files.root / JOURNAL_FILE_NAME
     if journal.exists():
         try:
             attempts = story(read_history(journal))
@@ -258,11 +258,11 @@ MODEL_FILE_NAME = "model.safetensors"
 def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors without a model."""
     manifest = run.verify(folder)
-    contents, fill = run.open_content(folder, manifest)
+    contents = run.open_content(folder, manifest)
     tensors = {
         name: torch.empty(one.shape, dtype=one.dtype) for name, one in contents.tensors.items()
     }
-    fill(tensors)
+    contents.fill(tensors)
     return tensors
 
 

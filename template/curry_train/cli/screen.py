@@ -342,15 +342,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 # Text that commands write and print: templates, paragraphs and tables.
 
 
-def write_output(place: str | Path, content: bytes | str) -> None:
-    """Write a file; an error names it, which that of a full disk does not."""
-    try:
-        Path(place).write_bytes(content.encode() if isinstance(content, str) else content)
-    except OSError as error:
-        error.filename = error.filename or str(place)
-        raise
-
-
 def literal(text: str) -> str:
     """Return a string as an expression of Python, as formatters write it."""
     return json.dumps(text, ensure_ascii=False)

@@ -20,7 +20,7 @@ import click
 import torch
 
 from .. import __version__
-from ..core.wording import provenance
+from ..core.wording import provenance, write_output
 from ..gates.verdict import checked_globs
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
@@ -42,7 +42,6 @@ from .screen import (
     literal,
     render_template,
     screen_command,
-    write_output,
 )
 
 DEFAULT_PACKAGE_NAME = "curry_train"

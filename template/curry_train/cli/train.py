@@ -329,7 +329,7 @@ def describe_training(run: TrainingRun) -> str:
     if run.changed:
         recompute = f", {config.recomputation().strategy} on {len(run.changed)} layers"
     resumed = run.attached.resumed
-    is_noted = resumed and (resumed.damaged or resumed.report.notes)
+    is_noted = resumed and (resumed.damaged or resumed.notes)
     noted = f"\n{resumed.words}" if resumed and is_noted else ""
     return (
         f"{run.folder}: {run.task.name}, {run.num_parameters / 1e6:.2f}M parameters, "

@@ -27,31 +27,19 @@ class RefusedPickle(ValueError):
 
 
 class StandIn:
-    """An inert value in place of what a pickle names; its instances stand for calls."""
+    """An inert value in place of what a pickle names; it keeps nothing that is set on it."""
 
-    # The class or function, with its module.
-    named = ""
-    arguments: tuple[Any, ...]
-    state: Any = None
-    # Appended elements, and set entries, as an OrderedDict has them.
-    items: list[Any]
-    entries: list[tuple[Any, Any]]
+    def __new__(cls, *_: Any, **__: Any) -> "StandIn":
+        return super().__new__(cls)
 
-    def __new__(cls, *arguments: Any, **_: Any) -> "StandIn":
-        made: Any = super().__new__(cls)
-        vars(made).update(arguments=arguments, items=[], entries=[])
-        vars(made).update(append=made.items.append, add=made.items.append)
-        return made
+    def append(self, *_: Any) -> None:
+        """Take an element, an entry or a state, as lists, sets, mappings and objects do."""
 
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.entries.append((key, value))
+    add = __setitem__ = __setstate__ = append
 
 
 class PickleReader(pickle.Unpickler):
-    """Reads pickles that follow each other; `named` and `references` collect what they refer to."""
+    """Reads pickles that follow each other; `named` collects the names in them."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -59,14 +47,12 @@ class PickleReader(pickle.Unpickler):
         self.stream = io.BufferedReader(io.BytesIO(data), 2**17)
         super().__init__(self.stream)
         self.named: set[str] = set()
-        self.references: list[Any] = []
 
     def find_class(self, module: str, name: str) -> Any:
         self.named.add(f"{module}.{name}")
-        return type("StandIn", (StandIn,), {"named": f"{module}.{name}"})
+        return StandIn
 
     def persistent_load(self, reference: Any) -> Any:
-        self.references.append(reference)
         return reference
 
     def all(self, count: int = 1) -> list[Any]:
@@ -100,8 +86,8 @@ def read_plain(data: bytes) -> Any:
     """Return what a pickle of plain containers holds; raise RefusedPickle for any other."""
     reader = PickleReader(data)
     (value,) = reader.all()
-    if named := [*reader.named, *map(str, reader.references)]:
-        raise RefusedPickle(f"it names {named[0]:.160}, and no name is allowed here")
+    for name in reader.named:
+        raise RefusedPickle(f"it names {name:.160}, and no name is allowed here")
     return value
 
 

@@ -181,11 +181,16 @@ def write_json(path: str, data: dict[str, Any]) -> None:
     if path == "-":
         sys.stdout.write(text)
         return
+    write_output(path, text)
+
+
+def write_output(place: str | Path, content: bytes | str) -> None:
+    """Write a file; an error names it, which that of a full disk does not."""
     try:
-        Path(path).write_text(text)
+        Path(place).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        # The error of a full disk names no file.
-        raise OSError(error.errno, error.strerror, path) from error
+        error.filename = error.filename or str(place)
+        raise
 
 
 def _one_row_a_line(value: Any, indent: str = "") -> str:

@@ -108,7 +108,7 @@ class AttachedJournal(Journal):
             world_size=ranks.size,
         )
         if resumed is not None:
-            facts |= {"checkpoint": resumed.saved.folder, "notes": resumed.report.notes}
+            facts |= {"checkpoint": resumed.saved.folder, "notes": resumed.notes}
         elif self.empty:
             self.start(facts=facts)
             return
@@ -587,7 +587,7 @@ class AttachedRun:
             elif self._ranks.first and self.resumed and self.steps == self.resumed.saved.step:
                 logger.warning(
                     "%s: resumed at step %d, and trained no further step",
-                    self.store.files.location(""),
+                    self.store.files.root,
                     self.steps,
                 )
             self._journal.ended(reason)

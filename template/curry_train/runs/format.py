@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import math
 import pickle
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -171,7 +171,7 @@ def read_tensors(
         reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-# Types that a training state and the store exchange: snapshots, contents and load reports.
+# Types that a training state and the store exchange: snapshots and contents.
 
 # The prefix of the model's own tensors; a best-K holds only these.
 MODEL_PREFIX = "model."
@@ -212,21 +212,11 @@ class Contents:
     # Only their shapes and dtypes count.
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    rank_values: Sequence[Mapping[str, Any]] = ()
+    rank_values: Sequence[Mapping[str, Any]]
+    # Fills tensors with the saved values.
+    fill: Callable[[Mapping[str, Tensor]], None]
     # True for a best-K.
     model_only: bool = False
-
-
-@dataclass
-class LoadReport:
-    """The result of a load: how many tensors matched, and how the state differs from the save."""
-
-    matched: int = 0
-    wanted: int = 0  # the tensors of the state
-    # Names that only the checkpoint or the state has, and those that differ in shape or dtype.
-    different: list[str] = field(default_factory=list)
-    # Differences that do not prevent a load.
-    notes: list[str] = field(default_factory=list)
 
 
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.

@@ -51,7 +51,6 @@ class Steps:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.step = array("q")
-        self.attempt = array("q")
         self.values = {name: array("d") for name in names}
 
     def __len__(self) -> int:
@@ -59,7 +58,6 @@ class Steps:
 
     def add(self, event: Event, figures: dict[str, Any]) -> None:
         self.step.append(event.step)
-        self.attempt.append(event.attempt)
         for name, values in self.values.items():
             values.append(event_number(figures.get(name)))
 
@@ -72,7 +70,7 @@ class Steps:
         return removed
 
     def _columns(self) -> list[Any]:
-        return [self.step, self.attempt, *self.values.values()]
+        return [self.step, *self.values.values()]
 
 
 @dataclass
@@ -169,7 +167,7 @@ class History:
             course.keep_up_to(step)
 
 
-def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -> History:
+def read_history(run: StrPath, *, root: StrPath = "") -> History:
     """Read the journal of a run: a folder, a journal file, or a name in `root`.
 
     With the suffix `@2` it is read up to attempt 2.
@@ -185,7 +183,7 @@ def read_history(run: StrPath, *, root: StrPath = "", name: str | None = None) -
         root=root,
         is_run=lambda place: place.is_file() or (place / JOURNAL_FILE_NAME).is_file(),
     )
-    history = History(name or os.fspath(run), path / JOURNAL_FILE_NAME if path.is_dir() else path)
+    history = History(os.fspath(run), path / JOURNAL_FILE_NAME if path.is_dir() else path)
     damaged: list[int] = []
     for event in read_events(history.path, damaged):
         if event.attempt > attempt:

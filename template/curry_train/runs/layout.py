@@ -94,19 +94,19 @@ def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def hash_stream(stream: io.BufferedReader) -> tuple[int, str]:
-    """Return the number of bytes of a stream, and their hash."""
-    file_hash = hashlib.file_digest(stream, xxhash.xxh3_128)
-    return stream.tell(), file_hash.hexdigest()
-
-
 def entry_of(path: Path, *, sync: bool = False) -> "FileEntry":
     """Return size and hash of a file, which is on the disk afterwards if `sync`."""
     with path.open("rb") as stream:
-        entry = FileEntry(*hash_stream(stream))
+        entry = entry_in(stream)
         if sync:
             os.fsync(stream.fileno())
     return entry
+
+
+def entry_in(stream: io.BufferedReader) -> "FileEntry":
+    """Return size and hash of what a stream holds."""
+    file_hash = hashlib.file_digest(stream, xxhash.xxh3_128)
+    return FileEntry(stream.tell(), file_hash.hexdigest())
 
 
 # Write, read and verify the manifest of a checkpoint.
@@ -237,8 +237,8 @@ def verify_files(
             reading(f"{files.location(folder)}: {name} can't be read"),
             files.open(f"{folder}/{name}" if folder else name) as stream,
         ):
-            num_bytes, file_hash = hash_stream(stream)
-        if FileEntry(num_bytes, file_hash) != manifest.files[name]:
+            entry = entry_in(stream)
+        if entry != manifest.files[name]:
             raise DamagedCheckpoint(
                 f"{files.location(folder)}: {name} is not what was saved (another hash)"
             )

@@ -39,7 +39,7 @@ class RunLock:
             self._lock.acquire(timeout=wait_seconds)
         except Timeout as error:
             raise LockedRun(
-                f"{self._files.location('')} is held by {self._named()}: end it, or give "
+                f"{self._files.root} is held by {self._named()}: end it, or give "
                 f"this run another folder"
             ) from error
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -57,7 +57,7 @@ class RunLock:
         if self._holder and self._holder["pid"] != os.getpid():
             raise LockedRun(
                 f"this process was forked from the process that writes to "
-                f"{self._files.location('')}: save in the parent process, and read in this one "
+                f"{self._files.root}: save in the parent process, and read in this one "
                 f"with a SavedRun"
             )
 
@@ -65,7 +65,7 @@ class RunLock:
         """Raise LockedRun if another process took over; call before each change that commits."""
         if self._found() not in ({}, self._holder):
             raise LockedRun(
-                f"{self._files.location('')} was taken over by {self._named()}: this process saves "
+                f"{self._files.root} was taken over by {self._named()}: this process saves "
                 f"nothing more; end it, or give this run another folder"
             )
 

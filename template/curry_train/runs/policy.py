@@ -452,7 +452,7 @@ class SavingPolicy:
         self.store.open()
         if ahead := self._states_from(step):
             raise RunError(
-                f"{self.store.files.location('')} has {ahead[0].folder}, but training is at step "
+                f"{self.store.files.root} has {ahead[0].folder}, but training is at step "
                 f"{step}: resume from it, give this run a folder of its own, or call "
                 f"turn_back({step - 1}) to delete the states beyond"
             )

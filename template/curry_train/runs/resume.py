@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .files import StrPath
-from .format import LoadReport
 from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
@@ -41,7 +40,8 @@ class Resumed:
     """The checkpoint that was loaded, and the damaged ones that were skipped."""
 
     saved: SavedCheckpoint
-    report: LoadReport
+    # How the state differs from what was saved.
+    notes: Sequence[str]
     # Folders of the skipped checkpoints, with the reason.
     damaged: Mapping[str, str] = field(default_factory=dict)
     # Whether it is of this run.
@@ -53,7 +53,7 @@ class Resumed:
             f"{folder} is damaged and was skipped: {reason}"
             for folder, reason in self.damaged.items()
         ]
-        return "; ".join([f"resumed from {self.saved.folder}", *skipped, *self.report.notes])
+        return "; ".join([f"resumed from {self.saved.folder}", *skipped, *self.notes])
 
 
 def load_chosen(
@@ -78,7 +78,7 @@ def load_chosen(
     tried: dict[str, str] = {}
     for saved in candidates:
         try:
-            report = chosen.load(saved, state, strict=strict)
+            notes = chosen.load(saved, state, strict=strict)
         except HostileCheckpoint:
             raise
         except DamagedCheckpoint as error:
@@ -90,7 +90,7 @@ def load_chosen(
                 for folder, reason in damaged.items()
                 if (step_of(folder) or 0) >= saved.step
             }
-            return Resumed(saved, report, newer | tried, is_own)
+            return Resumed(saved, notes, newer | tried, is_own)
     raise DamagedCheckpoint(
         f"no requested checkpoint is intact: {'; '.join((tried | dict(damaged)).values())}; "
         f"{_others(chosen)}"
@@ -154,7 +154,7 @@ def _found(
 ) -> Choice:
     """Raise NothingSaved with what is `missing` if there is not even a damaged candidate."""
     if not candidates and not damaged:
-        raise NothingSaved(f"{run.files.location('')} holds {missing}; {_others(run)}")
+        raise NothingSaved(f"{run.files.root} holds {missing}; {_others(run)}")
     return run.files.root, candidates, damaged
 
 

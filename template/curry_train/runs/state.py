@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .format import MODEL_PREFIX, Contents, LoadReport, Snapshot
+from .format import MODEL_PREFIX, Contents, Snapshot
 from .history import ABSENT_VALUE, changes
 from .parameters import bare_name, bare_names, parameter_names
 from .random_state import (
@@ -241,7 +241,8 @@ class Load:
         self._contents = contents
         self._ranks = Ranks()
         self._model_only = contents.model_only or not strict
-        self.report = LoadReport()
+        # How the state differs from what was saved, where that does not prevent a load.
+        self.notes: list[str] = []
         # This state's own tensors where they fit, and new ones.
         self.targets: dict[str, Tensor] = {}
         own = CollectedTensors()
@@ -254,16 +255,8 @@ class Load:
         self._own = own.by_name
         with reading(_NO_STATE):
             self._saved = self._chosen(self._of_this_rank())
-            self._match(self._chosen({PART_PREFIX + name: 0 for name in state.parts} | current))
-            if strict and (different := self.report.different):
-                # Names that are missing tell more than shapes.
-                different.sort(key=lambda text: " was " in text)
-                more = f" and {len(different) - 6} more" if len(different) > 6 else ""
-                raise StateMismatch(
-                    f"{self.report.matched} of {self.report.wanted} tensors match; "
-                    f"{', '.join(different[:6])}{more}. Build the model and optimizer that were "
-                    f"saved, or {PARTIAL_LOAD_ADVICE}"
-                )
+            current = {PART_PREFIX + name: 0 for name in state.parts} | current
+            self._match(self._chosen(current), strict=strict)
             self._choose_tensors()
 
     def _of_this_rank(self) -> dict[str, Any]:
@@ -284,8 +277,8 @@ class Load:
             if name.startswith(MODEL_PREFIX) or not self._model_only
         }
 
-    def _match(self, current: Mapping[str, Any]) -> None:
-        """Compare what is saved with the current state, and report what differs."""
+    def _match(self, current: Mapping[str, Any], *, strict: bool) -> None:
+        """Compare what is saved with the current state; raise StateMismatch, or note the rest."""
         was = self._descriptions(self._saved, self._contents.tensors)
         now = self._descriptions(current, self._own)
         new = {
@@ -294,15 +287,25 @@ class Load:
             if hasattr(one, "may_be_new")
         }
         fitting = [name for name in was if was[name] == now.get(name)]
-        self.report.matched = len(fitting)
-        self.report.wanted = len(now)
+        different = []
         for name in {**was, **now}:
             if name not in now:
-                self.report.different.append(f"{name} is only in the checkpoint")
+                different.append(f"{name} is only in the checkpoint")
             elif name not in was and name not in new:
-                self.report.different.append(f"{name} is missing in the checkpoint")
+                different.append(f"{name} is missing in the checkpoint")
             elif name in was and was[name] != now[name]:
-                self.report.different.append(f"{name} was {was[name]} and is {now[name]}")
+                different.append(f"{name} was {was[name]} and is {now[name]}")
+        if different:
+            # Names that are missing tell more than shapes.
+            different.sort(key=lambda text: " was " in text)
+            more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+            note = f"{len(fitting)} of {len(now)} tensors match; {', '.join(different[:6])}{more}"
+            if strict:
+                raise StateMismatch(
+                    f"{note}. Build the model and optimizer that were saved, or "
+                    f"{PARTIAL_LOAD_ADVICE}"
+                )
+            self.notes.append(note)
         if self._model_only:
             self._saved = {name: self._saved[name] for name in fitting}
 
@@ -378,7 +381,7 @@ class Load:
     def finish(self) -> None:
         """Restore everything from the filled tensors and the saved values."""
         state = self._state
-        notes = self.report.notes
+        notes = self.notes
         found = decode(self._saved, {**self._own, **self.targets})
         self._finish_model(found)
         if self._model_only:

@@ -14,7 +14,7 @@ import functools
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,6 @@ from .files import Files, StrPath
 from .format import (
     Contents,
     HashingFolder,
-    LoadReport,
     Part,
     SafetensorsLayout,
     Savable,
@@ -164,32 +163,31 @@ class SavedRun:
         state: TrainingState,
         *,
         strict: bool = True,
-    ) -> LoadReport:
+    ) -> Sequence[str]:
         """Verify a checkpoint, compare it with the state, and only then change the state.
 
         The ranks share the reading for the verification, and an error on one of them is raised on
-        all. After an error while values are restored, the state has to be loaded again.
+        all. After an error while values are restored, the state has to be loaded again. Returns
+        notes on how the state differs from what was saved.
         """
         ranks = Ranks()
         folder = ranks.agree(lambda: self.folder_of(checkpoint))
 
-        def check() -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
+        def check() -> Contents:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
             verify_files(self.files, folder, manifest, own_share)
             return self.open_content(folder, manifest)
 
-        contents, fill = ranks.all_do(check)
+        contents = ranks.all_do(check)
         loading = ranks.all_do(lambda: Load(state, contents, strict=strict))
 
-        ranks.all_do(lambda: fill(loading.targets))
+        ranks.all_do(lambda: contents.fill(loading.targets))
         ranks.all_do(loading.finish)
-        return loading.report
+        return loading.notes
 
-    def open_content(
-        self, folder: str, manifest: SavedCheckpoint
-    ) -> tuple[Contents, Callable[[Mapping[str, Tensor]], None]]:
-        """Return what a verified checkpoint holds, and a function that fills tensors from it."""
+    def open_content(self, folder: str, manifest: SavedCheckpoint) -> Contents:
+        """Return what a verified checkpoint holds."""
         key = f"{folder}/{STATE_FILE_NAME}"
         with reading(f"{self.files.location(key)} can't be read"):
             found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
@@ -198,12 +196,12 @@ class SavedRun:
                 raise ValueError("it does not hold the values of a state")
         if manifest.kind == BEST_KIND:
             best = read_best(self.files, folder, found.get("others"))
-            contents = Contents(best, values, ranks, model_only=True)
-            return contents, lambda targets: copy_into(targets, best)
+            copy = functools.partial(copy_into, values=best)
+            return Contents(best, values, ranks, copy, model_only=True)
         with reading("the index of the tensors can't be read"):
             metadata = checked_index(found.get("index"), manifest)
-        contents = Contents(shapes_of(metadata), values, ranks)
-        return contents, functools.partial(read_tensors, self.files, folder, metadata)
+        fill = functools.partial(read_tensors, self.files, folder, metadata)
+        return Contents(shapes_of(metadata), values, ranks, fill)
 
     def folder_of(self, checkpoint: Which) -> str:
         """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
@@ -216,14 +214,14 @@ class SavedRun:
             newest = self.latest()
             if newest is None:
                 raise DamagedCheckpoint(
-                    f"{self.files.location('')} holds nothing to resume from: start the run anew"
+                    f"{self.files.root} holds nothing to resume from: start the run anew"
                 )
             return newest.folder
 
-        folder = given.removeprefix(self.files.location("").rstrip("/") + "/")
+        folder = given.removeprefix(f"{self.files.root}/")
         if step_of(folder) is None:
             raise ValueError(
-                f"{given} is not a checkpoint of {self.files.location('')}, such as "
+                f"{given} is not a checkpoint of {self.files.root}, such as "
                 f"rollback/step-00000500.dcp: for one of another run, make a SavedRun of that "
                 f"run's folder"
             )
@@ -280,7 +278,7 @@ class Store(SavedRun):
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             raise RunError(
-                f"{self.files.location('')} can't be written to ({error.strerror}): give the run a "
+                f"{self.files.root} can't be written to ({error.strerror}): give the run a "
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
@@ -405,7 +403,7 @@ class Store(SavedRun):
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remaining += "; free some space, or keep fewer checkpoints"
         return SaveError(
-            f"{what} in {self.files.location('')} was not saved: "
+            f"{what} in {self.files.root} was not saved: "
             f"{error or type(error).__name__}; {remaining}"
         )
 

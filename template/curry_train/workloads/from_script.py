@@ -35,7 +35,6 @@ from torch.utils._pytree import tree_iter
 
 from .from_trainer import (
     Autocast,
-    TakenTraining,
     is_sum_over_samples,
     precision_around,
     take_training,
@@ -601,7 +600,8 @@ class ScriptTraining:
     """A script that has run until its first optimizer step."""
 
     words: tuple[str, ...]
-    taken: TakenTraining
+    # With another loss, where there are lines of the loss.
+    taken: Workload
 
     # The lines of the loss, and objects of the script that they name.
     lines: tuple[str, ...] = ()
@@ -614,17 +614,17 @@ class ScriptTraining:
         taken = self.taken
         if loss is not None:
             precise = self.precision or (lambda module: contextlib.nullcontext())
-            is_sum = is_sum_over_samples(taken.module, taken.batch, loss)
+            batch = taken.batch(taken.own_batch or 1)
+            is_sum = is_sum_over_samples(taken.build(), batch, loss)
 
-            def mean_loss(module: nn.Module, batch: Any) -> Tensor:
+            def summed(module: nn.Module, batch: Any) -> Tensor:
                 with precise(module):
                     found = loss(module, batch)
-                return found / batch_size(batch) if is_sum else found
+                return found if is_sum else found * batch_size(batch)
 
             notes = (*taken.notes, SUM_NOTE) if is_sum else taken.notes
-            taken = replace(taken, mean_loss=mean_loss, notes=notes)
-        spec = f"script={shlex.join(self.words)}"
-        return workload_of(taken, spec, factory=self.factory())
+            taken = replace(taken, loss=summed, notes=notes)
+        return replace(taken, spec=f"script={shlex.join(self.words)}", factory=self.factory())
 
     def loss_source(self) -> str:
         body = "\n".join(f"    {line}" for line in self.lines)
@@ -705,14 +705,13 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
     ]
     if count > 1:
         read.append(f"{count} batches a step")
-    taken = TakenTraining(
-        name=type(root).__name__,
-        module=root,
-        batch=source.batch,
-        mean_loss=lambda module, batch: module(batch),
+    taken = workload_of(
+        root,
+        source.batch,
+        lambda module, batch: module(batch),
         optimizer=like,
         accumulation=count,
-        notes=("; ".join(read), *notes, *recording.notes),
+        notes=["; ".join(read), *notes, *recording.notes],
         output_until="next step" if _is_held(recording, root) else "loss",
     )
     lines = (*source.lines, f"return {returned}")

@@ -17,7 +17,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -40,60 +39,46 @@ from .workload import (
     without_cache,
 )
 
-# What is read off a trainer or a script, and the workload of it.
+# The workload of a training that was read off a trainer or a script.
 
 
-@dataclass(frozen=True)
-class TakenTraining:
-    """The objects with which the user trains, as they are before the first step."""
+def workload_of(
+    module: nn.Module,
+    batch: Any,
+    mean_loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    count: Callable[[Any], int] = batch_size,
+    optimizer: OptimizerLike | None,
+    accumulation: int,
+    notes: Sequence[str],
+    output_until: str,
+) -> Workload:
+    """Return the workload of a training; each module that it builds is a copy of the user's.
 
-    name: str
-    module: nn.Module
-    batch: Any
-
-    # The loss that the user's code computes, as a mean over the terms of a batch.
-    mean_loss: Callable[[nn.Module, Any], Tensor]
-    count: Callable[[Any], int] = batch_size
-    mask: Callable[[Any], Any] | None = None
-    optimizer: OptimizerLike | None = None
-
-    # Microbatches that one optimizer step accumulates.
-    accumulation: int = 1
-
-    # What was read, and what can't be taken over, a sentence each.
-    notes: tuple[str, ...] = ()
-
-    # As in a workload.
-    output_until: str = "next step"
-
-
-def workload_of(taken: TakenTraining, spec: str, *, factory: str = "") -> Workload:
-    """Return the workload of a training; each module that it builds is a copy of the user's."""
+    `mean_loss` is what the user's code computes, a mean over the terms that `count` counts.
+    """
 
     def build() -> nn.Module:
-        return without_cache(copy.deepcopy(taken.module))
+        return without_cache(copy.deepcopy(module))
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
-        return taken.mean_loss(module, batch) * taken.count(batch)
+        return mean_loss(module, batch) * count(batch)
 
-    size = batch_size(taken.batch)
-    batch, is_divisible = batches_like(taken.batch)
+    make_batch, is_divisible = batches_like(batch)
     return Workload(
-        taken.name,
+        type(module).__name__,
         build,
-        batch,
+        make_batch,
         loss,
-        count=taken.count,
-        mask=taken.mask,
-        optimizer=taken.optimizer,
-        spec=spec,
-        own_batch=size,
+        count=count,
+        mask=count.mask if isinstance(count, LabelCount) else None,
+        optimizer=optimizer,
+        own_batch=batch_size(batch),
         is_divisible=is_divisible,
-        dtype=dtype_of(taken.module),
-        accumulation=taken.accumulation,
-        notes=taken.notes,
-        factory=factory,
-        output_until=taken.output_until,
+        dtype=dtype_of(module),
+        accumulation=accumulation,
+        notes=tuple(notes),
+        output_until=output_until,
     )
 
 
@@ -175,7 +160,7 @@ MIXED_DTYPES = {
 
 
 @stepped_on_host()
-def take_training(made: Any) -> TakenTraining:
+def take_training(made: Any) -> Workload:
     """Read model, batch, loss and optimizer off what the user's `make_trainer` returned."""
     given = made if isinstance(made, tuple | list) else (made,)
     kind = type(given[0]) if given else tuple
@@ -192,7 +177,7 @@ def take_training(made: Any) -> TakenTraining:
     )
 
 
-def _of_hugging_face(trainer: Any) -> TakenTraining:
+def _of_hugging_face(trainer: Any) -> Workload:
     """Read a Trainer of Hugging Face before `train`; those of TRL are derived from it."""
     module = bare_module(trainer.accelerator, trainer.model)
     arguments = trainer.args
@@ -258,7 +243,7 @@ def _lightning_hook(name: str, module: Any, data: Any) -> Callable[..., Any]:
     return hook
 
 
-def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> TakenTraining:
+def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workload:
     """Read Lightning's Trainer and module before `fit`."""
     if not hasattr(module, "training_step"):
         raise WorkloadError(
@@ -348,7 +333,7 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
         inner.trainer = None
 
 
-def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> TakenTraining:
+def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) -> Workload:
     """Read an Accelerator after `prepare`."""
     given = {
         "model": accelerator._models,
@@ -449,7 +434,7 @@ def _described(
     notes: Sequence[str],
     count: Callable[[Any], int] = batch_size,
     output_until: str = "loss",
-) -> TakenTraining:
+) -> Workload:
     """Put together what was read, with a sentence on each part of it.
 
     The methods of trainers return the loss alone, so that what the module returned is freed there.
@@ -466,15 +451,13 @@ def _described(
         read.append(f"{accumulation} batches a step")
     if made is not None and made.num_others:
         notes = [*notes, f"{made.num_others} parameters of its optimizer are not of the model"]
-    return TakenTraining(
-        name=type(module).__name__,
-        module=module,
-        batch=batch,
-        mean_loss=mean_loss,
+    return workload_of(
+        module,
+        batch,
+        mean_loss,
         count=count,
-        mask=count.mask if isinstance(count, LabelCount) else None,
         optimizer=made,
         accumulation=accumulation,
-        notes=("; ".join(read), *notes),
+        notes=["; ".join(read), *notes],
         output_until=output_until,
     )

@@ -457,12 +457,12 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
 
-        from .from_trainer import take_training, workload_of
+        from .from_trainer import take_training
         from .optimizers import stepped_on_host
 
         made = stepped_on_host()(load_object)(text)
         try:
-            return _tried(workload_of(take_training(made), spec))
+            return _tried(replace(take_training(made), spec=spec))
         except WorkloadError as error:
             raise WorkloadError(f"{text}: {error}") from error
         except Exception as error:
