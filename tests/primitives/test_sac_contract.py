@@ -356,3 +356,43 @@ def test_regions_hold_what_a_count_by_hand_gives(block, loss, num_tensors):
     apply_regions(model)
     held = measure_memory(model, BATCH, loss).held_bytes / BATCH.nbytes
     assert round(held, 1) == num_tensors
+
+
+class Returning(nn.Module):
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
+
+    def forward(self, x):
+        return self.output(x)
+
+
+class Between(nn.Module):
+    """A module between two products that returns its values in another form."""
+
+    def __init__(self, output):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.act = Returning(output)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        output = self.act(x)
+        return x + self.last(output[0] if isinstance(output, tuple) else output)
+
+
+OUTPUTS = {
+    "its input": lambda x: x,
+    "a view": lambda x: torch.sigmoid(x).view(-1, 2, WIDTH // 2).flatten(1),
+    "a pair": lambda x: (torch.sigmoid(x), None),
+    "no gradient": lambda x: torch.sigmoid(x.detach()),
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_named_module_may_return_its_values_in_any_form(output):
+    plain, changed = (stack(lambda: Between(OUTPUTS[output])) for _ in range(2))
+    apply_regions(changed, also=["*.act"])
+    steps = [record_step(model, BATCH, total) for model in (plain, changed)]
+    assert compare(*steps).bit_equal

@@ -1,4 +1,4 @@
-"""Policies, regions, offload and recomputed timesteps under DDP and FSDP2.
+"""Policies, regions, offload, recomputed timesteps and grad-flow under DDP and FSDP2.
 
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
@@ -14,12 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
+from curry_train.primitives import GradFlow
 from curry_train.primitives.offload import Offloaded, offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.snn_timesteps import recompute_timesteps
 from curry_train.workloads import load_workload
+from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
 
 
@@ -80,6 +82,8 @@ def all_on_this_rank():
         "timesteps": compare_on_ranks("snn", recompute_timesteps),
         "collectives": collectives_on_ranks(),
         "parts": sharded_parts_on_ranks(),
+        "flow": flow_on_ranks(),
+        "without a group": flow_without_a_group(),
     }
 
 
@@ -203,3 +207,85 @@ def sharded_parts_on_ranks():
 
 def test_parts_of_a_recomputed_block_may_be_sharded(answers):
     assert [found["parts"] for found in answers] == [[True, True]] * 2
+
+
+# Norms and counts of layers, which the ranks add up.
+
+CASE = Case(transformer(depth=2, dim=32, length=16, vocabulary=63))  # 63: shards of unequal size
+RANKS, WAYS = ("ddp", "fsdp2", "fsdp2 accumulated"), (False, True)
+
+
+def figures(kind, *, recompute, rank=None):
+    """Return norms and counts of activation, gradient and update of each layer in a step."""
+    model, batch = CASE.build(), CASE.batch(8)
+    if rank is not None:
+        batch = CASE.split(batch, [4, 4])[rank]
+    if recompute:
+        recompute_blocks(model)
+    if kind != "bare":
+        model = _wrapped(model, kind.split()[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    parts = CASE.split(batch, [2, 2]) if "accumulated" in kind else [batch]
+    with GradFlow(model, optimizer, every=1) as flow:
+        for index, part in enumerate(parts):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(index == len(parts) - 1)
+            (CASE.workload.mean_loss(model, part) / len(parts)).backward()
+        optimizer.step()
+    (record,) = flow.records
+    found = {
+        "": [record.gradient.norm, record.gradient.zeros, record.gradient.elements, record.ranks]
+    }
+    for name, layer in record.layers.items():
+        activation = layer.activation
+        gradient = layer.gradient
+        update = layer.update
+        found[name] = [activation.norm, activation.elements, activation.zeros]
+        if gradient is not None:
+            found[name] += [
+                gradient.norm,
+                gradient.elements,
+                gradient.zeros,
+                update.weight_norm,
+                update.distance,
+            ]
+    return found
+
+
+def flow_on_ranks():
+    return {
+        f"{kind} {way}": figures(kind, recompute=way, rank=dist.get_rank())
+        for kind in RANKS
+        for way in WAYS
+    }
+
+
+def flow_without_a_group():
+    model = CASE.build()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    with GradFlow(model, every=1) as flow:
+        CASE.workload.mean_loss(model, CASE.batch(2)).backward()
+        flow.step()
+    return [flow.records[0].ranks, *flow.records[0].notes]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", RANKS)
+def test_figures_on_two_ranks_are_those_of_one_process(kind, way, answers):
+    expected = figures("bare", recompute=way)
+    assert len(answers) == 2
+    for found in answers:
+        layers = found["flow"][f"{kind} {way}"]
+        assert layers.keys() == expected.keys()
+        assert layers[""][-1] == 2  # ranks
+        for name, values in layers.items():
+            assert values == pytest.approx(
+                [*expected[name][:3], 2] if name == "" else expected[name], rel=1e-6
+            ), name
+
+
+def test_a_batch_without_a_known_group_of_ranks_is_reported(answers):
+    for found in answers:
+        ranks, note = found["without a group"]
+        assert ranks == 1
+        assert "this rank only" in note

@@ -3,6 +3,7 @@
 Run with `python -m pytest tests/trainer/test_loop.py`.
 """
 
+import copy
 import itertools
 
 import pytest
@@ -95,13 +96,34 @@ def test_the_end_of_the_data_ends_the_run():
     assert (report.step, report.ended_by, report.finished) == (3, "data", False)
 
 
-def test_a_loss_that_is_not_finite_names_the_step():
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_the_step():
+    module, optimizer = parts()
     data = CASE.split(CASE.batch(12), [2] * 6)
     data[4][0].fill_(float("nan"))
+    before = []
+
+    def remember(report):
+        before[:] = [copy.deepcopy(module.state_dict())]
+
     with pytest.raises(
         NonFiniteWindow, match=r"step 3: window 2: .* not finite: microbatch 0 of 2"
     ):
-        run(*parts(), data, steps=9, accumulation=GradientAccumulation(2))
+        run(
+            module, optimizer, data, steps=9, accumulation=GradientAccumulation(2),
+            after_step=[remember],
+        )  # fmt: skip
+    assert all(torch.equal(before[0][name], value) for name, value in module.state_dict().items())
+
+
+def test_a_scaler_skips_an_overflow_and_the_run_continues():
+    module, optimizer = parts(1e-6)
+    scaler, reports = torch.amp.GradScaler("cpu", init_scale=2.0**127), []
+    large = lambda module, batch: 1024 * CASE.workload.loss(module, batch)  # noqa: E731
+    report = run_training_steps(
+        module, optimizer, batches(), large, steps=30, scaler=scaler, after_step=[reports.append]
+    )
+    assert not reports[0].stepped
+    assert report.last.stepped
 
 
 def test_a_scaler_that_never_stops_skipping_ends_the_run():

@@ -53,6 +53,18 @@ class _hooked:  # noqa: N801
         pass
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
+    """Beat 3.2 nats per byte, the entropy of byte frequencies; chance is 5.5."""
+    config = load_config(
+        None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"]
+    )
+    with open_named_run(config) as run:
+        report = train_run(run).report
+    assert report.last.dev_loss < 2.75
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     return losses(tmp_path_factory.mktemp("plain"))[0]

@@ -7,7 +7,7 @@ Torch's `get_state_dict` and `set_state_dict` (2.13) restore the same in most tr
 an optimizer that has no state yet makes a step with it; a parameter that never had a gradient has
 no state, and the checkpoint can't be loaded; float32 moments of bfloat16 weights are rounded;
 LBFGS and state under other keys than parameters are errors; entries of quantised weights, which are
-no attributes, too.
+no attributes, too. `tests/runs/test_torch_state.py` has most of them in a table.
 
 Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 """
