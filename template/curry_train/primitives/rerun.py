@@ -2,7 +2,8 @@
 
 Function modes, and the state that a block reads beside its inputs.
 
-Proof: `python -m pytest tests/primitives/test_recompute_options.py`.
+Proof: `python -m pytest tests/primitives/test_recompute_options.py
+tests/primitives/test_regions.py`.
 """
 
 import contextlib
