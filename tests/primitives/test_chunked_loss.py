@@ -345,7 +345,7 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     assert vars(model.head).keys() == vars(bare.head).keys()
 
 
-def test_compiled_code_has_plain_logits(monkeypatch):
+def test_traced_code_has_plain_logits(monkeypatch):
     model = Model()
     apply_chunked_loss(model)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)

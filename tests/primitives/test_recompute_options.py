@@ -217,7 +217,7 @@ def test_modules_are_found_in_all_that_a_function_uses():
 
 
 @pytest.mark.parametrize("compiling", [False, True])
-def test_a_compiler_sees_the_call_of_torchs_own_checkpoint(compiling, monkeypatch):
+def test_a_traced_call_is_that_of_torchs_own_checkpoint(compiling, monkeypatch):
     entered = []
 
     @contextlib.contextmanager
@@ -234,6 +234,18 @@ def test_a_compiler_sees_the_call_of_torchs_own_checkpoint(compiling, monkeypatc
     scaled(X, weight, debug=2).sum().backward()
     assert torch.equal(weight.grad, (X.cos() * X * 2).sum(0))
     assert entered == ["first", "second"]
+
+
+def test_a_generator_that_a_function_is_given_draws_the_same_again():
+    def drawn(x, generator):
+        return (x * torch.rand(8, generator=generator)).sin()
+
+    found = []
+    for function in (drawn, Recompute(drawn)):
+        weight = torch.ones(8, requires_grad=True)
+        function(weight, torch.Generator().manual_seed(1)).sum().backward()
+        found.append(weight.grad)
+    assert torch.equal(*found)
 
 
 # Without any lever for a while.
