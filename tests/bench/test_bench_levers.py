@@ -71,7 +71,7 @@ def test_a_plan_from_a_file_is_a_lever(tmp_path):
     ("text", "message"),
     [
         ("ful", "no lever is called 'ful'; did you mean 'full'"),
-        ("zzzz", "no lever is called 'zzzz'; there are none, full"),
+        ("zzzz", "no lever is called 'zzzz'; there are none, full, .*, accumulate=K, bf16,"),
         ("full+regoins", "did you mean 'regions'"),
         ("", "no lever is called ''"),
         ("accumulate", "accumulate takes a number of microbatches, such as accumulate=4; got None"),

@@ -345,7 +345,7 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     assert vars(model.head).keys() == vars(bare.head).keys()
 
 
-def test_compiled_code_has_plain_logits(monkeypatch):
+def test_traced_code_has_plain_logits(monkeypatch):
     model = Model()
     apply_chunked_loss(model)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -368,10 +368,10 @@ class Doubled(nn.Linear):
         ),
         (Model, {"head": "nothing"}, "matches no module"),
         (
-            lambda: nn.Sequential(nn.Linear(8, 8), Doubled(8, 32)),
+            lambda: Doubled(8, 32),
             {},
-            "1 is a Doubled, not a plain nn.Linear, so its loss can't run in chunks; leave it out, "
-            r"or undo first what changed it \(remove_chunked_loss\)$",
+            "^the model is a Doubled, not a plain nn.Linear, so its loss can't run in chunks; "
+            r"leave it out, or undo first what changed it \(remove_chunked_loss\)$",
         ),
         (
             lambda: with_embeddings(nn.Sequential(nn.Bilinear(4, 4, 9)), 0),
@@ -383,8 +383,9 @@ class Doubled(nn.Linear):
 def test_models_that_do_not_fit_are_refused(build, options, message):
     model = build()
     before = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         apply_chunked_loss(model, **options)
+    assert vars(raised.value).get("in_short", "") in str(raised.value)
     assert [type(module) for module in model.modules()] == before
 
 

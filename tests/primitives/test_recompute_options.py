@@ -175,8 +175,6 @@ def test_a_function_without_modules_is_the_same_function_by_name():
         return (x * weight).sin() * debug
 
     weight = torch.ones(8, requires_grad=True)
-    scaled(X, weight, debug=2).sum().backward()
-    assert torch.equal(weight.grad, ((X).cos() * X * 2).sum(0))
     assert (scaled.__name__, scaled.__doc__) == ("scaled", "Multiply.")
     reentrant = Recompute(scaled.__wrapped__, use_reentrant=True)
     with pytest.raises(ValueError, match="scaled gets a tensor that requires grad by keyword"):
@@ -218,7 +216,8 @@ def test_modules_are_found_in_all_that_a_function_uses():
         assert modules_of(function, depth=depth) == found
 
 
-def test_a_compiler_sees_the_call_of_torchs_own_checkpoint(monkeypatch):
+@pytest.mark.parametrize("compiling", [False, True])
+def test_a_traced_call_is_that_of_torchs_own_checkpoint(compiling, monkeypatch):
     entered = []
 
     @contextlib.contextmanager
@@ -230,11 +229,23 @@ def test_a_compiler_sees_the_call_of_torchs_own_checkpoint(monkeypatch):
     def scaled(x, weight, *, debug):
         return (x * weight).sin() * debug
 
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
     weight = torch.ones(8, requires_grad=True)
     scaled(X, weight, debug=2).sum().backward()
     assert torch.equal(weight.grad, (X.cos() * X * 2).sum(0))
     assert entered == ["first", "second"]
+
+
+def test_a_generator_that_a_function_is_given_draws_the_same_again():
+    def drawn(x, generator):
+        return (x * torch.rand(8, generator=generator)).sin()
+
+    found = []
+    for function in (drawn, Recompute(drawn)):
+        weight = torch.ones(8, requires_grad=True)
+        function(weight, torch.Generator().manual_seed(1)).sum().backward()
+        found.append(weight.grad)
+    assert torch.equal(*found)
 
 
 # Without any lever for a while.
@@ -314,7 +325,12 @@ def test_a_changed_parameter_buffer_or_attribute_is_named(lever, kept_as):
     loss = loss_of(model(X))
     with torch.no_grad():
         model[1].scale.mul_(2)
-    with pytest.raises(RuntimeError, match=r"scale .*was changed in place"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"scale of \w+ was changed in place between the forward "
+        "and its backward, so the block can't be recomputed as it ran: run backward before the "
+        "change, or assign a new tensor$",
+    ):
         loss.backward()
 
 

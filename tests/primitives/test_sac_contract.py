@@ -75,7 +75,7 @@ def step(policy):
         ),
         (["aten.nm"], "no operation 'aten.nm'"),
         (["mm"], "named as torch.ops.aten.mm"),
-        (None, "a policy is a name, a list of operations or a function"),
+        (7, "^a policy is a name, a list of operations or a function, got 7"),
         (
             ["aten.linear"],
             "saves no output of layers.0, so the block would be recomputed whole; use "
@@ -99,8 +99,9 @@ def step(policy):
     ],
 )
 def test_a_policy_that_would_not_help_is_an_error(policy, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as raised:
         step(policy)
+    assert vars(raised.value).get("in_short", "") in str(raised.value)
 
 
 @pytest.mark.parametrize("option", [{"use_reentrant": True}, {"context_fn": lambda: ()}])
@@ -205,7 +206,6 @@ def test_operations_are_found_by_text_packet_and_overload_where_torch_has_them()
     assert sac._overloads("higher_order", "flex_attention") == {attend}
     assert [sac.family_of(one) for one in (attend, aten.mm.dtype)] == ["attention", "matmul"]
     assert sac.is_cheap(aten._softmax.default)
-    assert not sac.is_cheap(attend)
 
 
 def test_attention_draws_only_with_dropout():
@@ -275,7 +275,7 @@ class Products(nn.Module):
 
 
 def starts_with(names, context, operation, *args, **kwargs):
-    return str(operation).startswith(names)
+    return bool(args) and str(operation).startswith(names)
 
 
 def keep(*names):
@@ -303,7 +303,7 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
         (keep("tanh", "mm", "rand_like"), {"attention": 1, "tanh": 0}),
         # A third of what is cheap may be kept without a product, and more with one.
         (keep("tanh"), {"product": 3, "attention": 1, "tanh": 0}),
-        (calls(("matmul", 1)), {"product": 2, "attention": 1}),
+        (calls(("attention", 0)), {"product": 3}),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

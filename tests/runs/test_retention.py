@@ -47,11 +47,10 @@ def test_a_recovery_counts_as_a_rollback_and_outlives_it():
 @pytest.mark.parametrize(
     ("direction", "value", "step", "is_best"),
     [
-        ("minimize", 0.3, 9, True),
+        ("maximize", 0.6, 9, True),
         ("minimize", 0.4, 9, False),
         ("minimize", 0.4, 1, True),
         ("minimize", -math.inf, 9, False),
-        ("maximize", 0.6, 9, True),
     ],
 )
 def test_a_value_is_among_the_best_before_later_equals(direction, value, step, is_best):

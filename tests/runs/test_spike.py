@@ -97,7 +97,6 @@ def test_a_watchdog_restored_from_its_state_behaves_the_same():
     ("block", "words"),
     [
         ({"window": 4}, "spike.window must be 16 or more; got 4"),
-        ({"least_rise": 1.5}, "spike.least_rise must be from 0 to below 1; got 1.5"),
     ],
 )
 def test_wrong_settings_are_named(block, words):

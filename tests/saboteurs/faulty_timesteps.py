@@ -96,7 +96,6 @@ FAULTS = [
     broken("parity", "drops-the-rest", drops_the_rest, hint="another value"),
     broken("parity", "detaches-the-state", detaches_the_state, hint="another value"),
     broken("parity", "draws-again", draws_again, model=NOISY, hint="preserve_rng_state=True"),
-    broken("flops", "no-chunks", in_one_go, hint=NOT_ONCE),
     broken("flops", "twice", in_single_steps, hint=NOT_ONCE),
     broken("flops", "other-chunks", patches=schedule(4), hint=NOT_ONCE),
     broken("hidden-state", "an-object", model=KEEPERS, hint="state outside of its modules"),

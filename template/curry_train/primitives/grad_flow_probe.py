@@ -100,11 +100,11 @@ def _assign_parameters(model: nn.Module, layers: Sequence[Layer]) -> None:
         for alias in aliases:
             for layer in around[alias]:
                 if not parameter.requires_grad:
-                    layer.frozen[alias] = None
+                    layer.frozen.setdefault(alias)
                 elif layer in around[home]:
-                    layer.parameters[aliases[0]] = None
+                    layer.parameters.setdefault(aliases[0])
                 else:
-                    layer.tied[home] = None
+                    layer.tied.setdefault(home)
 
 
 # The ranks among which a tensor or a batch is divided.

@@ -7,7 +7,8 @@
 Each storage is moved once, however many views of it are saved. Parameters, buffers and small
 tensors stay on the device.
 
-Proof: `python -m pytest tests/primitives/test_offload.py tests/primitives/test_host_memory.py`.
+Proof: `python -m pytest tests/primitives/test_offload.py tests/primitives/test_host_memory.py
+tests/benchmarks/test_cuda_branches.py`.
 """
 
 import functools

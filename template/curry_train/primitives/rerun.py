@@ -2,7 +2,8 @@
 
 Function modes, and the state that a block reads beside its inputs.
 
-Proof: `python -m pytest tests/primitives/test_recompute_options.py`.
+Proof: `python -m pytest tests/primitives/test_recompute_options.py
+tests/primitives/test_regions.py`.
 """
 
 import contextlib
@@ -55,7 +56,7 @@ def mark_returned_once(output: Any) -> None:
         for tensor in (leaf, leaf._base) if isinstance(leaf, Tensor) else ():
             if tensor is not None and tensor.grad_fn is not None:
                 node: Any = tensor.grad_fn
-                node.metadata[RETURNED_ONCE_KEY] = True
+                node.metadata.setdefault(RETURNED_ONCE_KEY)
 
 
 # Modules that a plain function uses.

@@ -241,19 +241,20 @@ def generators_of(loader: Any) -> dict[str, torch.Generator]:
 
 def inexact(loader: Any) -> str | None:
     """Return why a resume in the middle of a pass may not be exact; None if it is exact."""
-    if getattr(loader, "num_workers", 0) and getattr(loader, "persistent_workers", False):
+    has_workers = getattr(loader, "num_workers", None)
+    if has_workers and getattr(loader, "persistent_workers", None):
         return (
             "persistent_workers keep their generators from epoch to epoch, and a resumed run has "
             "new workers: random augmentation in them will differ; the order of the samples "
             "will not"
         )
-    if getattr(loader, "num_workers", 0) and not getattr(loader, "in_order", True):
+    if has_workers and not getattr(loader, "in_order", True):
         return (
             "in_order=False yields batches in the order in which the workers finish them, so a "
             "resumed run may skip other batches than those that were taken"
         )
     # Workers draw the numbers of a batch from its place in the pass, at whatever time.
-    if type(loader).__module__ == "accelerate.data_loader" and not loader.num_workers:
+    if type(loader).__module__ == "accelerate.data_loader" and not has_workers:
         return (
             "Accelerate draws each batch one step early, before the numbers that the step before "
             "draws: random augmentation in the dataset will differ after a resume within an epoch; "
