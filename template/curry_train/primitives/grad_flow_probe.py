@@ -100,11 +100,11 @@ def _assign_parameters(model: nn.Module, layers: Sequence[Layer]) -> None:
         for alias in aliases:
             for layer in around[alias]:
                 if not parameter.requires_grad:
-                    layer.frozen.setdefault(alias)
+                    layer.frozen[alias] = None
                 elif layer in around[home]:
-                    layer.parameters.setdefault(aliases[0])
+                    layer.parameters[aliases[0]] = None
                 else:
-                    layer.tied.setdefault(home)
+                    layer.tied[home] = None
 
 
 # The ranks among which a tensor or a batch is divided.

@@ -56,7 +56,7 @@ def mark_returned_once(output: Any) -> None:
         for tensor in (leaf, leaf._base) if isinstance(leaf, Tensor) else ():
             if tensor is not None and tensor.grad_fn is not None:
                 node: Any = tensor.grad_fn
-                node.metadata.setdefault(RETURNED_ONCE_KEY)
+                node.metadata[RETURNED_ONCE_KEY] = True
 
 
 # Modules that a plain function uses.
