@@ -96,7 +96,7 @@ def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
         return model(batch).square().mean()
 
     message = (
-        "window 0: loss nan, gradient norm 0.7203664183616638; not finite: microbatch 1 of 2. "
+        "window 0: loss nan, gradient norm 0.72[0-9]+; not finite: microbatch 1 of 2. "
         "The weights were not changed. Check that data, lower the learning rate, or pass count= if "
         "a microbatch has no valid term"
     )
@@ -317,6 +317,3 @@ def test_a_parameter_outside_of_the_loss_does_not_decay():
         )
     assert model.unused.grad is None
     assert torch.equal(model.unused, torch.ones(3, dtype=torch.float64))
-
-
-# Two gloo ranks.

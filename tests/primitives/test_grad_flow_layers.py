@@ -335,36 +335,6 @@ def test_a_model_whose_layers_are_called_one_by_one_is_probed():
 # Ranks, all with the values of this one.
 
 
-@pytest.mark.parametrize("way", ["group", "DDP", "FSDP2", "FSDP2 in two microbatches"])
-def test_activations_are_added_over_the_batch_and_gradients_over_their_shards(
-    way, pair_of_four_ranks
-):
-    model, options, size = build(), {}, 4
-    if way == "group":
-        options, size = {"group": pair_of_four_ranks}, 2
-    elif way == "DDP":
-        model = nn.parallel.DistributedDataParallel(model)
-        model.require_backward_grad_sync = False  # no simulated rank takes part in a reduction
-    else:
-        fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradFlow(model, optimizer, **options) as flow:
-        if "two" in way:
-            model.set_requires_gradient_sync(False)
-            model(batch()).sum().backward()
-            model.set_requires_gradient_sync(True)
-        model(batch()).sum().backward()
-        optimizer.step()
-    (record,) = flow.records
-    layer = record.layers["0.0"]
-    assert record.ranks == size
-    assert record.notes == ()
-    assert record.gradients_read == AFTER_BACKWARD
-    assert layer.activation.elements == 32 * size * layer.calls
-    assert layer.calls == 1 + ("two" in way)
-    assert layer.gradient.elements == 8 * 8 + 8
-
-
 def test_a_rank_that_shares_its_batch_with_no_group_is_noted(pair_of_four_ranks):
     model = build()
     fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))

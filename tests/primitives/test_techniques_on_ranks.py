@@ -83,7 +83,6 @@ def all_on_this_rank():
         "collectives": collectives_on_ranks(),
         "parts": sharded_parts_on_ranks(),
         "flow": flow_on_ranks(),
-        "without a group": flow_without_a_group(),
     }
 
 
@@ -260,15 +259,6 @@ def flow_on_ranks():
     }
 
 
-def flow_without_a_group():
-    model = CASE.build()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    with GradFlow(model, every=1) as flow:
-        CASE.workload.mean_loss(model, CASE.batch(2)).backward()
-        flow.step()
-    return [flow.records[0].ranks, *flow.records[0].notes]
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", RANKS)
 def test_figures_on_two_ranks_are_those_of_one_process(kind, way, answers):
@@ -282,10 +272,3 @@ def test_figures_on_two_ranks_are_those_of_one_process(kind, way, answers):
             assert values == pytest.approx(
                 [*expected[name][:3], 2] if name == "" else expected[name], rel=1e-6
             ), name
-
-
-def test_a_batch_without_a_known_group_of_ranks_is_reported(answers):
-    for found in answers:
-        ranks, note = found["without a group"]
-        assert ranks == 1
-        assert "this rank only" in note
