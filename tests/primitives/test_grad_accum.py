@@ -285,6 +285,7 @@ def test_decisions_of_a_users_loop_sync_as_asked(sync_each_batch):
     window = window_of(make_microbatches(0), sync_each_batch=sync_each_batch)
     synced = [window.train_step_kwargs(index)["sync_gradients"] for index in range(3)]
     assert synced == [sync_each_batch, sync_each_batch, True]
+    assert window.train_step_kwargs(0)["zero_grad"]
     accumulation = GradientAccumulation.from_config(
         {"gradient_accumulation_steps": 2, "sync_each_batch": sync_each_batch}
     )

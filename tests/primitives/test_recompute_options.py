@@ -334,6 +334,18 @@ def test_a_changed_parameter_buffer_or_attribute_is_named(lever, kept_as):
         loss.backward()
 
 
+def test_weights_that_are_replaced_before_backward_are_those_of_forward():
+    plain, model = pair("recompute")
+    expected = gradients(plain)
+    first = [*model.parameters()]
+    loss = loss_of(model(X))
+    for layer in model[1:]:
+        layer.linear.weight = nn.Parameter(torch.zeros(8, 8))
+    loss.backward()
+    assert equal([one.grad for one in first], expected)
+    assert layer.linear.weight.grad is None
+
+
 class Remembering(Block):
     """A block with state in plain attributes: numbers, tensors, containers, one made late."""
 

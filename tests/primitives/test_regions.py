@@ -22,6 +22,7 @@ from curry_train.primitives.regions import (
     NODE_RECIPES,
     RecomputedTensor,
     Replay,
+    _is_norm,
     apply_regions,
     pack,
     unpack,
@@ -242,3 +243,15 @@ def test_a_replayed_tensor_is_freed_with_the_graph_though_the_loss_is_held():
     assert let_go() is not None  # a second backward needs it
     loss.backward()
     assert let_go() is None
+
+
+def test_norms_of_others_are_known_by_their_name_and_hold_vectors_alone():
+    for held, is_norm in (
+        (nn.Parameter(torch.ones(4)), True),
+        (nn.Parameter(torch.ones(4, 4)), False),
+        (nn.Buffer(torch.ones(4)), False),
+        (nn.Tanh(), False),
+    ):
+        module = type("TheirNorm", (nn.Module,), {})()
+        module.held = held
+        assert _is_norm(module) is is_norm

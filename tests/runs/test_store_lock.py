@@ -110,7 +110,7 @@ def test_two_locks_of_one_process_are_two_writers_and_the_holder_is_named(tmp_pa
         "this run another folder"
     )
     # A holder's file that is damaged, or too long, names nobody.
-    for content in ("[" * 4000, '{"pid": 1', '{"pid": 1}' + " " * 4096):
+    for content in ("[" * 4000, '{"pid": 1}' + " " * 4096):
         (tmp_path / "writer.json").write_text(content)
         lock.require_held()
     with pytest.raises(LockedRun) as held:
