@@ -236,7 +236,8 @@ def main(arguments: list[str] | None = None) -> int:
                 train(training, run, Log(folder, config, ranks))
             if ranks.first:
                 print(f"ended after step {run.steps} ({run.ended_by}), saved in {folder}")
-                print(trainer.how_to_continue(run, folder, options.config, options.words))
+                words = options.words + ["--record-memory"] * options.record_memory
+                print(trainer.how_to_continue(run, folder, options.config, words))
             return run.exit_status
     except (ValueError, NoSuchDevice, NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         print(f"Error: {error}", file=sys.stderr)

@@ -3,17 +3,17 @@
 Run: `python -m pytest tests/cli/test_cli.py`.
 """
 
+import functools
 import inspect
 import json
 import os
 import subprocess
 
 import pytest
-from click.testing import CliRunner
+from command_runs import flat, ran
 from tree import ROOT
 from warm_python import warm_python
 
-from curry_train.cli.main import main
 from curry_train.cli.validate import validate_command
 from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
@@ -25,12 +25,11 @@ QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/u
 @pytest.fixture
 def run(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    return lambda *arguments: CliRunner().invoke(validate_command, arguments)
+    return functools.partial(ran, command=validate_command)
 
 
 def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
     ended = run(*QUICK)
-    assert ended.exit_code == 0, ended.output
     assert "  grad-accum/uneven           held on model + loss: worst" in ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output
     assert "2 gates ran your model, 2 its loss" in ended.output
@@ -43,8 +42,7 @@ def test_a_gate_that_fails_ends_with_1_and_says_what_to_do(run, monkeypatch):
         lambda case: ("3 of 5", "5 of 5", "mend it"),
     )
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (broken,))
-    ended = run(*QUICK[:4])
-    assert ended.exit_code == 1
+    ended = run(*QUICK[:4], status=1)
     for message in (
         "FAILED",
         "measured: 3 of 5",
@@ -70,7 +68,6 @@ def test_a_gate_that_does_not_apply_has_a_reason_and_does_not_fail(run, monkeypa
     gates = (applies_to(), applies_to("mlp", name="other/gate"))
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     ended = run("--model", "mlp")
-    assert ended.exit_code == 0
     assert "1 n/a: no such layer" in ended.output
     assert "1 held, 0 failed, 1 not applicable" in ended.output
     figures = run("--model", "mlp", "--figures").output
@@ -85,17 +82,15 @@ def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch
     )
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     path = tmp_path / "gates.json"
-    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path))
-    assert ended.exit_code == 2
+    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path), status=2)
     assert ended.stderr.endswith(
         "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
         "no loop)\n"
     )
     assert "0 held, 0 failed, 3 not applicable" in ended.stdout
     assert len(json.loads(path.read_text())["results"]) == 3
-    ended = run("--model", "mlp")
-    assert ended.exit_code == 2
-    assert " ".join(ended.stderr.split()).endswith(
+    ended = run("--model", "mlp", status=2)
+    assert flat(ended.stderr).endswith(
         "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)"
     )
 
@@ -117,8 +112,8 @@ def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, m
     )
     more = (gate("c/one", False, "no layer"), gate("c/two", None, "no block"))
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (*gates, *more))
-    lines = run("--model", "mlp").stdout.splitlines()
-    assert [" ".join(line.split()) for line in lines[2:5]] == [
+    lines = run("--model", "mlp", status=1).stdout.splitlines()
+    assert [flat(line) for line in lines[2:5]] == [
         "a 2 held",
         "b 1 FAILED, 1 n/a: no layer",
         "c 2 n/a for 2 reasons",
@@ -140,7 +135,6 @@ def test_a_model_without_blocks_gets_a_message_on_naming_them(run, tmp_path, mon
     ended = run(
         "--model", "flat_model:build", "--gate", "recompute/memory", "--gate", "grad-accum/equal"
     )
-    assert ended.exit_code == 0, ended.output
     assert "the model repeats no block: name some" in ended.output
     assert "1 held, 0 failed, 1 not applicable" in ended.output
 
@@ -162,8 +156,7 @@ def test_a_gate_that_raises_counts_as_failed_and_the_others_run(run, monkeypatch
         Gate("b/fine", lambda case: ("1", "1", "")),
     )
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
-    ended = run("--model", "mlp")
-    assert ended.exit_code == 1
+    ended = run("--model", "mlp", status=1)
     assert "raised KeyError" in ended.output
     assert "test_cli.py, line" in ended.output.replace("\n", " ")
     assert "1 held, 1 failed" in ended.output
@@ -212,8 +205,7 @@ def test_two_factories_of_one_name_are_distinguished(run, tmp_path, monkeypatch)
         "--json",
         "out",
     )
-    assert ended.exit_code == 0, ended.output
-    words = " ".join(ended.output.split())
+    words = flat(ended.output)
     assert "first.py:build 2 blocks" in words
     assert "second.py:build 3 blocks" in words
     rows = json.loads((tmp_path / "out").read_text())["results"]
@@ -275,7 +267,7 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     monkeypatch.chdir(tmp_path)
 
     def printed_header(*words):
-        return CliRunner().invoke(main, [*words]).stdout.splitlines()[0]
+        return ran(*words).stdout.splitlines()[0]
 
     assert "batch size 7," in printed_header("memory", "--model", "sized_model.py:pair")
     assert "batch size 4," in printed_header("memory", "--model", "sized_model.py:alone")
@@ -302,8 +294,7 @@ def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path
     first = {}
     for name in ("one", "two"):
         words = ["memory", "--model", f"windows.py:{name}", "--json", f"{name}.json"]
-        ended = CliRunner().invoke(main, words)
-        assert ended.exit_code == 0, ended.output
+        ran(*words)
         found = json.loads((tmp_path / f"{name}.json").read_text())["timeline"]
         first[name] = found["owners"]["gradients"][0]
     assert first == {"one": 0, "two": 4 * (8 * 8 + 8)}

@@ -14,6 +14,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
+from command_runs import ran
 from recorded_training import recorded
 from tree import ROOT
 from warm_python import warm_python
@@ -148,8 +149,7 @@ def test_the_list_of_commands_is_shown_without_torch():
 
 
 def test_a_misspelled_command_gets_the_nearest_name():
-    ended = CliRunner().invoke(main, ["runs", "lsit"])
-    assert ended.exit_code == 2
+    ended = ran("runs", "lsit", status=2)
     assert "No such command 'lsit'. Did you mean 'list'?" in ended.stderr
 
 
@@ -204,8 +204,7 @@ def folder_with_runs(tmp_path_factory):
         patch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
         trained = [*words, "evaluate.every=null"]
         for arguments in (trained, trained, ["new", "my-run"]):
-            ended = CliRunner().invoke(main, arguments)
-            assert ended.exit_code == 0, ended.output
+            ran(*arguments)
         (folder / "night.py").write_text(NIGHT)
         runpy.run_path("night.py")
     for name in "AB":
@@ -262,8 +261,7 @@ def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeyp
     line = help_of(*path).splitlines()[-1].removeprefix("Example: ")
     prefix, *words = shlex.split(line)
     assert prefix == "curry-train"
-    ended = CliRunner().invoke(main, words)
-    assert ended.exit_code == 0, ended.output
+    ran(*words)
 
 
 # Ways to start it.
@@ -370,7 +368,6 @@ def test_an_error_breaks_between_words_and_keeps_its_lines():
 
 
 def test_what_click_refuses_fits_too():
-    ended = CliRunner().invoke(main, ["plan", "--dtype", "float31"])
-    assert ended.exit_code == 2
+    ended = ran("plan", "--dtype", "float31", status=2)
     assert max(map(len, ended.stderr.splitlines())) <= 80
     assert "Error: " in ended.stderr

@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/cli/test_gen_checkpoint_tests.py`.
 """
 
+import functools
 import os
 import re
 import shutil
@@ -12,12 +13,11 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from click.testing import CliRunner
+from command_runs import ran
 from tree import ROOT
 from warm_python import warm_python
 
 import curry_train
-from curry_train.cli.main import main
 from curry_train.cli.testgen import is_rendered
 
 TEMPLATE = str(ROOT / "template")
@@ -86,7 +86,7 @@ def repository(tmp_path_factory):
 def run(repository, monkeypatch):
     monkeypatch.chdir(repository)
     monkeypatch.setattr(sys, "path", [str(repository / "src"), *sys.path])
-    return lambda *arguments: CliRunner().invoke(main, ["gen-tests", *map(str, arguments)])
+    return functools.partial(ran, "gen-tests")
 
 
 def pytest_run(root, *arguments, path):
@@ -143,8 +143,7 @@ def outcomes(repository):
         patch.syspath_prepend(repository / "src")
         for name, words in FILES.items():
             given = ["gen-tests", "--out", f"tests/test_{name}.py", *words.split()]
-            ended = CliRunner().invoke(main, given)
-            assert ended.exit_code == 0, ended.output
+            ran(*given)
     gone = repository / "tests/test_gone.py"
     gone.write_text(gone.read_text().replace("recompute/off", "recompute/gone"))
     files = [f"test_{name}.py" for name in FILES]
@@ -217,7 +216,7 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
     arguments += ["--device", "cpu"]
     typed = ["python", "bin/curry-train", "gen-tests", *map(str, arguments)]
     monkeypatch.setattr(sys, "orig_argv", typed)
-    assert run(*arguments).exit_code == 0
+    run(*arguments)
     path = repository / "tests" / "test_again.py"
     text = path.read_text()
     assert f"curry-train {curry_train.__version__}." in text
@@ -238,13 +237,12 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests" / "test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
-    kept = run("--model", "mlp", "--out", path)
-    assert kept.exit_code == 2
+    kept = run("--model", "mlp", "--out", path, status=2)
     assert "tests/test_theirs.py was not written by this command" in kept.output
     assert not is_rendered(path.read_text())
-    assert run("--model", "mlp", "--out", path, "--overwrite").exit_code == 0
+    run("--model", "mlp", "--out", path, "--overwrite")
     assert is_rendered(path.read_text())
-    assert run("--model", "mlp", "--out", path).exit_code == 0
+    run("--model", "mlp", "--out", path)
 
 
 def test_the_command_for_a_path_with_spaces_can_be_typed(repository, run):
@@ -275,7 +273,7 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
 def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkeypatch):
     monkeypatch.setattr("curry_train.cli.testgen.LIBRARY_FOLDERS", [repository / "src"])
     out = "tests/test_installed.py"
-    assert run("--model", "theirs.models:healthy", "--out", out).exit_code == 0
+    run("--model", "theirs.models:healthy", "--out", out)
     assert '/ "src"' not in (repository / out).read_text()
 
 

@@ -3,10 +3,11 @@
 python -m pytest tests/cli/test_grad_flow_command.py
 """
 
+import functools
 import json
 
 import pytest
-from click.testing import CliRunner
+from command_runs import ran
 
 pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
 
@@ -14,7 +15,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from curry_train.cli.figures import NONFINITE_COLOUR, ZERO_COLOUR
-from curry_train.cli.main import main
 from curry_train.primitives.grad_flow import AFTER_BACKWARD
 
 QUICK = ["--model", "mlp", "--device", "cpu"]
@@ -40,16 +40,13 @@ def build():
 """
 
 
-@pytest.fixture
-def run():
-    return lambda *arguments: CliRunner().invoke(main, ["grad-flow", *arguments])
+run = functools.partial(ran, "grad-flow")
 
 
-def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
+def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
     ended = run(
         "--model", "transformer", "--device", "cpu", "--steps", "2", "--learning-rate", "0.05"
     )
-    assert ended.exit_code == 0, ended.output
     lines = ended.output.splitlines()
     assert lines[1].startswith("update      ")
     assert "moves far" in lines[1]
@@ -57,10 +54,9 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong(run):
     assert sum(line.startswith("layers.") for line in lines) <= 24
 
 
-def test_json_has_every_step_and_layer(run, tmp_path):
+def test_json_has_every_step_and_layer(tmp_path):
     path = tmp_path / "flow.json"
-    ended = run(*QUICK, "--steps", "4", "--layers", "*.0", "--json", str(path))
-    assert ended.exit_code == 0, ended.output
+    run(*QUICK, "--steps", "4", "--layers", "*.0", "--json", str(path))
     data = json.loads(path.read_text())
     assert {"command", "date", "device", "torch", "python", "workload", "losses"} <= data.keys()
     assert len(data["losses"]) == 4
@@ -72,12 +68,11 @@ def test_json_has_every_step_and_layer(run, tmp_path):
     assert {"nonfinite", "norm", "rms"} <= step["layers"]["0.0"]["activation"].keys()
 
 
-def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_path, monkeypatch):
+def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path, monkeypatch):
     (tmp_path / "own_model.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     words = ["--model", "own_model:build", "--device", "cpu", "--steps", "2"]
-    ended = run(*words, "--json", "own.json", "--plot", "own.png")
-    assert ended.exit_code == 1, ended.output
+    ended = run(*words, "--json", "own.json", "--plot", "own.png", status=1)
     pixels = imread(tmp_path / "own.png")[..., :3]
     for colour in (NONFINITE_COLOUR, ZERO_COLOUR):
         assert (abs(pixels - list(to_rgb(colour))).max(-1) < 0.02).sum() > 5000
@@ -86,11 +81,10 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(run, tmp_p
     assert data["steps"][0]["gradient"]["norm"] == "nan"
 
 
-def test_a_report_on_a_script_says_that_its_loop_was_not_run(run, tmp_path, monkeypatch):
+def test_a_report_on_a_script_says_that_its_loop_was_not_run(tmp_path, monkeypatch):
     (tmp_path / "loop.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     ended = run("--script", "loop.py", "--steps", "2")
-    assert ended.exit_code == 0, ended.output
     assert "curry-train preflight checks your loop" in ended.output
     assert "preflight" not in run("--model", "mlp", "--steps", "2").output
 

@@ -4,7 +4,7 @@ python -m pytest tests/cli/test_missing_matplotlib.py
 """
 
 import pytest
-from click.testing import CliRunner
+from command_runs import ran
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.runs_plot import runs_plot_command
@@ -27,8 +27,7 @@ def missing(monkeypatch, tmp_path):
 
 def error_of(command, *words):
     """Call the command itself, because finding it calls `find_spec`."""
-    ended = CliRunner().invoke(command, words)
-    assert ended.exit_code == 2, ended.output
+    ended = ran(*words, command=command, status=2)
     return " ".join(ended.stderr.split())
 
 

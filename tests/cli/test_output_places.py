@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from command_runs import flat, ran
 
 from curry_train.cli.memory import memory_command
 from curry_train.cli.screen import screen_command
@@ -38,8 +39,7 @@ def test_a_reader_that_has_ended_gets_no_traceback():
 
 @needs_full_device
 def test_results_that_do_not_fit_the_disk_are_one_line():
-    done = CliRunner().invoke(memory_command, ["--model", "mlp", "--json", "/dev/full"])
-    assert done.exit_code == 2
+    done = ran("--model", "mlp", "--json", "/dev/full", command=memory_command, status=2)
     assert done.stderr.splitlines()[-1] == "Error: /dev/full: No space left on device"
     assert done.stdout
 
@@ -51,9 +51,8 @@ def ended_by(work):
     def fails():
         work()
 
-    done = CliRunner().invoke(fails, [])
-    assert done.exit_code == 2
-    return " ".join(done.stderr.split())
+    done = ran(command=fails, status=2)
+    return flat(done.stderr)
 
 
 def test_an_error_of_a_library_without_a_file_keeps_its_message():
@@ -113,7 +112,7 @@ def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, 
     done = CliRunner().invoke(memory_command, ["--model", f"ends.py:{factory}"])
     del sys.modules["ends"]
     assert done.exit_code == 2
-    assert message in " ".join(done.stderr.split())
+    assert message in flat(done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -121,6 +120,5 @@ def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
-    done = CliRunner().invoke(memory_command, ["--model", "stopped.py:build"])
-    assert done.exit_code == 1
+    done = ran("--model", "stopped.py:build", command=memory_command, status=1)
     assert "Aborted" in done.stderr

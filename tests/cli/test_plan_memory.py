@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from command_runs import ran
 
 from curry_train.cli.plan import plan_command
 from curry_train.plan.device import PROFILES
@@ -185,8 +186,7 @@ def test_a_factory_that_names_cuda_is_planned_without_one():
 def test_the_fewest_gpus_take_several_meshes():
     meshes = ("--mesh", "replicate=1,shard=1", "--mesh", "replicate=1,shard=2")
     options = ("--model", "mlp", "--fits", "h100", "--parallel", "hsdp", "--global-batch", "2")
-    found = CliRunner().invoke(plan_command, [*options, *meshes])
-    assert found.exit_code == 0, found.output
+    found = ran(*options, *meshes, command=plan_command)
     assert "replicate=1,shard=1" in found.output
     assert "replicate=1,shard=2" in found.output
 
@@ -194,7 +194,6 @@ def test_the_fewest_gpus_take_several_meshes():
 def test_the_fewest_gpus_take_a_trainer_or_a_script_too():
     for option in ("--trainer", "--script"):
         words = [option, "nowhere.py:make", "--fits", "h100"]
-        found = CliRunner().invoke(plan_command, words)
-        assert found.exit_code == 2
+        found = ran(*words, command=plan_command, status=2)
         assert "leave out" not in found.output
         assert "nowhere.py" in found.output

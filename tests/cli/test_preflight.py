@@ -7,6 +7,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from command_runs import flat
 
 from curry_train.cli import preflight
 from curry_train.gates.loop_run import LoopFailed
@@ -47,7 +48,7 @@ def run(tmp_path, monkeypatch):
 def test_what_failed_is_printed_with_what_to_do(run):
     ended = run([HELD, FAILED, UNKNOWN])
     assert ended.exit_code == 1
-    assert "1 of 2 checks FAILED" in " ".join(ended.output.split())
+    assert "1 of 2 checks FAILED" in flat(ended.output)
     assert "\nzeroed: train.py:14: a step with gradients of the step before\n" in ended.output
     assert "\nheld: mode\n" in ended.output
     assert "not applicable: scaler (the loop has no scaler that is on)" in ended.output
@@ -66,7 +67,7 @@ def test_what_failed_is_printed_with_what_to_do(run):
 def test_the_status_is_that_of_the_verdicts(run, found, status, text):
     ended = run(found)
     assert ended.exit_code == status
-    assert text in " ".join(ended.output.split())
+    assert text in flat(ended.output)
 
 
 def test_results_are_written_as_json(run, tmp_path):

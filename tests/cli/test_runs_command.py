@@ -7,13 +7,12 @@ import json
 import sys
 
 import pytest
-from click.testing import CliRunner
+from command_runs import call, flat
 from journals import plant
 from store_models import new_state, train
 from tree import ROOT
 from warm_python import warm_python
 
-from curry_train.cli.main import main
 from curry_train.runs import Journal, Store
 
 TINY = [
@@ -36,14 +35,6 @@ def runs(tmp_path):
         store.save("best-k", 200, state, metric=("dev_loss", 0.25))
     (tmp_path / "runs/empty").mkdir()
     return tmp_path / "runs"
-
-
-def call(*words):
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
-    # A path is not broken.
-    assert all(len(line) <= 80 or line.lstrip()[:1] == "/" for line in done.output.splitlines())
-    return done.exit_code, done.output
 
 
 def damage(runs):
@@ -73,7 +64,7 @@ def test_show_lists_each_checkpoint_and_marks_damage(runs):
     (runs / "first-001/rollback/step-00000100.dcp/manifest.json").unlink()
     status, output = call("show", runs / "first-001")
     assert status == 1
-    assert "was not finished" in " ".join(output.split())
+    assert "was not finished" in flat(output)
 
 
 def test_verify_reads_every_byte(runs):
@@ -87,17 +78,17 @@ def test_verify_reads_every_byte(runs):
     assert call("verify", runs / "first-001", "latest") == (0, "1 of 1 checkpoints intact\n")
     assert call("verify", runs / "first-001", "rollback/step-00000200.dcp")[0] == 1
     status, output = call("verify", runs / "first-001", "step-3")
-    assert (status, "is not a checkpoint of" in " ".join(output.split())) == (2, True)
+    assert (status, "is not a checkpoint of" in flat(output)) == (2, True)
 
 
 def test_a_missing_run_is_answered_with_the_existing_ones(runs, monkeypatch):
     monkeypatch.chdir(runs.parent)
     status, output = call("show", "frist-001")
-    assert (status, " ".join(output.split())) == (
+    assert (status, flat(output)) == (
         2,
         "Error: there is no run frist-001; did you mean first-001? runs has first-001",
     )
-    assert "no run runs/zzz; runs has first-001" in " ".join(call("verify", "runs/zzz")[1].split())
+    assert "no run runs/zzz; runs has first-001" in flat(call("verify", "runs/zzz")[1])
 
 
 def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):
@@ -147,7 +138,7 @@ def test_resume_check_says_why_a_training_does_not_run(monkeypatch):
     monkeypatch.setattr(sys, "executable", warm_python())
     status, output = call("resume-check", "--steps", "6", "stpes=3")
     assert status == 2
-    assert "stpes is no key; did you mean 'steps'" in " ".join(output.split())
+    assert "stpes is no key; did you mean 'steps'" in flat(output)
 
 
 def test_show_lists_the_attempts_with_their_events(tmp_path):
@@ -182,4 +173,4 @@ def test_show_reports_an_unreadable_journal_and_shows_the_rest(tmp_path):
     (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
     _, output = call("show", tmp_path)
     assert "nothing to resume from" in output
-    assert "is not a journal" in " ".join(output.split())
+    assert "is not a journal" in flat(output)

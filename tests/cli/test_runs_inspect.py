@@ -8,21 +8,11 @@ import math
 import os
 
 import torch
-from click.testing import CliRunner
+from command_runs import call, flat
 from safetensors.torch import load_file
 from store_models import new_state
 
-from curry_train.cli.main import main
 from curry_train.runs import Store
-
-
-def call(*words):
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
-    # JSON has paths as long as they are, and so has a line of one path.
-    lines = [line for line in done.output.splitlines() if " " in line.removeprefix("Error: ")]
-    assert "--json" in words or all(len(line) <= 80 for line in lines)
-    return done.exit_code, done.output
 
 
 def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
@@ -53,7 +43,7 @@ def test_a_damaged_file_ends_with_1_and_a_missing_one_with_2(tmp_path):
     assert "wrong: " in text
     status, text = call("inspect", tmp_path / "none.pt")
     assert status == 2
-    assert "can't be read" in " ".join(text.split())
+    assert "can't be read" in flat(text)
 
 
 class Calls:
@@ -81,7 +71,7 @@ def test_a_run_is_inspected_by_checkpoint_and_exported(tmp_path):
     run = tmp_path / "runs/first-001"
     status, text = call("inspect", run)
     assert status == 2
-    assert "give one of its checkpoints" in " ".join(text.split())
+    assert "give one of its checkpoints" in flat(text)
     status, text = call("inspect", run / "latest")
     assert (status, text.splitlines()[-1]) == (0, "whole: yes")
 
@@ -93,4 +83,4 @@ def test_a_run_is_inspected_by_checkpoint_and_exported(tmp_path):
     assert set(names) == set(state.model.state_dict())
     status, text = call("export", run, "--out", out)
     assert status == 2
-    assert "give a new folder" in " ".join(text.split())
+    assert "give a new folder" in flat(text)

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from command_runs import flat, ran
 from recorded_training import recorded
 from warm_python import warm_python
 
 from curry_train.cli import runs_locate
-from curry_train.cli.runs import runs_command
 
 SCRIPT = """\
 import sys
@@ -100,10 +99,6 @@ def other():
 """
 
 
-def invoke(*words):
-    return CliRunner().invoke(runs_command, list(map(str, words)), env={"COLUMNS": "80"})
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -114,13 +109,13 @@ def folder(tmp_path, monkeypatch):
 def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder):
     (folder / "train.py").write_text(SCRIPT)
     for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
-        ended = invoke("record", "--script", "train.py", "--steps", "2", "--out", name, "--", scale)
-        assert ended.exit_code == 0, ended.output
+        ended = ran(
+            "runs", "record", "--script", "train.py", "--steps", "2", "--out", name, "--", scale
+        )
         assert "recorded 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
-    found = invoke("locate", "of/mine/A", "B", "--op", "--json", "found.json")
-    assert found.exit_code == 1, found.output
-    text = " ".join(found.stdout.split())
+    found = ran("runs", "locate", "of/mine/A", "B", "--op", "--json", "found.json", status=1)
+    text = flat(found.stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
     result = json.loads((folder / "found.json").read_text())
@@ -156,18 +151,18 @@ def record_with(monkeypatch, name, **variables):
     with monkeypatch.context() as changed:
         for variable, value in variables.items():
             changed.setenv(variable, value)
-        ended = invoke("record", "--script", "rounds.py", "--steps", "2", "--out", name)
-    assert ended.exit_code == 0, ended.output
+        ran("runs", "record", "--script", "rounds.py", "--steps", "2", "--out", name)
 
 
 def test_a_measured_tolerance_accepts_rounding(folder, monkeypatch):
     (folder / "rounds.py").write_text(ROUNDS)
     record_with(monkeypatch, "A")
     record_with(monkeypatch, "B", TORCH_HALVES="1")
-    assert invoke("locate", "A", "B").stdout.startswith("step 1, forward: model.0, call 0")
-    ended = invoke("locate", "A", "B", "--tolerance", "auto")
-    assert ended.exit_code == 0, ended.output
-    assert "differ by rounding alone" in " ".join(ended.output.split())
+    assert ran("runs", "locate", "A", "B", status=1).stdout.startswith(
+        "step 1, forward: model.0, call 0"
+    )
+    ended = ran("runs", "locate", "A", "B", "--tolerance", "auto")
+    assert "differ by rounding alone" in flat(ended.output)
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "rounds.py"]
 
 
@@ -177,8 +172,7 @@ def test_the_setting_that_makes_the_difference_is_found(folder, monkeypatch):
     record_with(monkeypatch, "B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
     python = f"{sys.executable} -m curry_train runs record --steps 2"
     command = f"{python} --script rounds.py --out {{out}} -- {{arguments}}"
-    ended = invoke("locate", "A", "B", "--bisect", command, "--json", "found.json")
-    assert ended.exit_code == 1, ended.output
+    ran("runs", "locate", "A", "B", "--bisect", command, "--json", "found.json", status=1)
     settings = json.loads((folder / "found.json").read_text())["settings"]
     assert settings["variable TORCH_OTHER"] == "makes none"
     assert settings["variable TORCH_EPSILON"].startswith("makes the difference: step 1, forward")
@@ -199,7 +193,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
     monkeypatch.setattr(runs_locate, "_run_template", record)
     for name, fault, value in (("A", "", "1"), ("B", "epsilon", "2")):
         record_as(folder / name, fault, TORCH_ONE=value, TORCH_OTHER=value)
-    text = " ".join(invoke("locate", "A", "B", "--bisect", "it").stdout.split())
+    text = flat(ran("runs", "locate", "A", "B", "--bisect", "it", status=1).stdout)
     assert "variable TORCH_ONE: makes none variable TORCH_OTHER: makes none" in text
     assert "all of these together: step 1, forward: model.h.1.ln, call 0" in text
 
@@ -215,18 +209,16 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
 def test_a_command_that_records_nothing_is_refused(folder, command, text):
     record_as(folder / "A", "", TORCH_OTHER="1")
     record_as(folder / "B", "epsilon", TORCH_OTHER="2")
-    ended = invoke("locate", "A", "B", "--bisect", command)
-    assert ended.exit_code == 2
-    assert text in " ".join(ended.output.split())
+    ended = ran("runs", "locate", "A", "B", "--bisect", command, status=2)
+    assert text in flat(ended.output)
 
 
 def test_the_rank_that_differs_is_named(folder):
     (folder / "ranks.py").write_text(RANKS)
     for name in ("right", "wrong"):
         words = ["--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name]
-        ended = invoke("record", *words)
-        assert ended.exit_code == 0, ended.output
-    text = " ".join(invoke("locate", "right", "wrong").stdout.split())
+        ran("runs", "record", *words)
+    text = flat(ran("runs", "locate", "right", "wrong", status=1).stdout)
     start = json.loads((folder / "right" / "rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2
     assert text.startswith("step 2, data: the loop gives other data: input 0 of model, call 0")
@@ -237,9 +229,8 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
     (folder / "trainers.py").write_text(TRAINER)
     for name in ("seeded", "other"):
         words = ["--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name]
-        ended = invoke("record", *words)
-        assert ended.exit_code == 0, ended.output
-    text = " ".join(invoke("locate", "seeded", "other").stdout.split())
+        ran("runs", "record", *words)
+    text = flat(ran("runs", "locate", "seeded", "other", status=1).stdout)
     assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
     assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text
 
@@ -247,31 +238,26 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
 def test_equal_records_end_with_status_0(folder):
     recorded(folder / "A")
     recorded(folder / "B")
-    ended = invoke("locate", "A", "B")
-    assert ended.exit_code == 0
+    ended = ran("runs", "locate", "A", "B")
     assert ended.stdout.startswith("equal: ")
     # A difference on one rank alone is found.
     recorded(folder / "C", "epsilon")
     for name, other in (("A", "B"), ("B", "C")):
         shutil.copy(folder / other / "rank-0.jsonl", folder / name / "rank-1.jsonl")
-    ended = invoke("locate", "A", "B")
-    assert ended.exit_code == 1
-    assert "(rank 1 of 2)" in " ".join(ended.output.split())
+    ended = ran("runs", "locate", "A", "B", status=1)
+    assert "(rank 1 of 2)" in flat(ended.output)
 
 
 def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     recorded(folder / "A")
     recorded(folder / "B", "epsilon")
-    ended = invoke("locate", "A", "B", "--op")
-    assert ended.exit_code == 2
-    assert "need `runs record`" in " ".join(ended.output.split())
-    ended = invoke("locate", "A", "B", "--bisect", "true {out}")
-    assert ended.exit_code == 2
-    assert "the command sets none of what differs" in " ".join(ended.output.split())
+    ended = ran("runs", "locate", "A", "B", "--op", status=2)
+    assert "need `runs record`" in flat(ended.output)
+    ended = ran("runs", "locate", "A", "B", "--bisect", "true {out}", status=2)
+    assert "the command sets none of what differs" in flat(ended.output)
 
 
 def test_a_script_without_a_step_is_refused(folder):
     (folder / "train.py").write_text("print('hello')\n")
-    ended = invoke("record", "--script", "train.py", "--out", "A")
-    assert ended.exit_code == 2
-    assert "before a step of an optimizer" in " ".join(ended.output.split())
+    ended = ran("runs", "record", "--script", "train.py", "--out", "A", status=2)
+    assert "before a step of an optimizer" in flat(ended.output)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from command_runs import ran
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
 
@@ -148,6 +149,5 @@ def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):
 def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/one")
-    ended = CliRunner().invoke(runs_plot_command, ["none"])
-    assert ended.exit_code == 2
+    ended = ran("none", command=runs_plot_command, status=2)
     assert "there is no run none; did you mean one?" in ended.stderr

@@ -7,8 +7,7 @@ import ast
 import re
 import tomllib
 
-import pytest
-from scaffold_case import REAL, ROOT, make_bundle, scaffold, times, tree, write
+from scaffold_case import REAL, ROOT, scaffold, times, tree, write
 
 from curry_train.cli.ownership import (
     TECHNIQUES,
@@ -16,11 +15,6 @@ from curry_train.cli.ownership import (
 )
 
 SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
-
-
-@pytest.fixture
-def bundle(tmp_path):
-    return make_bundle(tmp_path / "bundle")
 
 
 def test_table_of_techniques_has_every_skill_with_its_first_sentence():

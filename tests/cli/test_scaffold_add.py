@@ -6,18 +6,13 @@ Run: `python -m pytest tests/cli/test_scaffold_add.py`.
 import re
 
 import pytest
-from scaffold_case import REAL, after, make_bundle, scaffold, shell, times, tree, write
+from scaffold_case import REAL, after, scaffold, shell, times, tree, write
 from warm_python import warm_python
 
 from curry_train.cli.ownership import TECHNIQUES, Kind
 
 ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
 TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]
-
-
-@pytest.fixture
-def bundle(tmp_path):
-    return make_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture

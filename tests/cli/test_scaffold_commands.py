@@ -9,21 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from scaffold_case import REAL, ROOT, edit, make_bundle, scaffold, tree, write
+from scaffold_case import REAL, ROOT, edit, scaffold, tree, write
 
 from curry_train.cli.merge import Base, Lock
 from curry_train.cli.ownership import TECHNIQUES
-
-
-@pytest.fixture
-def bundle(tmp_path):
-    return make_bundle(tmp_path / "bundle")
-
-
-@pytest.fixture
-def project(bundle, tmp_path):
-    scaffold(bundle, "new", "run", cwd=tmp_path)
-    return tmp_path / "run"
 
 
 def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
@@ -40,6 +29,12 @@ def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle, tmp_pat
     assert done.returncode == 2
     assert "name a new folder" in " ".join(done.stderr.split())
     assert not [*(tmp_path / "here").iterdir()]
+
+
+def test_new_goes_on_in_the_folder_of_a_start_that_was_killed(bundle, tmp_path):
+    write(tmp_path / "run/.curry-train-staged-1/0", "")
+    assert scaffold(bundle, "new", "run", cwd=tmp_path).returncode == 0
+    assert not [*(tmp_path / "run").glob(".curry-train-staged-*")]
 
 
 def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):

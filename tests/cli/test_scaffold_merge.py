@@ -7,20 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scaffold_case import edit, make_bundle, release, scaffold, shell, tree, write
+from scaffold_case import edit, release, scaffold, shell, tree, write
 
 from curry_train.cli.merge import OURS_MARKER, read_lock
-
-
-@pytest.fixture
-def bundle(tmp_path):
-    return make_bundle(tmp_path / "bundle")
-
-
-@pytest.fixture
-def project(bundle, tmp_path):
-    scaffold(bundle, "new", "run", cwd=tmp_path)
-    return tmp_path / "run"
 
 
 def test_update_handles_each_file_by_its_state(bundle, project):

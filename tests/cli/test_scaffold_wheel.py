@@ -16,7 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from scaffold_case import ROOT, make_bundle, scaffold, shell, tree, write
+from scaffold_case import ROOT, scaffold, shell, tree, write
 
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import (
@@ -26,11 +26,6 @@ from curry_train.cli.ownership import (
     wheel_name,
 )
 from curry_train.cli.screen import UnusableInput
-
-
-@pytest.fixture
-def bundle(tmp_path):
-    return make_bundle(tmp_path / "bundle")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from command_runs import ran
 
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
@@ -102,8 +103,7 @@ def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
 def test_a_missed_spike_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
-    done = CliRunner().invoke(runs_command, [*words, "--json", "x.json", "--runs", "kept"])
-    assert done.exit_code == 1
+    done = ran(*words, "--json", "x.json", "--runs", "kept", command=runs_command, status=1)
     text = " ".join(done.stdout.split())
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]

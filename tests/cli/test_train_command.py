@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from command_runs import flat
 
 from curry_train.cli.main import main
 from curry_train.runs.files import Files
@@ -95,7 +96,7 @@ def test_the_resolved_configuration_is_shown(train):
 def test_a_loss_that_is_not_finite_ends_with_status_1(train):
     status, _, error = train(*TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9")
     assert status == 1
-    assert "The weights were not changed" in " ".join(error.split())
+    assert "The weights were not changed" in flat(error)
     assert "Traceback" not in error
 
 
@@ -112,14 +113,14 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train,
     monkeypatch.setattr(Files, "create", full)
     status, _, error = train(*TINY, "steps=2")
     assert status == 1, error
-    assert "free some space" in " ".join(error.split())
+    assert "free some space" in flat(error)
     assert "Traceback" not in error
 
 
 def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path, train, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     status, _, error = train(*TINY, "log.tensorboard=true")
-    assert (status, "pip install tensorboard" in " ".join(error.split())) == (2, True), error
+    assert (status, "pip install tensorboard" in flat(error)) == (2, True), error
     assert not (tmp_path / "runs").exists()
 
 
@@ -167,7 +168,7 @@ def test_ranks_without_a_way_to_share_the_training_get_the_right_command(train, 
         monkeypatch.setenv(name, value)
     status, _, error = train(*TINY, "steps=1")
     assert status != 0
-    assert "ranks were started and parallel is none" in " ".join(error.split())
+    assert "ranks were started and parallel is none" in flat(error)
 
 
 def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(train):
@@ -176,5 +177,5 @@ def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(tra
     assert train(*words, "steps=1", "optimizer.learning_rate=2e-3")[0] == 0
     status, output, error = train(*words, "steps=2", "--resume", "latest")
     assert status == 0, error
-    text = " ".join((output + error).split())
+    text = flat(output + error)
     assert "optimizer.learning_rate: 0.002 -> 0.003" in text

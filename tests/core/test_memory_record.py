@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from command_runs import ran
 
 from curry_train.cli.main import main
 from curry_train.config import load_config
@@ -145,8 +146,7 @@ def config(tmp_path):
 
 def test_train_refuses_the_option_on_a_cpu_and_names_a_full_device(tmp_path, monkeypatch):
     words = ["train", "--model", "mlp", "--device", "cpu", f"runs={tmp_path / 'runs'}", "steps=1"]
-    refused = CliRunner().invoke(main, [*words, "--record-memory"])
-    assert refused.exit_code == 2
+    refused = ran(*words, "--record-memory", status=2)
     assert "--record-memory records the memory of a GPU" in refused.stderr
 
     def fill(*_, **__):

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import ran
 from plan_models import MomentsInATuple, MomentsMadeAnew
 from torch import nn
 
-from curry_train.cli.main import main
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
@@ -234,8 +233,7 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
     )
     monkeypatch.chdir(tmp_path)
     options = ["--model", "mlp", "--budget", "2GiB", "--target", "l4", "--json", "plan.json"]
-    found = CliRunner().invoke(main, ["plan", *options, "--optimizer", "own_optimizer:fused"])
-    assert found.exit_code == 0, found.output
+    ran("plan", *options, "--optimizer", "own_optimizer:fused")
     written = json.loads((tmp_path / "plan.json").read_text())
     first, last = (written[f"{name}reserved_bytes"] for name in ("first_step_", ""))
     assert 0 < written["allocated_bytes"] <= first <= last

@@ -10,11 +10,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import ran
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.cli.main import main
 from curry_train.cli.memory_page import GROUP_COLOURS
 from curry_train.core.measure import REST_LAYER, measure_memory
 from curry_train.plan.profiler import MEMORY_GROUPS
@@ -256,8 +255,7 @@ def read_size(path):
 
 def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path):
     command = ["memory", "--model", "transformer", "--device", "cpu", "--json", "-"]
-    ended = CliRunner().invoke(main, [*command, "--plot", str(tmp_path / "step.png")])
-    assert ended.exit_code == 0, ended.output
+    ended = ran(*command, "--plot", str(tmp_path / "step.png"))
     data = json.loads(ended.stdout)
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
     layers = data["profile"]["layers"]

@@ -112,7 +112,7 @@ def test_a_run_is_found_by_its_path_or_its_name(tmp_path):
         "run-02": r"there is no run run-02; did you mean run-001\? .*runs has night, run-001$",
         str(root / "nigth"): r"did you mean night\? .*runs has night, run-001$",
         str(tmp_path / "none/x"): "none has no runs yet$",
-        str(tmp_path / "empty"): "there is no run .*empty; ",
+        str(tmp_path / "empty"): r"empty is no run; ",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_history(name, root=root)

@@ -12,10 +12,9 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import ran
 from user_scripts import DATA, SCRIPTS
 
-from curry_train.cli.main import main
 from curry_train.plan import plan
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
@@ -136,8 +135,7 @@ def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatc
 def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     (folder / "train.py").write_text(SCRIPTS["argparse_main"][0])
     words = ["--script", "train.py", "--factory", "kept.py", "--", "--lr", "0.5"]
-    ended = CliRunner().invoke(main, ["memory", *words])
-    assert ended.exit_code == 0, ended.output
+    ended = ran("memory", *words)
     assert "wrote kept.py: use it as --model kept.py:build" in ended.output
     assert "AdamW, lr 0.5" in ended.output
     factory = load_workload("kept.py:build")

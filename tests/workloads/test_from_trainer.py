@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from command_runs import ran
 from torch import nn
 
 from curry_train.cli.main import main
@@ -264,13 +265,11 @@ def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
 @pytest.mark.filterwarnings("ignore")
 def test_commands_take_a_trainer_in_place_of_a_model(theirs):
     source = ["--trainer", "their_trainers:hugging_face_bf16"]
-    ended = CliRunner().invoke(main, ["memory", *source, "--json", "-"])
-    assert ended.exit_code == 0, ended.stderr
+    ended = ran("memory", *source, "--json", "-")
     found = json.loads(ended.stdout)
     assert found["batch_size"] == 4
     assert "2 batches a step" in " ".join(ended.stderr.split())
-    ended = CliRunner().invoke(main, ["validate", *source, "--gate", "recompute/parity-full"])
-    assert ended.exit_code == 0, ended.output
+    ended = ran("validate", *source, "--gate", "recompute/parity-full")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -286,12 +285,10 @@ def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
 def test_savings_and_grad_flow_take_a_trainer_and_its_optimizer(theirs, tmp_path):
     source = ["--trainer", "their_trainers:accelerator"]
     words = ["savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path)]
-    ended = CliRunner().invoke(main, words)
-    assert ended.exit_code == 0, ended.output
+    ended = ran(*words)
     rows = json.loads((tmp_path / "savings.json").read_text())["rows"]
     assert [row["batch_size"] for row in rows] == [4, 4]
-    ended = CliRunner().invoke(main, ["grad-flow", *source, "--steps", "1", "--json", "-"])
-    assert ended.exit_code == 0, ended.stderr
+    ended = ran("grad-flow", *source, "--steps", "1", "--json", "-")
     # That of the SGD that the Accelerator has prepared.
     assert json.loads(ended.stdout)["learning_rate"] == 0.1
 
@@ -301,8 +298,7 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     out = tmp_path / "test_gates.py"
     words = ["gen-tests", "--trainer", "their_trainers:accelerator", "--gate", "recompute"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "curry-train", *words])
-    ended = CliRunner().invoke(main, [*words, "--out", str(out)])
-    assert ended.exit_code == 0, ended.output
+    ran(*words, "--out", str(out))
     monkeypatch.setattr(sys, "path", [*sys.path])
     found = runpy.run_path(str(out))
     assert found["MODEL"] == "trainer=their_trainers:accelerator"
@@ -311,8 +307,7 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
 
 
 def test_a_model_and_a_trainer_at_once_are_refused():
-    ended = CliRunner().invoke(main, ["bench", "--model", "mlp", "--trainer", "a:b"])
-    assert ended.exit_code == 2
+    ended = ran("bench", "--model", "mlp", "--trainer", "a:b", status=2)
     assert "give either --model, --trainer or --script" in ended.stderr
 
 

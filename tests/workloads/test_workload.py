@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import ran
 
 import curry_train
-from curry_train.cli.main import main
 from curry_train.core.generators import seeded
 from curry_train.workloads.models import (
     BUILTIN_WORKLOADS,
@@ -376,8 +375,7 @@ def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architectur
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGURATIONS[architecture] | {"architectures": [architecture]}))
     words = ["memory", "--model", "org/name", "--model-config", str(path), "--json", "-"]
-    ended = CliRunner().invoke(main, words)
-    assert ended.exit_code == 0, ended.stderr
+    ended = ran(*words)
     found = json.loads(ended.stdout)
     assert found["workload"] == "org/name"
     assert architecture in ended.stderr

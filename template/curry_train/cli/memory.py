@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from ..core.wording import format_bytes, provenance
 from ..plan.available import missing_room
@@ -211,7 +210,7 @@ def report_snapshot(path: str) -> Report:
     found = [owners_of_device(owned) for owned in devices]
     texts = [text_of_device(name, one) for one in found]
     texts += [f"note: {note}" for note in snapshot.notes]
-    results = provenance(torch.device("cpu")) | found[0]
+    results = provenance() | found[0]
     results |= {"snapshot": path, "settings": list(snapshot.notes), "devices": found}
     title = f"{name}, device {found[0]['device']}"
     course = functools.partial(course_of_blocks, devices[0], title=title)

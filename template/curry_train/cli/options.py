@@ -89,6 +89,19 @@ def all_of(*options: OptionDecorator) -> OptionDecorator:
     return decorate
 
 
+def changed(change: Callable[..., dict[str, Any]]) -> OptionDecorator:
+    """Give a command what `change` makes of the values of its options."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            return command(**change(**values))
+
+        return run
+
+    return decorate
+
+
 def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:
     """Add `--model` with the same values in every command; `more` ends its help."""
     text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory{more}"
@@ -103,37 +116,28 @@ def training_options(
     The command gets the text for `load_workload` as `name`, or with `multiple` a tuple of texts.
     """
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def run(
-            *args: Any,
-            program: list[str],
-            model_config: str | None,
-            factory_path: str | None,
-            **settings: Any,
-        ) -> Any:
-            kind, *words = program
-            given = settings[name] if multiple else [settings[name]]
-            specs = [one for one in given if one is not None]
-            if model_config is not None:
-                # The name is for people; the architecture is in the file.
-                model = specs[-1] if specs else Path(model_config).stem
-                specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{model}"]
-            if kind == "trainer":
-                specs.append(TRAINER_PREFIX + words[0])
-            if kind == "script":
-                specs.append(SCRIPT_PREFIX + shlex.join(words))
-            elif factory_path is not None:
-                raise click.UsageError("--factory writes what --script has read: give it too")
-            if not multiple and (len(specs) > 1 or (required and not specs)):
-                raise click.UsageError("give either --model, --trainer or --script")
-            settings[name] = tuple(specs) if multiple else next(iter(specs), None)
-            click.get_current_context().meta[FACTORY_KEY] = factory_path
-            return command(*args, **settings)
+    def change(
+        program: list[str], model_config: str | None, factory_path: str | None, **values: Any
+    ) -> dict[str, Any]:
+        kind, *words = program
+        given = values[name] if multiple else [values[name]]
+        specs = [one for one in given if one is not None]
+        if model_config is not None:
+            # The name is for people; the architecture is in the file.
+            model = specs[-1] if specs else Path(model_config).stem
+            specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{model}"]
+        if kind == "trainer":
+            specs.append(TRAINER_PREFIX + words[0])
+        if kind == "script":
+            specs.append(SCRIPT_PREFIX + shlex.join(words))
+        elif factory_path is not None:
+            raise click.UsageError("--factory writes what --script has read: give it too")
+        if not multiple and (len(specs) > 1 or (required and not specs)):
+            raise click.UsageError("give either --model, --trainer or --script")
+        click.get_current_context().meta[FACTORY_KEY] = factory_path
+        return values | {name: tuple(specs) if multiple else next(iter(specs), None)}
 
-        return inputs(run)
-
-    inputs = all_of(
+    return all_of(
         model_option(name, more=f". {more}".rstrip(), multiple=multiple),
         program_option(otherwise=""),
         click.option(
@@ -146,8 +150,8 @@ def training_options(
             *("--factory", "factory_path"),
             metavar="FILE",
         ),
+        changed(change),
     )
-    return decorate
 
 
 # The path of --factory in the context of a command.
@@ -192,18 +196,17 @@ def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
     return click.option(*names, type=OutputFile(), help=text, **settings)
 
 
-def json_option(**settings: Any) -> OptionDecorator:
-    """Add `--json`, the path of the results as JSON; - is standard output."""
-    text = "Write the results as JSON; - is standard output."
-    return output_option(text, "--json", "json_path", **settings)
-
-
 def _note_path(context: click.Context, option: click.Parameter, path: str | None) -> None:
     context.meta[JSON_KEY] = path
 
 
 # `--json`, where a `ScreenCommand` writes the results that the command returns.
-RESULTS_OPTION = json_option(callback=_note_path, expose_value=False)
+RESULTS_OPTION = output_option(
+    "Write the results as JSON; - is standard output.",
+    *("--json", "json_path"),
+    callback=_note_path,
+    expose_value=False,
+)
 
 
 def plot_option(text: str) -> OptionDecorator:
@@ -328,24 +331,28 @@ def blocks_text(choice: BlockChoice) -> str:
     return fill_screen("\n".join(choice.lines()))
 
 
-def run_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--json`, and the options that a command gets as `asked`, which are `CaseOptions`."""
+def _as_asked(
+    device: str,
+    dtype: str | None,
+    batch_size: int | None,
+    seed: int,
+    blocks: str | None,
+    **values: Any,
+) -> dict[str, Any]:
+    asked = CaseOptions(choose_device(device), dtype, batch_size, seed, blocks)
+    return values | {"asked": asked}
 
-    @functools.wraps(command)
-    def run(*args: Any, device: str, **settings: Any) -> Any:
-        names = ("dtype", "batch_size", "seed", "blocks")
-        own = {name: settings.pop(name) for name in names}
-        asked = CaseOptions(choose_device(device), **own)
-        return command(*args, asked=asked, **settings)
 
-    return all_of(
-        DEVICE_OPTION,
-        BLOCKS_OPTION,
-        dtype_option(default=None),
-        batch_size_option(),
-        SEED_OPTION,
-        RESULTS_OPTION,
-    )(run)
+# `--json`, and the options that a command gets as `asked`, which are `CaseOptions`.
+run_options = all_of(
+    DEVICE_OPTION,
+    BLOCKS_OPTION,
+    dtype_option(default=None),
+    batch_size_option(),
+    SEED_OPTION,
+    RESULTS_OPTION,
+    changed(_as_asked),
+)
 
 
 def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:
@@ -367,39 +374,31 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
     Without a script or a trainer, the kind is `otherwise`: "" has no words, None is refused.
     """
 
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def run(
-            *args: Any,
-            script: str | None,
-            trainer: str | None,
-            arguments: tuple[str, ...],
-            **settings: Any,
-        ) -> Any:
-            if (script and trainer) or (not (script or trainer) and otherwise is None):
-                raise click.UsageError("give either --script or --trainer")
-            if arguments and (trainer or not (script or otherwise)):
-                raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
-            if script and not Path(script).is_file():
-                raise UnusableInput(f"there is no file {script}")
-            kind = "script" if script else "trainer" if trainer else otherwise
-            program = [kind, *filter(None, [script or trainer]), *arguments]
-            return command(*args, program=program, **settings)
+    def change(
+        script: str | None, trainer: str | None, arguments: tuple[str, ...], **values: Any
+    ) -> dict[str, Any]:
+        if (script and trainer) or (not (script or trainer) and otherwise is None):
+            raise click.UsageError("give either --script or --trainer")
+        if arguments and (trainer or not (script or otherwise)):
+            raise click.UsageError(f"{arguments[0]!r} is for no script: give --script FILE")
+        if script and not Path(script).is_file():
+            raise UnusableInput(f"there is no file {script}")
+        kind = "script" if script else "trainer" if trainer else otherwise
+        return values | {"program": [kind, *filter(None, [script or trainer]), *arguments]}
 
-        return all_of(
-            click.option(
-                "--trainer",
-                metavar="FACTORY",
-                help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's "
-                "with its module, or an Accelerator with its training.",
-            ),
-            click.option(
-                "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
-            ),
-            click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-        )(run)
-
-    return decorate
+    return all_of(
+        click.option(
+            "--trainer",
+            metavar="FACTORY",
+            help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's "
+            "with its module, or an Accelerator with its training.",
+        ),
+        click.option(
+            "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
+        ),
+        click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
+        changed(change),
+    )
 
 
 def require_matplotlib() -> None:

@@ -205,8 +205,7 @@ def closure(package: Path, home: str) -> tuple[str, ...]:
         reached.add(path)
         for node in ast.walk(ast.parse((package / path).read_bytes(), filename=path)):
             if isinstance(node, ast.ImportFrom) and node.level:
-                if not node.module:
-                    raise UnusableInput(f"{path} can't be copied: it imports a whole package")
+                assert node.module, f"{path} imports a whole package"
                 folder = PurePosixPath(path).parents[node.level - 1]
                 waiting.append(str(folder / f"{node.module.replace('.', '/')}.py"))
     return tuple(sorted(reached))
@@ -238,8 +237,8 @@ def technique_files(
             if technique.kind is Kind.OWNED:
                 content = RELATIVE_IMPORT.sub(rb"\1from .\2 import ", content)
                 place = f"{directory}/{PurePosixPath(path).name}"
-            if files.setdefault(place, content) != content:
-                raise UnusableInput(f"{path} and another module would both become {place}")
+            assert files.get(place, content) == content, f"two modules become {place}"
+            files[place] = content
         test = bundle.tests / technique.test
         if technique.kind is Kind.OWNED and test.is_file():
             sibling = f"from {package}.".encode() + rb"\1 import "

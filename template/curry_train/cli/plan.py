@@ -221,7 +221,7 @@ def plan_command(
         if gpu is not None:
             fewest = _find_fewest(spec, gpu, kind or "fsdp2", meshes, shared, size, settings)
             click.echo(fewest.table())
-            return provenance(torch.device("cpu")) | fewest.to_json(), fewest.best is None
+            return provenance() | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         sharding = Sharding(kind, mesh=meshes[0] if meshes else {}, **shared)

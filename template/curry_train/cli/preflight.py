@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
-import torch
-
 from ..core.wording import provenance
 from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_run import preflight_program
@@ -42,7 +40,7 @@ def preflight_command(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )
     echo_lines(*describe(shlex.join(words), num_steps, verdicts), indent="    ")
-    facts = provenance(torch.device("cpu")) | {"program": words, "steps": num_steps}
+    facts = provenance() | {"program": words, "steps": num_steps}
     facts["results"] = [asdict(verdict) for verdict in verdicts]
     if any(verdict.passed is False for verdict in verdicts):
         return facts, 1

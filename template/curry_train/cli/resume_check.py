@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from ..core.wording import provenance
 from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
@@ -264,7 +263,7 @@ def resume_check_command(
             Path(folder), [kind, *words], again, num_steps=num_steps, kill_at=kill_step, show=show
         )
     echo_lines(*describe(found), indent="    ")
-    return provenance(torch.device("cpu")) | found, not found["equal"]
+    return provenance() | found, not found["equal"]
 
 
 def describe(found: dict[str, Any]) -> list[str]:

@@ -21,14 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.digest import digest
 from ..core.generators import generator_digests, generator_states, set_generator_states
+from ..core.replaced_calls import replaced_calls
 from ..runs.fingerprints import leaves_of
 
 # What is noted when it is made, by the part that its state_dict is; a model is at its first call.
@@ -50,14 +47,15 @@ class StateWatch:
         self.path = fresh
         self.mode = mode
         self.steps: list[dict[str, Any]] = []
-        self._made: dict[str, list[Any]] = {"model": [], **{part: [] for part in KINDS}}
+        # Objects that were made or called first, in this order, each with its part.
+        self._found: list[tuple[str, Any]] = []
+        # So many of them have their first state taken or withheld.
+        self._num_settled = 0
         # The states that they had at first; the inputs of the model in all steps.
-        self.fresh: dict[str, Any] = {"data order": [], **{part: [] for part in self._made}}
+        self.fresh: dict[str, Any] = {part: [] for part in ("data order", "model", *KINDS)}
         if mode in PARTS:
             # The parent process has let another process write it.
             self.fresh = torch.load(fresh, weights_only=False)
-        # Objects of which the first state was neither taken nor withheld yet, each with its part.
-        self._new: list[tuple[str, Any]] = []
         self._now = _nothing()
         self._depth = 0
         self._stepping = 0
@@ -65,25 +63,19 @@ class StateWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            calls = [(nn.Module, "__call__", self._call)]
+            steps = self._before_step, self._after_step
+            stack.enter_context(replaced_calls(calls, *steps))
             for part, kind in KINDS.items():
                 create = staticmethod(functools.partial(self._create, part))
                 stack.enter_context(mock.patch.object(kind, "__new__", create))
-            call = self._call(nn.Module.__call__)
-            stack.enter_context(mock.patch.object(nn.Module, "__call__", call))
             yield
 
     def _create(self, part: str, kind: type, *_: Any, **__: Any) -> Any:
         """Create an object in place of `kind.__new__`, which subclasses have too."""
         made: Any = object.__new__(kind)
-        self._add(part, made)
+        self._found.append((part, made))
         return made
-
-    def _add(self, part: str, made: Any) -> None:
-        if all(one is not made for one in self._made[part]):
-            self._made[part].append(made)
-            self._new.append((part, made))
 
     @property
     def present(self) -> list[str]:
@@ -96,17 +88,18 @@ class StateWatch:
             self.fresh["generators"] = generator_states()
         elif self.mode == "generators" and "generators" in self.fresh:
             set_generator_states(self.fresh.pop("generators"))
-        for part, one in self._new:
+        for part, one in self._found[self._num_settled :]:
             if self.mode == "straight":
                 self.fresh[part].append(copy.deepcopy(one.state_dict()))
             elif self.mode == part:
                 one.load_state_dict(self.fresh[part].pop(0))
-        self._new = []
+        self._num_settled = len(self._found)
 
     def _states(self, part: str) -> dict[str, Any]:
         """Return the state of a part: digests of tensors, and numbers."""
         found: dict[str, Any] = {}
-        for number, one in enumerate(self._made[part]):
+        several = [one for kind, one in self._found if kind == part]
+        for number, one in enumerate(several):
             state = one.state_dict()
             # Rates are noted apart.
             state.pop("param_groups", None)
@@ -116,27 +109,25 @@ class StateWatch:
 
     # Before the forward pass of a model.
 
-    def _call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(module: nn.Module, *args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return call(module, *args, **options)
-            # A call while modules are still made, as by parametrizations, is of no step.
-            is_outer = self._made["optimizer"] and not self._depth
-            is_trained = is_outer and module.training and torch.is_grad_enabled()
-            if is_trained and next(module.parameters(), None) is not None:
-                args, options = self._enter(module, args, options)
-            self._depth += 1
-            try:
-                return call(module, *args, **options)
-            finally:
-                self._depth -= 1
-
-        return run
+    def _call(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return call(module, *args, **options)
+        # A call while modules are still made, as by parametrizations, is of no step.
+        is_outer = not self._depth and any(part == "optimizer" for part, _ in self._found)
+        is_trained = is_outer and module.training and torch.is_grad_enabled()
+        if is_trained and next(module.parameters(), None) is not None:
+            args, options = self._enter(module, args, options)
+        self._depth += 1
+        try:
+            return call(module, *args, **options)
+        finally:
+            self._depth -= 1
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
-        self._add("model", root)
+        if all(one is not root for _, one in self._found):
+            self._found.append(("model", root))
         is_first = not self._now["generators"]
-        has_more = bool(self._new) or is_first
+        has_more = self._num_settled < len(self._found) or is_first
         self._settle()
         if is_first:
             self._now["generators"] = generator_digests()

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..core.wording import format_bytes
-from ..runs.format import MODEL_PREFIX
+from ..runs.format import MODEL_PREFIX, SAFETENSORS_FILE_NAME
 from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, find_run
@@ -252,8 +252,6 @@ def is_run(path: Path) -> bool:
 
 # Command `runs export`: the parameters as Hugging Face safetensors.
 
-MODEL_FILE_NAME = "model.safetensors"
-
 
 def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors without a model."""
@@ -284,7 +282,7 @@ def export_parameters(
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         staged = Path(name, folder.name)
         staged.mkdir()
-        save_file(parameters, staged / MODEL_FILE_NAME, metadata={"format": "pt"})
+        save_file(parameters, staged / SAFETENSORS_FILE_NAME, metadata={"format": "pt"})
         if config is not None:
             shutil.copyfile(config, staged / "config.json")
         staged.rename(folder)
@@ -309,5 +307,5 @@ def export_command(run: str, checkpoint: str, out: str, model_config: str | None
     verified. Parameters that share values are written once, under the first name.
     """
     names = export_parameters(_open(run), checkpoint, Path(out), config=model_config)
-    click.echo(f"{len(names)} tensors in {Path(out, MODEL_FILE_NAME)}")
+    click.echo(f"{len(names)} tensors in {Path(out, SAFETENSORS_FILE_NAME)}")
     return {"out": out, "names": names}, 0

@@ -172,7 +172,7 @@ def _inspect_folder(path: Path) -> Inspection:
         read(files, found)
         if is_ours:
             _compare_with_manifest(path, found)
-    except (RunError, RecursionError, *DAMAGE) as error:
+    except DAMAGE as error:
         found.problems.append(f"{type(error).__name__}: {in_a_line(error)}")
     return found
 

@@ -20,6 +20,7 @@ import click
 from .main import COMMANDS
 from .merge import (
     LOCK_NAME,
+    STAGING_PREFIX,
     STATES,
     Base,
     Change,
@@ -80,7 +81,9 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
 
 def _check_new_folder(root: Path) -> None:
     """Refuse a place that can't become a new project."""
-    is_empty = root.is_dir() and not root.is_symlink() and not any(root.iterdir())
+    is_empty = root.is_dir() and not root.is_symlink()
+    # What a start that was killed has staged is removed by the next.
+    is_empty &= all(one.name.startswith(STAGING_PREFIX) for one in root.glob("*"))
     if os.path.lexists(root) and (not is_empty or root == Path.cwd()):
         raise UnusableInput(
             f"{root} exists; name a new folder, use 'curry-train update' for a project, or "

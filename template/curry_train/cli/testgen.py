@@ -17,7 +17,6 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import click
-import torch
 
 from .. import __version__
 from ..core.wording import provenance, write_output
@@ -190,7 +189,7 @@ def testgen_command(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
     # An option a line.
-    typed = provenance(torch.device("cpu"))["command"]
+    typed = provenance()["command"]
     command = "    " + re.sub(r" (?=--)", r" \\\n        ", typed)
     if kind == "script":
         text = render_loop(*words, out=path, command=command)

@@ -37,7 +37,6 @@ from ..data import (
 from ..loop import StepReport
 from ..plan.saved import Plan
 from ..primitives.grad_accum import NonFiniteWindow
-from ..runs.attach import STOP_SIGNALS
 from ..runs.history import peak_bytes
 from ..runs.ranks import RunError
 from ..trainer import (
@@ -162,9 +161,6 @@ def _vocabulary(module: nn.Module) -> int | None:
 
 # The command.
 
-# Exit statuses after the signals that end a training.
-STATUSES = {number.name: 128 + number for number in STOP_SIGNALS}
-
 
 @screen_command(
     "train",
@@ -208,6 +204,7 @@ def train_command(
     """
     given = [f"{key}={value}" for key, value in same_as_words.items() if value is not None]
     start = [*(["--config", path] if path else []), *words, *given]
+    start += ["--record-memory"] * record_memory
     if path is None and Path("config.yaml").is_file():
         path = "config.yaml"
     try:
@@ -234,7 +231,7 @@ def train_command(
         # Training can't go on, or its state can't be saved.
         click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
-    return _results(config, trained, start), STATUSES.get(trained.report.ended_by, 0)
+    return _results(config, trained, start), run.attached.exit_status
 
 
 def _results(config: Config, trained: Trained, start: list[str]) -> dict[str, Any]:

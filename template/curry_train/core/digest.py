@@ -9,13 +9,12 @@ Proof: `python -m pytest tests/core/test_digest.py`.
 """
 
 import functools
-import hashlib
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .generators import unwatched
+from .generators import hash_of, unwatched
 
 WORD_BYTES = 8
 # Words that are multiplied at once. On the CPU they and their weights stay in the cache.
@@ -61,7 +60,7 @@ def _hash_bits(tensor: Tensor) -> str:
     while len(sums) > 2:
         sums = _sums(torch.stack(sums))
     text = b"".join(int(one).to_bytes(WORD_BYTES, "little", signed=True) for one in sums)
-    return hashlib.blake2b(text, digest_size=WORD_BYTES).hexdigest()
+    return hash_of(text)
 
 
 def _words(tensor: Tensor) -> Tensor:

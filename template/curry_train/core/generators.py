@@ -72,7 +72,12 @@ def generator_digests() -> dict[str, str]:
         name: pickle.dumps(state.numpy() if isinstance(state, Tensor) else state)
         for name, state in generator_states().items()
     }
-    return {name: hashlib.blake2b(one, digest_size=8).hexdigest() for name, one in states.items()}
+    return {name: hash_of(one) for name, one in states.items()}
+
+
+def hash_of(content: bytes) -> str:
+    """Return 64 bits that identify some bytes."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 @contextlib.contextmanager

@@ -154,12 +154,12 @@ def _plain(name: str) -> str:
 # Provenance of recorded figures: command, date, device and versions, for each JSON file.
 
 
-def provenance(device: "torch.device") -> dict[str, Any]:
-    """Return the facts that are needed to compare a figure with another."""
+def provenance(device: "torch.device | None" = None) -> dict[str, Any]:
+    """Return the facts that are needed to compare a figure with another, by default of a CPU."""
     # Here, because commands that copy files suggest names too, and need no torch.
     import torch
 
-    is_cuda = device.type == "cuda"
+    is_cuda = device is not None and device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_cuda else f"cpu ({platform.machine()})"
     return {
         "command": shlex.join(_as_typed(sys.orig_argv[1:])),

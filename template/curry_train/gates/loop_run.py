@@ -256,13 +256,10 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
 
 def _script(file: str, *arguments: str) -> None:
     """Run a file as `python FILE ARGUMENTS` does; a call of sys.exit ends the loop."""
-    sys.argv = [file, *arguments]
-    path = Path(file).resolve()
-    sys.path.insert(0, str(path.parent))
     spawning: Any = sys.modules["torch.multiprocessing.spawn"]
     ranks = mock.patch.object(spawning, "start_processes", _run_rank)
     with ranks, contextlib.suppress(SystemExit):
-        run_as_main(path)
+        run_as_main(file, arguments)
 
 
 def _run_rank(

@@ -29,16 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.digest import is_plain
 from ..core.measure import heap_kept
+from ..core.replaced_calls import Call, replaced_calls, watched
 from ..primitives.grad_flow_probe import in_backward, in_transform
 from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
@@ -57,7 +54,6 @@ from .loop_loss import (
     values_of,
 )
 
-Call = Callable[..., Any]
 # A fault of the loop: the line, the measured figure, and advice.
 Fault = tuple[str, ...]
 T = TypeVar("T")
@@ -571,18 +567,11 @@ class Observer:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
         with contextlib.ExitStack() as stack:
-            for hook in hooks:
-                stack.callback(hook.remove)
-            for owner, name, watch in self._replacements():
-                function: Any = _watched(watch, getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, function))
+            steps = self._before_step, self._after_step
+            stack.enter_context(replaced_calls(self._replacements(), *steps))
             data: Any = Tensor.data
-            function = property(_watched(self._detach, data.__get__), data.__set__)
+            function = property(watched(self._detach, data.__get__), data.__set__)
             stack.enter_context(mock.patch.object(Tensor, "data", function))
             yield
 
@@ -1212,15 +1201,6 @@ class Observer:
             measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
             place = "".join(one.place for one in trace.of(Step)[-1:])
             self.fault("moves", place, measured, "initialize weights by random numbers")
-
-
-def _watched(watch: Call, call: Call) -> Call:
-    """Return a function that calls `watch(call, ...)`; also where it becomes a method."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        return watch(call, *args, **options)
-
-    return run
 
 
 def _rows(value: Any) -> Tensor | None:

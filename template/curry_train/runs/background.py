@@ -88,11 +88,6 @@ class Staging:
         if self._done is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
-    def release(self) -> None:
-        """Free the buffers."""
-        self._buffers = []
-        self._forms = []
-
     def _fit_buffers(self) -> None:
         forms = [(one.shape, one.dtype, one.is_cuda) for one in self._sources]
         if forms != self._forms:
@@ -217,7 +212,8 @@ class BackgroundSaver:
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
-        self._staging.release()
+        # Frees the buffers.
+        self._staging = Staging()
 
     def _hook(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:

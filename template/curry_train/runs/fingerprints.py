@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/runs/test_fingerprints.py`.
 """
 
 import contextlib
-import hashlib
+import functools
 import importlib
 import json
 import os
@@ -21,21 +21,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.digest import digest, digest_rows, is_plain
-from ..core.generators import generator_digests, unwatched
+from ..core.generators import generator_digests, hash_of, unwatched
 from ..core.measure import backward_node
+from ..core.replaced_calls import replaced_calls
 from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
@@ -128,16 +124,14 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
             self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
-            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            for owner, name, make in (
+            calls: list[tuple[Any, str, Any]] = [
                 (nn.Module, "__call__", self._module),
                 (torch.autograd, "backward", self._backward),
                 (LoaderIterator, "__next__", self._batch),
-            ):
-                replaced = make(getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, replaced))
-            stack.enter_context(mock.patch.object(torch, "compile", _drawing_alike(stack)))
+                (torch, "compile", functools.partial(_drawing_alike, stack)),
+            ]
+            steps = self._before_step, self._after_step
+            stack.enter_context(replaced_calls(calls, *steps))
             if self.in_replay or self.operations_in_step is not None:
                 stack.enter_context(Operations(self))
             if self.exchange is not None and self.exchange.noise is not None:
@@ -217,14 +211,11 @@ class Recorder:
 
     # The data.
 
-    def _batch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
-        def run(batches: Any) -> Any:
-            batch = fetch(batches)
-            if self.is_on:
-                self.note_batch(batch, self._name_of(batches, "loader"))
-            return batch
-
-        return run
+    def _batch(self, fetch: Any, batches: Any) -> Any:
+        batch = fetch(batches)
+        if self.is_on:
+            self.note_batch(batch, self._name_of(batches, "loader"))
+        return batch
 
     def note_batch(self, batch: Any, path: str = "box") -> None:
         self._note("batch", path, leaves_of(batch))
@@ -240,17 +231,14 @@ class Recorder:
 
     # The forward pass.
 
-    def _module(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(module: nn.Module, *args: Any, **options: Any) -> Any:
-            # Compiled code has no calls of modules; its own call is recorded from outside.
-            if torch.compiler.is_compiling() or not self.is_on:
-                return call(module, *args, **options)
-            inner = inside_wrappers(module)
-            if inner is not module and not hasattr(module, "_orig_mod"):
-                return call(module, *args, **options)
-            return self._call(call, module, inner, args, options)
-
-        return run
+    def _module(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
+        # Compiled code has no calls of modules; its own call is recorded from outside.
+        if torch.compiler.is_compiling() or not self.is_on:
+            return call(module, *args, **options)
+        inner = inside_wrappers(module)
+        if inner is not module and not hasattr(module, "_orig_mod"):
+            return call(module, *args, **options)
+        return self._call(call, module, inner, args, options)
 
     def _call(
         self, call: Callable[..., Any], module: nn.Module, inner: nn.Module, args: Any, options: Any
@@ -351,32 +339,27 @@ class Recorder:
 
         tensor.register_hook(note)
 
-    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(tensors: Any, *args: Any, **options: Any) -> None:
-            if not self.is_on or self.in_backward:
-                backward(tensors, *args, **options)
-                return
-            losses = leaves_of({"loss": tensors})
-            values = {
-                f"value of {name}": float(one.detach())
-                for name, one in losses.items()
-                if isinstance(one, Tensor) and one.numel() == 1
-            }
-            self._note("loss", "loss", losses | values)
-            self.in_backward = True
-            try:
-                backward(tensors, *args, **options)
-            finally:
-                self.in_backward = False
-            gradients = {
-                name: one.grad for name, one in self.watched.items() if one.grad is not None
-            }
-            norms = {}
-            if self.in_replay:
-                norms = {name: float(one.double().norm()) for name, one in gradients.items()}
-            self._note("gradients", "loss", gradients, norms=norms)
-
-        return run
+    def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
+        if not self.is_on or self.in_backward:
+            backward(tensors, *args, **options)
+            return
+        losses = leaves_of({"loss": tensors})
+        values = {
+            f"value of {name}": float(one.detach())
+            for name, one in losses.items()
+            if isinstance(one, Tensor) and one.numel() == 1
+        }
+        self._note("loss", "loss", losses | values)
+        self.in_backward = True
+        try:
+            backward(tensors, *args, **options)
+        finally:
+            self.in_backward = False
+        gradients = {name: one.grad for name, one in self.watched.items() if one.grad is not None}
+        norms = {}
+        if self.in_replay:
+            norms = {name: float(one.double().norm()) for name, one in gradients.items()}
+        self._note("gradients", "loss", gradients, norms=norms)
 
     # The optimizer.
 
@@ -587,7 +570,7 @@ def _rows(values: Mapping[str, Any]) -> list[str]:
     if not tensors or not 1 < len(tensors[0]) <= MOST_ROWS:
         return []
     digests = [digest_rows(one) for one in tensors if len(one) == len(tensors[0])]
-    return [_hash("".join(row).encode()) for row in zip(*filter(None, digests), strict=True)]
+    return [hash_of("".join(row).encode()) for row in zip(*filter(None, digests), strict=True)]
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
@@ -600,21 +583,12 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     return {"class": type(module).__name__, **leaves_of(attributes)}
 
 
-def _hash(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def _drawing_alike(stack: contextlib.ExitStack) -> Callable[..., Any]:
-    """Return torch.compile, whose code draws random numbers as other code does, for a while."""
-    compile_by_torch = torch.compile
-
-    def run(*args: Any, **options: Any) -> Any:
-        # Its import takes a second.
-        config = importlib.import_module("torch._inductor.config")
-        stack.enter_context(config.patch(fallback_random=True))
-        return compile_by_torch(*args, **options)
-
-    return run
+def _drawing_alike(stack: contextlib.ExitStack, compile: Any, *args: Any, **options: Any) -> Any:
+    """Compile code that draws random numbers as other code does, for a while."""
+    # Its import takes a second.
+    config = importlib.import_module("torch._inductor.config")
+    stack.enter_context(config.patch(fallback_random=True))
+    return compile(*args, **options)
 
 
 def _generator() -> str:
@@ -622,7 +596,7 @@ def _generator() -> str:
     state = torch.get_rng_state().numpy().tobytes()
     if torch.cuda.is_initialized():
         state += torch.cuda.get_rng_state().numpy().tobytes()
-    return _hash(state)
+    return hash_of(state)
 
 
 def _environment() -> dict[str, Any]:

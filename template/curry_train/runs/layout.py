@@ -82,7 +82,8 @@ def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Pa
     known = f"{folder} has {', '.join(runs[:MOST_NAMED_RUNS]) or 'no runs yet'}"
     closest = nearest(Path(given).name, runs)
     meant = "" if closest is None else f"did you mean {closest}? "
-    raise ValueError(f"there is no run {given}; {meant}{known}")
+    wrong = f"{given} is no run" if Path(given).exists() else f"there is no run {given}"
+    raise ValueError(f"{wrong}; {meant}{known}")
 
 
 # Hash files while they are written.

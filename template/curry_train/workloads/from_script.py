@@ -24,15 +24,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
+from ..core.replaced_calls import replaced_calls
 from .from_trainer import (
     Autocast,
     is_sum_over_samples,
@@ -166,8 +165,11 @@ class FunctionsOnTape(TorchFunctionMode):
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_as_main(path: Path) -> None:
-    """Run a file; a module of a package as `python -m` does, for its relative imports."""
+def run_as_main(file: str, arguments: Sequence[str]) -> None:
+    """Run a file as Python does; a module of a package as `-m` does, for its relative imports."""
+    path = Path(file).resolve()
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, str(path.parent))
     names = [path.stem]
     root = path.parent
     while (root / "__init__.py").is_file():
@@ -205,8 +207,6 @@ class RunningScript:
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv, sys.stdout
         running = set(threading.enumerate())
-        sys.argv = [str(self.path), *self.arguments]
-        sys.path.insert(0, str(self.path.parent))
         # What the script prints is no result of the command.
         sys.stdout = sys.stderr
         try:
@@ -229,7 +229,7 @@ class RunningScript:
         """Run the script; only an error or its end come back from it."""
         try:
             with FunctionsOnTape(self):
-                run_as_main(self.path)
+                run_as_main(str(self.path), self.arguments)
             self.error = WorkloadError("it ended before an optimizer step")
         except SystemExit as ended:
             self.error = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
@@ -290,54 +290,46 @@ class RunningScript:
         if this is not None and not isinstance(this, nn.Module) and hasattr(this, "__dict__"):
             self.recording.variables += vars(this).values()
 
-    @contextlib.contextmanager
-    def _replaced(self) -> Iterator[None]:
+    def _replaced(self) -> contextlib.AbstractContextManager[None]:
         """Replace torch's calls, and those that a thread must not make."""
         scaler = torch.amp.GradScaler
+        unscaled = "GradScaler, whose scale is left out"
         replaced: list[tuple[Any, str, Any]] = [
-            (nn.Module, "__call__", self._module_call(nn.Module.__call__)),
+            (nn.Module, "__call__", self._module_call),
             (nn.Module, "compile", self._without("compile, which is left out", None)),
             (torch, "compile", self._uncompiled),
-            (torch.autograd, "backward", self._backward(torch.autograd.backward)),
+            (torch.autograd, "backward", self._backward),
             (torch.multiprocessing, "spawn", self._spawn),
-            (scaler, "scale", self._without("GradScaler, whose scale is left out", 1)),
-            (scaler, "unscale_", self._without("GradScaler, whose scale is left out", None)),
-            (scaler, "step", self._scaler_step()),
-            (atexit, "register", self._register(atexit.register)),
+            (scaler, "scale", self._without(unscaled, 1)),
+            (scaler, "unscale_", self._without(unscaled, None)),
+            (scaler, "step", self._scaler_step),
+            (atexit, "register", self._register),
             # A handler can be set in the main thread only.
-            (signal, "signal", lambda number, handler: signal.getsignal(number)),
+            (signal, "signal", lambda _, number, handler: signal.getsignal(number)),
         ]
         if torch.distributed.is_available():
-            start = torch.distributed.init_process_group
-            replaced.append((torch.distributed, "init_process_group", self._group(start)))
-        with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._optimizer_step).remove)
-            for owner, name, function in replaced:
-                stack.enter_context(mock.patch.object(owner, name, function))
-            yield
+            replaced.append((torch.distributed, "init_process_group", self._group))
+        return replaced_calls(replaced, self._optimizer_step, lambda *_: None)
 
-    def _module_call(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def run(module: nn.Module, *args: Any, **options: Any) -> Any:
-            # Lightning Fabric's wrapper sets the precision of the module that it calls.
-            if type(module).__name__ == "_FabricModule":
-                return call(module, *args, **options)
-            if self.depth == 0:
-                self._find_trainer(sys._getframe(1))
-                if any(one.grad_fn is not None for one in module.parameters()):
-                    raise WorkloadError(
-                        f"it calls a {type(module).__name__} on parameters that it computes, as "
-                        "functional_call does: write a factory whose module does so in forward"
-                    )
-            self.depth += 1
-            try:
-                output = call(module, *args, **options)
-            finally:
-                self.depth -= 1
-            if self.depth == 0:
-                self.recording.add(unwrapped(module), args, options, output)
-            return output
-
-        return run
+    def _module_call(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
+        # Lightning Fabric's wrapper sets the precision of the module that it calls.
+        if type(module).__name__ == "_FabricModule":
+            return call(module, *args, **options)
+        if self.depth == 0:
+            self._find_trainer(sys._getframe(1))
+            if any(one.grad_fn is not None for one in module.parameters()):
+                raise WorkloadError(
+                    f"it calls a {type(module).__name__} on parameters that it computes, as "
+                    "functional_call does: write a factory whose module does so in forward"
+                )
+        self.depth += 1
+        try:
+            output = call(module, *args, **options)
+        finally:
+            self.depth -= 1
+        if self.depth == 0:
+            self.recording.add(unwrapped(module), args, options, output)
+        return output
 
     def _find_trainer(self, frame: Any) -> None:
         """Stop where a Trainer calls the model: it has everything, and has done nothing yet."""
@@ -355,23 +347,20 @@ class RunningScript:
                 self.stop(frame)
             caller = caller.f_back
 
-    def _backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(tensors: Any, *args: Any, **options: Any) -> Any:
-            frame: Any = sys._getframe(1)
-            while frame.f_back is not None and Path(frame.f_code.co_filename) != self.path:
-                frame = frame.f_back
-            place = frame.f_code.co_filename, frame.f_lineno
-            given = tensors if isinstance(tensors, list | tuple) else [tensors]
-            linked = self.recording.linked(list(given))
-            call = self.recording.backward.setdefault(place, BackwardCall(linked))
-            call.count += 1
-            self.recording.is_in_backward = True
-            try:
-                backward(tensors, *args, **options)
-            finally:
-                self.recording.is_in_backward = False
-
-        return run
+    def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
+        frame: Any = sys._getframe(1)
+        while frame.f_back is not None and Path(frame.f_code.co_filename) != self.path:
+            frame = frame.f_back
+        place = frame.f_code.co_filename, frame.f_lineno
+        given = tensors if isinstance(tensors, list | tuple) else [tensors]
+        linked = self.recording.linked(list(given))
+        call = self.recording.backward.setdefault(place, BackwardCall(linked))
+        call.count += 1
+        self.recording.is_in_backward = True
+        try:
+            backward(tensors, *args, **options)
+        finally:
+            self.recording.is_in_backward = False
 
     def _optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         closures = [one for one in (*args[1:], *options.values()) if callable(one)]
@@ -382,52 +371,43 @@ class RunningScript:
         self.recording.optimizer = optimizer
         self.stop(sys._getframe(1))
 
-    def _scaler_step(self) -> Callable[..., Any]:
-        def run(scaler: Any, optimizer: Any, *args: Any, **options: Any) -> None:
-            self._optimizer_step(getattr(optimizer, "optimizer", optimizer), (None, *args), options)
-
-        return run
+    def _scaler_step(self, _: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> None:
+        self._optimizer_step(getattr(optimizer, "optimizer", optimizer), (None, *args), options)
 
     def _without(self, what: str, returned: int | None) -> Callable[..., Any]:
         """Return a method that does nothing; `returned` is the place of the argument it returns."""
 
-        def run(*args: Any, **options: Any) -> Any:
+        def run(_: Any, *args: Any, **options: Any) -> Any:
             self.recording.notes[f"it uses {what}"] = None
             return None if returned is None else args[returned]
 
         return run
 
-    def _uncompiled(self, model: Any = None, **options: Any) -> Any:
+    def _uncompiled(self, _: Any, model: Any = None, **options: Any) -> Any:
         self.recording.notes["it uses compile, which is left out"] = None
         return (lambda function: function) if model is None else model
 
-    def _spawn(self, function: Any, args: Any = (), nprocs: int = 1, **options: Any) -> Any:
+    def _spawn(self, _: Any, function: Any, args: Any = (), nprocs: int = 1, **options: Any) -> Any:
         if nprocs != 1:
             raise WorkloadError(
                 f"it starts {nprocs} processes with spawn: let it start one, as a rank of its own"
             )
         return function(0, *args)
 
-    def _register(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        def run(function: Any, *args: Any, **options: Any) -> Any:
-            owner = str(getattr(function, "__module__", "")).partition(".")[0]
-            if owner == "__main__" or owner not in {*sys.stdlib_module_names, "torch"}:
-                self._at_exit.append(function)
-            return register(function, *args, **options)
+    def _register(self, register: Any, function: Any, *args: Any, **options: Any) -> Any:
+        owner = str(getattr(function, "__module__", "")).partition(".")[0]
+        if owner == "__main__" or owner not in {*sys.stdlib_module_names, "torch"}:
+            self._at_exit.append(function)
+        return register(function, *args, **options)
 
-        return run
-
-    def _group(self, start: Callable[..., Any]) -> Callable[..., Any]:
-        def run(backend: Any = None, *args: Any, **options: Any) -> Any:
-            if backend is not None and "nccl" in str(backend) and not torch.cuda.is_available():
-                backend = "gloo"
-            self.recording.notes["it trains on ranks: this is one, without its wrapper"] = None
-            # The group of a gate that runs on several ranks stays.
-            if not torch.distributed.is_initialized():
-                start(backend, *args, **options)
-                self._has_made_group = True
-
-        return run
+    def _group(self, start: Any, backend: Any = None, *args: Any, **options: Any) -> None:
+        if backend is not None and "nccl" in str(backend) and not torch.cuda.is_available():
+            backend = "gloo"
+        self.recording.notes["it trains on ranks: this is one, without its wrapper"] = None
+        # The group of a gate that runs on several ranks stays.
+        if not torch.distributed.is_initialized():
+            start(backend, *args, **options)
+            self._has_made_group = True
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

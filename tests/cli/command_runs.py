@@ -1,0 +1,34 @@
+"""Run commands in this process, and read what they have printed.
+
+Proof: `python -m pytest tests/cli`.
+"""
+
+from typing import Any
+
+import click
+from click.testing import CliRunner, Result
+
+from curry_train.cli.main import main
+
+
+def ran(*words: Any, status: int = 0, command: click.Command = main) -> Result:
+    """Return the result of a command, which has to end with this status."""
+    ended = CliRunner().invoke(command, list(map(str, words)))
+    assert ended.exit_code == status, (ended.output, ended.exception)
+    return ended
+
+
+def flat(text: str) -> str:
+    """Return a text without the places where its lines break."""
+    return " ".join(text.split())
+
+
+def call(*words: Any) -> tuple[int, str]:
+    """Return status and output of a command of `runs`, whose lines fit 80 columns."""
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
+    # JSON has paths as long as they are, and so has a line of one path, or one that begins so.
+    lines = [line for line in done.output.splitlines() if " " in line.removeprefix("Error: ")]
+    is_short = [len(line) <= 80 or line.lstrip()[:1] == "/" for line in lines]
+    assert "--json" in words or all(is_short)
+    return done.exit_code, done.output
