@@ -76,19 +76,6 @@ def test_a_budget_holds_for_its_model_alone():
     assert functorch_config.activation_memory_budget == 1.0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("budget", [0.9, 0.5, 0.0])
-def test_torch_draws_again_in_backward_so_the_draws_must_still_be_kept(budget):
-    """Show that the workaround is still needed: delete it when this fails."""
-    block = block_class(dropout)
-    found = compare(
-        step(by_torch_alone(block, 1.0)), step(by_torch_alone(block_class(dropout), budget))
-    )
-    errors = {difference.kind: difference.error for difference in found.differences}
-    assert errors["generator"] == float("inf")
-    assert errors["gradient"] > 0.05
-
-
 def test_torch_fails_to_keep_an_operation_of_several_outputs_so_it_is_avoided(
     monkeypatch,
 ):

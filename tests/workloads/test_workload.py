@@ -71,8 +71,6 @@ def test_seeding_leaves_every_generator_as_it_was():
 
 def test_the_transformer_has_the_shape_of_llama():
     module = transformer(depth=2, dim=64, heads=4, kv_heads=1, dropout=0.1).build()
-    names = {name.split(".", 2)[-1] for name, _ in module.layers.named_parameters(prefix="layers")}
-    assert {"attention.wk.weight", "feed_forward.gate.weight", "attention_norm.weight"} <= names
     assert module.layers[0].attention.wk.out_features == 16
     module.eval()
     tokens = torch.randint(512, (2, 8))
