@@ -170,7 +170,8 @@ def test_the_message_has_the_missing_bytes_and_what_would_help():
     alone, _ = infeasible(10_000, microbatch=8, chunked_loss=False)
     assert "that alone is over the budget, so no choice for activations helps" in alone
     assert "the loss in chunks, which was not tried" in alone
-    card, _ = infeasible(500 * 2**20, microbatch=8, device="h100", context_bytes=2**29)
+    card, _ = infeasible(500 * 2**20, microbatch=8, device="h100", context_bytes=2**29, margin=0.25)
+    assert "nothing fits 400 MiB (with a margin of 25.0%): the least peak is" in card
     assert "is in use: parameters and optimizer state, and the context of the process" in card
     assert "that alone is over the budget" in card
     message, error = infeasible(200_000, microbatch=8)

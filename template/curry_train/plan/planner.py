@@ -409,10 +409,12 @@ class Planner:
         self, least: Candidate, found: list[Candidate], budget_bytes: int
     ) -> Infeasible:
         """Name the least peak and what would help, in 80 columns."""
+        within = " and ".join(self.settings["limit_notes"])
         first = (
-            f"nothing fits {format_bytes(budget_bytes)}: the least peak is "
-            f"{format_bytes(least.peak_bytes)}, {format_bytes(least.peak_bytes - budget_bytes)} "
-            f"too much, with microbatch {least.microbatch} and {least.summary()}"
+            f"nothing fits {format_bytes(budget_bytes)}{within and f' (with {within})'}: the "
+            f"least peak is {format_bytes(least.peak_bytes)}, "
+            f"{format_bytes(least.peak_bytes - budget_bytes)} too much, with microbatch "
+            f"{least.microbatch} and {least.summary()}"
         )
         lines = textwrap.wrap(first, 80)
         for lever in self._levers(least, {one.microbatch for one in found}, budget_bytes):
