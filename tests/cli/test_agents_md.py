@@ -7,11 +7,9 @@ import re
 import shlex
 
 import pytest
-from click.testing import CliRunner
 from command_runs import ran
 
 from curry_train.cli.agents_md import LINES
-from curry_train.cli.main import main
 
 TEXTS = {
     "a line": b"# Rules\nBe brief.\n",
@@ -28,9 +26,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words, status=0):
-        result = CliRunner().invoke(main, ["agents-md", *map(str, words)])
-        assert result.exit_code == status, result.output
-        return result.output
+        return ran("agents-md", *words, status=status).output
 
     return run
 

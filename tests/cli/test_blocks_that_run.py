@@ -6,9 +6,7 @@ python -m pytest tests/cli/test_blocks_that_run.py
 import json
 
 import pytest
-from click.testing import CliRunner
-
-from curry_train.cli.main import main
+from command_runs import ran
 
 MODELS = """
 import torch
@@ -69,9 +67,7 @@ def spec(models):
 
 
 def run(*words, status=0):
-    ended = CliRunner().invoke(main, words)
-    assert ended.exit_code == status, (ended.output, ended.exception)
-    return ended.output
+    return ran(*words, status=status).output
 
 
 def unwrapped(text):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from language_models import language_model
 from safetensors.torch import load_file
-from store_models import new_state, train
+from store_models import flip, new_state, train
 
 from curry_train.cli.runs import export_parameters
 from curry_train.runs import DamagedCheckpoint, SavedRun, Store
@@ -41,9 +41,7 @@ def test_exported_parameters_are_the_saved_ones(saved, tmp_path, kind):
 def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
     run, _ = saved
     (path,) = (tmp_path / "run/rollback").glob("*/*.distcp")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    flip(path)
     with pytest.raises(DamagedCheckpoint, match="another hash"):
         export_parameters(run, "latest", tmp_path / "out")
     assert [one.name for one in tmp_path.glob("*out*")] == []

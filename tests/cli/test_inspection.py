@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from store_models import new_state, train
+from store_models import flip, new_state, train
 from torch import nn
 
 from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
@@ -150,12 +150,6 @@ def test_a_pickled_model_is_listed_without_importing_its_class(tmp_path):
     assert any("whether that runs code can't be told" in one for one in found.unknown)
 
 
-def flipped(path, place, bit):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1 << bit
-    path.write_bytes(data)
-
-
 def in_the_weight(path):
     """Return some places in a file that hold values of the weight."""
     begin = path.read_bytes().index(state()["model"]["weight"].numpy().tobytes())
@@ -166,7 +160,7 @@ def test_flips_in_a_file_are_found(checkpoints, tmp_path):
     path = tmp_path / "flipped.pt"
     for place in in_the_weight(checkpoints / "zip.pt"):
         shutil.copy(checkpoints / "zip.pt", path)
-        flipped(path, place, place % 8)
+        flip(path, place, 1 << place % 8)
         assert inspect(path).problems, place
 
 
@@ -175,7 +169,7 @@ def test_flips_in_a_distributed_checkpoint_are_found(checkpoints, tmp_path):
     for place in in_the_weight(path):
         folder = tmp_path / str(place)
         shutil.copytree(checkpoints / "dcp", folder)
-        flipped(folder / path.name, place, 3)
+        flip(folder / path.name, place, 8)
         assert any("another CRC-32" in one for one in inspect(folder).problems)
 
 
@@ -208,7 +202,7 @@ def test_a_flip_in_our_checkpoint_is_found(checkpoints, tmp_path):
     for name in ("state.pt", ".metadata", "manifest.json", "__0_0.distcp"):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(checkpoints / "run/rollback/step-00000001.dcp", folder)
-        flipped(folder / name, 100, 2)
+        flip(folder / name, 100)
         assert inspect(folder).whole is False
 
 

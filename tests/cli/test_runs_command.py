@@ -9,7 +9,7 @@ import sys
 import pytest
 from command_runs import call, flat
 from journals import plant
-from store_models import new_state, train
+from store_models import flip, new_state, train
 from tree import ROOT
 from warm_python import warm_python
 
@@ -38,10 +38,7 @@ def runs(tmp_path):
 
 
 def damage(runs):
-    path = next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp"))
-    data = bytearray(path.read_bytes())
-    data[50] ^= 1
-    path.write_bytes(data)
+    flip(next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp")), 50)
 
 
 def test_list_shows_the_checkpoints_of_each_run(runs, tmp_path):

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 from command_runs import ran
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib")
@@ -135,10 +134,8 @@ def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
-    ended = CliRunner().invoke(
-        runs_plot_command, ["one", "two", "one", "--out", "both.png", "--json", "-"]
-    )
-    assert ended.exit_code == 0, ended.output
+    words = ["one", "two", "one", "--out", "both.png", "--json", "-"]
+    ended = ran(*words, command=runs_plot_command)
     assert ended.stderr == "2 runs drawn as both.png\n"
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     one, two = json.loads(ended.stdout)["runs"]

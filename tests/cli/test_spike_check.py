@@ -8,7 +8,6 @@ import logging
 from dataclasses import replace
 
 import pytest
-from click.testing import CliRunner
 from command_runs import ran
 
 from curry_train.cli import spike_check as check
@@ -39,8 +38,7 @@ def checked(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(logging.getLogger("curry_train.runs.spike"), "filter", heard.append)
-        done = CliRunner().invoke(runs_command, words)
-    assert done.exit_code == 0, done.output
+        done = ran("runs", *words)
     assert not heard, "the result has what the log would say"
     return done, json.loads((folder / "spike.json").read_text()), folder
 

@@ -11,12 +11,9 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
 from command_runs import flat, ran
 from tree import ROOT
 from warm_python import warm_python
-
-from curry_train.cli.main import main
 
 MODELS = """
 import os
@@ -222,7 +219,7 @@ def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder,
     ran(*shlex.split(line))
     assert json.loads((folder / "folder/found.json").read_text())["workload"]
     words = "train --show-config runs=~/kept data.source=workload"
-    shown = CliRunner().invoke(main, words.split())
+    shown = ran(*words.split())
     assert f"runs: {folder}/folder/kept\n" in shown.stdout, shown.output
 
 

@@ -125,13 +125,13 @@ def start(
 
 def flip_a_bit(run_folder: Path, name: str = "*.distcp") -> int:
     """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
+    from store_models import flip
+
     from curry_train.runs import SavedRun
 
     newest = SavedRun(run_folder).latest()
     path = max((run_folder / newest.folder).glob(name), key=lambda one: one.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+    flip(path)
     return newest.step
 
 

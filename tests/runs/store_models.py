@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,6 +154,13 @@ class At:
         self.last = operation
         if self.count == self.number:
             self.act()
+
+
+def flip(path: Path, place: int | None = None, mask: int = 4) -> None:
+    """Flip bits of a byte of a file, by default of the one in its middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if place is None else place] ^= mask
+    path.write_bytes(data)
 
 
 def fail(error: Exception) -> Callable[[], None]:

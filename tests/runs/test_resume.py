@@ -6,7 +6,7 @@ python -m pytest tests/runs/test_resume.py
 import shutil
 
 import pytest
-from store_models import equal, new_state, tensors_of, train
+from store_models import equal, flip, new_state, tensors_of, train
 
 from curry_train.runs import DamagedCheckpoint, HostileCheckpoint, SavedRun, StateMismatch, Store
 from curry_train.runs.policy_config import PolicyConfig
@@ -42,9 +42,7 @@ def damage(folder, *, hard=False):
         (folder / "manifest.json").unlink()
         return
     path = max(folder.glob("*.*"), key=lambda one: one.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[-20] ^= 1
-    path.write_bytes(data)
+    flip(path, -20)
 
 
 @pytest.mark.parametrize(

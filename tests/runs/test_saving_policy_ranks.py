@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from store_models import equal, new_state, tensors_of, train
+from store_models import equal, flip, new_state, tensors_of, train
 from test_store_ranks import sharded
 
 from curry_train.gates.two_ranks import run_on_ranks
@@ -55,9 +55,7 @@ def on_two_ranks(folder):
         path = next(
             Path(folder, "run/rollback/step-00000014.dcp").glob("__1_*.distcp")
         )  # the second rank reads it
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
+        flip(path)
     dist.barrier()
     other = new_state(9, build=sharded)
     with Store(f"{folder}/run") as store, BackgroundSaver(store) as saver:

@@ -8,7 +8,7 @@ import random
 import shutil
 
 import pytest
-from store_models import equal, new_state, tensors_of
+from store_models import equal, flip, new_state, tensors_of
 
 from curry_train.runs import DamagedCheckpoint, Store
 from curry_train.runs.layout import parse_manifest
@@ -71,9 +71,7 @@ def test_every_bit_of_the_manifest_counts(saved):
 def test_a_flip_is_found_by_load_before_anything_changes(saved):
     store, found, folder = saved
     path = max(folder.iterdir(), key=lambda path: path.stat().st_size)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
+    flip(path)
     refused(store, found, f"{path.name} is not what was saved")
     assert store.committed(found.kind) == [
         found

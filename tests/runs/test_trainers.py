@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from store_models import flip
 from torch import nn
 
 from curry_train.cli.runs_inspect import inspect_checkpoint
@@ -29,12 +30,6 @@ def written(folder, value):
     (folder / "model.bin").write_bytes(bytes([value]) * 1000)
     (folder / "below/optimizer.bin").write_bytes(bytes([value + 1]) * 10)
     return folder
-
-
-def flip(path, place=500):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 4
-    path.write_bytes(data)
 
 
 # Folders and files.
