@@ -89,8 +89,8 @@ def seed_new_rank(
     The seed comes from the state of the first rank and this rank's number.
     """
     first_state = states["torch"].numpy().tobytes()
-    digest = hashlib.sha256(first_state + rank.to_bytes(8, "big")).digest()
-    seed = int.from_bytes(digest[:8], "big") >> 1
+    digest = hashlib.sha256(first_state + rank.to_bytes(8)).digest()
+    seed = int.from_bytes(digest[:8]) >> 1
 
     seed_generators(seed)
     for generator in (generators or {}).values():

@@ -52,9 +52,8 @@ def to_delete(saved: Sequence[SavedCheckpoint], config: PolicyConfig) -> list[Sa
 
 def best_first(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
     """Return the best-Ks of the configured metric, best first; the earlier one of equals."""
-    sign = 1 if config.minimize else -1
     ranked = [
-        (sign * one.metric.value, one.step, number, one)
+        (one.metric.value if config.minimize else -one.metric.value, one.step, number, one)
         for number, one in enumerate(saved)
         if one.metric and one.metric.name == config.best_k_metric
     ]

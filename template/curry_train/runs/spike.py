@@ -115,10 +115,12 @@ class SpikeWatchdog:
         if len(self._accepted) < self.config.judges_after:
             return None, None
 
-        steps, losses = zip(*self._accepted, strict=True)
+        steps = [step for step, _ in self._accepted]
+        losses = [loss for _, loss in self._accepted]
         level = _median(losses[-NUM_BASELINE_LOSSES:])
         slope, noise = line_through(steps, losses)
-        fallen = 0.0 if self._began is None else max(0.0, self._began - level)
+        assert self._began is not None
+        fallen = max(0.0, self._began - level)
         # The first losses may be thousands of times larger than the current ones.
         least_rise = self.config.least_rise * min(fallen, abs(level))
         # The rise of the accepted losses over as many steps as the level covers.
