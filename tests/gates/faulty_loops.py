@@ -7,6 +7,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
+from healthy_loops import low_rank
 from loops import (
     Attention,
     Language,
@@ -336,8 +337,8 @@ def half_without_a_scaler():
     for inputs, labels in loader():
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
-            _, output = model(inputs)  # here
-        F.cross_entropy(output.float(), labels).backward()
+            _, output = model(inputs)
+        F.cross_entropy(output.float(), labels).backward()  # here
         optimizer.step()
 
 
@@ -399,16 +400,6 @@ def sorted_by_class():
 # Mode and data.
 
 
-def eval_before_training():
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5)).eval()
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)  # here
-        loss.backward()
-        optimizer.step()
-
-
 def eval_after_the_first_epoch():
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
     optimizer = adamw(model)
@@ -416,10 +407,10 @@ def eval_after_the_first_epoch():
     for _ in range(8):
         for inputs, labels in two_epochs():
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)  # here
+            loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
-        model.eval()
+        model.eval()  # here
         with torch.no_grad():
             for inputs, _ in two_epochs(2):
                 model(inputs)
@@ -594,9 +585,9 @@ def extra_parameter_never_zeroed():
     temperature = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.01)
     for inputs, labels in loader():
-        model.zero_grad()
+        model.zero_grad()  # here
         F.cross_entropy(model(inputs) * temperature, labels).backward()
-        optimizer.step()  # here
+        optimizer.step()
 
 
 def extra_parameter_in_no_optimizer():
@@ -620,23 +611,18 @@ def state_cleared_in_each_step():
 def hook_that_zeroes():
     model = classifier()
     model[0].weight.register_hook(torch.zeros_like)
-    fit(model)  # here: end
+    fit(model)  # here: sample
 
 
 def rounded_outputs():
     def loss(values, labels):
-        return F.mse_loss(values.round().squeeze(1), labels.float())
+        return F.mse_loss(values.round().squeeze(1), labels.float())  # here
 
-    fit(classifier(classes=1), loss=loss)  # here: end
+    fit(classifier(classes=1), loss=loss)
 
 
-def ratio_of_the_same_policy():
-    def loss(logits, actions):
-        new = logits.log_softmax(1).gather(1, actions[:, None])
-        old = new
-        return (-(new - old).exp() * torch.randn(len(actions), 1)).mean()
-
-    fit(loss=loss)  # here: end
+def matrices_of_zeros_multiplied():
+    low_rank(nn.init.zeros_)  # here: sample
 
 
 def same_weights_everywhere():
@@ -719,7 +705,7 @@ def viewed_instead_of_transposed():
 
 
 def all_dropped():
-    fit(classifier(dropout=1.0))  # here: end
+    fit(classifier(dropout=1.0))  # here: sample
 
 
 def inputs_divided_to_zero():
@@ -889,7 +875,7 @@ class Dropping(nn.Linear):
 
 
 def function_left_in_eval_mode():
-    fit(Dropping(8, 5).eval())  # here: sample
+    fit(Dropping(8, 5).eval())  # here
 
 
 def same_noise_in_each_step():
@@ -997,7 +983,7 @@ def scale_updated_per_optimizer():
 
 
 def loss_of_no_weight():
-    fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here: end
+    fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here
 
 
 def each_batch_twice_in_an_epoch():
@@ -1048,6 +1034,16 @@ def rate_of_zero_after_a_warm_up():
     fit(model, optimizer, schedule=schedule)  # here: schedule
 
 
+def two_schedules_of_one_optimizer():
+    model = classifier()
+    optimizer = adamw(model)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) for _ in "ab"]
+    for inputs, labels in loader():
+        step(optimizer, F.cross_entropy(model(inputs), labels))
+        for one in schedules:
+            one.step()  # here
+
+
 FAULTY = {
     "accumulation": [
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
@@ -1070,14 +1066,14 @@ FAULTY = {
     ],
     "moves": [
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
-        hook_that_zeroes, rounded_outputs, ratio_of_the_same_policy,
+        hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached,
         loss_of_no_weight, average_of_itself,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
-        schedule_of_epochs, rate_of_zero_after_a_warm_up,
+        schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -1095,9 +1091,8 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs,
     ],
     "mode": [
-        eval_before_training, eval_after_the_first_epoch, evaluated_in_training_mode,
-        dropout_in_evaluation, dropout_recomputed_anew, teacher_in_training_mode,
-        function_left_in_eval_mode,
+        eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
+        dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
     ],
     "data": [
         seeded_in_each_step, seeded_in_each_epoch, sampler_without_its_epoch, one_sample,

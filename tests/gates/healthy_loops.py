@@ -179,20 +179,21 @@ def early_stop_and_curriculum():
             break
 
 
-def low_rank():
+def low_rank(begin=nn.init.normal_):
     class Adapter(nn.Module):
         def __init__(self, layer):
             super().__init__()
             self.layer = layer.requires_grad_(False)
             self.down = nn.Linear(layer.in_features, 2, bias=False)
             self.up = nn.Linear(2, layer.out_features, bias=False)
+            begin(self.down.weight)
             nn.init.zeros_(self.up.weight)
 
         def forward(self, inputs):
             return self.layer(inputs) + self.up(self.down(inputs))
 
     model = classifier()
-    model[0], model[3] = Adapter(model[0]), Adapter(model[3])
+    model[0] = Adapter(model[0])
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
     fit(model, optimizer)
 
@@ -913,6 +914,14 @@ def range_of_rates():
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 ** (step / 2))
     fit(model, optimizer, schedule=schedule)
+
+
+def one_schedule_after_another():
+    model = classifier()
+    optimizer = adamw(model)
+    for _ in range(2):
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        fit(model, optimizer, schedule=schedule)
 
 
 def fetched_ahead():

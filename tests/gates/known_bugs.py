@@ -100,10 +100,10 @@ def transformers_42489():
             def block(given, layer=layer, adapter=adapter):
                 return given + layer(given) + adapter(given)
 
-            hidden = checkpoint(block, hidden, use_reentrant=True)
+            hidden = checkpoint(block, hidden, use_reentrant=True)  # here
         logits = model.head(hidden).flatten(0, 1)
         F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
-        optimizer.step()  # here
+        optimizer.step()
         optimizer.zero_grad()
 
 

@@ -511,10 +511,10 @@ def frozen_input_of_reentrant_checkpoints():
         tokens = torch.randint(50, (2, 9))
         hidden = model.embed(tokens[:, :-1])
         for layer in model.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=True)
+            hidden = checkpoint(layer, hidden, use_reentrant=True)  # here
         logits = model.head(hidden).flatten(0, 1)
         F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
-        optimizer.step()  # here
+        optimizer.step()
         optimizer.zero_grad()
 
 
@@ -650,9 +650,9 @@ def left_in_eval_mode():
     model = classifier(dropout=0.2)
     optimizer = adamw(model)
     for number, (inputs, labels) in enumerate(loader()):
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here
+        step(optimizer, F.cross_entropy(model(inputs), labels))
         if number == 1:
-            model.eval()
+            model.eval()  # here
 
 
 def first_batch_for_ever():
@@ -696,10 +696,10 @@ def encoder_without_gradients():
     for _ in range(4):
         tokens = torch.randint(50, (2, 9))
         with torch.no_grad():
-            hidden = model.layers[0](model.embed(tokens[:, :-1]))
+            hidden = model.layers[0](model.embed(tokens[:, :-1]))  # here
         logits = model.head(hidden).flatten(0, 1)
         F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
-        optimizer.step()  # here
+        optimizer.step()
         optimizer.zero_grad()
 
 

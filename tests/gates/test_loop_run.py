@@ -76,7 +76,7 @@ def train(rank):
     for epoch in range(9):
         if sampler:
             sampler.set_epoch(epoch)
-        for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):
+        for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):  # fetch
             is_without = not is_bare and (kind == "never" or (kind != "often" and number % 2 == 0))
             with model.no_sync() if is_without else contextlib.nullcontext():
                 loss = F.cross_entropy(model(inputs), labels) / 2  # forward
@@ -322,7 +322,7 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
     [
         ("right", "", ""),
         ("averaged", "", ""),
-        ("same", "forward", "all ranks see the same samples"),
+        ("same", "fetch", "all ranks see the same samples"),
         ("never", "forward", "a step without a sync between ranks"),
         ("often", "forward", "2 syncs in a window"),
         ("unwrapped", "step", "weights differ from rank to rank after the step"),

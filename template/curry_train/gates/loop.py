@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler, RandomSampler
 
 from ..workloads.optimizers import parameter_ids, parameters_of
@@ -30,7 +30,6 @@ from .loop_trace import (
     Fetch,
     Forward,
     LossCall,
-    Made,
     Scaling,
     Schedule,
     Seeding,
@@ -38,7 +37,6 @@ from .loop_trace import (
     Targets,
     Trace,
     Window,
-    Zero,
     grouped,
     observe,
     world_size,
@@ -66,8 +64,7 @@ def judge(trace: Trace) -> list[Verdict]:
         try:
             if not trace.of(Step) and name != "optimizer":
                 raise NotApplicable("the loop made no step of an optimizer")
-            found = itertools.chain(trace.faults[name], check(trace))
-            verdicts.append(verdict_of(name, required, found))
+            verdicts.append(verdict_of(name, required, trace.faults[name] or check(trace)))
         except NotApplicable as error:
             verdicts.append(not_applicable(f"loop/{name}", str(error)))
     return verdicts
@@ -100,9 +97,8 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
     calls = [(call, window) for window in trace.windows for call in window.calls]
     for pairs in grouped(calls, lambda pair: pair[0].lines):
         numbers = [len(window.calls) for _, window in pairs]
-        of_line = [call for call, _ in pairs]
-        yield from _divided_by_masked(of_line)
-        faults = [_divided_for_nothing(call) for call in of_line if max(numbers) == 1]
+        yield from _divided_by_masked([call for call, _ in pairs])
+        faults = [_divided_for_nothing(*pair) for pair in pairs if max(numbers) == 1]
         if len(faults) > 1 and None not in faults:
             yield from filter(None, faults)
     if not is_known:
@@ -266,7 +262,7 @@ def _unequal(
             )
 
 
-def _divided_for_nothing(call: Backward) -> Fault | None:
+def _divided_for_nothing(call: Backward, window: Window) -> Fault | None:
     """Return a fault where the one loss of a step is a mean, and is divided again."""
     if len(call.terms) != 1:
         return None
@@ -280,18 +276,18 @@ def _divided_for_nothing(call: Backward) -> Fault | None:
         return None
     return (
         call.place,
-        f"a mean loss is divided by {by[0]:.0f}, and the step has one microbatch",
+        f"a mean loss is divided by {by[0]:.0f}, and the step at {window.step.place} has one "
+        "microbatch",
         "divide by the microbatches of a step, and step after that many of them",
     )
 
 
 def _without_graph(trace: Trace) -> Iterator[Fault]:
     """Find a part of a loss that changes from step to step and has no gradient."""
-    numbers = [one for call in trace.of(Backward) for one in call.numbers]
-    for several in grouped(numbers, lambda one: one[0]):
-        if len({number for _, number in several}) > 2:
+    for place, numbers in trace.numbers.items():
+        if len(numbers) > 2:
             hint = "add the tensor, without item(); use create_graph=True for a gradient in a loss"
-            yield several[0][0], "a part of the loss changes and has no gradient", hint
+            yield place, "a part of the loss changes and has no gradient", hint
 
 
 def _unused(trace: Trace) -> Iterator[Fault]:
@@ -314,10 +310,6 @@ def _unused(trace: Trace) -> Iterator[Fault]:
 
 def sign(trace: Trace) -> Iterator[Fault]:
     """Losses are made smaller, and are finite."""
-    look = "look for the first value that is not finite: curry-train grad-flow"
-    for call in trace.of(Backward):
-        if not math.isfinite(call.value):
-            yield call.place, f"the loss is {call.value}", look
     by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
     for window in trace.windows if len(trace.by_optimizer) == 1 else ():
         is_up = bool(window.optimizer.defaults.get("maximize"))
@@ -327,25 +319,12 @@ def sign(trace: Trace) -> Iterator[Fault]:
             if is_known and {(term.factor > 0) == is_up for term in call.terms} == {True}:
                 place = window.step.place if is_up else call.place
                 yield place, "the loss is made larger", hint
-    for step in trace.of(Step):
-        if not step.is_finite:
-            yield step.place, "a step on gradients that are not finite", look
-
-
-def logits(trace: Trace) -> Iterator[Fault]:
-    """A loss gets logits or log-probabilities, as it needs, and targets of the same shape."""
-    for call in _loss_calls(trace):
-        for measured, hint in call.facts.wrong_inputs:
-            yield call.place, measured, hint
 
 
 def targets(trace: Trace) -> Iterator[Fault]:
     """Targets are the ones to learn."""
     found: list[Targets] = trace.of(Targets)
-    calls: list[LossCall] = trace.of(LossCall) if found else _loss_calls(trace)
-    for call in calls:
-        for measured, hint in call.facts.wrong_targets:
-            yield call.place, measured, hint
+    calls = trace.of(LossCall) if found else loss_calls(trace)
     for one in found:
         for measured, hint in _wrong_tokens(one):
             yield one.place, measured, hint
@@ -357,8 +336,9 @@ def targets(trace: Trace) -> Iterator[Fault]:
     yield from _labels(trace, calls)
 
 
-def _loss_calls(trace: Trace) -> list[LossCall]:
-    calls: list[LossCall] = trace.of(LossCall)
+def loss_calls(trace: Trace) -> list[Any]:
+    """Return the calls of torch's loss functions; what is wrong with one is seen at once."""
+    calls = trace.of(LossCall)
     if not calls:
         raise NotApplicable("no loss function of torch was called")
     return calls
@@ -420,7 +400,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
             continue
         if not any(map(window.is_clean, calls)):
             yield (
-                step.place,
+                [step, *window.zeros][-1].place,
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
@@ -457,7 +437,7 @@ def _at_other_weights(window: Window) -> Iterator[Fault]:
 def _lost(window: Window) -> Iterator[Fault]:
     """Find gradients of the window that are set to zero before its step."""
     calls, index = window.calls, window.events.index
-    zeros = [one for one in window.of(Zero) if one.parameters & window.own and not one.in_step]
+    zeros = [one for one in window.zeros if not one.in_step]
     if not window.step.has_gradients and any(call.value for call in calls):
         for zero in zeros:
             if index(zero) > index(calls[-1]):
@@ -511,8 +491,8 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
     for first, *_ in trace.by_optimizer:
         if len(parameters_of(first.optimizer)) > len(first.own):
             hint = "give each parameter once"
-            kind = type(first.optimizer).__name__
-            yield first.step.origin, f"a parameter is in {kind} twice", hint
+            measured = f"a parameter is in {type(first.optimizer).__name__} twice"
+            yield first.step.origin, measured, hint
     yield from _stepped_twice(trace)
     yield from _made_anew(trace)
 
@@ -521,7 +501,7 @@ def _missing(trace: Trace) -> Iterator[int]:
     """Yield parameters that get gradients, next to others that an optimizer has."""
     inside = {id(module) for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
-    alone = [module for key, module in trace.ran[True].items() if key not in inside]
+    alone = [module for key, (module, _) in trace.ran[True].items() if key not in inside]
     stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
     shapes = {one.shape for several in stepped for one in several}
     for root in trace.roots:
@@ -542,14 +522,13 @@ def _never_steps(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer without a step, whose parameters get gradients for each of another one."""
     stepping = {id(one.optimizer): one.optimizer for one in trace.events if isinstance(one, STEPS)}
     others = set[int]().union(*map(parameter_ids, stepping.values()))
-    made = {id(one.optimizer): one.place for one in trace.of(Made)}
     for one in trace.optimizers:
         own = parameter_ids(one) - others
         windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
         windows = windows or [[call.reached & own] for call in trace.of(Backward)]
-        if id(one) in made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
+        if id(one) in trace.made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
             yield (
-                made[id(one)],
+                trace.made[id(one)].place,
                 f"this {type(one).__name__} makes no step, and its parameters get gradients",
                 "call its step() too; until then, freeze its parameters by requires_grad_(False)",
             )
@@ -566,8 +545,8 @@ def _stepped_twice(trace: Trace) -> Iterator[Fault]:
                 if shared:
                     yield (
                         event.origin,
-                        f"two optimizers step on the same gradients of {trace.named(shared)}, "
-                        f"at {last.place} and {event.place}",
+                        f"the optimizers of {last.origin} and {event.origin} step on the same "
+                        f"gradients of {trace.named(shared)}, at {last.place} and {event.place}",
                         "give each parameter to one optimizer",
                     )
             last = event
@@ -604,25 +583,17 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
 
 def moves(trace: Trace) -> Iterator[Fault]:
     """Trained parameters move, and frozen ones do not."""
-    steps: list[Step] = trace.of(Step)
-    for step in steps:
-        if step.frozen_moved:
-            yield (
-                step.place,
-                f"frozen parameters move: {trace.named(step.frozen_moved)}",
-                "leave frozen parameters out of the optimizer",
-            )
     yield from _without_gradient(trace)
-    if any(step.moved is None for step in steps):
+    if any(step.moved is None for step in trace.of(Step)):
         raise NotApplicable("too many parameters to compare")
     for windows in trace.by_optimizer:
-        own_steps = [window.step for window in windows]
-        yield from _still(trace, own_steps)
-        yield from _without_effect(own_steps)
+        yield from _still(trace, windows)
+        yield from _without_effect([window.step for window in windows])
 
 
-def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
+def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
     """Find parameters of an optimizer that do not move, or that only decay moves."""
+    steps = [window.step for window in windows]
     kind = type(steps[0].optimizer).__name__
     last = steps[-1].place
     if len(steps) > 1 and not any(step.moved for step in steps):
@@ -635,18 +606,27 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
         yield last, f"no parameter of {kind} has a gradient any more", hint
     if len(steps) < FEWEST_STEPS:
         return
+    place = [steps[-1], *windows[-1].calls][-1].place
     graded = frozenset.intersection(*(step.graded for step in steps))
     flat = graded.intersection(*(step.without_slope for step in steps))
     if flat and not any(step.has_gradients for step in steps):
         hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
-        yield last, f"all gradients of {kind} are 0", hint
+        yield place, f"all gradients of {kind} are 0", hint
+    # Of two matrices that are multiplied one that is 0 alone has a gradient.
+    empty = [one for one in parameters_of(steps[0].optimizer) if one.dim() == 2 and not one.any()]
+    fits = {one.shape[0] for one in empty} & {one.shape[1] for one in empty}
+    is_product = fits and len(flat) > 1 and flat == {*map(id, empty)}
     # A bias that has a gradient tells that the layer is used.
-    used = {trace.names.get(one, "").removesuffix("bias") for one in graded - flat}
-    dead = [one for one in flat if trace.names.get(one, "").removesuffix("weight") in used]
+    used = {trace.names.get(one) for one in graded - flat}
+    dead = [
+        one
+        for one in flat
+        if is_product or trace.names.get(one, "").removesuffix("weight") + "bias" in used
+    ]
     if dead:
         measured = f"the gradient of {trace.named(dead)} is 0 in each step, as where its inputs are"
-        hint = "look at what comes before it: a dropout of 1, a dead activation, or a hook"
-        yield last, measured, hint
+        hint = "look at a dropout of 1, a dead activation, a hook, or two factors that begin with 0"
+        yield place, measured, hint
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
     still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
@@ -675,26 +655,28 @@ def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
 
 def _without_gradient(trace: Trace) -> Iterator[Fault]:
     """Find trained parameters that ran and get no gradient, where it is known why."""
-    # By whether torch recorded gradients.
-    idle: dict[bool, list[int]] = {True: [], False: []}
-    for key, module in (trace.ran[False] | trace.ran[True]).items():
+    idle = set[int]()
+    for key, (module, place) in (trace.ran[False] | trace.ran[True]).items():
         own = [id(one) for one in module.parameters(recurse=False) if one.requires_grad]
-        idle[key in trace.ran[True]] += trace.held.difference(trace.with_gradient).intersection(own)
+        still = trace.held.difference(trace.with_gradient).intersection(own)
+        if key in trace.ran[True]:
+            idle |= still
+        elif still:
+            yield (
+                place,
+                "trained parameters get no gradient, because they ran without: "
+                + trace.named(still),
+                "with reentrant checkpointing the input of a block needs a gradient: "
+                "use_reentrant=False, or model.enable_input_require_grads(); else remove the "
+                "no_grad",
+            )
     used = {call.lines for call in trace.of(LossCall) if call.is_used}
     unused = [call for call in trace.of(LossCall) if call.lines not in used]
-    if idle[True] and unused:
+    if idle and unused:
         yield (
             unused[0].place,
-            f"no backward call reaches this loss, and {trace.named(idle[True])} get no gradient",
+            f"no backward call reaches this loss, and {trace.named(idle)} get no gradient",
             "add it to the loss that backward is called on",
-        )
-    if idle[False]:
-        measured = "trained parameters get no gradient, because they ran without: "
-        yield (
-            trace.of(Step)[-1].place,
-            measured + trace.named(idle[False]),
-            "with reentrant checkpointing the input of a block needs a gradient: "
-            "use_reentrant=False, or model.enable_input_require_grads(); else remove the no_grad",
         )
     for place, behind in trace.cut.items():
         if detached := behind & trace.held - trace.with_gradient:
@@ -753,6 +735,18 @@ def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> 
     if len(own) > 2 and is_anew and len({one.lines for one in own}) == 1:
         hint = "make the schedule once, before the loop"
         yield own[0].place, "a new schedule in each step begins anew", hint
+    setters = {
+        id(one.scheduler)
+        for one in windows[-1].of(Schedule)
+        if one in own and type(one.scheduler) is LambdaLR
+    }
+    if len(setters) > 1:
+        hint = "make a schedule for each optimizer"
+        yield (
+            own[0].place,
+            "several LambdaLR set the rate of one optimizer; the last one counts",
+            hint,
+        )
     rates = [window.step.rates for window in windows]
     # A schedule by epochs leaves the rate for many steps.
     if (
@@ -774,18 +768,9 @@ def clipping(trace: Trace) -> Iterator[Fault]:
     if not clips:
         raise NotApplicable("the loop does not clip")
     for clip in clips:
-        if not clip.parameters:
-            hint = "pass model.parameters() anew; a generator is empty after one use"
-            yield clip.place, "it clips no parameter", hint
-        elif not clip.parameters & trace.held:
+        if clip.parameters and not clip.parameters & trace.held:
             hint = "clip the parameters of the model that is trained"
             yield clip.place, "it clips parameters that no optimizer has", hint
-        if not clip.limit:
-            hint = "a norm of 1.0 is usual; leave the clipping out for none"
-            yield clip.place, "gradients are clipped to 0", hint
-        if clip.is_scaled:
-            hint = "call scaler.unscale_(optimizer) before it"
-            yield clip.place, "gradients are clipped while they are scaled", hint
     for window in trace.windows:
         if not window.is_by_hand:
             yield from _clipped_too_late_or_early(window)
@@ -808,12 +793,12 @@ def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
 
 def scaler(trace: Trace) -> Iterator[Fault]:
     """A scaler scales each loss, steps and is updated."""
-    calls: list[Scaling] = [one for one in trace.of(Scaling) if one.is_enabled]
+    calls: list[Scaling] = trace.of(Scaling)
     if not calls:
-        for forward in trace.of(Forward):
-            if forward.autocast == torch.float16 and forward.is_trained_on:
+        for window in trace.windows:
+            if window.calls and any(one.autocast == torch.float16 for one in window.forwards):
                 yield (
-                    forward.place,
+                    window.calls[0].place,
                     "float16 without a scaler: small gradients become 0",
                     "use torch.amp.GradScaler, or bfloat16",
                 )
@@ -823,18 +808,8 @@ def scaler(trace: Trace) -> Iterator[Fault]:
         yield calls[0].place, "no loss is scaled", "call scaler.scale(loss).backward()"
         return
     yield from _scaled_in_part(trace)
-    yield from _updated_again(calls)
     if "update" not in names and len(trace.of(Step)) > 1:
         yield calls[0].place, "the scale is never updated", "call scaler.update()"
-
-
-def _updated_again(calls: Sequence[Scaling]) -> Iterator[Fault]:
-    for of_one in grouped(calls, lambda call: id(call.scaler)):
-        relevant = [call for call in of_one if call.call in ("scale", "update")]
-        for before, call in itertools.pairwise(relevant):
-            if before.call == call.call == "update":
-                hint = "call scaler.update() once, after the steps of all optimizers"
-                yield call.place, "the scale is updated again, without a loss in between", hint
 
 
 def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
@@ -858,14 +833,6 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
                 yield event.place, f"{event.call} within the window of a step", hint
 
 
-def autocast(trace: Trace) -> Iterator[Fault]:
-    """Autocast is around the forward pass alone."""
-    for one in trace.of(Backward):
-        if one.in_autocast:
-            hint = "end the autocast block before loss.backward()"
-            yield one.place, "backward runs under autocast", hint
-
-
 # The model and the data.
 
 
@@ -875,22 +842,19 @@ def mode(trace: Trace) -> Iterator[Fault]:
     others = set[float]()
     for fetches in grouped(trace.of(Fetch), lambda one: id(one.loader)):
         digests = {number for one in fetches for number in one.digests}
-        others |= digests if trace.trained_on.isdisjoint(digests) else set()
-    roots = set(map(id, trace.roots))
+        if trace.trained_on.isdisjoint(digests):
+            others |= digests
     for one in trace.of(Forward):
-        if id(one.module) not in roots or not (one.drops or _acts(one.module)):
+        if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue
         if one.is_trained_on and not one.training:
             hint = "call model.train() before training, and again after each evaluation"
-            yield one.place, "a trained forward pass in eval mode", hint
+            measured = f"a trained forward pass in eval mode, at {one.place}"
+            yield one.origin, measured, hint
         elif one.training and not one.is_trained_on and not others.isdisjoint(one.digests):
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one.place, "an evaluation in training mode", hint
     yield from _untrained(trace)
-    for event in trace.of(Dropout):
-        if not event.training and not event.is_recomputed:
-            hint = "pass training=self.training to F.dropout, or use nn.Dropout"
-            yield event.place, "dropout acts in evaluation mode", hint
     for window in trace.windows:
         yield from _recomputed_differently(window)
 
@@ -898,7 +862,7 @@ def mode(trace: Trace) -> Iterator[Fault]:
 def _recomputed_differently(window: Window) -> Iterator[Fault]:
     drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
     generators = {one.generator for one in drawn}
-    places = {one.kind: one.place for one in drawn}
+    places = {one.kind: one.place for one in reversed(drawn)}
     for event in window.of(Dropout):
         if event.kind in places and event.generator not in generators:
             hint = "leave out preserve_rng_state=False of the checkpoint"
@@ -910,9 +874,10 @@ def _untrained(trace: Trace) -> Iterator[Fault]:
     found = []
     for window in trace.windows:
         for one in {id(event.module): event for event in window.of(Forward)}.values():
-            own = [*one.module.parameters()]
-            is_trained = any(p.requires_grad and id(p) in trace.held for p in own)
-            if one.training and own and not (one.is_trained_on or is_trained):
+            is_trained = any(
+                own.requires_grad and id(own) in trace.held for own in one.module.parameters()
+            )
+            if one.training and not (one.is_trained_on or is_trained):
                 found.append(one)
     for forwards in grouped(found, lambda one: id(one.module)):
         # An average of the model moves.
@@ -1033,8 +998,11 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "schedule": ("one step of the schedule per optimizer step, after it", schedule),
     "clipping": ("clipped once, after the last backward, before the step", clipping),
     "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),
-    "autocast": ("autocast around the forward pass alone", autocast),
-    "logits": ("logits or log-probabilities, as the loss needs", logits),
+    "autocast": ("autocast around the forward pass alone", lambda _: ()),
+    "logits": (
+        "logits or log-probabilities, as the loss needs",
+        lambda trace: loss_calls(trace) and (),
+    ),
     "targets": ("targets that are to be learned, without padding", targets),
     "mode": ("training mode in training, and only there", mode),
     "data": ("new samples and random numbers at each step", data),

@@ -33,6 +33,22 @@ FEWEST_BYTES = 2**16
 CONTAINERS = (list, dict, set, deque)
 
 
+def users_frames(*inside: str) -> list[Any]:
+    """Return the frames that are in no library, from the innermost on.
+
+    Functions with these qualified names are left out, and what they have called.
+    """
+    found: list[Any] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname in inside:
+            found.clear()
+        elif not frame.f_code.co_filename.startswith(LIBRARIES):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
 class Growth:
     """Containers that have more entries after each step, and hooks that were registered."""
 
@@ -150,15 +166,12 @@ def _line_that_keeps(container: Any) -> str | None:
 def _names(container: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names of a container, of variables with their code, attributes and cells."""
     found: list[tuple[str, Any]] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(LIBRARIES):
-            own = frame.f_locals
-            found += [(name, frame.f_code) for name, one in own.items() if one is container]
-            # A copy of a function's variables would keep them alive.
-            if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
-                own.clear()
-        frame = frame.f_back
+    for frame in users_frames():
+        own = frame.f_locals
+        found += [(name, frame.f_code) for name, one in own.items() if one is container]
+        # A copy of a function's variables would keep them alive.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
+            own.clear()
     yield from found
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
@@ -186,11 +199,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
 
 
 def _files_of_the_user() -> list[str]:
-    files: dict[str, None] = {}
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        files[frame.f_code.co_filename] = None
-        frame = frame.f_back
+    files = {frame.f_code.co_filename: None for frame in users_frames()}
     files |= dict.fromkeys(
         str(file) for one in list(sys.modules.values()) if (file := vars(one).get("__file__"))
     )

@@ -65,8 +65,8 @@ class LossFacts:
     term: Term
     # What identifies the targets.
     targets: float
-    wrong_inputs: list[Doubt]
-    wrong_targets: list[Doubt]
+    # By the check.
+    doubts: dict[str, list[Doubt]]
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
-    wrong_inputs = [*_wrong_inputs(name, given, target)]
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
     term = Term(name, options["reduction"], num_terms, 1.0, (), width=width)
-    return LossFacts(term, digest(target), wrong_inputs, wrong_targets)
+    doubts = {"logits": [*_wrong_inputs(name, given, target)], "targets": wrong_targets}
+    return LossFacts(term, digest(target), doubts)
 
 
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:

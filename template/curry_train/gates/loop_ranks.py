@@ -11,17 +11,18 @@ from torch.distributed.tensor import DTensor
 from ..workloads.optimizers import parameters_of
 from .loop import totals, verdict_of
 from .loop_loss import TOLERANCE
-from .loop_trace import Fault, Trace
+from .loop_trace import Fault, Fetch, Trace
 from .verdict import Verdict
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
 
 
-def rank_facts(trace: Trace) -> dict[str, Any]:
+def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     """Return what a rank did, as JSON: for each step its line, weights, samples and syncs."""
     steps = []
     for window in trace.windows:
         step, forwards = window.step, window.forwards
+        place = forwards[0].place if forwards else ""
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in parameters_of(step.optimizer))
         steps.append(
@@ -29,31 +30,32 @@ def rank_facts(trace: Trace) -> dict[str, Any]:
                 "place": step.place,
                 "weights": None if is_sharded or step.moved is None else step.after,
                 "inputs": [list(one.digests) for one in forwards],
-                "input_place": forwards[0].place if forwards else "",
+                "input_place": place,
+                "data_place": next((one.place for one in window.of(Fetch)), place),
                 "syncs": [one.syncs for one in forwards],
                 "gradient": None if is_sharded else [step.made, step.used],
                 "loss_place": window.calls[-1].place if window.calls else "",
                 "totals": totals(window.calls),
             }
         )
-    return {"steps": steps}
+    return steps
 
 
-def judge_ranks(ranks: Sequence[Mapping[str, Any] | None]) -> Verdict:
+def judge_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Verdict:
     """Return the verdict on all ranks; one that has not ended gave nothing."""
     return verdict_of("ranks", REQUIRED, _faults(ranks))
 
 
-def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[Fault]:
+def _faults(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iterator[Fault]:
     there = [rank for rank in ranks if rank is not None]
-    first = there[0]["steps"]
-    counts = [len(rank["steps"]) for rank in there]
+    first = there[0]
+    counts = [*map(len, there)]
     if len(there) < len(ranks) or len(set(counts)) > 1:
         missing = [number for number, rank in enumerate(ranks) if rank is None]
         measured = f"ranks {missing} wait for the others" if missing else f"steps {counts}"
         place = first[-1]["place"] if first else ""
         yield place, measured, "give each rank the same number of batches (drop_last=True)"
-    for steps in zip(*(rank["steps"] for rank in there), strict=False):
+    for steps in zip(*there, strict=False):
         syncs = steps[0]["syncs"]
         if syncs and None not in syncs:
             if not syncs[-1]:
@@ -68,10 +70,10 @@ def _faults(ranks: Sequence[Mapping[str, Any] | None]) -> Iterator[Fault]:
             place = steps[0]["place"]
             yield place, "weights differ from rank to rank after the step", hint
         yield from _averaged(steps)
-    inputs = [[step["inputs"] for step in rank["steps"]] for rank in there]
+    inputs = [[step["inputs"] for step in rank] for rank in there]
     if len(inputs) > 1 and any(inputs[0]) and all(one == inputs[0] for one in inputs[1:]):
         hint = "use DistributedSampler, or seed each rank's data by its rank"
-        yield first[0]["input_place"], "all ranks see the same samples", hint
+        yield first[0]["data_place"], "all ranks see the same samples", hint
 
 
 def _averaged(steps: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:

@@ -83,7 +83,7 @@ def preflight_program(
     ]
     # The first rank with a fault has the verdict.
     merged = [
-        next((one for one in of_ranks if one.passed is False), of_ranks[0])
+        min(of_ranks, key=lambda one: one.passed is not False)
         for of_ranks in zip(*filter(None, verdicts), strict=True)
     ]
     return [*merged, judge_ranks([one.get("ranks") for one in found])] if num_ranks > 1 else merged
@@ -323,7 +323,7 @@ class ChangedFiles:
         # The cache of compiled code, which other processes use too.
         self.ignored.append(f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         self.is_noticing = False
-        self.before: dict[Path, Path | str | None] = {}
+        self.before: dict[Path, Path | None] = {}
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
@@ -357,9 +357,8 @@ class ChangedFiles:
         place = Path(os.path.realpath(text) if follows_links else os.path.abspath(text))
         if not self._is_made(place):
             self.before[place] = kept = self._kept(place, goes=goes)
-            entry = [str(place), isinstance(kept, str), kept and str(kept)]
             with (self.folder / CHANGES).open("a") as stream:
-                stream.write(json.dumps(entry) + "\n")
+                stream.write(json.dumps([str(place), kept and str(kept)]) + "\n")
 
     def _is_made(self, place: Path) -> bool:
         """Return whether the loop has made it, or it is noted already or no file of the user's."""
@@ -367,33 +366,31 @@ class ChangedFiles:
             return True
         return any(self.before.get(parent, place) is None for parent in place.parents)
 
-    def _kept(self, place: Path, *, goes: bool) -> Path | str | None:
-        """Return a copy of what is there, the target of a link, a folder itself, or None."""
-        if place.is_symlink():
-            return str(place.readlink())
-        if place.is_dir():
+    def _kept(self, place: Path, *, goes: bool) -> Path | None:
+        """Return a copy of the file or link that is there, a folder itself, or None."""
+        if place.is_dir() and not place.is_symlink():
             if goes:
                 raise RuntimeError(
                     f"the loop moves or removes the folder {place}, which was there before: give "
                     "it another one"
                 )
             return place  # it stays
-        if not place.exists():
+        if not os.path.lexists(place):
             return None
-        if place.stat().st_size > LARGEST_COPY:
+        if place.lstat().st_size > LARGEST_COPY:
             raise RuntimeError(
                 f"the loop changes {place}, which is too large to be put back: give it another file"
             )
-        return Path(shutil.copy2(place, self.folder / uuid4().hex))
+        return Path(shutil.copy2(place, self.folder / uuid4().hex, follow_symlinks=False))
 
 
-def read_changes(folder: Path) -> dict[Path, Path | str | None]:
+def read_changes(folder: Path) -> dict[Path, Path | None]:
     """Return the places that were changed, with what was there before the first change."""
     log = folder / CHANGES
-    before: dict[Path, Path | str | None] = {}
+    before: dict[Path, Path | None] = {}
     lines = log.read_text().splitlines() if log.exists() else []
-    for place, is_link, kept in map(json.loads, lines):
-        before.setdefault(Path(place), kept if is_link or kept is None else Path(kept))
+    for place, kept in map(json.loads, lines):
+        before.setdefault(Path(place), kept and Path(kept))
     return before
 
 
@@ -403,15 +400,10 @@ def put_back(folder: Path) -> None:
         if kept == place:
             continue
         with contextlib.suppress(OSError):
-            if isinstance(kept, Path):
-                # Another file or a link may be there by now.
-                if place.is_symlink():
-                    place.unlink()
-                shutil.copy2(kept, place)
-                continue
             if place.is_dir() and not place.is_symlink():
                 shutil.rmtree(place)
-            else:
+            elif kept is None or place.is_symlink() or kept.is_symlink():
                 place.unlink(missing_ok=True)
+            # Over a file, which may have other names.
             if kept is not None:
-                place.symlink_to(kept)
+                shutil.copy2(kept, place, follow_symlinks=False)

@@ -40,7 +40,7 @@ from ..primitives.grad_flow_probe import in_backward, in_transform
 from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
 from ..workloads.optimizers import parameter_ids, parameters_of
-from .loop_growth import Growth, mark_graph
+from .loop_growth import Growth, mark_graph, users_frames
 from .loop_loss import (
     ON_CLASSES,
     ON_VALUES,
@@ -70,23 +70,20 @@ STEPS_OF_A_STRAY = 3
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
 MORE_SECONDS = 10.0
+LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
-def users_lines() -> tuple[str, ...]:
-    """Return file and line of the frames that are in no library, from the innermost on."""
-    found = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(LIBRARIES):
-            found.append(f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}")
-        frame = frame.f_back
-    return tuple(found)
+def users_lines(*inside: str) -> tuple[str, ...]:
+    """Return files and lines of the user's, see `users_frames`."""
+    return tuple(
+        f"{frame.f_code.co_filename.rpartition(os.sep)[2]}:{frame.f_lineno}"
+        for frame in users_frames(*inside)
+    )
 
 
-def users_line() -> str:
-    """Return file and line of the innermost frame that is in no library."""
-    return "".join(users_lines()[:1])
+def users_line(*inside: str) -> str:
+    """Return the innermost one of them."""
+    return "".join(users_lines(*inside)[:1])
 
 
 @dataclass(eq=False)
@@ -98,20 +95,21 @@ class Event:
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool
     # An event before it, with the user's line where a Trainer makes the call itself: the loss of a
-    # backward pass, or the making of the optimizer that steps.
+    # backward pass, the making of the optimizer that steps, or the last eval() of a model.
     cause: "Event | None" = field(default=None, kw_only=True)
 
     @property
-    def place(self) -> str:
-        lines = self.lines
-        if self.cause is not None and self.cause.is_under(self):
-            lines = self.cause.lines
-        return lines[0] if lines else ""
+    def origin(self) -> str:
+        """The line of what was before it, if it was seen, or its own."""
+        return (self.cause and self.cause.place) or self.place
 
-    def is_under(self, other: "Event") -> bool:
-        """Return whether the line of another event, as a Trainer's call, led to this one."""
-        outer = self.lines[len(self.lines) - len(other.lines) :]
-        return len(self.lines) > len(other.lines) and outer == other.lines
+    @property
+    def place(self) -> str:
+        lines, of_cause = self.lines, self.cause.lines if self.cause is not None else ()
+        # Whether its line, as a Trainer's call, led to the cause.
+        if len(of_cause) > len(lines) and of_cause[len(of_cause) - len(lines) :] == lines:
+            lines = of_cause
+        return lines[0] if lines else ""
 
 
 @dataclass(eq=False)
@@ -189,8 +187,6 @@ class Targets(Event):
 class Dropout(Event):
     """A call of dropout that acts, in a model."""
 
-    # Of the model, in the forward pass that it is in or that is recomputed.
-    training: bool
     # Whether it runs in a backward pass, which recomputes a forward pass.
     is_recomputed: bool
     # What identifies the state of the CPU's generator.
@@ -205,12 +201,9 @@ class Backward(Event):
 
     value: float
     scale: float
-    in_autocast: bool
     # Parameters whose gradients were neither None nor 0 when it began, by id.
     dirty: set[int]
     terms: list[Term]
-    # Numbers that were added to it, with the line.
-    numbers: list[Added]
     # Whether a part of the loss has had a backward call before.
     is_second: bool
     # Whether it made gradients of what the model was given, as an attack does.
@@ -226,10 +219,6 @@ class Clip(Event):
     """A clipping of gradients."""
 
     parameters: frozenset[int]
-    # The largest norm or value that it leaves.
-    limit: float
-    # Whether these gradients are still multiplied by a scaler's scale.
-    is_scaled: bool
 
 
 @dataclass(eq=False)
@@ -237,13 +226,6 @@ class Zero(Event):
     """A call that sets gradients to zero or None, after gradients were there."""
 
     parameters: frozenset[int]
-
-
-@dataclass(eq=False)
-class Made(Event):
-    """A new optimizer."""
-
-    optimizer: Optimizer
 
 
 @dataclass(eq=False)
@@ -257,15 +239,13 @@ class Step(Event):
     state_after: float
     # What changes with the gradients of its parameters.
     versions: "Versions"
-    is_finite: bool
     # Numbers that are linear in a gradient: after the last backward call, and before clipping,
     # unscaling and the step. The factor between them; None if the loop has not only multiplied it.
     made: float
     used: float
     factor: float | None
-    # Parameters that changed, by id, and frozen ones that did; None where there are too many.
+    # Parameters that changed, by id; None where there are too many.
     moved: frozenset[int] | None
-    frozen_moved: frozenset[int]
     # Parameters with a gradient that is more than noise, by id, and those whose gradient is 0.
     graded: frozenset[int]
     without_slope: frozenset[int]
@@ -277,11 +257,6 @@ class Step(Event):
     by_scaler: bool
     in_backward: bool
     generator: int
-
-    @property
-    def origin(self) -> str:
-        """The line that made the optimizer, if it was seen, or that of the step."""
-        return (self.cause and self.cause.place) or self.place
 
     @property
     def has_gradients(self) -> bool:
@@ -316,7 +291,6 @@ class Scaling(Event):
 
     call: str
     scaler: Any
-    is_enabled: bool
 
 
 @dataclass(eq=False)
@@ -352,20 +326,15 @@ class Window(Events):
             for one in calls
             if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
-        self.calls = self._used()
-        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
-
-    def _used(self) -> list[Backward]:
-        """Leave out calls whose gradients were set to zero before those of another loss.
-
-        A loss of another optimizer reaches these parameters too, as that of a generator does.
-        """
-        start = 0
+        # Without those whose gradients were set to zero before those of another loss. That of
+        # another optimizer reaches these parameters too, as a generator's does.
+        self.calls = self.all_calls
         for number, call in enumerate(self.all_calls):
             is_other = call.lines not in {one.lines for one in self.all_calls[:number]}
             if is_other and self.is_clean(call):
-                start = number
-        return self.all_calls[start:]
+                self.calls = self.all_calls[number:]
+        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
 
     @property
     def body(self) -> list[Event]:
@@ -406,13 +375,19 @@ class Trace(Events):
 
     events: list[Event] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    # What made optimizers, and the last eval() of modules, by their ids.
+    made: dict[int, Event] = field(default_factory=dict)
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)
-    # Modules that ran, by whether torch recorded gradients, by their ids.
-    ran: dict[bool, dict[int, nn.Module]] = field(default_factory=lambda: {True: {}, False: {}})
+    # Modules that ran, and where, by whether torch recorded gradients, by their ids.
+    ran: dict[bool, dict[int, tuple[nn.Module, str]]] = field(
+        default_factory=lambda: {True: {}, False: {}}
+    )
     # Parameters behind tensors that the user's code detaches, by id, by the place.
     cut: dict[str, set[int]] = field(default_factory=dict)
+    # Numbers that are parts of losses, by the line that added them.
+    numbers: dict[str, set[float]] = field(default_factory=lambda: defaultdict(set))
     # Parameters that have had a gradient, by id.
     with_gradient: set[int] = field(default_factory=set)
     # Faults that are seen at once, by the check.
@@ -468,19 +443,13 @@ class Trace(Events):
 class Gradient:
     """A small gradient after a backward call, and what the loop makes of it before it is used."""
 
-    def __init__(self) -> None:
-        self.parameter: Tensor | None = None
-        self.grad: Tensor | None = None
-        # A number that is linear in its values, and their norm.
-        self.made = (0.0, 0.0)
-        self.used: tuple[float, float] | None = None
-
-    def keep(self, parameters: Iterable[Tensor]) -> None:
-        """Measure the first one of a usual size."""
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        # The first one of a usual size.
         self.parameter = next((one for one in parameters if 1 < one.numel() < MOST_SMALL), None)
         self.grad = getattr(self.parameter, "grad", None)
+        # A number that is linear in its values, and their norm.
         self.made = self._measured()
-        self.used = None
+        self.used: tuple[float, float] | None = None
 
     def _measured(self) -> tuple[float, float]:
         grad = getattr(self.parameter, "grad", None)
@@ -511,7 +480,6 @@ class Observer:
         self.began = time.monotonic()
         # Steps that each optimizer has made, by its id.
         self.num_made = Counter[int]()
-        self.made: dict[int, Made] = {}
         # Of parameters: what changes with their gradients, after a backward call.
         self.at_backward: Versions = {}
         # Modules, schedules and optimizers that run.
@@ -534,7 +502,8 @@ class Observer:
         self.loss_call: LossCall | None = None
         # The arguments of the last forward pass, and modules that were run again with others.
         self.given: tuple[Any, Any] = (), {}
-        self.probed: set[int] = set()
+        self.probed: list[nn.Module] = []
+        # Parameters with gradients, of which some may be in no module, by id.
         self.living: dict[int, str] = {}
         # Of each iterator: its loader, and the number of this pass over it.
         self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
@@ -547,11 +516,6 @@ class Observer:
     @property
     def num_steps_made(self) -> int:
         return max(self.num_made.values(), default=0)
-
-    @property
-    def forward(self) -> Forward | None:
-        """The last forward pass."""
-        return self.last(Forward)
 
     def last(self, kind: type[Event]) -> Any:
         return next((one for one in reversed(self.trace.events) if isinstance(one, kind)), None)
@@ -579,6 +543,7 @@ class Observer:
         """Yield calls, and what is called with each and its arguments in place of it."""
         yield nn.Module, "__call__", self._module
         yield Optimizer, "__init__", self._made
+        yield nn.Module, "eval", self._eval
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         yield Tensor, "detach", self._detach
@@ -645,7 +610,9 @@ class Observer:
         if in_transform():
             return call(module, *args, **options)
         has_gradients = torch.is_grad_enabled()
-        self.trace.ran[has_gradients][id(module)] = module
+        ran = self.trace.ran[has_gradients]
+        if id(module) not in ran:
+            ran[id(module)] = module, users_line("checkpoint")
         event = None
         # A loss is a module too, without parameters.
         is_model = next(module.parameters(), None) is not None
@@ -701,6 +668,7 @@ class Observer:
             passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens,
             mask=_rows(options.get("attention_mask")),
+            cause=None if module.training else trace.made.get(id(module)),
         )
 
     def _note_output(self, event: Forward, output: Any) -> None:
@@ -731,9 +699,12 @@ class Observer:
                 self.losses[value.grad_fn] = facts
             target = bound.arguments["target"]
             self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
+            for check, doubts in facts.doubts.items():
+                for measured, hint in doubts:
+                    self.fault(check, self.loss_call.place, measured, hint)
             self._note_use(target, facts)
             self._mark(value, self.loss_call, "is_used")
-            forward = self.forward
+            forward: Forward | None = self.last(Forward)
             if forward is not None and facts.term.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
@@ -877,15 +848,18 @@ class Observer:
         *more: Any,
         **options: Any,
     ) -> Tensor:
-        forward = self.forward
+        forward: Forward | None = self.last(Forward)
         if forward is not None and p and self.depth and not in_transform():
             forward.drops = True
             if training:
                 # A layer may be in training mode on purpose, to draw several predictions.
-                caller = sys._getframe(2).f_locals.get("self")
+                is_layer = isinstance(sys._getframe(2).f_locals.get("self"), nn.Dropout)
+                if not (forward.training or is_layer or in_backward()):
+                    hint = "pass training=self.training to F.dropout, or use nn.Dropout"
+                    self.fault("mode", users_line(), "dropout acts in evaluation mode", hint)
                 self.note(
                     Dropout,
-                    training=forward.training or isinstance(caller, nn.Dropout),
+                    lines=users_lines("checkpoint"),
                     is_recomputed=in_backward(),
                     generator=_generator(),
                     kind=(input.shape, p),
@@ -899,52 +873,64 @@ class Observer:
         if in_backward() or loss.numel() != 1:
             backward(tensors, *args, **options)
             return
-        event = self._note_backward(loss)
+        mark_graph(loss, self.num_steps_made, users_line())
         trace = self.trace
         owners = (*trace.roots, *trace.optimizers)
         parameters = [one for owner in owners for one in _parameters(owner)]
         # Also of modules that no other one has.
-        for module in trace.ran[True].values():
+        for module, _ in trace.ran[True].values():
             parameters += module.parameters(recurse=False)
+        scale = self.scales.get(loss, 1.0)
+        terms, numbers, is_second = terms_of(loss, scale, self.losses, self.numbers)
+        for place, number in numbers:
+            trace.numbers[place].add(number)
+        event: Backward = self.note(
+            Backward,
+            value=float(loss.detach()),
+            scale=scale,
+            dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
+            terms=terms,
+            is_second=is_second,
+            of_inputs=False,
+            cause=self.loss_call,
+        )
+        if not math.isfinite(event.value):
+            self.fault("sign", event.place, f"the loss is {event.value}", LOOK)
+        if torch.is_autocast_enabled(loss.device.type):
+            hint = "end the autocast block before loss.backward()"
+            self.fault("autocast", event.place, "backward runs under autocast", hint)
         before = _versions(parameters)
         event.is_next = all(before[key] == self.at_backward.get(key) for key in before)
         backward(tensors, *args, **options)
         self.at_backward = after = _versions(parameters)
         event.reached = frozenset(key for key in after if after[key] != before[key])
-        self.gradient.keep(one for one in parameters if id(one) in event.reached)
+        self.gradient = Gradient(one for one in parameters if id(one) in event.reached)
         trace.with_gradient |= {key for key in after if after[key] is not None}
         event.of_inputs = any(getattr(ref(), "grad", None) is not None for ref in self.inputs)
         self.losses.clear()
         self.numbers.clear()
         self.inputs.clear()
+        self.loss_call = None
         self.cut = ""
         if not self.num_made and len(trace.of(Backward)) > 50 * self.num_steps:
             self.when_enough(trace)
 
-    def _note_backward(self, loss: Tensor) -> Backward:
-        mark_graph(loss, self.num_steps_made, users_line())
-        loss_call, self.loss_call = self.loss_call, None
-        parameters = [one for several in self.trace.optimizers for one in parameters_of(several)]
-        scale = self.scales.get(loss, 1.0)
-        terms, numbers, is_second = terms_of(loss, scale, self.losses, self.numbers)
-        return self.note(
-            Backward,
-            value=float(loss.detach()),
-            scale=scale,
-            in_autocast=torch.is_autocast_enabled(loss.device.type),
-            dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
-            terms=terms,
-            numbers=numbers,
-            is_second=is_second,
-            of_inputs=False,
-            cause=loss_call,
-        )
-
     def _scaling(self, call: Call, scaler: Any, *args: Any, **options: Any) -> Any:
+        if not scaler.is_enabled():
+            return call(scaler, *args, **options)
         name = call.__name__
         if name in ("unscale_", "step"):
             self.gradient.use()
-        self.note(Scaling, call=name, scaler=scaler, is_enabled=scaler.is_enabled())
+        calls = [
+            one.call
+            for one in self.trace.of(Scaling)
+            if one.scaler is scaler and one.call in ("scale", "update")
+        ]
+        event = self.note(Scaling, call=name, scaler=scaler)
+        if [name] == calls[-1:] == ["update"]:
+            measured = "the scale is updated again, without a loss in between"
+            hint = "call scaler.update() once, after the steps of all optimizers"
+            self.fault("scaler", event.place, measured, hint)
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
             self.scales[value] = float(scaler.get_scale())
@@ -954,16 +940,18 @@ class Observer:
 
     def _clip(self, clip: Call, parameters: Any, *args: Any, **options: Any) -> Any:
         bound = inspect.signature(clip).bind(parameters, *args, **options)
-        limit = list(bound.arguments.values())[1]
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        last = self.last(Scaling)
         self.gradient.use()
-        self.note(
-            Clip,
-            parameters=frozenset(map(id, given)),
-            limit=float(limit),
-            is_scaled=last is not None and last.is_enabled and last.call == "scale",
-        )
+        place = self.note(Clip, parameters=frozenset(map(id, given))).place
+        if not given:
+            hint = "pass model.parameters() anew; a generator is empty after one use"
+            self.fault("clipping", place, "it clips no parameter", hint)
+        if not float(list(bound.arguments.values())[1]):
+            hint = "a norm of 1.0 is usual; leave the clipping out for none"
+            self.fault("clipping", place, "gradients are clipped to 0", hint)
+        if getattr(self.last(Scaling), "call", "") == "scale":
+            hint = "call scaler.unscale_(optimizer) before it"
+            self.fault("clipping", place, "gradients are clipped while they are scaled", hint)
         return clip(given, *args, **options)
 
     def _zero(self, zero: Call, owner: Any, *args: Any, **options: Any) -> Any:
@@ -974,10 +962,16 @@ class Observer:
 
     # Steps.
 
-    def _made(self, init: Call, optimizer: Optimizer, *args: Any, **options: Any) -> None:
-        init(optimizer, *args, **options)
-        self.trace.optimizers.append(optimizer)
-        self.made[id(optimizer)] = self.note(Made, optimizer=optimizer)
+    def _made(self, init: Call, one: Optimizer, *args: Any, **options: Any) -> None:
+        init(one, *args, **options)
+        self.trace.optimizers.append(one)
+        # Not a line of the object's own class, where that is the user's.
+        lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
+        self.trace.made[id(one)] = Event(lines, False)
+
+    def _eval(self, set_mode: Call, module: nn.Module) -> nn.Module:
+        self.trace.made |= dict.fromkeys(map(id, module.modules()), Event(users_lines(), False))
+        return set_mode(module)
 
     def _schedule(self, step: Call, scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
         event = None
@@ -1023,48 +1017,51 @@ class Observer:
         slopes = {key: _largest(grad) for key, grad in gradients.items()}
         # Less is what rounding leaves of 0, as of a bias before a normalization.
         least = 1e-6 * max(slopes.values(), default=0.0)
-        last = self.last(Event)
         moved = frozenset(id(one) for one in parameters if self._has_moved(one))
-        self.note(
+        event = self.note(
             Step,
             optimizer=optimizer,
             rates=_rates(optimizer),
             state_before=self.state_before,
             state_after=_state(optimizer),
             versions=_versions(parameters),
-            is_finite=all(map(math.isfinite, slopes.values())),
             **self.gradient.facts(gradients),
             moved=moved if self.is_compared else None,
-            frozen_moved=frozenset(id(one) for one in self._frozen() if self._has_moved(one)),
             graded=frozenset(key for key, slope in slopes.items() if not 0 < slope < least),
             without_slope=frozenset(key for key, slope in slopes.items() if not slope),
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
-            by_scaler=isinstance(last, Scaling) and last.call == "step",
+            by_scaler=getattr(self.last(Event), "call", "") == "step",
             in_backward=in_backward(),
             generator=_generator(),
-            cause=self.made.get(key),
+            cause=self.trace.made.get(key),
         )
+        if not all(map(math.isfinite, slopes.values())):
+            self.fault("sign", event.place, "a step on gradients that are not finite", LOOK)
+        if frozen := [id(one) for one in self._frozen() if self._has_moved(one)]:
+            measured = f"frozen parameters move: {self.trace.named(frozen)}"
+            hint = "leave frozen parameters out of the optimizer"
+            self.fault("moves", event.place, measured, hint)
         self.before = {}
         self._probe()
         self.num_made[key] += 1
         self.growth.count(self.num_steps_made)
         if self.num_made[key] == STEPS_OF_A_STRAY:
-            self._note_living()
+            strays = (one for one in _living(nn.Parameter) if one.grad is not None)
+            self.living |= {id(one): f"a parameter of shape {list(one.shape)}" for one in strays}
         if self._is_enough(self.num_made[key]):
             self.finish()
             self.when_enough(self.trace)
 
     def _probe(self) -> None:
         """Run a model again with a part of its input changed, and compare outputs."""
-        forward = self.forward
-        if forward is None or id(forward.module) in self.probed:
-            return
+        forward: Forward | None = self.last(Forward)
         # Targets may stand behind a call of another model, as of one that judges.
-        if forward.module not in self.trace.roots:
+        roots = [one for one in self.trace.roots if one not in self.probed]
+        if forward is None or forward.module not in roots:
             return
-        self.probed.add(id(forward.module))
+        self.probed.append(forward.module)
         if forward.tokens is not None:
             self._probe_tokens(forward, forward.tokens)
         self._probe_samples(forward)
@@ -1176,12 +1173,6 @@ class Observer:
         is_next = bool(ends) and len(fetches) - ends[-1] > 4
         return not fetches or (is_next and fetches[-1].loader is fetches[0].loader)
 
-    def _note_living(self) -> None:
-        """Note parameters that have gradients, of which some may be in no module."""
-        for one in _living(nn.Parameter):
-            if one.grad is not None:
-                self.living[id(one)] = f"a parameter of shape {list(one.shape)}"
-
     def finish(self) -> None:
         trace = self.trace
         hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
@@ -1191,7 +1182,7 @@ class Observer:
         for place in self.growth.graphs:
             measured = "a tensor of two steps ago is still held, with its graph"
             self.fault("graph", place, measured, hint)
-        for module in [*trace.ran[True].values(), *trace.ran[False].values()]:
+        for module, _ in [*trace.ran[True].values(), *trace.ran[False].values()]:
             for name, parameter in module.named_parameters(recurse=False):
                 trace.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
         trace.bare = list(self.living.keys() - trace.names.keys() - trace.held)
