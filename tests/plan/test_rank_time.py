@@ -136,6 +136,8 @@ def seconds_of(rows, waits):
         ([(0, 4), (2, SCATTER), (0, 4), (2, SCATTER)], {1: [0], 3: [2]}, 3),
         # A gather that does not block its stream is waited for by what reads its output.
         ([(0, 4), (0, replace(GATHER, blocks_stream=False)), (0, 2), (0, 1)], {3: [1]}, 3 - 2),
+        # The links take one collective at a time.
+        ([(1, GATHER), (2, SCATTER)], {}, 3 + 3),
     ],
 )
 def test_communication_overlaps_with_the_computation_that_does_not_wait_for_it(

@@ -89,6 +89,11 @@ def test_a_policy_that_would_not_help_is_an_error(policy, message):
     assert vars(raised.value).get("in_short", "") in str(raised.value)
 
 
+def test_the_names_are_those_of_the_blocks_that_changed_whatever_pattern_named_them():
+    assert apply_sac(CASE.build(), blocks="layers.*") == ["layers.0", "layers.1"]
+    assert apply_sac(CASE.build(), blocks=["layers.1"]) == ["layers.1"]
+
+
 @pytest.mark.parametrize("option", [{"use_reentrant": True}, {"context_fn": lambda: ()}])
 def test_an_option_in_whose_place_the_policy_stands_is_refused(option):
     with pytest.raises(

@@ -321,10 +321,16 @@ def sign(trace: Trace) -> Iterator[Fault]:
                 yield place, "the loss is made larger", hint
 
 
+def logits(trace: Trace) -> Iterable[Fault]:
+    """A loss gets logits or log-probabilities, as it needs; what is wrong is seen at its call."""
+    _loss_calls(trace)
+    return ()
+
+
 def targets(trace: Trace) -> Iterator[Fault]:
     """Targets are the ones to learn."""
     found: list[Targets] = trace.of(Targets)
-    calls = trace.of(LossCall) if found else loss_calls(trace)
+    calls = trace.of(LossCall) if found else _loss_calls(trace)
     for one in found:
         for measured, hint in _wrong_tokens(one):
             yield one.place, measured, hint
@@ -336,8 +342,7 @@ def targets(trace: Trace) -> Iterator[Fault]:
     yield from _labels(trace, calls)
 
 
-def loss_calls(trace: Trace) -> list[Any]:
-    """Return the calls of torch's loss functions; what is wrong with one is seen at once."""
+def _loss_calls(trace: Trace) -> list[Any]:
     calls = trace.of(LossCall)
     if not calls:
         raise NotApplicable("no loss function of torch was called")
@@ -999,10 +1004,7 @@ CHECKS: dict[str, tuple[str, Check]] = {
     "clipping": ("clipped once, after the last backward, before the step", clipping),
     "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),
     "autocast": ("autocast around the forward pass alone", lambda _: ()),
-    "logits": (
-        "logits or log-probabilities, as the loss needs",
-        lambda trace: loss_calls(trace) and (),
-    ),
+    "logits": ("logits or log-probabilities, as the loss needs", logits),
     "targets": ("targets that are to be learned, without padding", targets),
     "mode": ("training mode in training, and only there", mode),
     "data": ("new samples and random numbers at each step", data),
