@@ -350,7 +350,7 @@ def _is_filled(layer: Any) -> bool:
     has_keys = getattr(layer, "keys", None) is not None
     if getattr(layer, "is_initialized", has_keys):
         return True
-    state = getattr(layer, "has_previous_state", False)
+    state = getattr(layer, "has_previous_state", None)
     return any(state.values() if isinstance(state, Mapping) else [state])
 
 
