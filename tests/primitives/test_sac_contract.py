@@ -19,7 +19,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from curry_train.core.measure import measure_memory
+from curry_train.core.measure import count_flops, measure_memory, recompute_flops
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import sac
 from curry_train.primitives.regions import apply_regions
@@ -37,6 +37,21 @@ LOSS = CASE.workload.mean_loss
 
 
 # Policies.
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_each_attention_kernel_of_cuda_is_kept(backend):
+    # The efficient kernel takes as many heads of keys as of queries.
+    model = transformer(depth=2, dim=256, heads=4, kv_heads=4)
+    case = Case(model, torch.device("cuda"), torch.bfloat16)
+    with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+        model = case.build()
+        before = count_flops(model, case.batch(), case.workload.mean_loss)
+        apply_sac(model, "save_matmuls_and_attention")
+        assert (
+            recompute_flops(before, count_flops(model, case.batch(), case.workload.mean_loss)) == 0
+        )
 
 
 # What is refused.

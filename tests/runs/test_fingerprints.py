@@ -21,8 +21,10 @@ def kinds(record):
 
 def test_recording_changes_nothing(tmp_path):
     plain = train()
-    with record_run(tmp_path / "a"):
+    with record_run(tmp_path / "a", steps=9):
         assert train() == plain
+        # A kill would lose nothing.
+        assert read_fingerprints(tmp_path / "a")[-1]["kind"] == "updated"
     assert train() == plain
 
 
