@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
 
-from curry_train.cli.options import json_option
+from curry_train.cli.options import output_option
 from curry_train.cli.runs_locate import _first
 from curry_train.core.digest import digest
 from curry_train.core.wording import provenance, write_json
@@ -402,7 +402,7 @@ def jobs_of(part: str, count: int, only: str) -> Iterator[tuple[str, str, int]]:
 @click.option("--count", type=click.IntRange(1), help="So many faults or pairs in each part.")
 @click.option("--only", default="", metavar="WORD", help="Only models with this in their name.")
 @click.option("--jobs", "num_jobs", type=click.IntRange(1), default=1, help="Processes at once.")
-@json_option()
+@output_option("Write the results as JSON; - is standard output.", "--json", "json_path")
 def main(
     parts: tuple[str, ...], count: int | None, only: str, num_jobs: int, json_path: str | None
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_program_whose_starts_differ_is_told_to_be_seeded(tmp_path, monkeypatc
 
 
 SEEDED_IN_TORCH_ALONE = """\
+import copy
 import torch
 from curry_train.runs import saving
 
@@ -168,6 +169,7 @@ with saving(model, optimizer, runs="run", rollback_every=2) as run:
             return loss
 
         run.step(loss=optimizer.step(closure))
+        best = copy.deepcopy(optimizer)
 """
 
 

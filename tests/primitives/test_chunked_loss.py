@@ -28,7 +28,6 @@ from curry_train.primitives import (
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import (
     CHUNK_BYTES,
-    _scaled,
     chunked_cross_entropy,
 )
 
@@ -383,9 +382,8 @@ class Doubled(nn.Linear):
 def test_models_that_do_not_fit_are_refused(build, options, message):
     model = build()
     before = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=message):
         apply_chunked_loss(model, **options)
-    assert vars(raised.value).get("in_short", "") in str(raised.value)
     assert [type(module) for module in model.modules()] == before
 
 
@@ -638,15 +636,10 @@ def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
 
 class CountedProducts(OperationMode):
     number = 0
-    name = "mm"
 
     def run(self, func, args, kwargs):
-        self.number += self.name in str(func)
+        self.number += "mm" in str(func)
         return func(*args, **kwargs)
-
-
-class Copies(CountedProducts):
-    name = "copy"
 
 
 def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time():
@@ -659,22 +652,6 @@ def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time():
         chunked_cross_entropy(hidden, weight, targets)
     # Half of the gradients' bytes hold 361 tokens.
     assert counted.number == 3 * -(-8192 // 361)
-
-
-@pytest.mark.parametrize(
-    ("shape", "block", "pieces"), [((10, 4), 8, 5), ((10, 4), 3, 10), ((10,), 4, 3), ((10,), 0, 10)]
-)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_gradient_is_scaled_in_blocks_and_in_place(shape, block, pieces, in_place):
-    unscaled = torch.full(shape, 3.0, dtype=torch.bfloat16)
-    factor = torch.tensor(1 / 3)
-    options = {"in_place": in_place, "block": block}
-    with Copies() as copies:
-        found = _scaled(unscaled, factor, torch.bfloat16, **options)
-    assert copies.number == 2 * pieces  # each piece to float32 and back
-    assert torch.equal(found, torch.ones(shape, dtype=torch.bfloat16))
-    assert (found is unscaled) is in_place
-    assert _scaled(unscaled, factor, torch.float32, **options).dtype == torch.float32
 
 
 # Which of input, weight and bias are trained.

@@ -220,6 +220,8 @@ def test_selective_patterns_choose_blocks_and_one_without_a_match_is_an_error(ba
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"strategy": "selective"}, "needs a profile"),
+        ({"strategy": "sequential"}, "needs a batch"),
         (
             {"strategy": "plan"},
             "plan must be the path of a plan with strategy 'plan', None with others; got None",

@@ -99,9 +99,8 @@ def step(policy):
     ],
 )
 def test_a_policy_that_would_not_help_is_an_error(policy, message):
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=message):
         step(policy)
-    assert vars(raised.value).get("in_short", "") in str(raised.value)
 
 
 def test_the_names_are_those_of_the_blocks_that_changed_whatever_pattern_named_them():
@@ -200,6 +199,9 @@ def test_compiled_blocks_keep_the_operations_of_the_policy():
     assert compare(bare, changed, tolerance=1e-5).holds
 
 
+CUDA_KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention")
+
+
 def test_operations_are_found_by_text_packet_and_overload_where_torch_has_them():
     found = {aten.mm.default, aten.mm.dtype}
     assert sac.find_operations(["aten.mm", "torch.ops.aten.mm.default"]) == found
@@ -209,7 +211,9 @@ def test_operations_are_found_by_text_packet_and_overload_where_torch_has_them()
     assert aten.mul_.Tensor in sac.find_operations([aten.mul_])
     attend = torch.ops.higher_order.flex_attention
     assert sac._overloads("higher_order", "flex_attention") == {attend}
-    assert [sac.family_of(one) for one in (attend, aten.mm.dtype)] == ["attention", "matmul"]
+    assert sac.family_of(aten.mm.dtype) == "matmul"
+    kernels = [getattr(aten, f"_scaled_dot_product_{name}") for name in CUDA_KERNELS]
+    assert {sac.family_of(one) for one in sac.find_operations([attend, *kernels])} == {"attention"}
     assert sac.is_cheap(aten._softmax.default)
 
 

@@ -118,6 +118,14 @@ def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path
 
 def test_the_journal_and_the_terminal_have_spike_rollback_and_skip(tmp_path, caplog):
     started_again(tmp_path / "run")
+    assert re.search(
+        r"spike: loss [\d.]+ at step 93, with .* as the limit, too high since step 91", caplog.text
+    )
+    assert (
+        "Rolled back to rollback/step-00000080.dcp, without the data at positions 88 to 94 "
+        "(attempt 1" in caplog.text
+    )
+    assert "start again to go on" in caplog.text
     recorded = events(tmp_path / "run")
     kinds = ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]
     assert [event["kind"] for event in recorded] == kinds

@@ -33,6 +33,8 @@ def test_the_documented_block_is_the_default():
             {"rollback_every": 0},
             "checkpoint.rollback_every must be 1 or more, or null for none; got 0",
         ),
+        ({"rollback_every": True}, "checkpoint.rollback_every must be"),
+        ({"overhead": 0}, "checkpoint.overhead must be above 0, at most 1; got 0"),
         ({"recovery_every": "auto"}, "checkpoint.recovery_every must be a whole number or null"),
         ({"best_k_metric": "dev loss"}, "letters, digits and _, such as dev_loss"),
         (

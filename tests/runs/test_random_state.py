@@ -33,12 +33,15 @@ def generator(seed=0):
 
 
 def draws(own):
-    numbers = torch.rand(1).item(), random.random(), numpy.random.rand()
+    # The second of two normal numbers is stored with the first.
+    numbers = random.gauss(0, 1), numpy.random.randn(), torch.rand(1).item()
     return [*numbers, torch.rand(1, generator=own).item()]
 
 
-def test_a_generator_that_only_one_side_has_is_noted():
+def test_a_generator_that_only_one_side_has_is_noted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     own = generator()
+    draws(own)
     taken = take_random_state({"own": own})
     expected = draws(own)
     assert restore_random_state(taken, {"own": own}) == []

@@ -9,6 +9,7 @@ import math
 import numpy
 import pytest
 
+import spike_runs
 from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.random_state import DataPosition
 from curry_train.runs.spike import AttachedWatch, SpikeWatchdog
@@ -45,6 +46,16 @@ HEALTHY = {
 def test_sound_loss_curves_raise_no_false_alarm(shape, noise):
     for seed in range(2 if noise else 1):
         assert alarms(noisy(seed, HEALTHY[shape], noise=noise)) == []
+
+
+@pytest.mark.long
+def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_time():
+    """Use trainings that are not too easy: a patience of one raises false alarms."""
+    found = spike_runs.measure(100, 12)
+    assert found["sound"]["false_alarms"]["patience_3"] == 0
+    assert found["sound"]["false_alarms"]["patience_1"] > 0
+    assert sum(fault["spikes"] for fault in found["planted"].values()) >= 24
+    assert [fault["spikes"] - fault["in_time"] for fault in found["planted"].values()] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", HEALTHY)
@@ -97,6 +108,7 @@ def test_a_watchdog_restored_from_its_state_behaves_the_same():
     ("block", "words"),
     [
         ({"window": 4}, "spike.window must be 16 or more; got 4"),
+        ({"least_rise": 1.5}, "spike.least_rise must be from 0 to below 1; got 1.5"),
     ],
 )
 def test_wrong_settings_are_named(block, words):

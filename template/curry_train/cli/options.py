@@ -89,8 +89,8 @@ def all_of(*options: OptionDecorator) -> OptionDecorator:
     return decorate
 
 
-def changed(change: Callable[..., dict[str, Any]]) -> OptionDecorator:
-    """Give a command what `change` makes of the values of its options."""
+def with_values(change: Callable[..., dict[str, Any]]) -> OptionDecorator:
+    """Change the values of a command's options before it runs."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -150,7 +150,7 @@ def training_options(
             *("--factory", "factory_path"),
             metavar="FILE",
         ),
-        changed(change),
+        with_values(change),
     )
 
 
@@ -351,7 +351,7 @@ run_options = all_of(
     batch_size_option(),
     SEED_OPTION,
     RESULTS_OPTION,
-    changed(_as_asked),
+    with_values(_as_asked),
 )
 
 
@@ -397,7 +397,7 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
             "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
         ),
         click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-        changed(change),
+        with_values(change),
     )
 
 

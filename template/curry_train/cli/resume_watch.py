@@ -49,7 +49,7 @@ class StateWatch:
         self.steps: list[dict[str, Any]] = []
         # Objects that were made or called first, in this order, each with its part.
         self._found: list[tuple[str, Any]] = []
-        # So many of them have their first state taken or withheld.
+        # The number of them whose first state was taken or withheld.
         self._num_settled = 0
         # The states that they had at first; the inputs of the model in all steps.
         self.fresh: dict[str, Any] = {part: [] for part in ("data order", "model", *KINDS)}
@@ -67,15 +67,23 @@ class StateWatch:
             steps = self._before_step, self._after_step
             stack.enter_context(replaced_calls(calls, *steps))
             for part, kind in KINDS.items():
-                create = staticmethod(functools.partial(self._create, part))
-                stack.enter_context(mock.patch.object(kind, "__new__", create))
+                for one in _with_subclasses(kind):
+                    if "__init__" in vars(one):
+                        noted = self._noted(part, vars(one)["__init__"])
+                        stack.enter_context(mock.patch.object(one, "__init__", noted))
             yield
 
-    def _create(self, part: str, kind: type, *_: Any, **__: Any) -> Any:
-        """Create an object in place of `kind.__new__`, which subclasses have too."""
-        made: Any = object.__new__(kind)
-        self._found.append((part, made))
-        return made
+    def _noted(self, part: str, begin: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(begin)
+        def run(made: Any, *args: Any, **options: Any) -> None:
+            self._add(part, made)
+            begin(made, *args, **options)
+
+        return run
+
+    def _add(self, part: str, found: Any) -> None:
+        if all(one is not found for _, one in self._found):
+            self._found.append((part, found))
 
     @property
     def present(self) -> list[str]:
@@ -124,8 +132,7 @@ class StateWatch:
             self._depth -= 1
 
     def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
-        if all(one is not root for _, one in self._found):
-            self._found.append(("model", root))
+        self._add("model", root)
         is_first = not self._now["generators"]
         has_more = self._num_settled < len(self._found) or is_first
         self._settle()
@@ -176,3 +183,10 @@ class StateWatch:
 def _nothing() -> dict[str, Any]:
     """Return what is noted of a step without a call of a model."""
     return {"data order": [], "model": {}, "generators": {}}
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    one: type
+    for one in kind.__subclasses__():
+        yield from _with_subclasses(one)

@@ -82,7 +82,7 @@ def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> 
 def _check_new_folder(root: Path) -> None:
     """Refuse a place that can't become a new project."""
     is_empty = root.is_dir() and not root.is_symlink()
-    # What a start that was killed has staged is removed by the next.
+    # The next run removes the files that a killed one staged.
     is_empty &= all(one.name.startswith(STAGING_PREFIX) for one in root.glob("*"))
     if os.path.lexists(root) and (not is_empty or root == Path.cwd()):
         raise UnusableInput(

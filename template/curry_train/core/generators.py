@@ -76,7 +76,7 @@ def generator_digests() -> dict[str, str]:
 
 
 def hash_of(content: bytes) -> str:
-    """Return 64 bits that identify some bytes."""
+    """Return 16 hexadecimal digits that identify some bytes."""
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

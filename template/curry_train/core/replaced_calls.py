@@ -37,7 +37,7 @@ def replaced_calls(
 
 
 def watched(watch: Call, call: Call) -> Any:
-    """Return a function that calls `watch(call, ...)`; also where it becomes a method."""
+    """Return a function that calls `watch(call, ...)`; as a class attribute it is a method."""
 
     def run(*args: Any, **options: Any) -> Any:
         return watch(call, *args, **options)

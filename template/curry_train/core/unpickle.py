@@ -33,7 +33,7 @@ class StandIn:
         return super().__new__(cls)
 
     def append(self, *_: Any) -> None:
-        """Take an element, an entry or a state, as lists, sets, mappings and objects do."""
+        """Ignore an element, an entry or a state, which lists, mappings and objects take."""
 
     add = __setitem__ = __setstate__ = append
 

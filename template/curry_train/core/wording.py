@@ -185,7 +185,7 @@ def write_json(path: str, data: dict[str, Any]) -> None:
 
 
 def write_output(place: str | Path, content: bytes | str) -> None:
-    """Write a file; an error names it, which that of a full disk does not."""
+    """Write a file; an error names it, that of a full disk too."""
     try:
         Path(place).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:

@@ -580,7 +580,7 @@ class ScriptTraining:
     """A script that has run until its first optimizer step."""
 
     words: tuple[str, ...]
-    # With another loss, where there are lines of the loss.
+    # Its loss is replaced where `lines` has one.
     taken: Workload
 
     # The lines of the loss, and objects of the script that they name.
