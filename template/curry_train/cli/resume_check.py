@@ -126,10 +126,11 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
     if not resumed:
         raise UnusableInput("the second start made no step")
 
-    def equal_parts(step: int) -> int:
-        return sum(straight[step][part] == resumed[0][part] for part in PARTS)
-
-    begun = max(range(kill_at), key=lambda step: (equal_parts(step), step))
+    first = resumed[0]
+    begun = max(
+        range(kill_at),
+        key=lambda step: (sum(straight[step][part] == first[part] for part in PARTS), step),
+    )
     if begun == 0:
         raise UnusableInput(
             f"the second start began anew. Let the program save within {kill_at} steps, and give "

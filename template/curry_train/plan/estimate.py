@@ -312,13 +312,6 @@ class Sketch:
         """Return the blocks by name; empty if the model repeats none and no pattern is given."""
         return blocks_if_any(module, self.case.blocks)
 
-    def _units(self, module: nn.Module) -> list[str]:
-        """Name the blocks that FSDP2 shards as units, as the trainer of a project does.
-
-        They are those that the model repeats, whichever of them a plan works on.
-        """
-        return [*(blocks_if_any(module, self._options["blocks"]) or self.blocks(module))]
-
     def step(
         self,
         batch_size: int,
@@ -374,7 +367,9 @@ class Sketch:
             batch = self.batch(batch_size)
             module = self.build()
             blocks.update(self.blocks(module))
-            units = self._units(module)
+            # FSDP2 shards the blocks that the model repeats, as the trainer of a project does,
+            # whichever of them a plan works on.
+            units = [*(blocks_if_any(module, self._options["blocks"]) or self.blocks(module))]
             if change is not None:
                 change(module)
                 # The modules that a change has put in the place of blocks.

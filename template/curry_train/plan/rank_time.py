@@ -11,7 +11,7 @@ step is measured on the machines themselves.
 Proof: `python -m pytest tests/plan/test_rank_time.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -185,7 +185,10 @@ class CourseRecorder:
         waits = {one for one in waits if one in course.collectives or streams[one] != stream}
         if waits:
             course.waits[index] = sorted(waits)
-        arguments = _arguments(func, args, kwargs)
+        arguments = [
+            (argument, args[place] if place < len(args) else kwargs.get(argument.name))
+            for place, argument in enumerate(func._schema.arguments)
+        ]
         if kind is not None:
             course.collectives[index] = _collective(kind, func, arguments, out)
             written = inputs
@@ -203,14 +206,6 @@ class CourseRecorder:
 def _storages(*values: Any) -> set[int]:
     """Return the storages of the tensors in arguments or results, by their address."""
     return {tensor.untyped_storage()._cdata for tensor in operands(*values)}
-
-
-def _arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the arguments of an operation's schema, each with its value."""
-    return [
-        (argument, args[place] if place < len(args) else kwargs.get(argument.name))
-        for place, argument in enumerate(func._schema.arguments)
-    ]
 
 
 def kind_of_collective(func: Any) -> str | None:

@@ -492,16 +492,17 @@ def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequ
         found = f"{renamed[owner]}{dot}{last}" if owner in renamed else path
         return f"{what}{of}{renamed.get(path, found)}"
 
-    def by_names(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name_in_a(name): value for name, value in values.items()}
-
     fields = ("digests", "distances", "settings")
     return [
         {
             **one,
             "own": one,
             "path": name_in_a(one.get("path", "")),
-            **{field: by_names(one[field]) for field in fields if field in one},
+            **{
+                field: {name_in_a(name): value for name, value in one[field].items()}
+                for field in fields
+                if field in one
+            },
         }
         for one in b
     ]
