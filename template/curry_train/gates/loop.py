@@ -619,7 +619,9 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
         yield place, f"all gradients of {kind} are 0", hint
     # Of two matrices that are multiplied one that is 0 alone has a gradient.
     empty = [one for one in parameters_of(steps[0].optimizer) if one.dim() == 2 and not one.any()]
-    fits = {one.shape[0] for one in empty} & {one.shape[1] for one in empty}
+    # Square ones may well be unused so far, as a table of zeros for each stage.
+    fits = {one.shape[0] for one in empty if one.shape[0] < one.shape[1]}
+    fits &= {one.shape[1] for one in empty if one.shape[1] < one.shape[0]}
     is_product = fits and len(flat) > 1 and flat == {*map(id, empty)}
     # A bias that has a gradient tells that the layer is used.
     used = {trace.names.get(one) for one in graded - flat}
@@ -630,7 +632,10 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
     ]
     if dead:
         measured = f"the gradient of {trace.named(dead)} is 0 in each step, as where its inputs are"
-        hint = "look at a dropout of 1, a dead activation, a hook, or two factors that begin with 0"
+        hint = (
+            "look at a dropout of 1, a dead activation, a hook, or two matrices that are "
+            "multiplied and both begin at 0"
+        )
         yield place, measured, hint
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
@@ -668,12 +673,11 @@ def _without_gradient(trace: Trace) -> Iterator[Fault]:
             idle |= still
         elif still:
             yield (
-                place,
+                place or trace.of(Step)[-1].place,
                 "trained parameters get no gradient, because they ran without: "
                 + trace.named(still),
-                "with reentrant checkpointing the input of a block needs a gradient: "
-                "use_reentrant=False, or model.enable_input_require_grads(); else remove the "
-                "no_grad",
+                "remove the no_grad; with reentrant checkpointing the input of a block needs a "
+                "gradient: use_reentrant=False, or model.enable_input_require_grads()",
             )
     used = {call.lines for call in trace.of(LossCall) if call.is_used}
     unused = [call for call in trace.of(LossCall) if call.lines not in used]
@@ -740,15 +744,19 @@ def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> 
     if len(own) > 2 and is_anew and len({one.lines for one in own}) == 1:
         hint = "make the schedule once, before the loop"
         yield own[0].place, "a new schedule in each step begins anew", hint
-    setters = {
-        id(one.scheduler)
-        for one in windows[-1].of(Schedule)
-        if one in own and type(one.scheduler) is LambdaLR
-    }
-    if len(setters) > 1:
-        hint = "make a schedule for each optimizer"
+    setters = [
+        {
+            one.scheduler: one.place
+            for one in window.of(Schedule)
+            if one in own and type(one.scheduler) is LambdaLR
+        }
+        for window in windows[-2:]
+    ]
+    # At the end of an epoch one for warm-up may give place to another one.
+    if min(map(len, setters)) > 1:
+        hint = "multiply them in one lr_lambda, or join them by SequentialLR"
         yield (
-            own[0].place,
+            [*setters[-1].values()][-1],
             "several LambdaLR set the rate of one optimizer; the last one counts",
             hint,
         )
@@ -854,7 +862,7 @@ def mode(trace: Trace) -> Iterator[Fault]:
             continue
         if one.is_trained_on and not one.training:
             hint = "call model.train() before training, and again after each evaluation"
-            measured = f"a trained forward pass in eval mode, at {one.place}"
+            measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
         elif one.training and not one.is_trained_on and not others.isdisjoint(one.digests):
             hint = "call model.eval() before evaluation, and model.train() after it"

@@ -23,6 +23,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     for window in trace.windows:
         step, forwards = window.step, window.forwards
         place = forwards[0].place if forwards else ""
+        given = {number for one in forwards for number in one.digests}
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in parameters_of(step.optimizer))
         steps.append(
@@ -31,7 +32,10 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
                 "weights": None if is_sharded or step.moved is None else step.after,
                 "inputs": [list(one.digests) for one in forwards],
                 "input_place": place,
-                "data_place": next((one.place for one in window.of(Fetch)), place),
+                "data_place": next(
+                    (one.place for one in window.of(Fetch) if not given.isdisjoint(one.digests)),
+                    place,
+                ),
                 "syncs": [one.syncs for one in forwards],
                 "gradient": None if is_sharded else [step.made, step.used],
                 "loss_place": window.calls[-1].place if window.calls else "",

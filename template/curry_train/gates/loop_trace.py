@@ -95,7 +95,7 @@ class Event:
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool
     # An event before it, with the user's line where a Trainer makes the call itself: the loss of a
-    # backward pass, the making of the optimizer that steps, or the last eval() of a model.
+    # backward pass, the making of the optimizer that steps, or what set a model to eval mode.
     cause: "Event | None" = field(default=None, kw_only=True)
 
     @property
@@ -375,7 +375,7 @@ class Trace(Events):
 
     events: list[Event] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
-    # What made optimizers, and the last eval() of modules, by their ids.
+    # What made optimizers, and what set modules to eval mode, by their ids.
     made: dict[int, Event] = field(default_factory=dict)
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
@@ -543,7 +543,7 @@ class Observer:
         """Yield calls, and what is called with each and its arguments in place of it."""
         yield nn.Module, "__call__", self._module
         yield Optimizer, "__init__", self._made
-        yield nn.Module, "eval", self._eval
+        yield nn.Module, "train", self._set_mode
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         yield Tensor, "detach", self._detach
@@ -611,8 +611,8 @@ class Observer:
             return call(module, *args, **options)
         has_gradients = torch.is_grad_enabled()
         ran = self.trace.ran[has_gradients]
-        if id(module) not in ran:
-            ran[id(module)] = module, users_line("checkpoint")
+        if id(module) not in ran or (module.training and not ran[id(module)][1]):
+            ran[id(module)] = module, users_line("checkpoint") if module.training else ""
         event = None
         # A loss is a module too, without parameters.
         is_model = next(module.parameters(), None) is not None
@@ -949,7 +949,8 @@ class Observer:
         if not float(list(bound.arguments.values())[1]):
             hint = "a norm of 1.0 is usual; leave the clipping out for none"
             self.fault("clipping", place, "gradients are clipped to 0", hint)
-        if getattr(self.last(Scaling), "call", "") == "scale":
+        is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
+        if is_scaled and getattr(self.last(Scaling), "call", "") == "scale":
             hint = "call scaler.unscale_(optimizer) before it"
             self.fault("clipping", place, "gradients are clipped while they are scaled", hint)
         return clip(given, *args, **options)
@@ -969,9 +970,11 @@ class Observer:
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
         self.trace.made[id(one)] = Event(lines, False)
 
-    def _eval(self, set_mode: Call, module: nn.Module) -> nn.Module:
-        self.trace.made |= dict.fromkeys(map(id, module.modules()), Event(users_lines(), False))
-        return set_mode(module)
+    def _set_mode(self, call: Call, module: nn.Module, mode: bool = True) -> nn.Module:
+        # Each part is set by a call, and `eval` calls this, also where a model has its own.
+        if not mode:
+            self.trace.made[id(module)] = Event(users_lines(), False)
+        return call(module, mode)
 
     def _schedule(self, step: Call, scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
         event = None
