@@ -405,6 +405,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
             continue
         if not any(map(window.is_clean, calls)):
             yield (
+                # A zero_grad of this window comes too late, or leaves parameters out.
                 [step, *window.zeros][-1].place,
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
@@ -611,6 +612,7 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
         yield last, f"no parameter of {kind} has a gradient any more", hint
     if len(steps) < FEWEST_STEPS:
         return
+    # The last backward call, where there is one.
     place = [steps[-1], *windows[-1].calls][-1].place
     graded = frozenset.intersection(*(step.graded for step in steps))
     flat = graded.intersection(*(step.without_slope for step in steps))

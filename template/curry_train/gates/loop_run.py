@@ -83,7 +83,7 @@ def preflight_program(
     ]
     # The first rank with a fault has the verdict.
     merged = [
-        min(of_ranks, key=lambda one: one.passed is not False)
+        next((one for one in of_ranks if one.passed is False), of_ranks[0])
         for of_ranks in zip(*filter(None, verdicts), strict=True)
     ]
     return [*merged, judge_ranks([one.get("ranks") for one in found])] if num_ranks > 1 else merged

@@ -189,7 +189,7 @@ class Dropout(Event):
 
     # Whether it runs in a backward pass, which recomputes a forward pass.
     is_recomputed: bool
-    # What identifies the state of the CPU's generator.
+    # A hash of the state of the CPU's generator.
     generator: int
     # The shape and the rate, which are the same where it is recomputed.
     kind: tuple[torch.Size, float]
@@ -375,7 +375,7 @@ class Trace(Events):
 
     events: list[Event] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
-    # What made optimizers, and what set modules to eval mode, by their ids.
+    # By id: the call that made an optimizer, and the one that last set a module to eval mode.
     made: dict[int, Event] = field(default_factory=dict)
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
@@ -927,6 +927,7 @@ class Observer:
             if one.scaler is scaler and one.call in ("scale", "update")
         ]
         event = self.note(Scaling, call=name, scaler=scaler)
+        # The call before it was one too.
         if [name] == calls[-1:] == ["update"]:
             measured = "the scale is updated again, without a loss in between"
             hint = "call scaler.update() once, after the steps of all optimizers"
@@ -1035,6 +1036,7 @@ class Observer:
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
+            # Only calls of a scaler have that name.
             by_scaler=getattr(self.last(Event), "call", "") == "step",
             in_backward=in_backward(),
             generator=_generator(),

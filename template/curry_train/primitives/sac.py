@@ -42,7 +42,7 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
     for item in named:
         operation = _by_name(item) if isinstance(item, str) else item
         if isinstance(operation, OpOverloadPacket):
-            # Those that do not write in place, or all if every overload does.
+            # Overloads that write in place are left out, unless all do.
             overloads = [getattr(operation, name) for name in operation.overloads()]
             found.update([one for one in overloads if not writes_in_place(one)] or overloads)
         elif isinstance(operation, Operation):

@@ -225,7 +225,7 @@ def _came_back(value: Any, name: str) -> Any:
     what = f"a {type(value).__name__}{dtype}"
     try:
         found = load(dump(value))
-    except Exception:  # noqa: BLE001 - pickling runs code of the user's class
+    except Exception:  # noqa: BLE001 - a class of the user's may raise anything when it is pickled
         refuse_value(name, what)
     if type(found) is not type(value):
         refuse_value(name, what)
