@@ -11,7 +11,8 @@ dev_ready := .venv/.dev
 endif
 
 ARGS :=
-PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable
+# Python compiles what it imports; pip would compile every file of every library, for a minute.
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
 .PHONY: help validate test long mutants slips torture spikes boxes zoo finetune preflight locate evals evidence-cuda check static lint types rules skills manifests clients clean

@@ -5,8 +5,8 @@
     python benchmarks/saving_cost.py steps --json evidence/saving_cost.json
     python benchmarks/saving_cost.py cadence --json evidence/checkpoint_cadence.json
 
-`commit` compares a save with a plain `dcp.save` of the same tensors, and the stall of a save in the
-background with a save in the foreground. `memory` compares the highest host memory of a training
+`commit` compares a save with a plain `dcp.save` of the same tensors, a load with a `dcp.load`, and
+the stall of a save in the background with a save in the foreground. `memory` compares the highest host memory of a training
 that saves, or loads, with that of one that calls torch's functions. `steps` compares rounds of 35
 steps after a save with rounds without one, and the whole loop of a small model. `cadence` trains
 with a bound on the time of all saves. What is compared runs in turns, and the median of the pairs'
@@ -136,12 +136,22 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
     return compared(synchronous[1:], stalled[1:])
 
 
+def measure_loading(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
+    """Compare the store's load, which verifies the files first, with `dcp.load`."""
+    shutil.rmtree(folder)
+    for writer in ("plain.save", "ours.save"):
+        ACTIONS[writer](state, folder)
+    readers = [functools.partial(ACTIONS[name], state, folder) for name in READERS]
+    return compared(*time_in_turns(readers, rounds=pairs, warmup=1))
+
+
 def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     state = made_state(options.mib * 2**20)
     return {
         "state_bytes": sum(tensor.nbytes for tensor in state.snapshot().tensors.values()),
         "integrity": measure_integrity(state, folder, pairs=options.rounds),
         "stall": measure_stall(state, folder, pairs=options.rounds),
+        "loading": measure_loading(state, folder, pairs=options.rounds),
     }
 
 
@@ -157,6 +167,8 @@ ACTIONS: dict[str, Callable[[TrainingState, Path], Any]] = {
     ),
     "ours.load": lambda state, folder: SavedRun(folder / "ours").load("latest", state),
 }
+
+READERS = ("plain.load", "ours.load")
 
 
 def _tensors(state: TrainingState) -> dict[str, Any]:

@@ -45,7 +45,7 @@ SMALLEST = {
         "--only loops.undivided",
         {"score.faults": 3, "score.faults_found_at_their_line": 3, "score.healthy": 0},
     ),
-    "saving_cost commit": (SAVING, {"integrity.pairs": 1, "stall.pairs": 1}),
+    "saving_cost commit": (SAVING, {"integrity.pairs": 1, "stall.pairs": 1, "loading.pairs": 1}),
     "saving_cost memory": (SAVING, {}),
     "saving_cost steps": (SAVING, {"small.0.batch": 32, "small.1.batch": 512}),
     "saving_cost cadence": (SAVING, {}),

@@ -29,8 +29,8 @@ class RefusedPickle(ValueError):
 class StandIn:
     """An inert value in place of what a pickle names; it keeps nothing that is set on it."""
 
-    def __new__(cls, *_: Any, **__: Any) -> "StandIn":
-        return super().__new__(cls)
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """Ignore the arguments of what it stands for."""
 
     def append(self, *_: Any) -> None:
         """Ignore an element, an entry or a state, which lists, mappings and objects take."""
