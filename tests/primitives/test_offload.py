@@ -349,6 +349,22 @@ def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(batc
     assert model[0]._technique.step() is None
 
 
+def test_backward_brings_back_two_storages_at_most_ahead_of_the_one_in_use(batch, monkeypatch):
+    back = offload.HostCopies.back
+    found, counts = [], []
+
+    def count(*arguments):
+        flat, done = back(*arguments)
+        found.append(weakref.ref(flat))
+        counts.append(len(alive(found)))
+        return flat, done
+
+    monkeypatch.setattr(offload.HostCopies, "back", count)
+    _, model = twins(block, depth=9)
+    square_sum(model, batch).backward()
+    assert (len(counts), max(counts)) == (10, 3)
+
+
 class CastsOfWeights(TorchDispatchMode):
     """Weak references to the storages of all casts of a parameter."""
 

@@ -9,6 +9,7 @@ import copy
 import numpy
 import pytest
 import torch
+from faulty_routing import EXPERTS, WIDTH, Router
 from torch import nn
 
 from curry_train.primitives.recompute import recompute_blocks
@@ -17,25 +18,7 @@ from curry_train.primitives.sac import apply_sac
 from curry_train.primitives.segments import recompute_segments
 from curry_train.primitives.strategies import CheckpointConfig, apply_config
 
-WIDTH = 8
-EXPERTS = 4
 TOKENS = 12
-
-
-class BiasedRouter(nn.Module):
-    """Choose two experts by score and a bias that balances the load, and count the load."""
-
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.register_buffer("bias", torch.zeros(EXPERTS))
-        self.register_buffer("load", torch.zeros(EXPERTS))
-
-    def forward(self, x):
-        scores = torch.softmax(self.score(x), -1)
-        _, chosen = torch.topk(scores.detach() + self.bias, 2, dim=-1)
-        self.load += torch.bincount(chosen.flatten(), minlength=EXPERTS)
-        return scores.gather(-1, chosen), chosen
 
 
 class OtherKernel:
@@ -88,7 +71,7 @@ class ExpertsBlock(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self, router=BiasedRouter, tied=True):
+    def __init__(self, router=Router, tied=True):
         super().__init__()
         self.blocks = nn.ModuleList(ExpertsBlock(router) for _ in range(3))
         if tied:

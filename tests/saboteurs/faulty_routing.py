@@ -16,7 +16,7 @@ EXPERTS = 4
 
 
 class Router(nn.Module):
-    """Chooses two experts by score and bias, and counts the load."""
+    """Chooses two experts by score and a bias that balances the load, and counts the load."""
 
     def __init__(self):
         super().__init__()
@@ -26,9 +26,9 @@ class Router(nn.Module):
 
     def forward(self, x):
         scores = torch.softmax(self.score(x), -1)
-        weights, chosen = torch.topk(scores + self.bias, 2, dim=-1)
+        _, chosen = torch.topk(scores.detach() + self.bias, 2, dim=-1)
         self.load += torch.bincount(chosen.flatten(), minlength=EXPERTS)
-        return weights, chosen
+        return scores.gather(-1, chosen), chosen
 
 
 class Experts(nn.Module):
