@@ -17,9 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 REAL = command.find_bundle()
 # The real `lazy_names`, without the names that core hands on.
-LAZY_NAMES = (
-    (ROOT / "template/curry_train/core/__init__.py").read_text().partition("__getattr__, ")[0]
-)
+LAZY_NAMES = (REAL.package / "core/__init__.py").read_text().partition("__getattr__, ")[0]
 
 PACKAGE = {
     "__init__.py": '"""The package."""\n\n__version__ = "0.2.0"\n',
