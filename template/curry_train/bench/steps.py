@@ -260,7 +260,7 @@ class TrainingStep:
         microbatch = self.window.microbatches[0]
         sample = Sample(microbatch, self.mean_loss, self.case.blocks)
         self.changed = [name for change in lever.changes for name in change(self.model, sample)]
-        self.optimizer = make_optimizer(optimizer, self.model, foreach=self.device.type == "cuda")
+        self.optimizer = make_optimizer(optimizer, self.model)
         for group in self.optimizer.param_groups:
             # The weights stay as they are, whatever the optimizer.
             group["lr"] = 0.0

@@ -358,7 +358,7 @@ def _measure(
     module = case.build()
     plan.apply(module)
     chosen = optimizer or case.workload.optimizer or "adamw"
-    steps = make_optimizer(chosen, module, foreach=place.type == "cuda")
+    steps = make_optimizer(chosen, module)
     return measure_timeline(
         module,
         case.batch(),

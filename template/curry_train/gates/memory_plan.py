@@ -413,8 +413,7 @@ def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Out
 def measured_peak(case: Case, change: ModelChange | None) -> int:
     """Measure the peak of a real step, with the workload's optimizer or AdamW."""
     module = case.build()
-    is_cuda = case.device.type == "cuda"
-    optimizer = make_optimizer(case.workload.optimizer or "adamw", module, foreach=is_cuda)
+    optimizer = make_optimizer(case.workload.optimizer or "adamw", module)
     if change is not None:
         change(module)
     return measure_timeline(
@@ -422,7 +421,7 @@ def measured_peak(case: Case, change: ModelChange | None) -> int:
         case.batch(),
         case.workload.mean_loss,
         optimizer=optimizer,
-        keeps_output=is_cuda and case.workload.output_until != "loss",
+        keeps_output=case.device.type == "cuda" and case.workload.output_until != "loss",
     ).peak.bytes_alive
 
 

@@ -202,12 +202,13 @@ OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 
 
 def make_optimizer(
-    name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool = False
+    name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool | None = None
 ) -> torch.optim.Optimizer:
     """Make an optimizer by name, by bytes per parameter such as 6 or "6", or with a factory.
 
     A factory is the user's own, as a function of the module or as `package.module:function`.
-    `foreach` selects the multi-tensor implementation, which is torch's default on CUDA.
+    `foreach` selects the multi-tensor implementation; None leaves it to torch, which has it on
+    CUDA.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if callable(name) or (isinstance(name, str) and ":" in name):
@@ -237,7 +238,7 @@ def make_optimizer(
 
 
 def _of_factory(
-    factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool
+    factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool | None
 ) -> torch.optim.Optimizer:
     """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
     make = import_callable(factory) if isinstance(factory, str) else factory
