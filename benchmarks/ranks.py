@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from curry_train.core.blocks import find_blocks
-from curry_train.gates.two_ranks import run_on_ranks
+from curry_train.gates.two_ranks import RankProcesses
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding, tensor_parallel
@@ -309,7 +309,8 @@ def _program(one: Configuration, sharding: Sharding, mesh: Any) -> Callable[[], 
 def compare(names: list[str], world: int) -> list[dict[str, Any]]:
     """Return both peaks of the first and of the last rank of each configuration."""
     target = f"{Path(__file__).resolve()}:measure_all"
-    ranks = run_on_ranks(target, num_ranks=world, timeout=7200.0, names=names)
+    with contextlib.closing(RankProcesses(world)) as processes:
+        ranks = processes.call(target, {"names": names}, timeout=7200.0)
     return [
         {
             "configuration": name,

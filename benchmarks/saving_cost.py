@@ -6,11 +6,11 @@
     python benchmarks/saving_cost.py cadence --json evidence/checkpoint_cadence.json
 
 `commit` compares a save with a plain `dcp.save` of the same tensors, a load with a `dcp.load`, and
-the stall of a save in the background with a save in the foreground. `memory` compares the highest host memory of a training
-that saves, or loads, with that of one that calls torch's functions. `steps` compares rounds of 35
-steps after a save with rounds without one, and the whole loop of a small model. `cadence` trains
-with a bound on the time of all saves. What is compared runs in turns, and the median of the pairs'
-ratios counts.
+the stall of a save in the background with a save in the foreground. `memory` compares the highest
+host memory of a training that saves, or loads, with that of one that calls torch's functions.
+`steps` compares rounds of 35 steps after a save with rounds without one, and the whole loop of a
+small model. `cadence` trains with a bound on the time of all saves. What is compared runs in turns,
+and the median of the pairs' ratios counts.
 Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 

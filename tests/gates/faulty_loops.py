@@ -7,7 +7,7 @@ import copy
 from types import SimpleNamespace
 
 import torch
-from healthy_loops import low_rank
+from healthy_loops import low_rank, short
 from loops import (
     Attention,
     Language,
@@ -22,6 +22,7 @@ from loops import (
     loader,
     of_tokens,
     padded_tokens,
+    scaler_on_cpu,
     sequences,
     step,
     texts,
@@ -36,11 +37,6 @@ from torch.utils.data import (
     DistributedSampler,
     TensorDataset,
 )
-
-
-def two_epochs(num_batches=5):
-    return loader(8 * num_batches)
-
 
 # Accumulation.
 
@@ -92,7 +88,7 @@ def mean_over_ignored_targets():
 def window_over_the_end_of_an_epoch():
     model = classifier()
     optimizer = adamw(model)
-    data = two_epochs()
+    data = short()
     for _ in range(8):
         for number, (inputs, labels) in enumerate(data):
             (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
@@ -104,7 +100,7 @@ def window_over_the_end_of_an_epoch():
 def end_of_an_epoch_lost():
     model = classifier()
     optimizer = adamw(model)
-    data = two_epochs()
+    data = short()
     for _ in range(8):
         optimizer.zero_grad()  # here
         for number, (inputs, labels) in enumerate(data):
@@ -303,7 +299,7 @@ def schedule_of_an_older_optimizer():
 def unscaled_per_microbatch():
     model = classifier()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for number, (inputs, labels) in enumerate(loader()):
         scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
         if number % 2 == 0:
@@ -317,7 +313,7 @@ def unscaled_per_microbatch():
 def one_of_two_losses_scaled():
     model = classifier()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()
         scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
@@ -405,21 +401,21 @@ def eval_after_the_first_epoch():
     optimizer = adamw(model)
     model.train()
     for _ in range(8):
-        for inputs, labels in two_epochs():
+        for inputs, labels in short():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
             optimizer.step()
         model.eval()  # here
         with torch.no_grad():
-            for inputs, _ in two_epochs(2):
+            for inputs, _ in short(2):
                 model(inputs)
 
 
 def evaluated_in_training_mode():
     model = classifier(dropout=0.2)
     optimizer = adamw(model)
-    training, validation = two_epochs(), two_epochs(2)
+    training, validation = short(), short(2)
     for _ in range(8):
         fit(model, optimizer, training)
         with torch.no_grad():
@@ -440,7 +436,7 @@ def dropout_in_evaluation():
     optimizer = adamw(model)
     for _ in range(8):
         model.train()
-        fit(model, optimizer, two_epochs())
+        fit(model, optimizer, short())
         model.eval()
         with torch.no_grad():
             model(torch.randn(8, 8))
@@ -457,7 +453,7 @@ def seeded_in_each_step():
 def seeded_in_each_epoch():
     model = classifier()
     optimizer = adamw(model)
-    data = two_epochs()
+    data = short()
     for _ in range(8):
         torch.manual_seed(0)
         fit(model, optimizer, data)  # here: fetch
@@ -497,7 +493,7 @@ def cache_of_outputs():
     optimizer = adamw(model)
     outputs = []
     for _ in range(8):
-        for inputs, labels in two_epochs():
+        for inputs, labels in short():
             output = model(inputs)
             step(optimizer, F.cross_entropy(output, labels))
             outputs.append(output.detach())  # here
@@ -526,7 +522,7 @@ def callback_that_keeps_activations():
     optimizer = adamw(model)
     model[0].register_forward_hook(Recorder())
     for _ in range(8):
-        fit(model, optimizer, two_epochs())
+        fit(model, optimizer, short())
 
 
 def total_loss_with_its_graph():
@@ -534,7 +530,7 @@ def total_loss_with_its_graph():
     optimizer = adamw(model)
     total = 0
     for _ in range(8):
-        for inputs, labels in two_epochs():
+        for inputs, labels in short():
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
@@ -973,7 +969,7 @@ def label_among_the_inputs():
 def scale_updated_per_optimizer():
     body, head = nn.Linear(8, 8), nn.Linear(8, 5)
     optimizers = [adamw(body), adamw(head)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for inputs, labels in loader():
         scaler.scale(F.cross_entropy(head(body(inputs)), labels)).backward()
         for one in optimizers:

@@ -22,6 +22,7 @@ from loops import (
     loader,
     of_tokens,
     padded_tokens,
+    scaler_on_cpu,
     sequences,
     step,
     texts,
@@ -1051,7 +1052,7 @@ class Tagger(nn.Module):
 def scaler_of_each_model():
     models = [classifier(), classifier()]
     optimizers = [adamw(one) for one in models]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in models]
+    scalers = [scaler_on_cpu() for _ in models]
     for number, (inputs, labels) in enumerate(loader()):
         for model, scaler, every in zip(models, scalers, (1, 2), strict=True):
             scaler.scale(F.cross_entropy(model(inputs), labels) / every).backward()
@@ -1067,7 +1068,7 @@ def scaler_of_each_model():
 def losses_scaled_first():
     models = [classifier(), classifier()]
     optimizer = adamw(nn.ModuleList(models))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for inputs, labels in loader():
         losses = [scaler.scale(F.cross_entropy(model(inputs), labels)) for model in models]
         for one in losses:
@@ -1235,6 +1236,22 @@ def teacher_with_the_same_frozen_stem():
             model[4].weight.add_(-1e-4, model[4].weight)
 
     fit(model, optimizer, schedule=SimpleNamespace(step=update))
+
+
+def frozen_part_in_eval_mode_a_part_that_waits_and_a_list_with_a_limit():
+    frozen = classifier(dropout=0.2).requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(5, 9), nn.Linear(9, 5)).eval()
+    groups = [{"params": layer.parameters()} for layer in model[1:]]
+    optimizer = torch.optim.AdamW(groups)
+    rates = [lambda step: step > 20, lambda step: 1]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
+    inputs = []
+    for batch, labels in loader(160):
+        inputs.append(batch)
+        if len(inputs) > 16:
+            inputs.pop(0)
+        step(optimizer, F.cross_entropy(model(batch), labels))
+        schedule.step()
 
 
 class Doubled(nn.Module):

@@ -25,6 +25,10 @@ def loader(num_samples=64, batch_size=8, *, shuffle=True):
     return DataLoader(data, batch_size, shuffle=shuffle)
 
 
+def scaler_on_cpu():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+
 def step(optimizer, loss):
     optimizer.zero_grad()
     loss.backward()  # backward
@@ -249,7 +253,7 @@ def tokens_weighted():
 def scaled():
     model = classifier()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for number, (inputs, labels) in enumerate(loader()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = F.cross_entropy(model(inputs), labels) / 2
@@ -522,7 +526,7 @@ def scheduled_per_microbatch():
     models = [classifier(), classifier()]
     optimizers = [adamw(model) for model in models]
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.9**step)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for number, (inputs, labels) in enumerate(loader()):
         for model in models:
             scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
@@ -579,7 +583,7 @@ def clipped_nothing():
 def clipped_while_scaled():
     model = classifier()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()
         scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
@@ -591,7 +595,7 @@ def clipped_while_scaled():
 def stepped_while_scaled():
     model = classifier()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for inputs, labels in loader():
         step(optimizer, scaler.scale(F.cross_entropy(model(inputs), labels)))  # here: step
 
@@ -724,7 +728,7 @@ def clipped_another_model():
 def scale_never_updated():
     model = classifier()
     optimizer = adamw(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()
         scaler.scale(F.cross_entropy(model(inputs), labels)).backward()  # here

@@ -11,11 +11,12 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from rank_calls import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates import two_ranks
-from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
+from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.gates.verdict import Gate
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case

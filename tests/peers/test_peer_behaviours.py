@@ -15,9 +15,9 @@ import peer_surroundings
 import pytest
 import torch
 from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, Chain, rendered, torch_checkpoints
+from rank_calls import run_on_ranks
 
 from curry_train.core.measure import measure_memory
-from curry_train.gates.two_ranks import run_on_ranks
 
 PAGE = Path(__file__).parents[2] / "skills/recompute/references/torch-checkpoint.md"
 MODULES = (peer_arguments, peer_autograd, peer_ranks, peer_state, peer_surroundings)

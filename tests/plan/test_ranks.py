@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_calls import run_on_ranks
 from torch import nn
 
 import ranks
 from curry_train import primitives
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.costs import drop_saved_tensors
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import routed_ranks
+from rank_calls import run_on_ranks
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.plan.estimate import Sketch
 
 # Program, whether the routing is even, and the place of the rank whose experts are chosen else.
@@ -25,7 +25,7 @@ ROUTED = [
 def real():
     """Measure real ranks on gloo."""
     target = f"{Path(__file__).resolve()}:measure_real"
-    return run_on_ranks(target, num_ranks=2)
+    return run_on_ranks(target)
 
 
 def measure_real():

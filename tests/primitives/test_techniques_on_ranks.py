@@ -8,12 +8,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.gates.two_ranks import GradientSyncs, run_on_ranks
+from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.primitives import GradFlow
 from curry_train.primitives.offload import Offloaded, offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks

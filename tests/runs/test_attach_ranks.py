@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from attached_scripts import PLAIN, attached, flip_a_bit, on_ranks, start
+from rank_calls import run_on_ranks
 from warm_python import warm_python
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import SavedRun, attach, saving
 from curry_train.runs.ranks import Ranks
 

@@ -11,11 +11,11 @@ import signal
 
 import pytest
 import torch
+from rank_calls import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import saving
 from curry_train.runs.history import read_history
 

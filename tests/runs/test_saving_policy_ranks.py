@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_calls import run_on_ranks
 from store_models import equal, flip, new_state, tensors_of, train
 from test_store_ranks import sharded
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig, Retention

@@ -10,12 +10,12 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from rank_calls import run_on_ranks
 from store_models import At, CountedFiles, equal, fail, network, new_state, tensors_of, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
 from curry_train.runs.files import Files
 from curry_train.runs.resume import load_chosen

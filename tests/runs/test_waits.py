@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from rank_calls import run_on_ranks
 from store_models import new_state, train
 
-from curry_train.gates.two_ranks import RankProcesses, run_on_ranks
+from curry_train.gates.two_ranks import RankProcesses
 from curry_train.runs import BackgroundSaver, SavedRun, SaveError, Store
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig

@@ -5,8 +5,8 @@ Run with `python -m pytest tests/trainer/test_evaluation.py`.
 
 import pytest
 import torch
+from rank_calls import run_on_ranks
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.loop import mean_loss
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import Case

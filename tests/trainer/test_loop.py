@@ -8,9 +8,9 @@ import itertools
 
 import pytest
 import torch
+from rank_calls import run_on_ranks
 from torch import nn
 
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
 from curry_train.workloads import load_workload

@@ -5,11 +5,11 @@ Run with `python -m pytest tests/trainer/test_start_ranks.py`.
 
 import pytest
 import torch
+from rank_calls import run_on_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.core.timing import NoSuchDevice
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.runs.ranks import Ranks
 from curry_train.trainer import WrongLaunch, share, start_ranks
 from curry_train.workloads import load_workload

@@ -10,10 +10,10 @@ import signal
 import numpy
 import pytest
 import torch
+from rank_calls import run_on_ranks
 
 from curry_train.cli.train import open_named_run
 from curry_train.config import load_config
-from curry_train.gates.two_ranks import run_on_ranks
 from curry_train.loop import RunReport
 from curry_train.plan import plan
 from curry_train.trainer import train_run

@@ -379,5 +379,4 @@ def _living_tensors() -> list[Tensor]:
 
 def _is_unreached(block: nn.Module) -> bool:
     """Return whether a backward gave none of the block's trained parameters a gradient."""
-    trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
-    return bool(trained) and all(parameter.grad is None for parameter in trained)
+    return {one.grad is None for one in block.parameters() if one.requires_grad} == {True}

@@ -642,6 +642,10 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
     still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
+    for group in steps[0].optimizer.param_groups:
+        # A schedule may let a part of the model wait.
+        if not group["lr"] and group.get("initial_lr"):
+            still -= {*map(id, group["params"])}
     if moved and still and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
         yield last, f"{trace.named(still)} have gradients and do not move", hint
@@ -862,7 +866,12 @@ def mode(trace: Trace) -> Iterator[Fault]:
     for one in trace.of(Forward):
         if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue
-        if one.is_trained_on and not one.training:
+        # A frozen part may stay in eval mode on purpose.
+        if (
+            one.is_trained_on
+            and not one.training
+            and (one.drops or _acts(one.module, frozen=False))
+        ):
             hint = "call model.train() before training, and again after each evaluation"
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
@@ -902,13 +911,23 @@ def _untrained(trace: Trace) -> Iterator[Fault]:
             yield forwards[0].place, "a model that is not trained is in training mode", hint
 
 
-def _acts(model: nn.Module) -> bool:
-    """Return whether a model computes something else in training mode, at any rate."""
+def _acts(model: nn.Module, *, frozen: bool = True) -> bool:
+    """Return whether a model computes something else in training mode, at any rate.
+
+    Without `frozen` no part counts whose parameters are all frozen.
+    """
     return any(
-        isinstance(one, nn.modules.batchnorm._BatchNorm)
-        or (isinstance(value, float) and value and "drop" in f"{type(one).__name__} {name}".lower())
-        for one in model.modules()
-        for name, value in vars(one).items()
+        isinstance(model, nn.modules.batchnorm._BatchNorm)
+        or (
+            isinstance(value, float)
+            and value
+            and "drop" in f"{type(model).__name__} {name}".lower()
+        )
+        for name, value in vars(model).items()
+    ) or any(
+        _acts(part, frozen=frozen)
+        for part in model.children()
+        if frozen or {one.requires_grad for one in part.parameters()} != {False}
     )
 
 

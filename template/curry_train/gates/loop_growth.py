@@ -186,16 +186,25 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _line_that_adds_to(name: str, code: Any) -> str | None:
+    """Return the line that adds to a container, from which no line takes anything out."""
+    word = rf"\b{re.escape(name)}\b"
     adds = re.compile(
-        rf"\b{re.escape(name)}\b[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
-        rf"|\[.*\](\.append\(|\s*=[^=])|\s*\+=|\s*=.*\b{re.escape(name)}\s*\+)"
+        rf"{word}[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
+        rf"|\[.*\](\.append\(|\s*=[^=])|\s*\+=|\s*=.*{word}\s*\+)"
+    )
+    takes = re.compile(
+        rf"\bdel .*{word}|{word}(\.(pop|popleft|popitem|remove)\(|(\[:\])? = {word}\[)"
     )
     own = {number for _, _, number in code.co_lines()} if code else None
+    found = None
     for file in [code.co_filename] if code else _files_of_the_user():
         for number, line in enumerate(linecache.getlines(file), 1):
-            if (own is None or number in own) and adds.search(line):
-                return f"{Path(file).name}:{number}"
-    return None
+            if own is None or number in own:
+                if takes.search(line):
+                    return None
+                if found is None and adds.search(line):
+                    found = f"{Path(file).name}:{number}"
+    return found
 
 
 def _files_of_the_user() -> list[str]:

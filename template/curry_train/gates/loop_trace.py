@@ -850,10 +850,10 @@ class Observer:
     ) -> Tensor:
         forward: Forward | None = self.last(Forward)
         if forward is not None and p and self.depth and not in_transform():
-            forward.drops = True
+            is_layer = isinstance(sys._getframe(2).f_locals.get("self"), nn.Dropout)
+            forward.drops |= not is_layer
             if training:
                 # A layer may be in training mode on purpose, to draw several predictions.
-                is_layer = isinstance(sys._getframe(2).f_locals.get("self"), nn.Dropout)
                 if not (forward.training or is_layer or in_backward()):
                     hint = "pass training=self.training to F.dropout, or use nn.Dropout"
                     self.fault("mode", users_line(), "dropout acts in evaluation mode", hint)

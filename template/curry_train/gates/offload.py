@@ -64,8 +64,12 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outc
         change_in_place(offload_blocks, module, names)
         return names
 
+    def in_order(module: nn.Module, sample: Sample) -> list[str]:
+        """Lose the strides of what is saved, as `save_on_cpu` does with pinned memory."""
+        return _pack(module, _names_to_offload(module, sample.blocks), Tensor.contiguous)
+
     with _host_apart(case, offload_blocks):
-        return same_training(case, apply, by_torch=_why_nothing_moves)
+        return same_training(case, apply, by_torch=_why_nothing_moves, same_as=in_order)
 
 
 def _why_nothing_moves(case: Case, plain: Activity, _: Any, names: Sequence[str]) -> str:
@@ -132,19 +136,25 @@ def _held_at_best(case: Case, names: Sequence[str]) -> int:
         return tensor if tensor.untyped_storage().nbytes() < LEAST_BYTES else None
 
     module = case.build()
-    for name in names:
-        block = module.get_submodule(name)
-
-        def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
-            # There is no backward that would need what is dropped.
-            with saved_tensors_hooks(keep, lambda tensor: tensor):
-                return own(*args, **kwargs)
-
-        block.forward = forward
+    # There is no backward that would need what is dropped.
+    _pack(module, names, keep)
     batch = case.batch()
     with seeded(case.seed), LiveStorages(device=case.device) as storages:
         _value = case.workload.mean_loss(module, batch)
         return storages.bytes_alive
+
+
+def _pack(module: nn.Module, names: Sequence[str], pack: Callable[..., Any]) -> list[str]:
+    """Let blocks save what `pack` returns for each tensor, and return their names."""
+    for name in names:
+        block = module.get_submodule(name)
+
+        def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                return own(*args, **kwargs)
+
+        block.forward = forward
+    return [*names]
 
 
 # A host next to the device, also where the device is a CPU.

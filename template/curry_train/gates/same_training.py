@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py
 
 import gc
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -51,9 +52,9 @@ NUM_STEPS = 3
 ENOUGH_BYTES = 256 * 2**20
 # Microbatches of each step but the first, which has one.
 NUM_MICROBATCHES = 2
-# Of AdamW, whose first steps move each weight by about this much.
-LEARNING_RATES = {torch.bfloat16: 1e-2, torch.float16: 1e-2}
+# Of AdamW, whose first steps move each weight by about this much; in half precision it is higher.
 LEARNING_RATE = 1e-3
+LEARNING_RATE_IN_HALF = 1e-2
 # The step that runs all its forwards before one backward, and the one under autocast.
 JOINT_STEP = 1
 AUTOCAST_STEP = 2
@@ -99,6 +100,7 @@ def same_training(
     *,
     alone: Apply | None = None,
     by_torch: ByTorch | None = None,
+    same_as: Apply | None = None,
     every_block: bool = False,
 ) -> Outcome:
     """Check that a technique keeps losses, gradients, buffers and generators of a training.
@@ -107,7 +109,9 @@ def same_training(
     the weights stay as they are, so that each step is within the bound of one step. To find the
     blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
     a single block. `by_torch`: torch's own way to the same end; where that has no effect
-    either, the technique is not judged. `every_block`: each block that it names has to run again.
+    either, the technique is not judged. `same_as` changes the plain training in a way that only
+    rounds differently; the technique may equal that one too. `every_block`: each block that it
+    names has to run again.
     """
     course, reference, plain = _plain(case)
     tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
@@ -129,6 +133,9 @@ def same_training(
         )
 
     step, found = _first_difference(reference, candidate, tolerance)
+    if same_as is not None and not found.holds:
+        reference, _, _ = _train(case, same_as, course)
+        step, found = _first_difference(reference, candidate, tolerance)
     if not names:
         raise NotApplicable("the strategy finds nothing worth changing")
     described = "; ".join([f"{NUM_STEPS} steps", *course.left_out])
@@ -281,20 +288,12 @@ def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, dict[s
 @contextmanager
 def calls_by_module(module: nn.Module) -> Iterator[dict[str, int]]:
     """Count the calls of each leaf module, by its name."""
-    leaves = [
-        (name, layer)
+    calls = Counter[str]()
+    handles = [
+        layer.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
         for name, layer in module.named_modules()
         if next(layer.children(), None) is None
     ]
-    calls = {name: 0 for name, _ in leaves}
-
-    def counter(name: str) -> Callable[..., None]:
-        def count(*_: Any) -> None:
-            calls[name] += 1
-
-        return count
-
-    handles = [layer.register_forward_pre_hook(counter(name)) for name, layer in leaves]
     try:
         yield calls
     finally:
@@ -391,16 +390,18 @@ def _train(
     """Train with a strategy; return a record of each step, its activity and the changed modules."""
     module = case.build()
     names = apply(module, sample_of(case))
-    rate = LEARNING_RATES.get(case.dtype, LEARNING_RATE) if course.trains else 0.0
+    rate = LEARNING_RATE if case.dtype.itemsize > 2 else LEARNING_RATE_IN_HALF
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=rate, foreach=False) if trained else None
+    optimizer = (
+        torch.optim.AdamW(trained, lr=rate, foreach=False) if trained and course.trains else None
+    )
     records = []
     with seeded(case.seed), calls_by_module(module) as calls:
         for step in range(NUM_STEPS):
             module.zero_grad(set_to_none=True)
             losses = _accumulated(case, module, step, course)
             records.append(record(module, losses))
-            if optimizer is not None and course.trains:
+            if optimizer is not None:
                 optimizer.step()
     del optimizer
     measured = _held_and_growth(case, module)
@@ -448,8 +449,7 @@ def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None, **options: Any)
     return list(found)
 
 
-def _by_torch(module: nn.Module, sample: Sample) -> list[str]:
-    return checkpoint_by_torch(module, blocks=sample.blocks)
+_by_torch = on_blocks(checkpoint_by_torch)
 
 
 def why_torch_reruns_nothing(

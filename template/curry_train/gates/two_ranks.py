@@ -305,21 +305,6 @@ class RankProcesses:
         self._folder.cleanup()
 
 
-def run_on_ranks(
-    target: str, *, num_ranks: int = 2, timeout: float = 180.0, **arguments: Any
-) -> list[Any]:
-    """Call a function once on ranks of its own and return the results.
-
-    `target` is in the form that `import_callable` takes, and the ranks have this process's import
-    path.
-    """
-    ranks = RankProcesses(num_ranks)
-    try:
-        return ranks.call(target, arguments, timeout=timeout)
-    finally:
-        ranks.close()
-
-
 def _failure(folder: Path, rank: int) -> tuple[str, str]:
     """Return why a rank failed and where to look; its log if it could not say; else nothing."""
     error = folder / f"{rank}.error"
