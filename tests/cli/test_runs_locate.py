@@ -131,7 +131,7 @@ from torch.nn import functional as F
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
-if os.environ.get("TORCH_HALVES"):
+if os.environ.get("TORCH_HALVES") or os.environ.get("HALVES"):
 
     def in_two_sums(x):
         weight = model[0].weight
@@ -164,6 +164,10 @@ def test_a_measured_tolerance_accepts_rounding(folder, monkeypatch):
     ended = ran("runs", "locate", "A", "B", "--tolerance", "auto")
     assert "differ by rounding alone" in flat(ended.output)
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "rounds.py"]
+    # A record has no other variables, so C's program would run as A's does.
+    record_with(monkeypatch, "C", HALVES="1")
+    ended = ran("runs", "locate", "A", "C", "--tolerance", "auto", status=2)
+    assert "B does not repeat itself (step 1, forward: model.0" in flat(ended.output)
 
 
 def test_the_setting_that_makes_the_difference_is_found(folder, monkeypatch):
