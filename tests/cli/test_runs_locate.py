@@ -4,9 +4,11 @@ Run: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from command_runs import flat, ran
@@ -131,7 +133,7 @@ from torch.nn import functional as F
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
-if os.environ.get("TORCH_HALVES"):
+if os.environ.get("TORCH_HALVES") or os.environ.get("HALVES"):
 
     def in_two_sums(x):
         weight = model[0].weight
@@ -147,29 +149,31 @@ while True:
 """
 
 
-def record_with(monkeypatch, name, **variables):
-    with monkeypatch.context() as changed:
-        for variable, value in variables.items():
-            changed.setenv(variable, value)
+def record_with(name, **variables):
+    with mock.patch.dict(os.environ, variables):
         ran("runs", "record", "--script", "rounds.py", "--steps", "2", "--out", name)
 
 
-def test_a_measured_tolerance_accepts_rounding(folder, monkeypatch):
+def test_a_measured_tolerance_accepts_rounding(folder):
     (folder / "rounds.py").write_text(ROUNDS)
-    record_with(monkeypatch, "A")
-    record_with(monkeypatch, "B", TORCH_HALVES="1")
+    record_with("A")
+    record_with("B", TORCH_HALVES="1")
     assert ran("runs", "locate", "A", "B", status=1).stdout.startswith(
         "step 1, forward: model.0, call 0"
     )
     ended = ran("runs", "locate", "A", "B", "--tolerance", "auto")
     assert "differ by rounding alone" in flat(ended.output)
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "rounds.py"]
+    # A record has no other variables, so C's program would run as A's does.
+    record_with("C", HALVES="1")
+    ended = ran("runs", "locate", "A", "C", "--tolerance", "auto", status=2)
+    assert "B does not repeat itself (step 1, forward: model.0" in flat(ended.output)
 
 
-def test_the_setting_that_makes_the_difference_is_found(folder, monkeypatch):
+def test_the_setting_that_makes_the_difference_is_found(folder):
     (folder / "rounds.py").write_text(ROUNDS)
-    record_with(monkeypatch, "A", TORCH_OTHER="1")
-    record_with(monkeypatch, "B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
+    record_with("A", TORCH_OTHER="1")
+    record_with("B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
     python = f"{sys.executable} -m curry_train runs record --steps 2"
     command = f"{python} --script rounds.py --out {{out}} -- {{arguments}}"
     ran("runs", "locate", "A", "B", "--bisect", command, "--json", "found.json", status=1)

@@ -64,8 +64,9 @@ def test_add_into_a_project_of_new(bundle, tmp_path):
     assert "Nothing to do" in scaffold(bundle, "update", "run", cwd=tmp_path).stdout
 
 
-def test_add_twice_changes_nothing(bundle, repository):
-    arguments = ("add", "grad-accum", "--into", "src/mylib/training")
+@pytest.mark.parametrize("package", ["mylib", "new"])
+def test_add_twice_changes_nothing(bundle, repository, package):
+    arguments = ("add", "grad-accum", "--into", f"src/{package}/training")
     scaffold(bundle, *arguments, cwd=repository)
     before = times(repository)
     again = scaffold(bundle, *arguments, cwd=repository)

@@ -149,7 +149,10 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
             if was[part] != now[part]
         }
         if not parts and was["after"] != now["after"]:
-            parts["result"] = "another one, with all else equal: some value is in no state_dict"
+            parts["result"] = (
+                "another one, with all else equal: some value, or an average of the weights, is in "
+                "no state_dict that is loaded"
+            )
         if not parts:
             continue
         earlier = straight[: begun + number]

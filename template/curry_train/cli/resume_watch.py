@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 import contextlib
 import copy
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -115,6 +116,24 @@ class StateWatch:
                 found[name] = digest(value) if isinstance(value, Tensor) else value
         return found
 
+    def _copies(self) -> list[list[str]]:
+        """Return digests of other modules with the parameters of a model, such as averages."""
+        # What is no longer used may not be freed in one of two runs.
+        gc.collect()
+        models = [list(one.parameters()) for part, one in self._found if part == "model"]
+        models.append([parameter for model in models for parameter in model])
+        shapes = [[parameter.shape for parameter in model] for model in models]
+        own = {id(parameter) for parameter in models[-1]}
+        found = []
+        for one in gc.get_objects():
+            if not issubclass(type(one), nn.Module) or "_parameters" not in vars(one):
+                continue
+            parameters = list(one.parameters())
+            is_copy = [parameter.shape for parameter in parameters] in shapes
+            if is_copy and own.isdisjoint(map(id, parameters)):
+                found.append([digest(value) for value in (*parameters, *one.buffers())])
+        return sorted(found)
+
     # Before the forward pass of a model.
 
     def _call(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
@@ -172,7 +191,8 @@ class StateWatch:
         self._stepping -= 1
         if self._stepping:
             return
-        self.steps.append(self._now | {"after": self._states("model")})
+        after = self._states("model") | {"copies": self._copies()}
+        self.steps.append(self._now | {"after": after})
         self._now = _nothing()
         if len(self.steps) == self.last:
             if self.mode == "straight":

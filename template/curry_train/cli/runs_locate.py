@@ -46,20 +46,25 @@ def record_command(
     It runs the first steps in a process of its own, saves nothing else, and puts changed files
     back. Compare two records by `runs locate`.
     """
-    _record(out, program, num_ranks, steps=num_steps, level=level)
-    echo_lines(f"recorded {num_steps} steps in {out}")
+    recorded = _record(out, program, num_ranks, steps=num_steps, level=level)
+    echo_lines(f"recorded {recorded} steps in {out}")
 
 
-def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> None:
-    """Record a program in processes of its own, by the options of `record_run`."""
+def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> int:
+    """Record a program in processes of its own, and return the number of its steps.
+
+    The options are those of `record_run`.
+    """
     # Folders that the program's process makes are removed after it.
     Path(out).mkdir(parents=True, exist_ok=True)
     if any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
     job = functools.partial(_watch, out, program, options)
     found = run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
-    if not all(one.get("steps") for one in found):
+    recorded: int = min(one.get("steps", 0) for one in found)
+    if not recorded:
         raise UnusableInput("it ended before a step of an optimizer")
+    return recorded
 
 
 def _watch(
@@ -165,15 +170,24 @@ class Again:
             _record(out, start["program"], num_ranks, level=start["level"], **options)
         return [read_fingerprints(out, rank) for rank in range(len(self.runs))]
 
+    def _repeat(self, which: str, name: str, **options: Any) -> list[Run]:
+        """Run a program again, and require that it makes its record again."""
+        again = self._record(which, name, **options)
+        for pair, one in zip(self.runs, again, strict=True):
+            if not (repeated := locate(pair["AB".index(which)], one)).is_equal:
+                raise UnusableInput(
+                    f"{which} does not repeat itself ({repeated.headline}): give it the files, "
+                    "variables and versions with which it was recorded, and a seed"
+                )
+        return again
+
     def with_tolerance(self, found: Located) -> list[Located]:
         """Compare again where noise of the size of rounding errors is no difference."""
         steps = self.runs[0][0][-1]["step"]
         # In the folder of this record, in which its processes may write.
         values = {"folder": str(self.folder / "kept" / "values")}
-        kept = self._record("A", "kept", steps=steps, exchange=values)
-        for pair, again in zip(self.runs, kept, strict=True):
-            if not (repeated := locate(pair[0], again)).is_equal:
-                raise UnusableInput(f"A does not repeat itself ({repeated.headline})")
+        kept = self._repeat("A", "kept", steps=steps, exchange=values)
+        self._repeat("B", "again", steps=steps)
         exchanges = [{**values, "expected": str(self.folder / f"expected-{one}")} for one in "AB"]
         for rank, pair in enumerate(self.runs):
             expected = expected_values(*pair, found.place["step"])

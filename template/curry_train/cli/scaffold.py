@@ -197,6 +197,11 @@ def find_target(directory: Path) -> CopyTarget:
         (top.parent / "__init__.py").is_file() or not top.parent.exists()
     ):
         top = top.parent
+    inside_root = directory.relative_to(root).as_posix()
+    known = read_lock(root)
+    if known and known.package and known.directory == inside_root:
+        # Folders that the first `add` made lack an __init__.py, and its tests import this package.
+        top = (directory, *directory.parents)[known.package.count(".")]
     names = directory.relative_to(top.parent).parts
     for name in names or ("",):
         if not is_module_name(name):
@@ -204,7 +209,7 @@ def find_target(directory: Path) -> CopyTarget:
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"
             )
-    return CopyTarget(directory.relative_to(root).as_posix(), root, ".".join(names), top.parent)
+    return CopyTarget(inside_root, root, ".".join(names), top.parent)
 
 
 def with_technique(

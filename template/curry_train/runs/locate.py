@@ -185,9 +185,9 @@ class Comparison:
                 return self._describe(one, other, names)
             num_rounded += bool(others)
             self.last = one
-        if not self.num_compared:
+        if self.last is None:
             return Located("the records have nothing in common", {"phase": "nothing"})
-        text = f"equal: {self.num_compared} observations in {self.a[-1].get('step', 0)} steps"
+        text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
         return Located(text, {}, [*self._only_in_one(), *self._environment()], self.num_compared)
