@@ -513,7 +513,7 @@ def _missing(trace: Trace) -> Iterator[int]:
     for root in trace.roots:
         own = [id(one) for one in root.parameters() if one.requires_grad]
         own = [*trace.with_gradient.intersection(own)]
-        calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
+        calls = [one for one in trace.trained_forwards if one.module is root]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
         # The loop may step it by other means, or a copy of it, as in full precision.
@@ -859,10 +859,13 @@ def mode(trace: Trace) -> Iterator[Fault]:
         digests = {number for one in fetches for number in one.digests}
         if trace.trained_on.isdisjoint(digests):
             others |= digests
+    # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
+    in_training = {one.module for one in trace.trained_forwards if one.training}
     for one in trace.of(Forward):
         if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue
-        if one.is_trained_on and not one.training:
+        is_left = one.module in in_training or not in_training
+        if one.is_trained_on and not one.training and is_left:
             hint = "call model.train() before training, and again after each evaluation"
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
@@ -914,8 +917,7 @@ def _acts(model: nn.Module) -> bool:
 
 def data(trace: Trace) -> Iterator[Fault]:
     """Batches differ from step to step where the data has more than one."""
-    forwards = [one for one in trace.of(Forward) if one.is_trained_on]
-    for one in forwards:
+    for one in trace.trained_forwards:
         if not one.is_finite:
             hint = "look at how the data is read and normalized"
             yield one.place, "the model is given values that are not finite", hint

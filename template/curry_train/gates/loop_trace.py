@@ -409,10 +409,14 @@ class Trace(Events):
         return set[int]().union(*map(parameter_ids, self.optimizers))
 
     @cached_property
+    def trained_forwards(self) -> list[Forward]:
+        """The forward passes whose output a backward pass has reached."""
+        return [one for one in self.of(Forward) if one.is_trained_on]
+
+    @cached_property
     def trained_on(self) -> set[float]:
         """The digests of what models were trained on."""
-        forwards = [one for one in self.of(Forward) if one.is_trained_on]
-        return {number for one in forwards for number in one.digests}
+        return {number for one in self.trained_forwards for number in one.digests}
 
     @cached_property
     def windows(self) -> list[Window]:
