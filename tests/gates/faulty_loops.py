@@ -405,11 +405,7 @@ def eval_after_the_first_epoch():
     optimizer = adamw(model)
     model.train()
     for _ in range(8):
-        for inputs, labels in two_epochs():
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
-            optimizer.step()
+        fit(model, optimizer, two_epochs())
         model.eval()  # here
         with torch.no_grad():
             for inputs, _ in two_epochs(2):
@@ -535,10 +531,8 @@ def total_loss_with_its_graph():
     total = 0
     for _ in range(8):
         for inputs, labels in two_epochs():
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
-            optimizer.step()
+            step(optimizer, loss)
             total += loss  # here
 
 
@@ -574,9 +568,7 @@ def second_loss_forgotten():
         hidden = body(inputs).relu()
         loss = F.cross_entropy(first(hidden), labels)
         side = F.mse_loss(second(hidden).squeeze(1), inputs.sum(1))  # here
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step(optimizer, loss)
         print(float(loss + side))
 
 
@@ -1001,10 +993,7 @@ def network_in_no_optimizer():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
     optimizer = adamw(head)  # here: made
     for inputs, labels in loader():
-        loss = F.cross_entropy(head(encoder(inputs).relu()), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
 
 
 def optimizer_that_never_steps():
