@@ -218,6 +218,12 @@ def made_in_each_epoch():
         fit(model, torch.optim.AdamW(model.parameters()), DataLoader(data, 8))  # here
 
 
+def tied_by_their_data():
+    model = Language()
+    model.head.weight = nn.Parameter(model.embed.weight)
+    fit(model, None, texts(9), loss=of_tokens)  # here: made
+
+
 def layers_in_a_list():
     class Model(nn.Module):
         def __init__(self):
@@ -1049,7 +1055,7 @@ FAULTY = {
     ],
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
-        one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
+        one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
         network_in_no_optimizer, never_stepped, optimizer_that_never_steps,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],

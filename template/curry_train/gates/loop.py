@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler, RandomSampler
 
+from ..core.digest import is_plain
 from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
@@ -493,9 +494,13 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("the loop made no step of an optimizer")
     missing = [*_missing(trace), *trace.bare]
     for first, *_ in trace.by_optimizer:
-        if len(parameters_of(first.optimizer)) > len(first.own):
-            hint = "give each parameter once"
-            measured = f"a parameter is in {type(first.optimizer).__name__} twice"
+        given = parameters_of(first.optimizer)
+        # Of SGD two steps of one memory add up to that of the sum.
+        is_sum = isinstance(first.optimizer, torch.optim.SGD)
+        memory = {(is_plain(one) and not is_sum and one.data_ptr()) or id(one) for one in given}
+        if len(given) > len(memory):
+            hint = "give each parameter once, and tie layers by head.weight = embedding.weight"
+            measured = f"a parameter, or its memory, is in {type(first.optimizer).__name__} twice"
             yield first.step.origin, measured, hint
     if missing:
         yield (
