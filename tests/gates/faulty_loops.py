@@ -468,7 +468,7 @@ def seeded_in_each_epoch():
 def sampler_without_its_epoch():
     model = classifier()
     optimizer = adamw(model)
-    data = TensorDataset(torch.randn(40, 8), torch.randint(5, (40,)))
+    data = TensorDataset(torch.randn(16, 8), torch.randint(5, (16,)))
     batches = DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     for _ in range(8):
         fit(model, optimizer, batches)  # here: fetch

@@ -996,7 +996,12 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
     )
     for first, second in itertools.pairwise(epochs):
         width = min(len(first), len(second))
-        if is_shuffled and width > 2 and first[:width] == second[:width]:
+        if (
+            is_shuffled
+            and width > 1
+            and length_hint(sampler) > 4
+            and first[:width] == second[:width]
+        ):
             yield (
                 full[len(first)].place,
                 "two epochs have the same order",
