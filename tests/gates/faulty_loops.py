@@ -997,9 +997,12 @@ def never_stepped():
 
 def network_in_no_optimizer():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = adamw(head)  # here: made
-    for inputs, labels in loader():
+    optimizer = adamw(head)
+    of_encoder = torch.optim.SGD(head.parameters())  # here
+    for _ in range(9):
+        inputs, labels = torch.randn(8, 8), torch.randint(5, (8,))
         step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
+        of_encoder.step()
 
 
 def optimizer_that_never_steps():

@@ -493,7 +493,13 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
     if not steps:
         raise NotApplicable("the loop made no step of an optimizer")
     missing = [*_missing(trace), *trace.bare]
+    origin = steps[-1].origin
+    seen = set[int]()
     for first, *_ in trace.by_optimizer:
+        # It was given what another optimizer has in place of what is missing.
+        if first.own <= seen:
+            origin = first.step.origin
+        seen |= first.own
         given = parameters_of(first.optimizer)
         # Of SGD two steps of one memory add up to that of the sum.
         is_sum = isinstance(first.optimizer, torch.optim.SGD)
@@ -504,7 +510,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             yield first.step.origin, measured, hint
     if missing:
         yield (
-            steps[-1].origin,
+            origin,
             f"{trace.named(missing)} get gradients and are in no optimizer; the last step is at "
             f"{steps[-1].place}",
             "give the optimizer the parameters of the model that is trained, after it is moved, "
