@@ -214,6 +214,12 @@ def made_in_each_epoch():
         fit(model, torch.optim.AdamW(model.parameters()), DataLoader(data, 8))  # here
 
 
+def tied_by_their_data():
+    model = Language()
+    model.head.weight = nn.Parameter(model.embed.weight)
+    fit(model, None, texts(9), loss=of_tokens)  # here: made
+
+
 def layers_in_a_list():
     class Model(nn.Module):
         def __init__(self):
@@ -401,11 +407,7 @@ def eval_after_the_first_epoch():
     optimizer = adamw(model)
     model.train()
     for _ in range(8):
-        for inputs, labels in short():
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
-            optimizer.step()
+        fit(model, optimizer, short())
         model.eval()  # here
         with torch.no_grad():
             for inputs, _ in short(2):
@@ -462,7 +464,7 @@ def seeded_in_each_epoch():
 def sampler_without_its_epoch():
     model = classifier()
     optimizer = adamw(model)
-    data = TensorDataset(torch.randn(40, 8), torch.randint(5, (40,)))
+    data = TensorDataset(torch.randn(16, 8), torch.randint(5, (16,)))
     batches = DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     for _ in range(8):
         fit(model, optimizer, batches)  # here: fetch
@@ -531,10 +533,8 @@ def total_loss_with_its_graph():
     total = 0
     for _ in range(8):
         for inputs, labels in short():
-            optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
-            optimizer.step()
+            step(optimizer, loss)
             total += loss  # here
 
 
@@ -570,9 +570,7 @@ def second_loss_forgotten():
         hidden = body(inputs).relu()
         loss = F.cross_entropy(first(hidden), labels)
         side = F.mse_loss(second(hidden).squeeze(1), inputs.sum(1))  # here
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+        step(optimizer, loss)
         print(float(loss + side))
 
 
@@ -995,12 +993,12 @@ def never_stepped():
 
 def network_in_no_optimizer():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = adamw(head)  # here: made
-    for inputs, labels in loader():
-        loss = F.cross_entropy(head(encoder(inputs).relu()), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+    optimizer = adamw(head)
+    of_encoder = torch.optim.SGD(head.parameters())  # here
+    for _ in range(9):
+        inputs, labels = torch.randn(8, 8), torch.randint(5, (8,))
+        step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
+        of_encoder.step()
 
 
 def optimizer_that_never_steps():
@@ -1056,7 +1054,7 @@ FAULTY = {
     ],
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
-        one_parameter_twice, layers_in_a_list, extra_parameter_in_no_optimizer,
+        one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
         network_in_no_optimizer, never_stepped, optimizer_that_never_steps,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],

@@ -324,6 +324,11 @@ def batch_norm_frozen():
         fit(model, optimizer, short())
 
 
+def part_in_eval_mode_from_the_start():
+    body, head = classifier(dropout=0.2).eval(), nn.Linear(5, 5)
+    fit(lambda inputs: head(body(inputs)), adamw(nn.ModuleList([body, head])))
+
+
 def meta_learned():
     model = classifier()
     outer = torch.optim.SGD(model.parameters(), 0.1)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DistributedSampler, RandomSampler
 
+from ..core.digest import is_plain
 from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
@@ -92,7 +93,7 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
         yield from _same_batch(window)
         for several in _microbatches(trace, window):
             columns = _columns(several)
-            is_known = is_known or bool(columns)
+            is_known |= bool(columns)
             yield from _unequal(several, columns, window)
     calls = [(call, window) for window in trace.windows for call in window.calls]
     for pairs in grouped(calls, lambda pair: pair[0].lines):
@@ -148,8 +149,9 @@ def _same_batch(window: Window) -> Iterator[Fault]:
     batches = {(id(one.module), one.digests) for one in window.forwards}
     is_added = not any(map(window.is_clean, calls[1:]))
     # Other random numbers than those of dropout are drawn for each on purpose, as of weights.
-    is_drawn = len({one.value for one in calls}) > 1
-    is_drawn = is_drawn and not any(one.drops or _acts(one.module) for one in window.forwards)
+    is_drawn = len({one.value for one in calls}) > 1 and not any(
+        one.drops or _acts(one.module) for one in window.forwards
+    )
     is_same = len(lines) == len(batches) == len(targets) == 1 and not is_drawn
     if is_same and is_added and len(calls) == len(window.forwards) > 1:
         hint = "fetch a batch for each microbatch"
@@ -371,10 +373,14 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
         if columns and sum(call.facts.term.num_terms for call in of_line) >= FEWEST_LABELS:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
-    fetches = [one for one in trace.of(Fetch) if trace.trained_on & set(one.digests)]
-    # Labels may be of no use; a loss by hand does not show its targets.
-    fetches = [one for one in fetches if one.is_used or not calls]
-    labelled = [one for one in fetches if len(one.labels) > 3]
+    labelled = [
+        one
+        for one in trace.of(Fetch)
+        # Labels may be of no use; a loss by hand does not show its targets.
+        if (one.is_used or not calls)
+        and len(one.labels) > 3
+        and trace.trained_on.intersection(one.digests)
+    ]
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
         if len(set(labels)) == 1 and len(labels) >= FEWEST_LABELS:
@@ -465,12 +471,13 @@ def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
     """Find gradients of a loss that another optimizer has stepped on already."""
     events, calls = window.events, window.calls
     clean = [number for number, call in enumerate(calls) if window.is_clean(call)]
-    used = calls[clean[-1] :] if clean else calls
+    used = calls[max(clean, default=0) :]
     own = [call for call in used if call.reached & held <= window.own]
     for call in used[: used.index(own[0])] if own else ():
         between = events[events.index(call) : events.index(own[0])]
-        steps = [one.optimizer for one in between if isinstance(one, Step)]
-        if own[0].lines != call.lines and any(call.reached & parameter_ids(one) for one in steps):
+        if own[0].lines != call.lines and any(
+            isinstance(one, Step) and call.reached & parameter_ids(one.optimizer) for one in between
+        ):
             yield (
                 window.step.place,
                 f"a step with gradients of the loss at {call.place}, which another optimizer "
@@ -486,19 +493,29 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
     if not steps:
         raise NotApplicable("the loop made no step of an optimizer")
     missing = [*_missing(trace), *trace.bare]
+    origin = steps[-1].origin
+    seen = set[int]()
+    for first, *_ in trace.by_optimizer:
+        # It was given what another optimizer has in place of what is missing.
+        if first.own <= seen:
+            origin = first.step.origin
+        seen |= first.own
+        given = parameters_of(first.optimizer)
+        # Of SGD two steps of one memory add up to that of the sum.
+        is_sum = isinstance(first.optimizer, torch.optim.SGD)
+        memory = {(is_plain(one) and not is_sum and one.data_ptr()) or id(one) for one in given}
+        if len(given) > len(memory):
+            hint = "give each parameter once, and tie layers by head.weight = embedding.weight"
+            measured = f"a parameter, or its memory, is in {type(first.optimizer).__name__} twice"
+            yield first.step.origin, measured, hint
     if missing:
         yield (
-            steps[-1].origin,
+            origin,
             f"{trace.named(missing)} get gradients and are in no optimizer; the last step is at "
             f"{steps[-1].place}",
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
-    for first, *_ in trace.by_optimizer:
-        if len(parameters_of(first.optimizer)) > len(first.own):
-            hint = "give each parameter once"
-            measured = f"a parameter is in {type(first.optimizer).__name__} twice"
-            yield first.step.origin, measured, hint
     yield from _stepped_twice(trace)
     yield from _made_anew(trace)
 
@@ -511,14 +528,15 @@ def _missing(trace: Trace) -> Iterator[int]:
     stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
     shapes = {one.shape for several in stepped for one in several}
     for root in trace.roots:
-        own = [id(one) for one in root.parameters() if one.requires_grad]
-        own = [*trace.with_gradient.intersection(own)]
-        calls = [one for one in trace.of(Forward) if one.module is root and one.is_trained_on]
+        trained = [id(one) for one in root.parameters() if one.requires_grad]
+        own = [one for one in trained if one in trace.with_gradient]
+        calls = [one for one in trace.trained_forwards if one.module is root]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
         # The loop may step it by other means, or a copy of it, as in full precision.
-        is_moved = len({one.weights for one in calls}) > 1
-        is_moved = is_moved or {one.shape for one in root.parameters()} <= shapes
+        is_moved = len({one.weights for one in calls}) > 1 or shapes.issuperset(
+            one.shape for one in root.parameters()
+        )
         if (is_first and not is_moved) or not trace.held.isdisjoint(own):
             own += [id(one) for module in alone for one in module.parameters(recurse=False)]
             yield from [one for one in own if one in trace.with_gradient - trace.held]
@@ -526,8 +544,8 @@ def _missing(trace: Trace) -> Iterator[int]:
 
 def _never_steps(trace: Trace) -> Iterator[Fault]:
     """Find an optimizer without a step, whose parameters get gradients for each of another one."""
-    stepping = {id(one.optimizer): one.optimizer for one in trace.events if isinstance(one, STEPS)}
-    others = set[int]().union(*map(parameter_ids, stepping.values()))
+    stepping = (one.optimizer for one in trace.events if isinstance(one, STEPS))
+    others = set[int]().union(*map(parameter_ids, stepping))
     for one in trace.optimizers:
         own = parameter_ids(one) - others
         windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
@@ -722,9 +740,9 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 "the schedule is of an optimizer that makes no step",
                 "make the schedule for the optimizer that steps",
             )
-        for number, window in enumerate(windows):
+        for window in windows:
             own = [event for event in window.of(Schedule) if event.scheduler is one]
-            if number == 0 and own and trace.events[0] is window.events[0]:
+            if own and trace.events[0] is window.events[0]:
                 yield (
                     own[0].place,
                     "the schedule steps before the optimizer's first step",
@@ -797,9 +815,9 @@ def clipping(trace: Trace) -> Iterator[Fault]:
 
 def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
     for clip in window.of(Clip):
-        at = window.events.index(clip)
-        before = {call.lines for call in window.all_calls if call in window.events[:at]}
-        after = {call.lines for call in window.all_calls if call in window.events[at:]}
+        at = window.events.index
+        before = {call.lines for call in window.all_calls if at(call) < at(clip)}
+        after = {call.lines for call in window.all_calls if at(call) > at(clip)}
         if not clip.parameters & window.own:
             continue
         if after and not before:
@@ -863,15 +881,15 @@ def mode(trace: Trace) -> Iterator[Fault]:
         digests = {number for one in fetches for number in one.digests}
         if trace.trained_on.isdisjoint(digests):
             others |= digests
+    # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
+    in_training = {one.module for one in trace.trained_forwards if one.training}
     for one in trace.of(Forward):
         if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue
-        # A frozen part may stay in eval mode on purpose.
-        if (
-            one.is_trained_on
-            and not one.training
-            and (one.drops or _acts(one.module, frozen=False))
-        ):
+        is_left = one.module in in_training or not in_training
+        # A frozen part may stay in eval mode too.
+        is_left = is_left and (one.drops or _acts(one.module, frozen=False))
+        if one.is_trained_on and not one.training and is_left:
             hint = "call model.train() before training, and again after each evaluation"
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
@@ -897,16 +915,19 @@ def _untrained(trace: Trace) -> Iterator[Fault]:
     """Find a model that is not trained, as a teacher, and that is always in training mode."""
     found = []
     for window in trace.windows:
-        for one in {id(event.module): event for event in window.of(Forward)}.values():
+        for one in {event.module: event for event in window.of(Forward)}.values():
             is_trained = any(
                 own.requires_grad and id(own) in trace.held for own in one.module.parameters()
             )
             if one.training and not (one.is_trained_on or is_trained):
                 found.append(one)
-    for forwards in grouped(found, lambda one: id(one.module)):
-        # An average of the model moves.
-        is_still = len({one.weights for one in forwards}) == 1
-        if len(forwards) >= FEWEST_STEPS and is_still and _acts(forwards[0].module):
+    for forwards in grouped(found, lambda one: one.module):
+        if (
+            len(forwards) >= FEWEST_STEPS
+            # An average of the model moves.
+            and len({one.weights for one in forwards}) == 1
+            and _acts(forwards[0].module)
+        ):
             hint = "call eval() on a teacher or another model that is not trained"
             yield forwards[0].place, "a model that is not trained is in training mode", hint
 
@@ -933,8 +954,7 @@ def _acts(model: nn.Module, *, frozen: bool = True) -> bool:
 
 def data(trace: Trace) -> Iterator[Fault]:
     """Batches differ from step to step where the data has more than one."""
-    forwards = [one for one in trace.of(Forward) if one.is_trained_on]
-    for one in forwards:
+    for one in trace.trained_forwards:
         if not one.is_finite:
             hint = "look at how the data is read and normalized"
             yield one.place, "the model is given values that are not finite", hint
@@ -998,7 +1018,12 @@ def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
     )
     for first, second in itertools.pairwise(epochs):
         width = min(len(first), len(second))
-        if is_shuffled and width > 2 and first[:width] == second[:width]:
+        if (
+            is_shuffled
+            and width > 1
+            and length_hint(sampler) > 4
+            and first[:width] == second[:width]
+        ):
             yield (
                 full[len(first)].place,
                 "two epochs have the same order",
@@ -1015,7 +1040,7 @@ def _same_randomness(trace: Trace) -> Iterator[Fault]:
         # An evaluation now and then leaves other numbers to the step after it.
         several = max(equal, key=len, default=[])
         moves = any(one.step.generator != one.forwards[0].generator for one in several[:-1])
-        moves = moves or all(one.of(Seeding) for one in several)
+        moves |= all(one.of(Seeding) for one in several)
         if len(several) > 2 and moves:
             place = seeds[-1].place if seeds else trace.of(Step)[0].place
             hint = "set seeds once, before the loop"

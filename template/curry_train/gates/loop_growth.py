@@ -64,9 +64,8 @@ class Growth:
         self.graphs: list[str] = []
 
     def count(self, num_steps: int) -> None:
-        if num_steps < FIRST_STEP or num_steps <= self.num_steps:
-            return
-        if num_steps > LAST_STEP and not self.found:
+        is_late = num_steps > LAST_STEP and not self.found
+        if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
         self.graphs = self.graphs or _lines_that_keep_graphs(num_steps - AGE_OF_A_GRAPH)
         containers = {
@@ -94,18 +93,17 @@ class Growth:
 
     def growing(self) -> list[tuple[str, str]]:
         """Return the place and a description of what grew in each step."""
-        found = list(self.found.values())
         steps: dict[str, set[int]] = {}
         for reference, number, place, num_steps in self.hooks:
             hooks = reference()
             if hooks is not None and number in hooks:
                 steps.setdefault(place, set()).add(num_steps)
-        found += [
+        hooks_kept = [
             (place, "registers a hook in each step that is never removed")
             for place, of_place in steps.items()
             if len(of_place) >= FEWEST_INTERVALS
         ]
-        return found
+        return [*self.found.values(), *hooks_kept]
 
 
 def _description(container: Any, num_entries: float) -> str:

@@ -71,11 +71,10 @@ def _faults(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iterator[Fau
         weights = [one["weights"] for one in steps]
         if None not in weights and len(set(weights)) > 1:
             hint = "wrap the model in DistributedDataParallel and call the wrapper"
-            place = steps[0]["place"]
-            yield place, "weights differ from rank to rank after the step", hint
+            yield steps[0]["place"], "weights differ from rank to rank after the step", hint
         yield from _averaged(steps)
     inputs = [[step["inputs"] for step in rank] for rank in there]
-    if len(inputs) > 1 and any(inputs[0]) and all(one == inputs[0] for one in inputs[1:]):
+    if inputs.count(inputs[0]) == len(inputs) > 1 and any(inputs[0]):
         hint = "use DistributedSampler, or seed each rank's data by its rank"
         yield first[0]["data_place"], "all ranks see the same samples", hint
 

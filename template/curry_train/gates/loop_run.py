@@ -362,9 +362,11 @@ class ChangedFiles:
 
     def _is_made(self, place: Path) -> bool:
         """Return whether the loop has made it, or it is noted already or no file of the user's."""
-        if place in self.before or any(place.is_relative_to(other) for other in self.ignored):
-            return True
-        return any(self.before.get(parent, place) is None for parent in place.parents)
+        return (
+            place in self.before
+            or any(place.is_relative_to(other) for other in self.ignored)
+            or any(self.before.get(parent, place) is None for parent in place.parents)
+        )
 
     def _kept(self, place: Path, *, goes: bool) -> Path | None:
         """Return a copy of the file or link that is there, a folder itself, or None."""

@@ -409,10 +409,14 @@ class Trace(Events):
         return set[int]().union(*map(parameter_ids, self.optimizers))
 
     @cached_property
+    def trained_forwards(self) -> list[Forward]:
+        """The forward passes whose output a backward pass has reached."""
+        return [one for one in self.of(Forward) if one.is_trained_on]
+
+    @cached_property
     def trained_on(self) -> set[float]:
         """The digests of what models were trained on."""
-        forwards = [one for one in self.of(Forward) if one.is_trained_on]
-        return {number for one in forwards for number in one.digests}
+        return {number for one in self.trained_forwards for number in one.digests}
 
     @cached_property
     def windows(self) -> list[Window]:
@@ -421,13 +425,12 @@ class Trace(Events):
         for steps in grouped(self.of(Step), lambda step: id(step.optimizer)):
             events: list[Event] = []
             window = None
-            optimizer = steps[0].optimizer
-            own = parameter_ids(optimizer)
+            own = parameter_ids(steps[0].optimizer)
             for event in self.events:
                 events.append(event)
                 if not isinstance(event, STEPS):
                     continue
-                if isinstance(event, Step) and event.optimizer is optimizer:
+                if isinstance(event, Step) and event in steps:
                     window = Window(event, events, window)
                     windows.append(window)
                 # Another optimizer may have trained the same parameters before.
@@ -524,8 +527,8 @@ class Observer:
         self.trace.faults[check].append(fault)
 
     def note(self, kind: type[Event], /, **facts: Any) -> Any:
-        at: dict[str, Any] = {"lines": users_lines(), "in_step": bool(self.stepping)}
-        event = kind(**at | facts)
+        facts.setdefault("lines", users_lines())
+        event = kind(in_step=bool(self.stepping), **facts)
         self.trace.events.append(event)
         return event
 
@@ -586,8 +589,12 @@ class Observer:
             return batch
         finally:
             if loader is not None:
-                facts = _batch_facts(_tensors(batch), is_end=batch is None)
-                self.fetched[id(loader)] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                self.fetched[id(loader)] = self.note(
+                    Fetch,
+                    loader=loader,
+                    epoch=epoch,
+                    **_batch_facts(_tensors(batch), is_end=batch is None),
+                )
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
         self.note(Seeding)
@@ -673,10 +680,9 @@ class Observer:
 
     def _note_output(self, event: Forward, output: Any) -> None:
         for one in _tensors(output):
-            if not one.requires_grad or not is_plain(one):
-                continue
-            mark_graph(one, self.num_steps_made, users_line())
-            self._mark(one, event, "is_trained_on")
+            if is_plain(one):
+                mark_graph(one, self.num_steps_made, users_line())
+                self._mark(one, event, "is_trained_on")
 
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
@@ -718,7 +724,7 @@ class Observer:
             is_same = facts.targets in fetch.digests and (facts.targets != 0 or not is_index)
             is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
             is_one_hot = target.dim() == 2 and target.argmax(1).tolist() == [*fetch.labels]
-            fetch.is_used = fetch.is_used or is_same or is_part or is_one_hot
+            fetch.is_used |= is_same or is_part or is_one_hot
 
     def _columns(self, target: Tensor) -> frozenset[int] | None:
         """Compare a target for each sample with what the model was given."""
@@ -736,8 +742,7 @@ class Observer:
     def _find_tokens(self, forward: Forward, target: Tensor, ignored: int) -> None:
         """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
         for one in _tensors(self.given):
-            is_like = one.dim() == 2 and one.numel() == target.numel()
-            if is_like and one.device == target.device:
+            if one.dim() == 2 and one.numel() == target.numel() and one.device == target.device:
                 targets = target.reshape(one.shape)
                 for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
                     if _same_as_input(others, others != ignored, rows).get(1, 0) > 0.99:
@@ -875,8 +880,9 @@ class Observer:
             return
         mark_graph(loss, self.num_steps_made, users_line())
         trace = self.trace
-        owners = (*trace.roots, *trace.optimizers)
-        parameters = [one for owner in owners for one in _parameters(owner)]
+        parameters = [
+            one for owner in (*trace.roots, *trace.optimizers) for one in _parameters(owner)
+        ]
         # Also of modules that no other one has.
         for module, _ in trace.ran[True].values():
             parameters += module.parameters(recurse=False)
@@ -1063,8 +1069,11 @@ class Observer:
         """Run a model again with a part of its input changed, and compare outputs."""
         forward: Forward | None = self.last(Forward)
         # Targets may stand behind a call of another model, as of one that judges.
-        roots = [one for one in self.trace.roots if one not in self.probed]
-        if forward is None or forward.module not in roots:
+        if (
+            forward is None
+            or forward.module not in self.trace.roots
+            or forward.module in self.probed
+        ):
             return
         self.probed.append(forward.module)
         if forward.tokens is not None:
@@ -1173,10 +1182,11 @@ class Observer:
         if is_late or num_steps >= self.num_steps * MORE_STEPS:
             return True
         fetches = self.trace.of(Fetch)
-        ends = [index for index, one in enumerate(fetches) if not one.digests]
-        # Past the first four batches of another pass.
-        is_next = bool(ends) and len(fetches) - ends[-1] > 4
-        return not fetches or (is_next and fetches[-1].loader is fetches[0].loader)
+        batches = [one.digests for one in fetches]
+        return not fetches or (
+            # Past the first four batches of another pass.
+            not all(batches) and all(batches[-4:]) and fetches[-1].loader is fetches[0].loader
+        )
 
     def finish(self) -> None:
         trace = self.trace

@@ -293,9 +293,10 @@ class RankProcesses:
 
     @property
     def is_running(self) -> bool:
-        is_folder = Path(self._folder.name).is_dir()  # the caller may have deleted its own
         return (
-            bool(self._processes) and is_folder and all(p.poll() is None for p in self._processes)
+            bool(self._processes)
+            and Path(self._folder.name).is_dir()  # the caller may have deleted its own
+            and all(p.poll() is None for p in self._processes)
         )
 
     def close(self) -> None:
