@@ -3,6 +3,7 @@
 python -m pytest tests/cli/test_spike_check.py
 """
 
+import copy
 import json
 import logging
 from dataclasses import replace
@@ -69,7 +70,7 @@ def no_rollback(run, monkeypatch):
     original = AttachedWatch.go_back
 
     def stays(watch, spike, state, load):
-        kept = {name: held.clone() for name, held in state.model.state_dict().items()}
+        kept = copy.deepcopy(state.model.state_dict())
         recovery = original(watch, spike, state, load)
         state.model.load_state_dict(kept)
         return recovery

@@ -1246,15 +1246,12 @@ def teacher_with_the_same_frozen_stem():
 def frozen_part_in_eval_mode_a_part_that_waits_and_a_list_with_a_limit():
     frozen = classifier(dropout=0.2).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Linear(5, 9), nn.Linear(9, 5)).eval()
-    groups = [{"params": layer.parameters()} for layer in model[1:]]
-    optimizer = torch.optim.AdamW(groups)
-    rates = [lambda step: step > 20, lambda step: 1]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rates)
-    inputs = []
+    optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in model[1:]])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: step > 20, lambda _: 1])
+    recent = []
     for batch, labels in loader(160):
-        inputs.append(batch)
-        if len(inputs) > 16:
-            inputs.pop(0)
+        recent.append(batch)
+        del recent[:-16]
         step(optimizer, F.cross_entropy(model(batch), labels))
         schedule.step()
 

@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_attached_spike.py
 """
 
+import copy
 import json
 import os
 import re
@@ -79,7 +80,7 @@ def train(
     return (
         run.steps,
         scheduler.get_last_lr(),
-        {name: held.clone() for name, held in model.state_dict().items()},
+        copy.deepcopy(model.state_dict()),
     )
 
 

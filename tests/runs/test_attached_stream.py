@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_attached_stream.py
 """
 
+import copy
 import json
 import os
 import shutil
@@ -72,7 +73,7 @@ def train(folder, *, bad=BAD, steps=STEPS, at_step=None, loss_at=None, attach=sa
             run.step(loss=loss)
             if at_step is not None:
                 at_step(run)
-    return run, {name: value.clone() for name, value in model.state_dict().items()}, losses
+    return run, copy.deepcopy(model.state_dict()), losses
 
 
 def same(first, second):

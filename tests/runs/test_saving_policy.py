@@ -69,7 +69,8 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
     state = new_state()
     with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 10)
-    before = [SavedRun(tmp_path).verify(f"rollback/step-{step:08d}.dcp") for step in (8, 10)]
+    names = [f"rollback/step-{step:08d}.dcp" for step in (8, 10)]
+    before = [*map(SavedRun(tmp_path).verify, names)]
 
     def resumed(number):
         store = Store(tmp_path)
@@ -92,7 +93,7 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
         train_on(policy, state, 8)
     store.close()
     assert load_chosen(tmp_path, new_state(1)).saved.step == 10
-    assert [SavedRun(tmp_path).verify(f"rollback/step-{n:08d}.dcp") for n in (8, 10)] == before
+    assert [*map(SavedRun(tmp_path).verify, names)] == before
 
     store, policy, state = resumed(6)
     store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -102,7 +103,7 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
         policy.finish() if train_on(policy, state, 8) == [] else None
     store.close()
     assert load_chosen(tmp_path, new_state(1)).saved.step == 8
-    assert SavedRun(tmp_path).verify("rollback/step-00000008.dcp") != before[0]
+    assert SavedRun(tmp_path).verify(names[0]) != before[0]
 
     store, policy, state = resumed(8)
     train_on(policy, state, 12)

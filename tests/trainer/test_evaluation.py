@@ -3,6 +3,8 @@
 Run with `python -m pytest tests/trainer/test_evaluation.py`.
 """
 
+import copy
+
 import pytest
 import torch
 from rank_calls import run_on_ranks
@@ -48,7 +50,7 @@ def test_every_sample_counts_once_and_microbatches_do_not_matter():
 def test_evaluation_leaves_the_model_and_generators_unchanged():
     """Evaluate without BatchNorm learning from dev samples or dropout moving generators."""
     module = CASE.build().train()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    before = copy.deepcopy(module.state_dict())
     state = torch.get_rng_state()
     measure(module)
     assert module.training

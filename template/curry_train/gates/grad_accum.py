@@ -68,8 +68,9 @@ def uneven_windows(case: Case, *, train_window: Train = train_window) -> Outcome
 def short_window(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Compare six microbatches in windows of four, where the last window has two."""
     hint = "take divisor and last microbatch from the window, not from the number of steps"
-    sizes = [2] * 6
-    return compare_windows(case, train_window, sizes=sizes, num_steps=4, is_masked=True, hint=hint)
+    return compare_windows(
+        case, train_window, sizes=[2] * 6, num_steps=4, is_masked=True, hint=hint
+    )
 
 
 def once_per_window(case: Case, *, train_window: Train = train_window) -> Outcome:

@@ -887,8 +887,6 @@ def mode(trace: Trace) -> Iterator[Fault]:
         if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue
         is_left = one.module in in_training or not in_training
-        # A frozen part may stay in eval mode too.
-        is_left = is_left and (one.drops or _acts(one.module, frozen=False))
         if one.is_trained_on and not one.training and is_left:
             hint = "call model.train() before training, and again after each evaluation"
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
@@ -932,10 +930,10 @@ def _untrained(trace: Trace) -> Iterator[Fault]:
             yield forwards[0].place, "a model that is not trained is in training mode", hint
 
 
-def _acts(model: nn.Module, *, frozen: bool = True) -> bool:
+def _acts(model: nn.Module) -> bool:
     """Return whether a model computes something else in training mode, at any rate.
 
-    Without `frozen` no part counts whose parameters are all frozen.
+    A frozen part of a model that is trained may stay in either mode on purpose.
     """
     return any(
         isinstance(model, nn.modules.batchnorm._BatchNorm)
@@ -946,10 +944,14 @@ def _acts(model: nn.Module, *, frozen: bool = True) -> bool:
         )
         for name, value in vars(model).items()
     ) or any(
-        _acts(part, frozen=frozen)
+        _acts(part)
         for part in model.children()
-        if frozen or {one.requires_grad for one in part.parameters()} != {False}
+        if _trains(part) != {False} or _trains(model) == {False}
     )
+
+
+def _trains(part: nn.Module) -> set[bool]:
+    return {one.requires_grad for one in part.parameters()}
 
 
 def data(trace: Trace) -> Iterator[Fault]:

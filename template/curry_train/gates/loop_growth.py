@@ -173,8 +173,7 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
     yield from found
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
-        own = [k for k, v in attributes.items() if v is container and isinstance(k, str)]
-        yield from [(name, None) for name in own]
+        yield from [(k, None) for k, v in attributes.items() if v is container and type(k) is str]
         if isinstance(one, types.CellType):
             for closure in gc.get_referrers(one):
                 for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
@@ -206,8 +205,10 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
 
 
 def _files_of_the_user() -> list[str]:
-    files = {frame.f_code.co_filename: None for frame in users_frames()}
-    files |= dict.fromkeys(
-        str(file) for one in list(sys.modules.values()) if (file := vars(one).get("__file__"))
-    )
-    return [file for file in files if not file.startswith(LIBRARIES) and file.endswith(".py")]
+    files = [frame.f_code.co_filename for frame in users_frames()]
+    files += [str(vars(one).get("__file__")) for one in list(sys.modules.values())]
+    return [
+        file
+        for file in dict.fromkeys(files)
+        if not file.startswith(LIBRARIES) and file.endswith(".py")
+    ]

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch import nn
 
 from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, measure_memory
@@ -23,6 +22,7 @@ from ..primitives.snn_timesteps import (
     TimestepFunction,
     best_chunks,
     check_step,
+    detached_copies,
     slice_time,
     steppers,
     take_step,
@@ -79,7 +79,7 @@ def _loops(case: Case) -> list[Unrolled]:
             plain: Any = stepper.unroll,
             **options: Any,
         ) -> Any:
-            own_inputs, own_state = tree_map(_copied, (inputs, state))
+            own_inputs, own_state = detached_copies((inputs, state))
             found.append(Unrolled(step, own_inputs, own_state, options))
             return plain(step, inputs, state, **options)
 
@@ -92,10 +92,6 @@ def _loops(case: Case) -> list[Unrolled]:
             "no loop to replace"
         )
     return found
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _through(loop: Loop) -> Apply:

@@ -338,19 +338,17 @@ def measure_rows(
     """
     if num_processes is None:
         num_processes = _processes_that_pay_off(cases, gates)
-    if num_processes < 2:
-        try:
-            for case in cases:
-                for gate in gates:
-                    yield GateRow(case.workload.name, gate.run(case, implementations))
-        finally:
-            drop_shared_results()
-        return
-
     pairs = [(case, gate) for case in cases for gate in gates]
-    verdicts = _in_processes(pairs, implementations, num_processes)
-    for (case, _), verdict in zip(pairs, verdicts, strict=True):
-        yield GateRow(case.workload.name, verdict)
+    verdicts = (
+        _in_processes(pairs, implementations, num_processes)
+        if num_processes > 1
+        else (gate.run(case, implementations) for case, gate in pairs)
+    )
+    try:
+        for (case, _), verdict in zip(pairs, verdicts, strict=True):
+            yield GateRow(case.workload.name, verdict)
+    finally:
+        drop_shared_results()
 
 
 def _processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:

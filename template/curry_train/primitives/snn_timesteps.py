@@ -248,9 +248,11 @@ def _checked_run(
 ) -> tuple[list[Any], Costs]:
     """Run the first timesteps on copies; return what a second run has to repeat, and the costs."""
     results: list[Any] = []
-    state = _copies(state)
+    state = detached_copies(state)
     inputs = [
-        _copies(timesteps[min(index, len(timesteps) - 1)]) for index in range(NUM_CHECKED_STEPS)
+        detached_copies(timesteps[min(index, len(timesteps) - 1)])
+        for index in range(NUM_CHECKED_STEPS)
+        for index in range(NUM_CHECKED_STEPS)
     ]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     # The storages that are there anyway, and those that autograd saves: held here, so that no
@@ -285,7 +287,7 @@ def _checked_run(
                         f"step writes into the {role} that it is given, which is needed again in "
                         "backward: make a new tensor (v = v * decay, not v *= decay)"
                     )
-            results += tree_leaves(_copies((output, state)))
+            results += tree_leaves(detached_copies((output, state)))
             held.append(_bytes_of(storages))
         # A chunk that draws random numbers saves the generator's state too.
         drawn_to = generator_states()
@@ -319,7 +321,7 @@ def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def _copies(tree: Any) -> Any:
+def detached_copies(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
