@@ -494,18 +494,23 @@ import resource, sys, time
 import torch
 from curry_train.plan.estimate import Sketch
 start = time.process_time()
+sum(number * number for number in range(5_000_000))
+unit = time.process_time() - start
+start = time.process_time()
 from curry_train.workloads.models import llama_8b
 with Sketch(llama_8b(depth=8), dtype=torch.bfloat16, kernels="cuda") as sketch:
     sketch.step(1)
 scale = 1 if sys.platform == "darwin" else 1024
-print(time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
+loops = (time.process_time() - start) / unit
+print(loops, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
 """
 
 
-def test_a_quarter_of_8b_is_estimated_in_seconds_and_in_little_memory():
+def test_a_quarter_of_8b_is_estimated_in_little_time_and_memory():
     command = [warm_python(), "-c", MEASURES]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=TEMPLATE)
     assert not ended.returncode, ended.stderr
-    seconds, memory = map(float, ended.stdout.split())
-    assert seconds < 5  # CPU time
+    loops, memory = map(float, ended.stdout.split())
+    # Of CPU, in the time of a loop of Python on the same machine: 11 to 20.
+    assert loops < 40
     assert memory < 1.5 * 2**30
