@@ -11,7 +11,9 @@ dev_ready := .venv/.dev
 endif
 
 ARGS :=
-# Python compiles what it imports; pip would compile every file of every library, for a minute.
+# Python compiles what it imports, once, also where the environment forbids it; pip would compile
+# every file of every library, for a minute.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable
 
 .DEFAULT_GOAL := help
@@ -24,8 +26,7 @@ validate: $(run_ready)  ## run every gate on a model of the package; ARGS='--mod
 	@$(PYTHON) scripts/validate_checkpointing.py $(ARGS)
 
 test: $(dev_ready)  ## run the tests, of the bundle and of the template; ARGS='-k grad_accum'
-	@# Hundreds of processes import the package: compile it once, also where the environment forbids it.
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(ARGS)
 
 long: .venv/finetune/.installed  ## run the variants that `make test` leaves out, and only those
 	@OMP_NUM_THREADS=1 $(PYTHON) -m pytest -m long $(ARGS)

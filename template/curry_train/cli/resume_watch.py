@@ -118,7 +118,7 @@ class StateWatch:
 
     def _copies(self) -> list[list[str]]:
         """Return digests of other modules with the parameters of a model, such as averages."""
-        # What is no longer used may not be freed in one of two runs.
+        # Modules that wait to be freed would count in one run and not in the other.
         gc.collect()
         models = [list(one.parameters()) for part, one in self._found if part == "model"]
         models.append([parameter for model in models for parameter in model])
@@ -130,7 +130,8 @@ class StateWatch:
                 continue
             parameters = list(one.parameters())
             is_copy = [parameter.shape for parameter in parameters] in shapes
-            if is_copy and own.isdisjoint(map(id, parameters)):
+            # Where no model is called, the shapes are those of a module without parameters.
+            if parameters and is_copy and own.isdisjoint(map(id, parameters)):
                 found.append([digest(value) for value in (*parameters, *one.buffers())])
         return sorted(found)
 
