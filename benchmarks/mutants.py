@@ -8,7 +8,7 @@ mutmut makes the mutants and runs the tests that reach each one, in forks of a s
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
 in the folder that is printed. The tests are those named after the technique or one of its modules,
 and the files that a module names as its proof; those in `tests/gates` run the gates. All tests that
-reach a mutant would take minutes for each; `--room` takes them for those that survive.
+reach a mutant would take minutes for each.
 Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
@@ -49,10 +49,9 @@ source_paths = ["curry_train"]
 only_mutate = {modules}
 also_copy = {copied}
 pytest_add_cli_args_test_selection = {tests}
-pytest_add_cli_args = ["-k", "{chosen}"]
+pytest_add_cli_args = ["-k", "(bench or not compile) and not closures"]
 process_isolation = "forkserver"
 """
-CHOSEN_TESTS = "(bench or not compile) and not closures"
 
 
 def tests_of(technique: str, modules: list[str]) -> list[str]:
@@ -81,7 +80,6 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     configuration = CONFIGURATION.format(
         modules=[f"curry_train/{module}" for module in modules],
         copied=[*COPIED, "template"],
-        chosen=CHOSEN_TESTS,
         tests=tests,
     )
     (folder / "pyproject.toml").write_text(text + configuration)
@@ -110,20 +108,6 @@ def run_mutmut(folder: Path, *words: str, minutes: float | None = None) -> str:
         return log.read()
 
 
-def is_caught(folder: Path, room: str, mutant: str) -> bool:
-    """Run all tests of a room, and those of peers, on a mutant, or on none."""
-    copy = folder / "mutants"
-    tests = [f"tests/{room}", "tests/peers", "-k", CHOSEN_TESTS]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-x", "--numprocesses=2", *tests],
-        cwd=copy,
-        env=os.environ | {"MUTANT_UNDER_TEST": mutant, "PYTHONPATH": str(copy)},
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    return done.returncode != 0
-
-
 def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
     """Run mutants of a technique, print what survives; return how many were caught and run."""
     modules = TECHNIQUES[technique]
@@ -146,11 +130,6 @@ def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
     run = caught + len(survived)
     if not run:
         print(output[-2000:], file=sys.stderr)
-    if options.room and survived:
-        room = modules[0].partition("/")[0]
-        assert not is_caught(folder, room, ""), f"tests of {room} fail without a mutant: {folder}"
-        survived = [name for name in survived if not is_caught(folder, room, name)]
-        caught = run - len(survived)
     for name in survived:
         print(f"survived: {name}")
     print(f"{technique}: {caught} of {run} mutants that a test reaches are caught")
@@ -171,7 +150,6 @@ def main() -> int:
     parser.add_argument("--function", help="mutate this function alone")
     parser.add_argument("--sample", type=int, help="draw so many mutants of each technique")
     parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
-    parser.add_argument("--room", action="store_true", help="then all tests of the room as well")
     parser.add_argument("--minutes", type=float, help="stop each technique after these")
     options = parser.parse_args()
     if unknown := [one for one in options.techniques if one not in TECHNIQUES]:
