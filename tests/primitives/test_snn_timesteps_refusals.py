@@ -133,7 +133,7 @@ def test_state_in_variables_and_globals_is_found():
     def adds_in_place(x, state):
         sum_of_inputs.add_(x.mean())
         out, state = module.step(x, state)
-        return out + sum_of_inputs, state
+        return 0 * out + 1e-9 * sum_of_inputs, state
 
     def learns(x, state):
         with torch.no_grad():

@@ -8,7 +8,7 @@ Each storage is moved once, however many views of it are saved. Parameters, buff
 tensors stay on the device.
 
 Proof: `python -m pytest tests/primitives/test_offload.py tests/primitives/test_host_memory.py
-tests/benchmarks/test_cuda_branches.py`.
+tests/benchmarks/test_cuda_branches.py tests/peers/test_peer_behaviours.py`.
 """
 
 import functools

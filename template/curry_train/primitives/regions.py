@@ -6,7 +6,7 @@ The outputs of matrix products and attention stay saved. No matrix product and n
 own code runs twice: a tensor that is cheap to compute is computed again in backward from the
 tensors that autograd saved for it.
 
-Proof: `python -m pytest tests/primitives/test_regions.py`.
+Proof: `python -m pytest tests/primitives/test_regions.py tests/peers/test_peer_behaviours.py`.
 """
 
 import contextlib

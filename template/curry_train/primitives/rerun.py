@@ -3,7 +3,7 @@
 Function modes, and the state that a block reads beside its inputs.
 
 Proof: `python -m pytest tests/primitives/test_recompute_options.py
-tests/primitives/test_regions.py`.
+tests/primitives/test_regions.py tests/peers/test_peer_behaviours.py`.
 """
 
 import contextlib

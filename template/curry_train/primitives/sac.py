@@ -7,7 +7,8 @@
 Operations that draw random numbers are always recomputed, from the generator state of their first
 run. In torch's own implementation a saved one shifts all random numbers that are drawn after it.
 
-Proof: `python -m pytest tests/primitives/test_sac_contract.py`.
+Proof: `python -m pytest tests/primitives/test_sac_contract.py
+tests/peers/test_peer_behaviours.py`.
 """
 
 import difflib
