@@ -292,9 +292,13 @@ def train_window(
         scaler.unscale_(optimizer)
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    norm = get_total_norm(
-        [parameter.grad for parameter in parameters if parameter.grad is not None]
-    )
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients and in_backward is None:
+        raise ValueError(
+            "no parameter of the optimizer got a gradient: make the optimizer from the parameters "
+            "of the model that trains, after whatever replaces them (adapters, fully_shard)"
+        )
+    norm = get_total_norm(gradients)
     total, grad_norm = _reduce_metrics(losses, norm)
     if in_backward is not None:
         grad_norm = math.nan
