@@ -114,6 +114,8 @@ def test_any_iterable_works_as_a_loader_and_a_with_statement_closes_the_run(tmp_
     with attach(tmp_path) as run:
         assert run.resumed.saved.step == run.steps == 4
         assert go(run, "abcdef") == ["e", "f"]
+    with pytest.raises(ValueError, match=r"^the run is closed: "):
+        run.step()
 
 
 def test_a_loader_whose_resume_is_not_exact_is_named_once_in_a_run(tmp_path, caplog):
@@ -213,8 +215,9 @@ def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path)
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"steps": 1, "schedule": lambda step: 0.5}
-    data = [torch.ones(1, 2)]
-    run_training_steps(model, optimizer, data, lambda model, x: model(x).sum(), **options)
+    run_training_steps(
+        model, optimizer, [torch.ones(2)], lambda model, x: model(x).sum(), **options
+    )
     saving(model, optimizer, runs=tmp_path / "run").close()
 
 
@@ -223,7 +226,7 @@ def trained_to(folder, until):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    data = torch.utils.data.DataLoader(torch.randn(20, 2), batch_size=4, shuffle=True)
+    data = DataLoader(torch.randn(20, 2), batch_size=4, shuffle=True)
     run = saving(model, optimizer, runs=folder, rollback_every=100)
     num_trained = 0
     while run.continues(until=until):

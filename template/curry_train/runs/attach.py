@@ -524,6 +524,8 @@ class AttachedRun:
         gradients. `stepped=False` is for a step that a gradient scaler skipped. Returns False if
         the run was rolled back to before this step.
         """
+        if not self._open:
+            raise ValueError("the run is closed: its folder may have another writer by now")
         if self._has_loader and self._watch.config.rolls_back and not self._data.position:
             raise ValueError(
                 "spike.action=rollback has to skip batches: take them from run.batches(loader)"
