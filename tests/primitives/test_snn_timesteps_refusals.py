@@ -150,6 +150,7 @@ def test_state_in_variables_and_globals_is_found():
     for step in (remembers, adds_up, adds_in_place, learns, counts_globally, counts_in_a_function):
         with pytest.raises(HiddenState, match=f"^{re.escape(message)}$"):
             checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
+    assert len(memory) == 6
 
 
 class Cells:

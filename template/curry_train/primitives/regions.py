@@ -134,17 +134,13 @@ class Replay:
         for tensor, version in self.versions:
             check_unchanged(tensor, version)
         saved: list[Tensor] = []
-
-        def capture(tensor: Tensor) -> int:
-            saved.append(tensor.detach())
-            return len(saved) - 1
-
-        args, kwargs = tree_map(_cut, self.inputs)
+        args, kwargs = self.inputs
         with (
             self.state,
             torch.enable_grad(),
             autocast_as(self.autocast),
-            saved_tensors_hooks(capture, saved.__getitem__),
+            # No backward runs through this call.
+            saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), saved.pop),
         ):
             output = self.run(*args, **kwargs)
         if len(saved) != self.num_saved:
@@ -155,10 +151,6 @@ class Replay:
             )
         self.saved = dict(enumerate(saved))
         self.output = output.detach() if isinstance(output, Tensor) else None
-
-
-def _cut(leaf: Any) -> Any:
-    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
 
 
 # Recompute a saved tensor from other tensors that autograd saves anyway.

@@ -252,12 +252,10 @@ def _checked_run(
     inputs = [
         detached_copies(timesteps[min(index, len(timesteps) - 1)])
         for index in range(NUM_CHECKED_STEPS)
-        for index in range(NUM_CHECKED_STEPS)
     ]
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    # The storages that are there anyway, and those that autograd saves: held here, so that no
-    # address comes again.
-    storages = _storages([tensors, inputs])
+    # The storages of the inputs, and those that autograd saves: held here, so that no address
+    # comes again. It saves parameters in the first step, whose bytes do not count.
+    storages = _storages(inputs)
     held = []
     generators = generator_states()
 
@@ -293,7 +291,6 @@ def _checked_run(
         drawn_to = generator_states()
         draws = not same_state(generators, drawn_to)
         drawn_bytes = torch.get_rng_state().nbytes if draws else 0
-        results += tree_leaves(drawn_to)
     # The first timestep may hold other bytes, because it starts from the initial state.
     return results, Costs(_bytes_of(_storages(state)) + drawn_bytes, held[2] - held[1])
 
@@ -478,7 +475,6 @@ def code_of(function: Any) -> Any:
     """
     while isinstance(function, partial):
         function = function.func
-    function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))
 
 
