@@ -51,7 +51,7 @@ REFUSED = [
         r"got torch.float64: convert with .long\(\), or use F.cross_entropy for class prob",
     ),
     (
-        lambda h, w, t: chunked_cross_entropy(h, w.float(), t),
+        lambda h, w, t: chunked_cross_entropy(h.float(), w, t),
         "they must have the same floating-point dtype; cast one of them, or use autocast$",
     ),
     (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),

@@ -92,14 +92,13 @@ def test_a_clip_norm_that_would_erase_the_gradient_is_refused(clip_norm):
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    other = nn.Linear(2, 1)
     with pytest.raises(
         ValueError,
         match=r"^no parameter of the optimizer got a gradient: make the optimizer from the "
         r"parameters of the model that trains, after whatever replaces them \(adapters, "
         r"fully_shard\)$",
     ):
-        linear_step([torch.ones(1, 2)], loss=lambda model, batch: other(batch).sum())
+        linear_step([torch.ones(1, 2)], loss=lambda model, batch: nn.Linear(2, 1)(batch).sum())
 
 
 def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():

@@ -91,7 +91,10 @@ def test_one_process_writes_and_its_death_frees_the_lock_though_a_child_lives(tm
 
 
 def test_two_stores_of_one_process_are_two_writers(tmp_path):
-    with Store(tmp_path), pytest.raises(LockedRun, match=f"process {os.getpid()} on"):
+    with (
+        Store(tmp_path),
+        pytest.raises(LockedRun, match=f"{os.getpid()} on {socket.gethostname()} "),
+    ):
         Store(tmp_path).open()
     # The lock was released; a store that is not open may be given to another process.
     with copy.deepcopy(Store(tmp_path)):
