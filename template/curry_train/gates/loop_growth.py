@@ -206,7 +206,8 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
 
 def _files_of_the_user() -> list[str]:
     files = [frame.f_code.co_filename for frame in users_frames()]
-    files += [str(vars(one).get("__file__")) for one in list(sys.modules.values())]
+    # Python takes None in place of a module that nobody is to import.
+    files += [str(vars(one).get("__file__")) for one in [*sys.modules.values()] if one]
     return [
         file
         for file in dict.fromkeys(files)
