@@ -70,7 +70,6 @@ def test_arguments_reach_torch_however_they_are_passed():
 
 def test_a_heap_that_is_frozen_stays_so():
     num_frozen = gc.get_freeze_count()
-    assert num_frozen
     failed(loops.plain)
     # A few of them have gone by themselves.
     assert gc.get_freeze_count() > 0.9 * num_frozen

@@ -891,7 +891,8 @@ def mode(trace: Trace) -> Iterator[Fault]:
             hint = "call model.train() before training, and again after each evaluation"
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
-        elif one.training and not one.is_trained_on and not others.isdisjoint(one.digests):
+        # An input with a gradient is attacked.
+        elif one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}:
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one.place, "an evaluation in training mode", hint
     yield from _untrained(trace)
