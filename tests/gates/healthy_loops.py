@@ -949,8 +949,8 @@ def gradients_by_autograd():
     model = classifier()
     optimizer = adamw(model)
     for inputs, labels in loader():
-        loss = F.cross_entropy(model(inputs), labels)
-        slopes = torch.autograd.grad(loss, model.parameters())
+        loss = F.nll_loss(model(inputs).log_softmax(1), labels)
+        slopes = torch.autograd.grad(loss, model.parameters(), None, True)  # the graph is kept
         for one, slope in zip(model.parameters(), slopes, strict=True):
             one.grad = slope
         optimizer.step()
@@ -1148,7 +1148,7 @@ def attacked_in_either_mode():
         noise = torch.zeros_like(inputs, requires_grad=True)
         loss = F.cross_entropy(model.train(bool(labels[0]))(inputs + noise), labels)
         (slope,) = torch.autograd.grad(loss, noise)
-        step(optimizer, F.cross_entropy(model.train()(inputs + 0.1 * slope.sign()), labels))
+        step(optimizer, F.cross_entropy(model.train()(inputs + slope), labels))
 
 
 def two_steps_of_the_actor():

@@ -51,7 +51,7 @@ def test_a_fault_is_found_at_its_line(check, train):
 
 class ByKeywords(nn.Linear):
     def forward(self, given, *, module, call):
-        return F.dropout(input=super().forward(given), p=0.1, training=True)
+        return F.dropout(input=super().forward(given), p=0.1)
 
 
 def called_by_keywords():

@@ -913,8 +913,6 @@ class Observer:
         self.gradient = Gradient(one for one in parameters if id(one) in event.reached)
         trace.with_gradient |= {key for key in after if after[key] is not None}
         event.of_inputs = any(getattr(ref(), "grad", None) is not None for ref in self.inputs)
-        self.losses.clear()
-        self.numbers.clear()
         self.inputs.clear()
         self.loss_call = None
         self.cut = ""
@@ -999,6 +997,9 @@ class Observer:
                 event.rates = _rates(scheduler.optimizer)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # A loss whose gradients autograd.grad takes keeps its graph until here.
+        self.losses.clear()
+        self.numbers.clear()
         if not self.stepping:
             self.gradient.use()
             self.state_before = _state(optimizer)
