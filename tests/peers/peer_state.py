@@ -188,8 +188,9 @@ def replaced(model):
     first = list(model.parameters())
     loss = loss_of(model(X))
     for module in model.modules():
-        for name, weight in list(module.named_parameters(recurse=False)):
-            setattr(module, name, nn.Parameter(weight.detach() * 3 + 1))
+        # The first one stays.
+        for name, weight in list(module.named_parameters(recurse=False))[1:]:
+            setattr(module, name, nn.Parameter(weight * 3 + 1))
     loss.backward()
     return [weight.grad for weight in first]
 
