@@ -42,12 +42,12 @@ ifdef PEER
 torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
-torture: $(dev_ready)  ## kill and stop trainings, and record what they lose; PEER=ours or PEER=dcp for flips, full disks and hostile files; ARGS='--kills 20 --every 30 --json -'
+torture: $(dev_ready)  ## kill and stop trainings, and record what they lose; PEER=ours or PEER=dcp for flips, full disks and hostile files; ARGS='--kills 20 --every 30' or '--json evidence/checkpoint_torture.json'
 	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 
-spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog
-	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs --json evidence/loss_spike.json $(ARGS)
+spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog; ARGS='--json evidence/loss_spike.json'
+	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs $(ARGS)
 
 boxes: $(dev_ready)  ## replay bad steps with planted faults, and steps that do not repeat; ARGS='--each 5' or '--json evidence/boxes.json'
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 $(PYTHON) benchmarks/boxes.py $(ARGS)

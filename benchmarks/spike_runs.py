@@ -1,6 +1,6 @@
 """Run many small trainings under the watchdog, sound ones and ones with planted spikes.
 
-`make spikes` writes evidence/loss_spike.json; `ARGS="--healthy 20 --json -"` for less. Proof:
+`make spikes` runs it; evidence/loss_spike.json is its record. Proof:
 `python -m pytest tests/runs/test_spike.py -k trainings`.
 """
 

@@ -656,7 +656,7 @@ def wrongs(found: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     parser = record_parser(__doc__)
-    parser.set_defaults(json="evidence/checkpoint_torture.json")
+    parser.set_defaults(json="-")
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--signals", type=int, default=200, help="SIGTERMs")
     parser.add_argument("--every", type=int, default=1, help="kill at each nth change of the disk")

@@ -2,7 +2,7 @@
 
     python -m pytest tests/benchmarks/test_torture.py
 
-`make torture` runs the long one; its record is evidence/checkpoint_torture.json.
+`make torture` runs the long one, and evidence/checkpoint_torture.json is its record.
 """
 
 import json
@@ -25,7 +25,7 @@ def run(*words):
         [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
     )
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [warm_python(), "-m", "torture", *words, "--json", "-"]
+    command = [warm_python(), "-m", "torture", *words]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT
     )

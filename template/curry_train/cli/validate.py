@@ -385,11 +385,7 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
     seconds = 0.0
     try:
         case, choice = settle_blocks(case)
-        module, batch = case.build(), case.batch()
-        began = time.perf_counter()
-        # Its number is there when the device is done.
-        case.workload.mean_loss(module, batch).item()
-        seconds = time.perf_counter() - began
+        seconds = _forward_seconds(case)
         findings = look(case)
     # The user's model may raise anything, which each gate reports.
     except Exception as error:  # noqa: BLE001
@@ -398,3 +394,18 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
     if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
         choice = replace(choice, notes=(ONE_BLOCK,))
     return case, FirstLook(choice, findings, seconds)
+
+
+def _forward_seconds(case: Case) -> float:
+    """Return the time of the quickest of three forwards, or of one that takes a second.
+
+    A forward of milliseconds may take a second once where other work has the cores.
+    """
+    module, batch = case.build(), case.batch()
+    seconds: list[float] = []
+    while len(seconds) < 3 and sum(seconds) < 1:
+        began = time.perf_counter()
+        # Its number is there when the device is done.
+        case.workload.mean_loss(module, batch).item()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
