@@ -97,11 +97,10 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
             yield from _unequal(several, columns, window)
     calls = [(call, window) for window in trace.windows for call in window.calls]
     for pairs in grouped(calls, lambda pair: pair[0].lines):
-        numbers = [len(window.calls) for _, window in pairs]
         yield from _divided_by_masked([call for call, _ in pairs])
-        faults = [_divided_for_nothing(*pair) for pair in pairs if max(numbers) == 1]
-        if len(faults) > 1 and None not in faults:
-            yield from filter(None, faults)
+        faults = [[*_divided_for_nothing(*pair)] for pair in pairs]
+        if len(faults) > 1 and all(faults):
+            yield from faults[0]
     if not is_known:
         raise NotApplicable("no loss of several microbatches can be read")
 
@@ -111,8 +110,8 @@ def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
     # The number of samples in one microbatch.
-    samples = sum(one.num_samples for one in window.forwards)
-    samples /= sum(one.lines == call.lines for one in window.calls)
+    num_calls = sum(one.lines == call.lines for one in window.calls)
+    samples = sum(one.num_samples for one in window.forwards) / num_calls
     for term in call.terms:
         # A mask of samples chooses among them, as that of labels of which a model is sure.
         if term.num_masked and term.name != "Sum" and term.num_terms > samples:
@@ -204,40 +203,34 @@ def _unequal(
     # The loop may divide gradients in place of losses.
     factor = window.step.factor or 1.0
     strengths = [[factor * term.strength for term in column] for column in columns]
-    divisors = [(*column[0].divisors, 1 / factor) for column in columns]
     totals = [sum(column) for column in strengths]
     number, is_alone = len(calls), world_size() == 1
+    # How many times each part is divided by the number of microbatches.
+    divisions = [
+        sum(abs(by - number) < TOLERANCE for by in (*column[0].divisors, 1 / factor))
+        for column in columns
+    ]
     if not any(abs(total - 1) < TOLERANCE for total in totals):
         # A part may weigh more than 1 by a factor of the user's.
         samples = max(1, sum(one.num_samples for one in window.forwards))
-        too_much = [
-            total
-            for total, column, terms in zip(totals, strengths, columns, strict=True)
-            if total > 1 + TOLERANCE
+        for total, weights, column in zip(totals, strengths, columns, strict=True):
             # A sum over the values of samples, or of positions, may be divided by their number.
-            and (
-                terms[0].reduction == "mean"
-                or min(
-                    abs(total - sum(term.num_terms for term in terms) / samples),
-                    abs(total - terms[0].width),
-                )
-                > TOLERANCE
+            num_values = sum(term.num_terms for term in column) / samples
+            is_mean = column[0].reduction == "mean" or not any(
+                abs(total - by) <= TOLERANCE for by in (num_values, column[0].width)
             )
-            and max(column) < 1 + TOLERANCE
             # Of a sum by hand it is not known how many terms count, and a rank may weigh more than
             # others where they divide by the terms of all.
-            and ((is_alone and terms[0].name != "Sum") or min(column) > 1 - TOLERANCE)
-        ]
-        if too_much:
-            yield (
-                calls[0].place,
-                f"the gradients of a window are {too_much[0]:.3g} times those of one batch",
-                f"divide the loss by the {number} microbatches of the window, or its sum by "
-                "the number of terms in all of them (num_items_in_batch of a Trainer)",
-            )
-        for total, column, all_by in zip(totals, columns, divisors, strict=True):
-            by_number = [by for by in all_by if abs(by - number) < TOLERANCE]
-            is_twice = len(by_number) > (column[0].reduction == "mean")
+            is_certain = (is_alone and column[0].name != "Sum") or min(weights) > 1 - TOLERANCE
+            if is_mean and is_certain and max(weights) < 1 + TOLERANCE < total:
+                yield (
+                    calls[0].place,
+                    f"the gradients of a window are {total:.3g} times those of one batch",
+                    f"divide the loss by the {number} microbatches of the window, or its sum by "
+                    "the number of terms in all of them (num_items_in_batch of a Trainer)",
+                )
+        for total, column, times in zip(totals, columns, divisions, strict=True):
+            is_twice = times > (column[0].reduction == "mean")
             # Whether a division by the ranks is one too many is seen where they are compared.
             if is_twice and number != world_size() and abs(total * number - 1) < TOLERANCE:
                 yield (
@@ -245,9 +238,8 @@ def _unequal(
                     f"the loss is divided by the {number} microbatches twice",
                     "divide once; accelerator.backward and Trainers do it themselves",
                 )
-    divided = [any(abs(by - number) < TOLERANCE for by in all_by) for all_by in divisors]
-    is_known = all(by or abs(of - 1) > TOLERANCE for by, of in zip(divided, totals, strict=True))
-    if is_alone and any(divided) and not all(divided) and is_known:
+    is_known = all(by or abs(of - 1) > TOLERANCE for by, of in zip(divisions, totals, strict=True))
+    if is_alone and any(divisions) and not all(divisions) and is_known:
         hint = f"divide each part of the loss by the {number} microbatches, as the others"
         yield calls[0].place, "a part of the loss counts once per microbatch", hint
     # An epoch may end with a short batch.
@@ -264,24 +256,23 @@ def _unequal(
             )
 
 
-def _divided_for_nothing(call: Backward, window: Window) -> Fault | None:
-    """Return a fault where the one loss of a step is a mean, and is divided again."""
-    if len(call.terms) != 1:
-        return None
+def _divided_for_nothing(call: Backward, window: Window) -> Iterator[Fault]:
+    """Find the one loss of a step that is a mean, and is divided again."""
+    if len(window.calls) > 1 or len(call.terms) != 1:
+        return
     (term,) = call.terms
     by = [one for one in term.divisors if one > 1.5 and abs(one - round(one)) < 1e-6]
     is_half = by == [2] and term.name in ("Mean", "Mse", "mse_loss")
     # A division by the ranks is looked at where they are compared.
     if term.reduction != "mean" or len(by) != 1 or is_half or by == [world_size()]:
-        return None
-    if abs(term.strength * by[0] - 1) > TOLERANCE:
-        return None
-    return (
-        call.place,
-        f"a mean loss is divided by {by[0]:.0f}, and the step at {window.step.place} has one "
-        "microbatch",
-        "divide by the microbatches of a step, and step after that many of them",
-    )
+        return
+    if abs(term.strength * by[0] - 1) <= TOLERANCE:
+        yield (
+            call.place,
+            f"a mean loss is divided by {by[0]:.0f}, and the step at {window.step.place} has one "
+            "microbatch",
+            "divide by the microbatches of a step, and step after that many of them",
+        )
 
 
 def _without_graph(trace: Trace) -> Iterator[Fault]:
@@ -331,7 +322,7 @@ def logits(trace: Trace) -> Iterable[Fault]:
 
 def targets(trace: Trace) -> Iterator[Fault]:
     """Targets are the ones to learn."""
-    found: list[Targets] = trace.of(Targets)
+    found = trace.of(Targets)
     calls = trace.of(LossCall) if found else _loss_calls(trace)
     for one in found:
         for measured, hint in _wrong_tokens(one):
@@ -344,7 +335,7 @@ def targets(trace: Trace) -> Iterator[Fault]:
     yield from _labels(trace, calls)
 
 
-def _loss_calls(trace: Trace) -> list[Any]:
+def _loss_calls(trace: Trace) -> list[LossCall]:
     calls = trace.of(LossCall)
     if not calls:
         raise NotApplicable("no loss function of torch was called")
@@ -728,7 +719,7 @@ def _why_nothing_moves(steps: Sequence[Step]) -> str:
 
 def schedule(trace: Trace) -> Iterator[Fault]:
     """A schedule steps at most once per step of the optimizer, after it."""
-    events: list[Schedule] = trace.of(Schedule)
+    events = trace.of(Schedule)
     for own_steps in grouped(events, lambda event: id(event.scheduler)):
         one = own_steps[0].scheduler
         # Of one that wraps the optimizer that steps, the groups are the same.
@@ -801,7 +792,7 @@ def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> 
 
 def clipping(trace: Trace) -> Iterator[Fault]:
     """Gradients are clipped after the last backward call and unscaling, before the step."""
-    clips: list[Clip] = trace.of(Clip)
+    clips = trace.of(Clip)
     if not clips:
         raise NotApplicable("the loop does not clip")
     for clip in clips:
@@ -830,7 +821,7 @@ def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
 
 def scaler(trace: Trace) -> Iterator[Fault]:
     """A scaler scales each loss, steps and is updated."""
-    calls: list[Scaling] = trace.of(Scaling)
+    calls = trace.of(Scaling)
     if not calls:
         for window in trace.windows:
             if window.calls and any(one.autocast == torch.float16 for one in window.forwards):
@@ -856,7 +847,7 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
         if plain and len(plain) < len(window.calls):
             hint = "call scaler.scale(loss).backward() for each loss"
             yield plain[0].place, "one loss is scaled and another is not", hint
-        events: list[Scaling] = window.of(Scaling)
+        events = window.of(Scaling)
         is_unscaled = window.step.by_scaler or any(one.call == "unscale_" for one in events)
         if window.calls and not plain and not is_unscaled:
             hint = "call scaler.step(optimizer) in place of optimizer.step()"

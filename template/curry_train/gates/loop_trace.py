@@ -57,6 +57,7 @@ from .loop_loss import (
 # A fault of the loop: the line, the measured figure, and advice.
 Fault = tuple[str, ...]
 T = TypeVar("T")
+E = TypeVar("E", bound="Event")
 # Parameters are compared before and after a step up to this number of elements.
 MOST_COMPARED = 2 * 10**8
 MOST_SMALL = 10**6
@@ -207,7 +208,7 @@ class Backward(Event):
     # Whether a part of the loss has had a backward call before.
     is_second: bool
     # Whether it made gradients of what the model was given, as an attack does.
-    of_inputs: bool
+    of_inputs: bool = False
     # Parameters whose gradients it changed, by id.
     reached: frozenset[int] = frozenset()
     # Whether gradients were when it began what an earlier call had left.
@@ -303,7 +304,7 @@ class Events:
 
     events: list[Event]
 
-    def of(self, kind: type[Event]) -> list[Any]:
+    def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
 
 
@@ -319,7 +320,7 @@ class Window(Events):
         self.own = parameter_ids(step.optimizer)
         # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
         # microbatch without sync to itself.
-        calls: list[Backward] = self.of(Backward)
+        calls = self.of(Backward)
         lines = {one.lines for one in calls if one.reached & self.own}
         self.all_calls = [
             one
@@ -520,13 +521,13 @@ class Observer:
     def num_steps_made(self) -> int:
         return max(self.num_made.values(), default=0)
 
-    def last(self, kind: type[Event]) -> Any:
+    def last(self, kind: type[E]) -> E | None:
         return next((one for one in reversed(self.trace.events) if isinstance(one, kind)), None)
 
     def fault(self, check: str, *fault: str) -> None:
         self.trace.faults[check].append(fault)
 
-    def note(self, kind: type[Event], /, **facts: Any) -> Any:
+    def note(self, kind: type[E], /, **facts: Any) -> E:
         facts.setdefault("lines", users_lines())
         event = kind(in_step=bool(self.stepping), **facts)
         self.trace.events.append(event)
@@ -593,7 +594,7 @@ class Observer:
                     Fetch,
                     loader=loader,
                     epoch=epoch,
-                    **_batch_facts(_tensors(batch), is_end=batch is None),
+                    **_batch_facts(batch),
                 )
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
@@ -691,9 +692,7 @@ class Observer:
 
     def _loss(self, function: Call, *args: Any, **options: Any) -> Any:
         value = function(*args, **options)
-        if in_transform() or not torch.is_grad_enabled():
-            return value
-        if isinstance(value, Tensor) and value.requires_grad:
+        if not in_transform() and isinstance(value, Tensor) and value.requires_grad:
             bound = inspect.signature(function).bind(*args, **options)
             bound.apply_defaults()
             if "log_probs" in bound.arguments:  # of ctc_loss
@@ -710,7 +709,7 @@ class Observer:
                     self.fault(check, self.loss_call.place, measured, hint)
             self._note_use(target, facts)
             self._mark(value, self.loss_call, "is_used")
-            forward: Forward | None = self.last(Forward)
+            forward = self.last(Forward)
             if forward is not None and facts.term.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
@@ -760,7 +759,7 @@ class Observer:
         counted = targets != ignored
         if not counted.any():
             return
-        event: Targets = self.note(Targets, model=forward.module)
+        event = self.note(Targets, model=forward.module)
         # One of a few classes may well end rows.
         if targets.max() > 4:
             event.filler = _filler(targets, counted)
@@ -853,7 +852,7 @@ class Observer:
         *more: Any,
         **options: Any,
     ) -> Tensor:
-        forward: Forward | None = self.last(Forward)
+        forward = self.last(Forward)
         if forward is not None and p and self.depth and not in_transform():
             is_layer = isinstance(sys._getframe(2).f_locals.get("self"), nn.Dropout)
             forward.drops |= not is_layer
@@ -890,14 +889,13 @@ class Observer:
         terms, numbers, is_second = terms_of(loss, scale, self.losses, self.numbers)
         for place, number in numbers:
             trace.numbers[place].add(number)
-        event: Backward = self.note(
+        event = self.note(
             Backward,
             value=float(loss.detach()),
             scale=scale,
             dirty={id(one) for one in parameters if one.grad is not None and _largest(one.grad)},
             terms=terms,
             is_second=is_second,
-            of_inputs=False,
             cause=self.loss_call,
         )
         if not math.isfinite(event.value):
@@ -951,7 +949,7 @@ class Observer:
         if not given:
             hint = "pass model.parameters() anew; a generator is empty after one use"
             self.fault("clipping", place, "it clips no parameter", hint)
-        if not float(list(bound.arguments.values())[1]):
+        if not float(bound.args[1]):
             hint = "a norm of 1.0 is usual; leave the clipping out for none"
             self.fault("clipping", place, "gradients are clipped to 0", hint)
         is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
@@ -1068,7 +1066,7 @@ class Observer:
 
     def _probe(self) -> None:
         """Run a model again with a part of its input changed, and compare outputs."""
-        forward: Forward | None = self.last(Forward)
+        forward = self.last(Forward)
         # Targets may stand behind a call of another model, as of one that judges.
         if (
             forward is None
@@ -1265,11 +1263,11 @@ def _padded(tokens: Tensor, given: Iterable[Tensor]) -> Tensor | None:
     return None
 
 
-def _batch_facts(tensors: Iterator[Tensor], *, is_end: bool) -> dict[str, Any]:
-    several = [one for one in tensors if one.dim() and len(one) > 1 and is_plain(one)]
+def _batch_facts(batch: Any) -> dict[str, Any]:
+    several = [one for one in _tensors(batch) if one.dim() and len(one) > 1 and is_plain(one)]
     labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
     return {
-        "digests": () if is_end else tuple(map(digest, several)) or (0.0,),
+        "digests": () if batch is None else tuple(map(digest, several)) or (0.0,),
         "labels": tuple(labels[-1].tolist()) if labels else (),
         "address": labels[-1].data_ptr() if labels else 0,
         "is_one_sample": bool(several) and all(bool((one == one[:1]).all()) for one in several),
