@@ -139,32 +139,27 @@ def load_implementation(text: str) -> Implementation:
 
 def _check_call(spec: str, function: Callable[..., Any], contract: Contract) -> None:
     """Refuse a callable that does not take the arguments that the gates pass."""
-    wanted = inspect.signature(contract.call)
     try:
         theirs = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have no signature
         return
-    keywords = {
-        name: None
-        for name, parameter in wanted.parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    positional = [None] * (len(wanted.parameters) - len(keywords))
+    wanted = inspect.getfullargspec(contract.call)
     try:
-        theirs.bind(*positional, **keywords)
+        theirs.bind(*wanted.args, **dict.fromkeys(wanted.kwonlyargs))
     except TypeError as error:
+        call = f"{contract.name}{inspect.signature(contract.call)}"
         raise WrongImplementation(
-            f"--impl {spec} takes {theirs}, and the gates call {contract.name}{wanted}: {error}"
+            f"--impl {spec} takes {theirs}, and the gates call {call}: {error}"
         ) from error
 
 
 def takes(function: Callable[..., Any], keyword: str) -> bool:
     """Return whether a function can be called with this keyword."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(
-        parameter.name == keyword or parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in parameters
-    )
+    try:
+        inspect.signature(function).bind_partial(**{keyword: None})
+    except TypeError:
+        return False
+    return True
 
 
 def spec_of(function: Callable[..., Any]) -> str:
