@@ -389,28 +389,25 @@ def _in_workers(
     at a time; one that even then ends its process does not apply.
     """
     named = tuple(f"{one.name}={one.spec}" for one in given)
-    tasks = [(case.workload.spec, _settings(case), gate.name, named) for case, gate in pairs]
+    tasks = [
+        (vars(case) | {"workload": case.workload.spec}, gate.name, named) for case, gate in pairs
+    ]
     first = 0
     while first < len(tasks):
         try:
-            with _pool(num_processes) as pool:
+            # Spawn, because a fork of a process that has used threads may hang.
+            context = multiprocessing.get_context("spawn")
+            threads = max(1, torch.get_num_threads() // num_processes)
+            with ProcessPoolExecutor(num_processes, context, _start_worker, (threads,)) as pool:
                 for verdict in pool.map(_measure, *zip(*tasks[first:], strict=True)):
                     first += 1
                     yield verdict
         except BrokenProcessPool:
             if num_processes == 1:
-                gate_name = tasks[first][2]
-                first += 1
                 why = f"memory ran out (the system ended the process): {LESS_MEMORY}"
-                yield not_applicable(gate_name, why)
+                yield not_applicable(pairs[first][1].name, why)
+                first += 1
             num_processes = 1
-
-
-def _pool(num_processes: int) -> ProcessPoolExecutor:
-    threads = max(1, torch.get_num_threads() // num_processes)
-    # Spawn, because a fork of a process that has used threads may hang.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(num_processes, context, _start_worker, (threads,))
 
 
 def _start_worker(threads: int) -> None:
@@ -424,14 +421,8 @@ def _start_worker(threads: int) -> None:
     gc.freeze()
 
 
-def _settings(case: Case) -> dict[str, Any]:
-    return {name: value for name, value in vars(case).items() if name != "workload"}
-
-
-def _measure(
-    spec: str, settings: dict[str, Any], gate_name: str, implementations: tuple[str, ...]
-) -> Verdict:
-    case = Case(_load_workload(spec), **settings)
+def _measure(settings: dict[str, Any], gate_name: str, implementations: tuple[str, ...]) -> Verdict:
+    case = Case(**settings | {"workload": _load_workload(settings["workload"])})
     gate = {gate.name: gate for gate in discover([gate_name])}[gate_name]
     return gate.run(case, list(map(_load_implementation, implementations)))
 
