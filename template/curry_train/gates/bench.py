@@ -7,13 +7,7 @@ import random
 from collections.abc import Sequence
 
 from ..bench.steps import TrainingStep
-from ..core.timing import (
-    FASTER_VERDICT,
-    SLOWER_VERDICT,
-    paired_ratio,
-    time_in_turns,
-    wait_for,
-)
+from ..core.timing import FASTER_VERDICT, SLOWER_VERDICT, paired_ratio, time_in_turns, wait_for
 from ..workloads.workload import Case
 from .verdict import Gate, Outcome
 

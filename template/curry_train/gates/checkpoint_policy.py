@@ -23,13 +23,7 @@ from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of
 from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
-from .two_ranks import (
-    Found,
-    Wrapped,
-    compare_on_ranks,
-    differing,
-    under_both,
-)
+from .two_ranks import Found, Wrapped, compare_on_ranks, differing, under_both
 from .verdict import Gate, Outcome
 
 # Steps of the training, and where it is stopped.

@@ -18,20 +18,11 @@ from torch import Tensor, nn
 
 from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES
-from ..primitives.grad_accum import (
-    GradientAccumulation,
-    train_window,
-)
+from ..primitives.grad_accum import GradientAccumulation, train_window
 from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of, takes
-from .two_ranks import (
-    Found,
-    GradientSyncs,
-    Wrapped,
-    compare_on_ranks,
-    under_both,
-)
+from .two_ranks import Found, GradientSyncs, Wrapped, compare_on_ranks, under_both
 from .verdict import Gate, NotApplicable, Outcome
 from .windows_by_hand import (
     DIVIDED_BATCH_FACTOR,

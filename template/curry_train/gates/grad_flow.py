@@ -8,13 +8,7 @@ from contextlib import nullcontext
 from ..core.generators import generator_digests, seeded
 from ..primitives.grad_flow import GradFlow
 from ..workloads.workload import Case
-from .own_training import (
-    different_names,
-    new_batch,
-    new_training,
-    printed_state,
-    take_user_step,
-)
+from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
 from .verdict import Gate, NotApplicable, Outcome
 
 NUM_STEPS = 2

@@ -18,14 +18,7 @@ from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, Memory, measure_memory
 from ..core.measure_compiled import holds_compiled_code
-from ..core.parity import (
-    OUTER_BOUND,
-    Parity,
-    StepRecord,
-    check_comparable,
-    compare,
-    record_step,
-)
+from ..core.parity import OUTER_BOUND, Parity, StepRecord, check_comparable, compare, record_step
 from ..plan.optimizers import make_optimizer
 from ..plan.planner import Infeasible, Planner
 from ..plan.saved import FULL_KIND, OFFLOAD_KIND, SAC_KIND, Option, Plan, apply_options

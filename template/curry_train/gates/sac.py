@@ -9,17 +9,12 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..bench.steps import python_calls
 from ..core.blocks import find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import (
-    forward_flops,
-)
+from ..core.measure import forward_flops
 from ..primitives import sac
 from ..primitives.regions import apply_regions
 from ..primitives.sac import PolicyError
@@ -131,7 +126,7 @@ def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcom
         if _held_bytes(case, sac.apply_sac) >= plain:
             raise NotApplicable("our own policy frees nothing in these blocks")
         held = _held_bytes(case, apply_sac) / plain
-        again = _recomputed_flops(case, apply_sac)
+        again = flops_again(case, changed(case, apply_sac))
     hint = ""
     if again >= most:
         hint = (
@@ -152,10 +147,6 @@ def _held_bytes(case: Case, change: Change) -> int:
     return memory_of(case, change).held_bytes
 
 
-def _recomputed_flops(case: Case, change: Change) -> int:
-    return flops_again(case, changed(case, change), early_stop=False)
-
-
 # Regions.
 
 
@@ -169,7 +160,7 @@ def measure_regions(case: Case, *, apply: Change = apply_regions) -> Outcome:
         )
 
     held = _held_bytes(case, apply) / plain
-    again = _recomputed_flops(case, apply)
+    again = flops_again(case, changed(case, apply))
     measured = f"holds {held:.0%}, {again:,} FLOPs again; "
     required = "under 100%, 0 FLOPs"
     passed = held < 1 and again == 0

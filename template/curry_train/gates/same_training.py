@@ -14,7 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import (
-    LiveStorages,
-    Memory,
-    count_flops,
-    measure_memory,
-    recompute_flops,
-)
+from ..core.measure import LiveStorages, Memory, count_flops, measure_memory, recompute_flops
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,
@@ -126,11 +120,7 @@ def same_training(
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        return (
-            measured,
-            required,
-            guilty("computes other tensors the second time"),
-        )
+        return measured, required, guilty("computes other tensors the second time")
 
     step, found = _first_difference(reference, candidate, tolerance)
     if same_as is not None and not found.holds:
@@ -211,7 +201,7 @@ def memory_of(case: Case, change: Callable[..., Any]) -> Memory:
     return measure_memory(changed(case, change), case.batch(), case.workload.mean_loss)
 
 
-def flops_again(case: Case, module: nn.Module, *, early_stop: bool) -> int:
+def flops_again(case: Case, module: nn.Module, *, early_stop: bool = False) -> int:
     """Count the FLOPs that a step of a changed module recomputes."""
     loss = case.workload.mean_loss
     plain = count_flops(case.build(), case.batch(), loss)
@@ -333,7 +323,7 @@ class TrainingCourse:
     # Whether one step runs under autocast.
     autocast: bool = True
     # The reasons for what is left out.
-    left_out: tuple[str, ...] = field(default=(), compare=False)
+    left_out: tuple[str, ...] = ()
 
 
 def _plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
@@ -404,8 +394,7 @@ def _train(
             if optimizer is not None:
                 optimizer.step()
     del optimizer
-    measured = _held_and_growth(case, module)
-    return records, Activity(calls, *measured), names
+    return records, Activity(calls, *_held_and_growth(case, module)), names
 
 
 def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:

@@ -35,13 +35,7 @@ from ..core.digest import digest
 from ..core.generators import seeded
 from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Case
-from .verdict import (
-    NotApplicable,
-    Outcome,
-    RankFailed,
-    error_in_a_line,
-    where_to_look,
-)
+from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
 
 # Variables that torchrun sets for a rank. A rank loads the workload with this process's values.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -114,7 +108,9 @@ def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list
         "dtype": str(case.dtype).removeprefix("torch."),
         "blocks": case.blocks,
         "arguments": arguments,
-        "environment": {name: os.environ.get(name) for name in LAUNCHER_VARIABLES},
+        "environment": {
+            name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ
+        },
     }
     timeout = LEAST_SECONDS + MOST_STEPS * step_seconds
     return _ranks[0].call(f"{__name__}:_on_this_rank", given, timeout=timeout)
@@ -129,13 +125,13 @@ def _on_this_rank(
     spec: str,
     dtype: str,
     arguments: Mapping[str, Any],
-    environment: Mapping[str, str | None],
+    environment: Mapping[str, str],
     **options: Any,
 ) -> Found:
     # A trainer that saw a launcher would give each rank a part of the data.
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
-    os.environ.update({name: value for name, value in environment.items() if value is not None})
+    os.environ.update(environment)
     case = Case(load_workload(spec), dtype=getattr(torch, dtype), **options)
     return import_callable(of_rank)(case, **arguments)
 
