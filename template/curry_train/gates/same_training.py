@@ -113,14 +113,12 @@ def same_training(
     if not course.trains:
         required = f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
 
-    def guilty(cause: str) -> str:
-        return _where(case, alone or apply, cause)
-
+    alone = alone or apply
     try:
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
         measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        return measured, required, guilty("computes other tensors the second time")
+        return measured, required, _where(case, alone, "computes other tensors the second time")
 
     step, found = _first_difference(reference, candidate, tolerance)
     if same_as is not None and not found.holds:
@@ -132,7 +130,7 @@ def same_training(
     measured = f"{found.describe()}; {len(names)} modules, {described}"
     if not found.holds:
         measured = f"step {step + 1} of {NUM_STEPS}: {measured}"
-        return measured, required, guilty(_cause(found))
+        return measured, required, _where(case, alone, _cause(found))
     if not ours.differs_from(plain):
         if by_torch is not None and (why := by_torch(case, plain, course, names)):
             raise NotApplicable(why)
@@ -141,20 +139,14 @@ def same_training(
             "is the wrapper in the forward?"
         )
         return measured, required, hint
-    idle = _idle_blocks(case, ours, plain, names, course) if every_block else []
-    more, hint = _left_behind(ours, plain, idle)
-    return measured + more, required, hint
-
-
-def _left_behind(ours: "Activity", plain: "Activity", idle: Sequence[str]) -> tuple[str, str]:
-    """Return what was measured, and the hint, of a leak or of blocks that did not run again."""
-    if ours.growth > 0 and ours.growth > plain.growth:
-        more = f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
-        return more, "inputs or activations are kept after backward: drop them with the graph"
-    if idle:
+    hint = ""
+    if ours.growth > max(0, plain.growth):
+        measured += f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
+        hint = "inputs or activations are kept after backward: drop them with the graph"
+    elif every_block and (idle := _idle_blocks(case, ours, plain, names, course)):
+        measured += f"; {len(idle)} run as plain"
         hint = f"{', '.join(idle[:4])} did not run again: wrap every block that is named"
-        return f"; {len(idle)} run as plain", hint
-    return "", ""
+    return measured, required, hint
 
 
 def on_blocks(change: Callable[..., Any]) -> Apply:
