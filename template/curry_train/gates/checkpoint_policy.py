@@ -94,7 +94,7 @@ def _resume_on_rank(case: Case, folder: str, attach: str) -> Found:
         expected = train("straight", until=NUM_STEPS)
         train("resumed", until=STOPPED_AFTER)
         found = train("resumed", until=NUM_STEPS, resumes=True)
-        return differing(len(expected), "facts", different_names(found, expected))
+        return differing(len(expected), different_names(found, expected))
 
     # Routed experts are used at some steps alone.
     return under_both(case, case.batch(), measure, unused=True)

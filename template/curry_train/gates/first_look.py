@@ -182,16 +182,17 @@ def _on_batch(batch: Any) -> Iterator[FailureCause]:
 
 def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureCause]:
     unusual = unusual_blocks(record, names)
-    preventing = {trait: found for trait, found in unusual.items() if trait in PREVENTING_TRAITS}
     reasons = {
-        trait: found for trait, found in unusual.items() if trait in preventing or trait == "idle"
+        trait: found
+        for trait, found in unusual.items()
+        if trait in PREVENTING_TRAITS or trait == "idle"
     }
     prevented = {name for _, blocks in reasons.values() for name in blocks}
-    if preventing and prevented.issuperset(names):
+    if reasons.keys() - {"idle"} and prevented.issuperset(names):
         yield FailureCause("; ".join(text for text, _ in reasons.values()), CHANGE_BLOCKS)
-    elif "writing" in preventing:
+    elif "writing" in reasons:
         # Other blocks could be judged, but a step with these can't run.
-        yield FailureCause(preventing["writing"][0], CHANGE_BLOCKS)
+        yield FailureCause(reasons["writing"][0], CHANGE_BLOCKS)
     mixed = [
         name for name in names if len({call.trains for call in record.calls.get(name, ())}) == 2
     ]

@@ -33,7 +33,12 @@ def find_spikes(
     required = (
         f"all within {WATCHDOG_CONFIG.patience} steps, NaN and infinity at once, and nothing else"
     )
-    losses = _own_losses(case)
+    with seeded(case.seed):
+        model, optimizer = new_training(case, seed=case.seed)
+        losses = [
+            float(take_user_step(case, model, optimizer, new_batch(case)))
+            for _ in range(HEALTHY_STEPS)
+        ]
     if not all(map(math.isfinite, losses)):
         raise NotApplicable("the model's own losses are not all finite")
     generator = random.Random(case.seed)
@@ -73,16 +78,6 @@ def find_spikes(
         f"{num_false_healthy + num_false_single} false in {NUM_PLANTED + 1} series"
     )
     return measured, required, hint
-
-
-def _own_losses(case: Case) -> list[float]:
-    """Train for a few healthy steps on new batches and return the losses."""
-    with seeded(case.seed):
-        model, optimizer = new_training(case, seed=case.seed)
-        return [
-            float(take_user_step(case, model, optimizer, new_batch(case)))
-            for _ in range(HEALTHY_STEPS)
-        ]
 
 
 def _first_alarm(watchdog: Callable[[SpikeConfig], Any], losses: Sequence[float]) -> int | None:

@@ -312,7 +312,7 @@ def _compare_on_rank(case: Case, change: str, names: Sequence[str]) -> Found:
         if plain != again:
             return {"refused": "the step without recompute does not repeat bit for bit"}
         wrong = [name for name, value in plain.items() if found[name] != value]
-        return differing(len(plain), "facts", wrong)
+        return differing(len(plain), wrong)
 
     # DDP takes no reentrant checkpoint where it has to look for unused parameters.
     unused = _has_unused(case, batches)

@@ -81,10 +81,10 @@ def compare_on_ranks(
     return "; ".join(figures), required, "" if is_right else hint
 
 
-def differing(number: int, kind: str, wrong: Sequence[str]) -> dict[str, Any]:
-    """Return what a rank found: so many facts of a kind, and the names of those that differ."""
+def differing(number: int, wrong: Sequence[str]) -> dict[str, Any]:
+    """Return what a rank found: so many facts, and the names of those that differ."""
     first = f" ({wrong[0]})" if wrong else ""
-    measured = f"{number:,} {kind}, {len(wrong)} differ{first}"
+    measured = f"{number:,} facts, {len(wrong)} differ{first}"
     return {"measured": measured, "is_wrong": bool(wrong)}
 
 
