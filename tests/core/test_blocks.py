@@ -125,6 +125,8 @@ def test_a_pattern_without_a_match_raises_an_error_that_lists_the_names():
         find_blocks(module, "blocks.*")
     with pytest.raises(ValueError, match="'nothing' matches no module"):
         find_blocks(module, ["layers.*", "nothing"])
+    with pytest.raises(TypeError, match=r"given by patterns of names, .*got ModuleList$"):
+        find_blocks(module, module.layers)
 
 
 def test_blocks_are_still_found_when_some_of_them_recompute():

@@ -19,8 +19,6 @@ from transformers import (
 from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.plan.planner import Planner
-from curry_train.plan.saved import NONE_KIND
 from curry_train.primitives import apply_sac, offload_blocks, recompute, recompute_blocks
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import call
@@ -188,11 +186,5 @@ def pair():
     return gpt2(), {"input_ids": TOKENS, "labels": TOKENS}
 
 
-def test_measurements_fill_no_cache_and_every_option_of_a_block_is_planned():
-    workload = load_workload(f"{__file__}:pair")
-    assert workload.build().config.use_cache is False
-    with Planner(workload, without=("sac",), chunked_loss=False) as planner:
-        plan = planner.plan(2**40, global_batch=2, microbatch=2)
-        assert plan.settings["left_out"] == []
-        tight = planner.plan(int(0.9 * plan.peak_bytes), global_batch=2, microbatch=2)
-    assert any(option.kind != NONE_KIND for option in tight.options.values())
+def test_a_factorys_model_is_measured_without_a_cache():
+    assert load_workload(f"{__file__}:pair").build().config.use_cache is False

@@ -91,6 +91,21 @@ def test_a_clip_norm_that_would_erase_the_gradient_is_refused(clip_norm):
         linear_step([torch.ones(1, 2)], clip_norm=clip_norm)
 
 
+def test_a_list_is_no_window():
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"takes a window, .*windows\(loader, count=.*; got list"):
+        train_window(model, [], summed_loss, torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [(lambda model, batch: model(batch), r"shape \(1, 1\)"), (lambda *_: 1.5, "float")],
+)
+def test_a_loss_that_is_not_one_number_is_refused(loss, got):
+    with pytest.raises(ValueError, match=f"must be a tensor of one number, .*got {got}$"):
+        linear_step([torch.ones(1, 2)], loss=loss)
+
+
 def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(
         ValueError,

@@ -207,6 +207,8 @@ def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
         ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"
     ):
         saving(model, optimizer, runs=tmp_path / "run")
+    with pytest.raises(TypeError, match=r"got SGD and Linear$"):
+        saving(optimizer, model, runs=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     saving(model, optimizer, extra={"mine": scheduler}, runs=tmp_path / "run").close()
 
@@ -219,6 +221,16 @@ def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path)
         model, optimizer, [torch.ones(2)], lambda model, x: model(x).sum(), **options
     )
     saving(model, optimizer, runs=tmp_path / "run").close()
+
+
+def test_a_measure_that_chooses_no_best_is_named_at_the_end(tmp_path, caplog):
+    for options in ({}, {"best_k_metric": "f1"}, {"best_k": 0}):
+        run = saving(nn.Linear(1, 1), runs=tmp_path / str(options), **options)
+        run.measured(f1=0.5)
+        run.close()
+    assert caplog.messages == [
+        "no best-K was kept: best_k_metric is dev_loss, and the loop measured f1"
+    ]
 
 
 def trained_to(folder, until):

@@ -190,7 +190,8 @@ def find_blocks(
     if pattern is None:
         names = _repeated(module)
     else:
-        names = _matching(module, [pattern] if isinstance(pattern, str) else pattern)
+        patterns = [pattern] if isinstance(pattern, str | nn.Module) else pattern
+        names = _matching(module, patterns)
 
     blocks: dict[str, nn.Module] = {}
     for name in names:
@@ -221,6 +222,10 @@ def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
 
 
 def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    if wrong := [type(one).__name__ for one in patterns if not isinstance(one, str)]:
+        raise TypeError(
+            f"blocks are given by patterns of names, such as 'layers.*'; got {wrong[0]}"
+        )
     names = [name for name, _ in module.named_modules() if name]
     matched = {
         name for pattern in patterns for name in match_names(names, pattern, option="the pattern")

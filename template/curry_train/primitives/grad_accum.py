@@ -275,6 +275,11 @@ def train_window(
     """
     if not (clip_norm is None or clip_norm > 0):
         raise ValueError(f"clip_norm must be above 0, got {clip_norm!r}; None is no clipping")
+    if not hasattr(window, "microbatches"):
+        raise TypeError(
+            "train_window takes a window, which knows how many terms its losses have: "
+            "next(accumulation.windows(loader, count=...)); got " + type(window).__name__
+        )
     in_backward = _steps_in_backward(optimizer, clip_norm, scaler, joint_loss)
 
     sync = _sync_context(model)
@@ -387,11 +392,12 @@ def _require_finite(losses: list[Tensor], window: Window[Any]) -> None:
 
 def _backward(value: Tensor, window: Window[Any], scaler: torch.amp.GradScaler | None) -> Tensor:
     """Run backward of a summed loss's share of the mean, and return that share, detached."""
-    value = value / window.loss_divisor
-    if value.dim():
+    if not isinstance(value, Tensor) or value.dim():
+        got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"the loss must be one number, the sum over its terms; got shape {tuple(value.shape)}"
+            f"the loss must be a tensor of one number, the sum over its terms; got {got}"
         )
+    value = value / window.loss_divisor
     scaled = value if scaler is None else scaler.scale(value)
     scaled.backward()
     return value.detach()

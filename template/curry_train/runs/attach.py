@@ -55,7 +55,7 @@ from .ranks import Ranks, report_in_one_line
 from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
 from .spike import AttachedWatch, Recovery, SampleStream, Spike
-from .state import TrainingState, no_schedule_forgotten
+from .state import TrainingState
 from .store import Store
 
 # What the loop reports of a step, and the journal of it.
@@ -283,7 +283,6 @@ def saving(
     elif box:
         boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
         spike = SpikeConfig() if spike is None else spike
-    no_schedule_forgotten(optimizer, scheduler, extra or {})
     policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
     data = DataPosition() if stream is None else stream
     watch = AttachedWatch(spike, data)
@@ -300,6 +299,7 @@ def saving(
         extra=saved_objects,
         generators=generators,
     )
+    state.require_schedule()
     # Ctrl-C interrupts a loop over a DataLoader as before.
     stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
     store = Store(runs)
@@ -362,6 +362,8 @@ class AttachedRun:
         # Whether the log says already that a resume may not be exact.
         self._warned = False
         self._notes = StepNotes()
+        # Names that `measured` was given, one of which best-Ks are chosen by.
+        self._measured: set[str] = set()
         state.position = self._data.position
         self._keep_settings = keep_settings
         self.resumed = None if resume is None else self._load(resume)
@@ -555,6 +557,7 @@ class AttachedRun:
         Inside a loop over epochs or batches it is enough to call this on one rank.
         """
         self._notes.metrics.update(metrics)
+        self._measured |= metrics.keys()
         self._save_between()
 
     def not_finite(self, error: ArithmeticError) -> None:
@@ -591,6 +594,14 @@ class AttachedRun:
                     "%s: resumed at step %d, and trained no further step",
                     self.store.files.root,
                     self.steps,
+                )
+            config = self.policy.config
+            measured = ", ".join(sorted(self._measured)) if self._ranks.first else ""
+            if config.best_k and measured and config.best_k_metric not in self._measured:
+                logger.warning(
+                    "no best-K was kept: best_k_metric is %s, and the loop measured %s",
+                    config.best_k_metric,
+                    measured,
                 )
             self._journal.ended(reason)
         finally:

@@ -46,23 +46,6 @@ from .values import (
     references,
 )
 
-
-def no_schedule_forgotten(optimizer: Any, scheduler: Any, extra: Mapping[str, Any]) -> None:
-    """Raise if the optimizer has a learning rate scheduler that would not be saved.
-
-    A scheduler leaves `initial_lr` in the optimizer's groups.
-    """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    scheduled = any("initial_lr" in group for one in optimizers for group in one.param_groups)
-    saved_as_extra = any(isinstance(value, LRScheduler) for value in extra.values())
-    if scheduled and scheduler is None and not saved_as_extra:
-        raise ValueError(
-            "the optimizer has a learning rate scheduler that saving() was not given, and that "
-            "would start over at each resume: call saving(model, optimizer, scheduler, ...), or "
-            "pass a list of schedulers"
-        )
-
-
 # Training state: model, optimizer, schedule, scaler, generators, position and settings.
 
 # How the names of parts' tensors begin, and how those of a module's extra state end.
@@ -95,7 +78,13 @@ class TrainingState:
     ) -> None:
         self.model = model
         self.config = dict(config or {})
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        given = [optimizer] if isinstance(optimizer, Optimizer | nn.Module) else optimizer
+        self.optimizers = list(given)
+        if not isinstance(model, nn.Module) or not all(
+            isinstance(one, Optimizer) for one in self.optimizers
+        ):
+            got = " and ".join(type(one).__name__ for one in (model, *self.optimizers))
+            raise TypeError(f"a model is saved, then its optimizer or a list of several; got {got}")
 
         schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
         parts = {f"scheduler-{index}": one for index, one in enumerate(schedulers)}
@@ -109,6 +98,25 @@ class TrainingState:
         self.position = 0
         # The loaded states of the generators, and whether they are those of another rank.
         self.loaded_random: tuple[Mapping[str, Any], bool] | None = None
+
+    def require_schedule(self) -> None:
+        """Raise if an optimizer has a learning rate scheduler that would not be saved.
+
+        A scheduler leaves `initial_lr` in the optimizer's groups.
+        """
+        scheduled = any(
+            "initial_lr" in group for one in self.optimizers for group in one.param_groups
+        )
+        is_saved = any(
+            name.startswith("scheduler-") or isinstance(part, LRScheduler)
+            for name, part in self.parts.items()
+        )
+        if scheduled and not is_saved:
+            raise ValueError(
+                "the optimizer has a learning rate scheduler that saving() was not given, and that "
+                "would start over at each resume: call saving(model, optimizer, scheduler, ...), "
+                "or pass a list of schedulers"
+            )
 
     def snapshot(self) -> Snapshot:
         """Return the current state; what only the optimizer's step changes is not copied.
