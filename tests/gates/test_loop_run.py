@@ -65,7 +65,8 @@ kind = sys.argv[1]
 
 
 def train(rank):
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    size = int(os.environ["LOCAL_WORLD_SIZE"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(128, 8), torch.randint(5, (128,)))
     bare = torch.nn.Linear(8, 5)

@@ -118,8 +118,8 @@ def run_ranks(
             environment = os.environ | OFFLINE
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             if num_ranks > 1:
-                numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
-                environment |= {name: str(number) for name, number in numbers.items()}
+                environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+                environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
                 environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             command = [sys.executable, "-c", RUN_JOB, str(result)]
             # Standard output is for the result; the script prints to standard error.

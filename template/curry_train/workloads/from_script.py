@@ -247,8 +247,8 @@ class RunningScript:
         if missing not in LAUNCHERS and not any(name in str(error) for name in LAUNCHERS):
             return ""
         return (
-            "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost "
-            "MASTER_PORT=29500 before curry-train"
+            "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
+            "MASTER_ADDR=localhost MASTER_PORT=29500 before curry-train"
         )
 
     def _leave(self) -> None:
