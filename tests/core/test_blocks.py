@@ -124,7 +124,7 @@ def test_a_pattern_without_a_match_raises_an_error_that_lists_the_names():
     ):
         find_blocks(module, "blocks.*")
     with pytest.raises(ValueError, match="'nothing' matches no module"):
-        find_blocks(module, ["layers.*", "nothing"])
+        find_blocks(module, iter(["layers.*", "nothing"]))
     with pytest.raises(TypeError, match=r"given by patterns of names, .*got ModuleList$"):
         find_blocks(module, module.layers)
 

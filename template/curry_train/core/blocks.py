@@ -190,7 +190,7 @@ def find_blocks(
     if pattern is None:
         names = _repeated(module)
     else:
-        patterns = [pattern] if isinstance(pattern, str | nn.Module) else pattern
+        patterns = [pattern] if isinstance(pattern, str | nn.Module) else list(pattern)
         names = _matching(module, patterns)
 
     blocks: dict[str, nn.Module] = {}
