@@ -224,8 +224,9 @@ def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path)
 
 
 def test_a_measure_that_chooses_no_best_is_named_at_the_end(tmp_path, caplog):
-    for options in ({}, {"best_k_metric": "f1"}, {"best_k": 0}):
+    for options in ({}, {"best_k_metric": "loss"}, {"best_k": 0}):
         run = saving(nn.Linear(1, 1), runs=tmp_path / str(options), **options)
+        run.step(1.0)
         run.measured(f1=0.5)
         run.close()
     assert caplog.messages == [

@@ -362,8 +362,9 @@ class AttachedRun:
         # Whether the log says already that a resume may not be exact.
         self._warned = False
         self._notes = StepNotes()
-        # Names that `measured` was given, one of which best-Ks are chosen by.
+        # Names that `measured` was given, and whether a best-K could be chosen by any figure.
         self._measured: set[str] = set()
+        self._chooses = False
         state.position = self._data.position
         self._keep_settings = keep_settings
         self.resumed = None if resume is None else self._load(resume)
@@ -597,7 +598,7 @@ class AttachedRun:
                 )
             config = self.policy.config
             measured = ", ".join(sorted(self._measured)) if self._ranks.first else ""
-            if config.best_k and measured and config.best_k_metric not in self._measured:
+            if config.best_k and measured and not self._chooses:
                 logger.warning(
                     "no best-K was kept: best_k_metric is %s, and the loop measured %s",
                     config.best_k_metric,
@@ -651,6 +652,7 @@ class AttachedRun:
             [asked, notes.is_step or bool(notes.metrics), measured_here]
         )
 
+        self._chooses |= bool(measured_anywhere)
         stands = True
         if noted:
             if measured_anywhere and self._ranks.size > 1:
