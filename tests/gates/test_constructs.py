@@ -67,7 +67,7 @@ NEED_NOT_APPLY = {
 }
 # Most causes are among these forms; the others run with the long tests.
 IN_ALL = {"compiled_blocks", "every_second", "sparse"}
-ON_RANKS = {"communicates", "masks_in_training"}
+ON_RANKS = {"communicates"}
 
 
 def constructs(always):

@@ -46,19 +46,47 @@ def test_gates_hold_on_built_in_models(name, technique):
         assert verdict.ran or not verdict.passed, verdict
 
 
+# They take as long as all the others together.
+SLOW_GATES = ("recompute/budget", "memory-plan/estimate")
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_gate_fails_with_dropout_in_half_precision(device, technique):
+def test_no_gate_fails_with_dropout_in_half_precision(device, technique, slow):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     case = Case(CASES["dropout"], device=torch.device(device), dtype=torch.bfloat16)
     for gate in discover([technique]):
-        if not gate.name.endswith("two-ranks"):
+        if not gate.name.endswith("two-ranks") and slow is (gate.name in SLOW_GATES):
             verdict = gate.run(case)
             assert verdict.passed is not False, verdict
 
 
-@pytest.mark.parametrize("saboteur", faults(), ids=str)
+# Second faults of a gate, whose checks take long.
+LONG_FAULTS = {
+    "checkpoint-policy.two-ranks-moments-of-one",
+    "memory-plan.estimate-optimizer-state",
+    "memory-plan.plan-parity-detached",
+    "recompute.budget-detached",
+    "recompute.budget-other-draws",
+    "recompute.offload-parity-shifted",
+    "recompute.same-steps-statistics-twice",
+    "recompute.two-ranks-synced-again",
+    "sac.policy-parity-draws-again",
+    "snn-timesteps.memory-other-chunks",
+    "snn-timesteps.parity-detaches-the-state",
+    "snn-timesteps.parity-draws-again",
+}
+
+
+@pytest.mark.parametrize(
+    "saboteur",
+    [
+        pytest.param(one, id=str(one), marks=[pytest.mark.long] * (str(one) in LONG_FAULTS))
+        for one in faults()
+    ],
+)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_planted_fault_is_caught(saboteur):

@@ -382,13 +382,20 @@ PROGRAMS = [
     (ACCELERATE, "clipped", {"loop/clipping"}),
     (ACCELERATE, "bare", {"loop/zeroed", "loop/accumulation"}),
 ]
+LONG = ("eval_mode", "head_alone", "probabilities", "divided")
 NAMES = {HUGGING_FACE: "Trainer", LIGHTNING: "Lightning", ACCELERATE: "Accelerate"}
 
 
 @pytest.mark.parametrize(
     ("source", "kind", "expected"),
-    PROGRAMS,
-    ids=[f"{NAMES[source]}-{kind}" for source, kind, _ in PROGRAMS],
+    [
+        pytest.param(
+            *(source, kind, expected),
+            marks=[pytest.mark.long] * (kind in LONG),
+            id=f"{NAMES[source]}-{kind}",
+        )
+        for source, kind, expected in PROGRAMS
+    ],
 )
 def test_the_loop_of_a_framework_is_checked(folder, source, kind, expected):
     Path("mine.py").write_text(source)
@@ -396,6 +403,39 @@ def test_the_loop_of_a_framework_is_checked(folder, source, kind, expected):
     words = ["script", "mine.py", kind] if is_script else ["trainer", f"mine.py:{kind}"]
     assert set(failed(*words)) == expected
     assert files(folder) == {"train.py", "log.txt", "mine.py"}
+
+
+# What a run of some steps can't show is read from the code: no other line steps the schedule, or
+# looks for infinities.
+UNCALLED = """\
+import torch
+
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.AdamW(model.parameters())
+schedule = torch.optim.lr_scheduler.LinearLR(optimizer)
+scaler = torch.amp.GradScaler("cpu")
+for epoch in range(9):
+    for _ in range(8):
+        scaler.scale(model(torch.randn(2, 8)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        optimizer.step()
+        scaler.update()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("", {"loop/schedule": 5, "loop/scaler": 11}),
+        ("        assert model.weight.isfinite().all()\n    schedule.step()\n", {}),
+    ],
+    ids=["missing", "at the end of an epoch"],
+)
+def test_calls_are_missing_if_no_line_has_them(folder, more, expected):
+    Path("mine.py").write_text(UNCALLED + more)
+    found = failed("script", "mine.py")
+    assert {gate: int(text.split(":")[1]) for gate, text in found.items()} == expected
 
 
 def test_the_schedule_of_accelerate_steps_once_for_each_process(folder):
@@ -445,7 +485,7 @@ class Model(torch.nn.Module):
         return self.layers(given)
 
 
-# The whole model has 134 GB.
+# The whole model has 168 GB.
 model = Model(SimpleNamespace(num_layers=int(sys.argv[1]), width=int(sys.argv[2])))
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(20):
@@ -457,7 +497,7 @@ for _ in range(20):
 
 def test_a_model_too_large_for_the_machine_is_built_with_fewer_layers(folder):
     Path("deep.py").write_text(DEEP)
-    words = ["deep.py", "2000", "4096"]
+    words = ["deep.py", "40000", "1024"]
     assert preflight_program("script", words, num_steps=3, num_layers=2)
     with pytest.raises(LoopFailed, match=r"--shrink: no model is built from a configuration"):
         preflight_program("script", ["deep.py", "2", "8"], num_steps=3, num_layers=2)
@@ -510,7 +550,9 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
+)
 def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
     Path("changing.py").write_text(CHANGING)
     before = files(folder)

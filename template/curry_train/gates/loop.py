@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
@@ -747,8 +748,21 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 )
     for windows in trace.by_optimizer:
         yield from _without_schedule(windows, events)
+    yield from _never_stepped(trace)
     if not events:
         raise NotApplicable("no schedule of torch made a step")
+
+
+def _never_stepped(trace: Trace) -> Iterator[Fault]:
+    """Find a schedule without a step, where the code has no call of `step` that did not run."""
+    moved = {id(one.scheduler.optimizer.param_groups) for one in trace.of(Schedule)}
+    ran = {line for one in trace.events if isinstance(one, (*STEPS, Scaling)) for line in one.lines}
+    calls = {place for place, line in trace.users_code.items() if re.search(r"\.step\b", line)}
+    for place, optimizer in trace.schedules if calls and calls <= ran else ():
+        steps = [one for one in trace.of(Step) if one.optimizer is optimizer]
+        if len(steps) >= FEWEST_STEPS and id(optimizer.param_groups) not in moved:
+            hint = f"call its step() after the optimizer's, at {steps[-1].place}"
+            yield place, "this schedule never makes a step", hint
 
 
 def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> Iterator[Fault]:
@@ -848,10 +862,14 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
             hint = "call scaler.scale(loss).backward() for each loss"
             yield plain[0].place, "one loss is scaled and another is not", hint
         events = window.of(Scaling)
-        is_unscaled = window.step.by_scaler or any(one.call == "unscale_" for one in events)
-        if window.calls and not plain and not is_unscaled:
-            hint = "call scaler.step(optimizer) in place of optimizer.step()"
-            yield window.step.place, "the optimizer steps on scaled gradients", hint
+        is_unscaled = any(one.call == "unscale_" for one in events)
+        if window.calls and not (plain or window.step.by_scaler):
+            measured = "the optimizer steps on scaled gradients"
+            if is_unscaled:
+                measured = "the optimizer steps also where scaling made gradients infinite"
+            if not (is_unscaled and _looks_for_infinities(trace)):
+                hint = "call scaler.step(optimizer) in place of optimizer.step()"
+                yield window.step.place, measured, hint
         # A model may have a scaler of its own.
         for event in [one for one in events if one.scaler is events[-1].scaler]:
             at = window.events.index(event)
@@ -859,6 +877,10 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
             if event.call in ("unscale_", "update") and is_within:
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event.place, f"{event.call} within the window of a step", hint
+
+
+def _looks_for_infinities(trace: Trace) -> bool:
+    return bool(re.search("isfinite|isinf|isnan|found_inf", "".join(trace.users_code.values())))
 
 
 # The model and the data.

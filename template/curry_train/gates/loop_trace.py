@@ -12,6 +12,7 @@ import contextlib
 import gc
 import inspect
 import itertools
+import linecache
 import math
 import os
 import sys
@@ -395,6 +396,10 @@ class Trace(Events):
     faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
     # Parameters outside of modules with a gradient, by id.
     bare: list[int] = field(default_factory=list)
+    # Where schedules were made, and their optimizers.
+    schedules: list[tuple[str, Optimizer]] = field(default_factory=list)
+    # Files whose functions led to a step.
+    files: set[str] = field(default_factory=set)
 
     def named(self, parameters: Iterable[int]) -> str:
         """Return the names of some parameters, by their ids, in a few words."""
@@ -403,6 +408,17 @@ class Trace(Events):
         return ", ".join(names[:MOST_NAMES]) + more
 
     # All that follows is known once all events are there.
+
+    @cached_property
+    def users_code(self) -> dict[str, str]:
+        """The lines of all files of the user's that are loaded, by their places."""
+        loaded = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
+        return {
+            f"{file.rpartition(os.sep)[2]}:{number}": line
+            for file in self.files | loaded
+            if file.endswith(".py") and not file.startswith(LIBRARIES)
+            for number, line in enumerate(linecache.getlines(file), 1)
+        }
 
     @cached_property
     def held(self) -> set[int]:
@@ -982,7 +998,9 @@ class Observer:
     def _schedule(self, step: Call, scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
         event = None
         caller = sys._getframe(2)
-        if not self.schedule_depth and caller.f_code.co_name != "_initial_step":
+        if caller.f_code.co_name == "_initial_step":
+            self.trace.schedules.append((users_line(), scheduler.optimizer))
+        elif not self.schedule_depth:
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
             number = world_size() if is_per_process else 1
             event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
@@ -1020,6 +1038,7 @@ class Observer:
         self.stepping.pop()
         if self.stepping:  # an optimizer that steps another one
             return
+        self.trace.files |= {frame.f_code.co_filename for frame in users_frames()}
         key = id(optimizer)
         parameters = parameters_of(optimizer)
         gradients = {id(one): one.grad for one in parameters if one.grad is not None}
