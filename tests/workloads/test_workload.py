@@ -17,6 +17,7 @@ from command_runs import ran
 
 import curry_train
 from curry_train.core.generators import seeded
+from curry_train.plan.estimate import Sketch
 from curry_train.workloads.models import (
     BUILTIN_WORKLOADS,
     describe_raised,
@@ -45,6 +46,21 @@ def factory(tmp_path, monkeypatch):
         return f"{name}:build"
 
     return write
+
+
+@pytest.mark.parametrize("batch", ["", ", torch.ones(4, 8, dtype=torch.bfloat16)"])
+def test_a_model_stays_in_the_dtype_in_which_it_is_made(factory, batch):
+    spec = factory(f"""
+        def build():
+            return nn.Sequential(nn.Linear(8, 4).bfloat16(), nn.Linear(4, 2).bfloat16()){batch}
+    """)
+    workload = load_workload(spec)
+    for asked in (None, torch.float32):
+        case = Case(workload, dtype=asked)
+        tensors = [case.batch(), *case.build().parameters()]
+        assert {one.dtype for one in tensors} == {asked or torch.bfloat16} == {case.dtype}
+    with Sketch(spec) as sketch:
+        assert sketch.dtype_name == "bfloat16"
 
 
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)

@@ -278,7 +278,7 @@ def _case_to_measure(
     if why is None:
         yield asked.case(load_workload(spec)), None
         return
-    precision = dtype_to_use(asked.dtype, own)
+    precision = dtype_to_use(asked.dtype)
     with Sketch(source, dtype=precision, seed=asked.seed, blocks=asked.blocks) as sketch:
         if sketch.why_real is not None:
             raise ValueError(f"{spec} does not run on shapes: {sketch.why_real}")

@@ -232,8 +232,8 @@ DEVICE_OPTION = click.option(
 
 def dtype_option(**settings: Any) -> OptionDecorator:
     """Add `--dtype`, the type of weights and batch."""
-    defaults: dict[str, Any] = {"type": click.Choice(list(DTYPES)), "default": "float32"}
-    defaults["help"] = "Type of weights and batch."
+    defaults: dict[str, Any] = {"type": click.Choice(list(DTYPES))}
+    defaults["help"] = "Type of weights and batch; by default the model's own."
     return click.option("--dtype", **defaults | settings)
 
 
@@ -280,10 +280,9 @@ def own_workload(spec: str) -> Workload | None:
     return load_workload(spec) if is_taken(spec) else None
 
 
-def dtype_to_use(name: str | None, workload: Workload | None) -> torch.dtype:
-    """Return the dtype of `--dtype`; by default that of the user's own weights, or float32."""
-    own = None if workload is None else workload.dtype
-    return (own or torch.float32) if name is None else DTYPES[name]
+def dtype_to_use(name: str | None) -> Any:
+    """Return the dtype of `--dtype`, or None, which leaves that of the user's model."""
+    return name and DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -299,7 +298,7 @@ class CaseOptions:
     def case(self, workload: Workload, *, default: int | None = None) -> Case:
         """Return a workload as it was asked for, on its device."""
         size = samples_of(workload, self.batch_size, default=default)
-        dtype = dtype_to_use(self.dtype, workload)
+        dtype = dtype_to_use(self.dtype)
         return Case(workload, self.device, dtype, size, self.seed, self.blocks)
 
 
@@ -347,7 +346,7 @@ def _as_asked(
 run_options = all_of(
     DEVICE_OPTION,
     BLOCKS_OPTION,
-    dtype_option(default=None),
+    dtype_option(),
     batch_size_option(),
     SEED_OPTION,
     RESULTS_OPTION,

@@ -135,7 +135,7 @@ SHARDING_OPTIONS = all_of(
     metavar="NAME",
     help=f"Device to plan for: {', '.join(PROFILES)}, or measured: this device, the default.",
 )
-@dtype_option(default=None)
+@dtype_option()
 @click.option(
     "--optimizer",
     metavar="NAME",
@@ -209,7 +209,7 @@ def plan_command(
         # A trainer is read before the planner makes tensors without values. The batch of a factory
         # is known when the planner has called it.
         own = own_workload(spec)
-        precision = dtype_to_use(dtype, own)
+        precision = dtype_to_use(dtype)
         size = global_batch
         if own is not None and size is None:
             size = (own.own_batch or 1) * own.accumulation

@@ -47,6 +47,7 @@ from .options import (
     CaseOptions,
     blocks_text,
     choose_device,
+    dtype_name,
     dtype_option,
     echo_notes,
     number_option,
@@ -245,7 +246,8 @@ def savings_command(
     cases, choices = _cases(models or ("transformer",), place, options)
     if limit is not None:
         check_limit(limit, place)
-    facts = provenance(place) | {key: options[key] for key in ("dtype", "seed")}
+    dtypes = ", ".join(dict.fromkeys(dtype_name(case.dtype) for case, _ in cases))
+    facts = provenance(place) | {"dtype": dtypes, "seed": options["seed"]}
     facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
     rows = list[SavingsRow]()
     with messages_on_screen() as show:
@@ -264,7 +266,7 @@ def savings_command(
         written.append(out / "savings.png")
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
         echo_notes(workload)
-    click.echo(f"{title}, {options['dtype']}, seed {options['seed']}\n")
+    click.echo(f"{title}, {dtypes}, seed {options['seed']}\n")
     click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
     click.echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
     click.echo(f"\nwrote {' and '.join(map(str, written))}")

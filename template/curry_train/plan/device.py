@@ -151,7 +151,7 @@ class DeviceProfile:
         if dtype not in self.flops_per_second:
             raise ValueError(
                 f"the profile {self.name!r} has no rate for the dtype {dtype!r}: use one of "
-                f"{', '.join(self.flops_per_second)}, or measure_profile on the device"
+                f"{', '.join(self.flops_per_second)} (--dtype), or measure_profile on the device"
             )
         products = numpy.asarray(flops, dtype=numpy.float64) / self.flops_per_second[dtype]
         moves = numpy.asarray(bytes_moved, dtype=numpy.float64) / self.bytes_per_second

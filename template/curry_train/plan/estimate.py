@@ -189,7 +189,7 @@ class Sketch:
         self,
         workload: Workload | str,
         *,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         kernels: str = "cpu",
         blocks: str | Sequence[str] | None = None,
         optimizer: str | float | OptimizerFactory | None = None,

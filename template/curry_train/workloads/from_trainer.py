@@ -33,6 +33,7 @@ from .workload import (
     batch_size,
     batches_like,
     call,
+    dtype_of,
     map_tensors,
     mask_tails,
     take,
@@ -80,15 +81,6 @@ def workload_of(
         notes=tuple(notes),
         output_until=output_until,
     )
-
-
-def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the floating dtype in which most of a module's parameters are."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 SUM_TOLERANCE = 1e-3

@@ -252,7 +252,8 @@ class Case:
 
     workload: Workload
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    dtype: torch.dtype = torch.float32
+    # By default that of the workload, or float32.
+    dtype: torch.dtype = None  # type: ignore[assignment]
     batch_size: int = 4
     seed: int = 0
 
@@ -262,6 +263,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise WorkloadError(f"batch size must be at least 1, got {self.batch_size}")
+        dtype = self.dtype or self.workload.dtype or torch.float32
+        object.__setattr__(self, "dtype", dtype)
 
     def build(self) -> nn.Module:
         """Build a module, with the same weights each time.
@@ -306,12 +309,12 @@ class Case:
         """Move an object that holds tensors; its dtype is changed by its method `apply`."""
         if isinstance(value, PackedSequence):
             packed: Any = value
-            return packed.to(self.device, self.dtype if value.data.is_floating_point() else None)
+            return packed.to(self.device, self._placed(value.data).dtype)
         # Graphs change themselves, and the factory's batch has to stay as it is.
         value = copy.copy(value)
         if callable(getattr(value, "apply", None)):
             return value.apply(self._placed)
-        if self.dtype is not torch.float32:
+        if self.dtype not in (torch.float32, self.workload.dtype):
             raise WorkloadError(
                 f"the tensors in a {type(value).__name__} can't be made {self.dtype}: leave "
                 "--dtype out, or return a Workload whose batch makes tensors of that type"
@@ -396,7 +399,10 @@ def default_workload(
     """Make a workload from what a factory returned: a module, or a module and a batch."""
     match made:
         case nn.Module() as module:
-            example = _example_batch(module)
+            dtype, guess = dtype_of(module), _example_batch(module)
+            example = map_tensors(
+                guess, lambda one: one.to(dtype) if one.is_floating_point() else one
+            )
         case tuple((nn.Module() as module, example)):
             pass
         case _:
@@ -425,6 +431,7 @@ def default_workload(
         spec=spec,
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
+        dtype=dtype_of(module),
     )
 
 
@@ -646,6 +653,15 @@ def mask_tails(targets: Tensor) -> Tensor:
     valid = torch.linspace(2, length, rows, device=targets.device).round()
     positions = torch.arange(length, device=targets.device)
     return targets.masked_fill(positions >= valid[:, None], IGNORED_TARGET)
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the floating dtype in which most of a module's parameters are."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
 
 
 def _example_batch(module: nn.Module) -> Any:
