@@ -214,7 +214,6 @@ def test_two_factories_of_one_name_are_distinguished(run, tmp_path, monkeypatch)
 
 GREEDY = """
 import multiprocessing, os, signal
-from concurrent.futures import ProcessPoolExecutor
 from curry_train.gates import verdict
 from curry_train.gates.implementation import load_implementation
 from curry_train.primitives import recompute_blocks
@@ -233,9 +232,10 @@ def large():
     return mlp()
 
 if __name__ == "__main__":
-    # Forks, which start at once.
+    # Forks, which start at once with what is imported here.
+    import torch._dynamo
     fork = multiprocessing.get_context("fork")
-    verdict._pool = lambda number: ProcessPoolExecutor(number, fork)
+    multiprocessing.get_context = lambda _: fork
     gates = [gate for gate in verdict.discover() if gate.name == "recompute/flops"]
     cases = [Case(load_workload(f"greedy.py:{name}")) for name in ("small", "large", "small")]
     given = [load_implementation("recompute_blocks=greedy.py:again")]

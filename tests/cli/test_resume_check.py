@@ -188,6 +188,7 @@ with saving(model, optimizer, runs="run", rollback_every=2) as run:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_generators_that_are_left_alone_need_no_seed_in_a_closure(tmp_path, monkeypatch, capfd):
     words = ("--script", "program.py")
     status, lines, found = checked(monkeypatch, tmp_path, SEEDED_IN_TORCH_ALONE, *words)

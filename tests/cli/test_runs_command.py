@@ -114,6 +114,7 @@ def test_estimate_of_a_policy(tmp_path):
     assert (status, "enough" in output) == (0, True)
 
 
+@pytest.mark.long
 def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
     monkeypatch.setattr(sys, "executable", warm_python())

@@ -235,7 +235,11 @@ def test_optimizer_state_by_arithmetic():
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: transformer(depth=2), lambda: named("unused"), lambda: BUILTIN_WORKLOADS["resnet"]()],
+    [
+        lambda: named("unused"),
+        pytest.param(lambda: transformer(depth=2), marks=pytest.mark.long),
+        pytest.param(lambda: BUILTIN_WORKLOADS["resnet"](), marks=pytest.mark.long),
+    ],
 )
 def test_a_microstep_with_existing_gradients_is_exact(make):
     workload = make()

@@ -51,10 +51,7 @@ def case(seed):
     return draw, workload, budget, batch, options
 
 
-QUICK_SEEDS = (0, 2)
-SEEDS = [
-    pytest.param(seed, marks=[pytest.mark.long] * (seed not in QUICK_SEEDS)) for seed in range(130)
-]
+SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * bool(seed)) for seed in range(130)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -80,17 +80,21 @@ def planned():
     return made.to_json()
 
 
-def test_recompute_strategies_change_no_loss(tmp_path, plain, planned):
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        "plan, plan: {}/plan.json",
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ("full", "sac", "sequential, sequential_segments: 2")
+        ),
+    ],
+)
+def test_recompute_strategies_change_no_loss(tmp_path, plain, planned, recompute):
     """Compare bit by bit, because recompute changes what is kept and not what is computed."""
     (tmp_path / "plan.json").write_text(json.dumps(planned))
-    for recompute in (
-        "full",
-        "sac",
-        "sequential, sequential_segments: 2",
-        f"plan, plan: {tmp_path}/plan.json",
-    ):
-        found, _ = losses(tmp_path, f"recompute={{strategy: {recompute}}}")
-        assert found == plain, recompute
+    found, _ = losses(tmp_path, f"recompute={{strategy: {recompute.format(tmp_path)}}}")
+    assert found == plain
 
 
 def test_a_plan_for_a_smaller_microbatch_is_refused(tmp_path, planned):
