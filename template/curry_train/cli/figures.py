@@ -21,7 +21,7 @@ from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
 from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
-from ..core.wording import format_bytes, format_mebibytes
+from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.planner import Planner
 from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
@@ -310,11 +310,12 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
     size, unit = BYTES_PER_MIB, "MiB"
     if plan.budget_bytes >= BYTES_PER_GIB:
         size, unit = BYTES_PER_GIB, "GiB"
+    per_second, time_unit = (1.0, "s") if plan.step_seconds >= 1 else (1e3, "ms")
     title = (
         f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
         f"{plan.microbatch} samples{', chunked loss' * (plan.chunk_tokens is not None)}, "
         f"{format_bytes(plan.peak_bytes)}, "
-        f"{1e3 * plan.step_seconds:,.1f} ms"
+        f"{format_seconds(plan.step_seconds)}"
     )
     most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
     step = round(POINT_SPACING_FRACTION * plan.budget_bytes)
@@ -327,7 +328,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
                 continue
             axes.plot(
                 [candidate.peak_bytes / size for candidate in front],
-                [1e3 * _seconds(candidate) for candidate in front],
+                [per_second * _seconds(candidate) for candidate in front],
                 "--o" if row.chunked_loss else "-o",
                 color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
                 label=f"{row.steps} x {row.microbatch} samples"
@@ -342,13 +343,13 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
         axes.set_xlim(max(0.0, left - 0.03 * (budget - left)), max(right, budget))
         label = f"the budget, {format_bytes(plan.budget_bytes)}"
         axes.axvline(budget, color="black", linestyle=":", label=label)
-        place = ([plan.peak_bytes / size], [1e3 * plan.step_seconds])
+        place = ([plan.peak_bytes / size], [per_second * plan.step_seconds])
         axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
         per_rank = " of each rank" if plan.ranks > 1 else ""
         samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
         axes.set(
             xlabel=f"predicted peak memory{per_rank}, {unit}",
-            ylabel=f"predicted time of one optimizer step ({samples} samples), ms",
+            ylabel=f"predicted time of one optimizer step ({samples} samples), {time_unit}",
         )
         # Long enough to show which lines are dashed.
         figure.legend(handlelength=4, loc=RIGHT)
