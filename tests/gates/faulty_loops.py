@@ -25,6 +25,7 @@ from loops import (
     padded_tokens,
     scaler_on_cpu,
     sequences,
+    started,
     step,
     texts,
 )
@@ -61,8 +62,7 @@ def mean_divided_by_the_batch_size():
 
 
 def mean_over_padding():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(4):
         tokens = torch.randint(1, 50, (3, 12))
         mask = torch.ones(3, 11)
@@ -73,8 +73,7 @@ def mean_over_padding():
 
 
 def mean_over_ignored_targets():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for number in range(48):
         tokens = torch.randint(1, 50, (3, 12))
         labels = tokens[:, 1:].clone()
@@ -87,8 +86,7 @@ def mean_over_ignored_targets():
 
 
 def window_over_the_end_of_an_epoch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     data = short()
     for _ in range(8):
         for number, (inputs, labels) in enumerate(data):
@@ -99,8 +97,7 @@ def window_over_the_end_of_an_epoch():
 
 
 def end_of_an_epoch_lost():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     data = short()
     for _ in range(8):
         optimizer.zero_grad()  # here
@@ -120,8 +117,7 @@ def sums_over_own_tokens():
 
 
 def backward_twice():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), labels)
@@ -131,8 +127,7 @@ def backward_twice():
 
 
 def last_loss_alone():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     batches = iter(loader())
     for _ in range(4):
         optimizer.zero_grad()
@@ -161,16 +156,14 @@ def not_finite():
 
 
 def stepped_twice():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model(inputs), labels))
         optimizer.step()  # here
 
 
 def zeroed_by_hand_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for number, (inputs, labels) in enumerate(loader()):
         for one in model.parameters():
             one.grad = None
@@ -304,8 +297,7 @@ def schedule_of_an_older_optimizer():
 
 
 def unscaled_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = scaler_on_cpu()
     for number, (inputs, labels) in enumerate(loader()):
         scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
@@ -318,8 +310,7 @@ def unscaled_per_microbatch():
 
 
 def one_of_two_losses_scaled():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -335,8 +326,7 @@ class WithInputs(nn.Sequential):
 
 
 def half_without_a_scaler():
-    model = WithInputs(classifier())
-    optimizer = adamw(model)
+    model, optimizer = started(WithInputs(classifier()))
     for inputs, labels in loader():
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
@@ -404,8 +394,9 @@ def sorted_by_class():
 
 
 def eval_after_the_first_epoch():
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
-    optimizer = adamw(model)
+    model, optimizer = started(
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
+    )
     model.train()
     for _ in range(8):
         fit(model, optimizer, short())
@@ -416,8 +407,7 @@ def eval_after_the_first_epoch():
 
 
 def evaluated_in_training_mode():
-    model = classifier(dropout=0.2)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(dropout=0.2))
     training, validation = short(), short(2)
     for _ in range(8):
         fit(model, optimizer, training)
@@ -435,8 +425,7 @@ def dropout_in_evaluation():
         def forward(self, inputs):
             return F.dropout(self.body(inputs), 0.1)  # here
 
-    model = Model()
-    optimizer = adamw(model)
+    model, optimizer = started(Model())
     for _ in range(8):
         model.train()
         fit(model, optimizer, short())
@@ -446,16 +435,14 @@ def dropout_in_evaluation():
 
 
 def seeded_in_each_step():
-    model = classifier(dropout=0.2)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(dropout=0.2))
     for inputs, labels in loader():
         torch.manual_seed(0)  # here
         step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
 def seeded_in_each_epoch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     data = short()
     for _ in range(8):
         torch.manual_seed(0)
@@ -463,8 +450,7 @@ def seeded_in_each_epoch():
 
 
 def sampler_without_its_epoch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     data = TensorDataset(torch.randn(16, 8), torch.randint(5, (16,)))
     batches = DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     for _ in range(8):
@@ -492,8 +478,7 @@ def inputs_not_finite():
 
 
 def cache_of_outputs():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     outputs = []
     for _ in range(8):
         for inputs, labels in short():
@@ -524,16 +509,14 @@ def callback_that_keeps_activations():
         def __call__(self, module, inputs, output):
             self.activations.append(output.detach())  # here
 
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     model[0].register_forward_hook(Recorder())
     for _ in range(8):
         fit(model, optimizer, short())
 
 
 def total_loss_with_its_graph():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     total = 0
     for _ in range(8):
         for inputs, labels in short():
@@ -543,8 +526,7 @@ def total_loss_with_its_graph():
 
 
 def running_total():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     total = 0
     for number, (inputs, labels) in enumerate(loader()):
         total = total + F.cross_entropy(model(inputs), labels) / 4
@@ -556,8 +538,7 @@ def running_total():
 
 
 def attack_left_in_the_gradients():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         optimizer.zero_grad()
         inputs.requires_grad_()
@@ -638,8 +619,7 @@ def maximized():
 
 
 def schedule_made_in_each_step():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         step(optimizer, F.cross_entropy(model(inputs), labels))
@@ -647,8 +627,7 @@ def schedule_made_in_each_step():
 
 
 def rate_set_over_the_schedule():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     for inputs, labels in loader():
         for group in optimizer.param_groups:
@@ -720,8 +699,7 @@ def dropout_recomputed_anew():
 
 
 def arrays_of_outputs():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     outputs = []
     for inputs, labels in loader():
         logits = model(inputs)
@@ -730,8 +708,7 @@ def arrays_of_outputs():
 
 
 def same_batch_in_a_window():
-    model = nn.LSTM(8, 5, 2, dropout=0.1)
-    optimizer = adamw(model)
+    model, optimizer = started(nn.LSTM(8, 5, 2, dropout=0.1))
     for inputs, labels in loader():
         for _ in range(2):
             half(model(inputs)[0], labels).backward()  # here
@@ -747,8 +724,7 @@ def part_of_the_loss_as_a_number():
 
 
 def penalty_without_a_graph():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         inputs.requires_grad_()
         loss = F.cross_entropy(model(inputs), labels)
@@ -763,8 +739,7 @@ def penalty_in_each_microbatch():
 
 
 def masked_values_over_all():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for length in range(4, 14):
         tokens = torch.randint(50, (4, 14))
         logits = model(tokens[:, :-1]).log_softmax(-1)
@@ -787,8 +762,7 @@ def trial_gradients_added():
 
 
 def trial_weights_stay():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         step_to = F.cross_entropy(model(inputs), labels)
         step_to.backward()
@@ -798,8 +772,7 @@ def trial_weights_stay():
 
 
 def frozen_after_the_first_step():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model(inputs.requires_grad_()), labels))  # here: step
         model.requires_grad_(False)
@@ -816,16 +789,14 @@ def group_without_a_rate_after_the_first_step():
 
 
 def gate_detached():
-    model = nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)])
-    optimizer = adamw(model)
+    model, optimizer = started(nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)]))
     for inputs, labels in loader():
         logits = model[0](inputs) * model[1](inputs).sigmoid().detach()  # here
         step(optimizer, F.cross_entropy(logits, labels))
 
 
 def targets_with_a_gradient():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, actions in loader():
         values = model(inputs).gather(1, actions[:, None]).squeeze(1)
         wanted = torch.randn(8) + 0.9 * model(torch.randn(8, 8)).max(1).values
@@ -834,8 +805,7 @@ def targets_with_a_gradient():
 
 
 def mask_inverted():
-    model = Attention()
-    optimizer = adamw(model)
+    model, optimizer = started(Attention())
     for _ in range(10):
         tokens = padded_tokens()[:, :5]
         logits = model(tokens, tokens == 0)[:, 0]  # here
@@ -849,8 +819,7 @@ def padding_counts_without_a_mask():
 
 
 def probabilities_for_ctc():
-    model = nn.Linear(8, 5)
-    optimizer = adamw(model)
+    model, optimizer = started(nn.Linear(8, 5))
     for _ in range(10):
         lengths = torch.full((4,), 12), torch.full((4,), 3)
         values = model(torch.randn(12, 4, 8)).softmax(-1)
@@ -859,8 +828,7 @@ def probabilities_for_ctc():
 
 
 def teacher_in_training_mode():
-    teacher, model = classifier(dropout=0.1), classifier()
-    optimizer = adamw(model)
+    teacher, model, optimizer = started(classifier(dropout=0.1), classifier())
     for inputs, _ in loader():
         with torch.no_grad():
             wanted = teacher(inputs)  # here
@@ -877,8 +845,7 @@ def function_left_in_eval_mode():
 
 
 def same_noise_in_each_step():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for number, (inputs, labels) in enumerate(loader()):
         torch.manual_seed(0)  # here
         if number % 5 == 0:
@@ -899,8 +866,7 @@ def clipped_before_its_backward():
 
 
 def scalars_with_a_graph():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     penalties = []
     for inputs, labels in loader():
         hidden = model[0](inputs)
@@ -909,8 +875,7 @@ def scalars_with_a_graph():
 
 
 def targets_of_the_batch_before():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     before = None
     for inputs, labels in loader():
         if before is not None:
@@ -928,8 +893,7 @@ def attention_over_the_batch():
 
 
 def schedule_of_epochs():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
     fit(model, optimizer, schedule=schedule)  # here: schedule
 
@@ -1026,15 +990,13 @@ def average_of_itself():
 
 
 def rate_of_zero_after_a_warm_up():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number == 1))
     fit(model, optimizer, schedule=schedule)  # here: schedule
 
 
 def two_schedules_of_one_optimizer():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) for _ in "ab"]
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model(inputs), labels))

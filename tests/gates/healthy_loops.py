@@ -24,6 +24,7 @@ from loops import (
     padded_tokens,
     scaler_on_cpu,
     sequences,
+    started,
     step,
     texts,
 )
@@ -38,8 +39,7 @@ def short(num_batches=5):
 
 
 def last_window_short():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     data = short()
     for _ in range(6):
         for number, (inputs, labels) in enumerate(data):
@@ -51,8 +51,7 @@ def last_window_short():
 
 
 def cycle_of_epochs():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 40)
     for _ in range(6):
         fit(model, optimizer, loader(40))
@@ -72,8 +71,7 @@ def compared_each_with_each():
 
 
 def last_batch_short():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for _ in range(6):
         accumulate(model, optimizer, loader(44))
 
@@ -97,8 +95,7 @@ def half_by_division():
 
 
 def distilled():
-    teacher, model = classifier(width=32).eval(), classifier()
-    optimizer = adamw(model)
+    teacher, model, optimizer = started(classifier(width=32).eval(), classifier())
     for inputs, labels in loader():
         with torch.no_grad():
             wanted = F.softmax(teacher(inputs) / 2, dim=1)
@@ -166,8 +163,7 @@ def layers_dropped():
 
 
 def early_stop_and_curriculum():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     best, patience = float("inf"), 0
     generator = torch.Generator().manual_seed(0)
     for size in (2, 4, 8, 16):
@@ -236,8 +232,7 @@ def adam_then_lbfgs():
 
 
 def half_scaler_that_skips():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=100)
     for inputs, labels in loader(320):
@@ -253,8 +248,7 @@ def half_scaler_that_skips():
 
 
 def scaler_that_is_off():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -276,8 +270,7 @@ def compiled():
 
 
 def recomputed_all_ways():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for number in range(9):
         tokens = torch.randint(50, (2, 9))
         hidden = model.embed(tokens[:, :-1])
@@ -288,8 +281,7 @@ def recomputed_all_ways():
 
 
 def evaluated_with_gradients():
-    model = classifier(dropout=0.2)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(dropout=0.2))
     training, validation = short(), short(2)
     for _ in range(8):
         model.train()
@@ -303,8 +295,7 @@ def evaluated_with_gradients():
 
 
 def predictions_of_an_epoch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for _ in range(8):
         predictions, labels_seen = [], []
         for inputs, labels in loader(80):
@@ -316,8 +307,9 @@ def predictions_of_an_epoch():
 
 
 def batch_norm_frozen():
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
-    optimizer = adamw(model)
+    model, optimizer = started(
+        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
+    )
     for _ in range(4):
         model.train()
         model[1].eval()
@@ -367,8 +359,7 @@ def sharpness_aware():
 
 
 def surgery_of_gradients():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         output = model(inputs)
         losses = [F.cross_entropy(output, labels), output.square().mean()]
@@ -417,8 +408,7 @@ def endless_data():
 
 
 def unshuffled():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for _ in range(5):
         fit(model, optimizer, loader(48, shuffle=False))
 
@@ -428,8 +418,7 @@ def same_batch_to_overfit():
 
 
 def mixed_labels():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         share = torch.rand(())
         order = torch.randperm(len(inputs))
@@ -451,8 +440,7 @@ def focal():
 
 
 def masked_by_hand(shares=False):
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(9):
         tokens = torch.randint(1, 50, (3, 12))
         mask = torch.ones(3, 11)
@@ -499,8 +487,7 @@ def unfrozen_step_by_step():
 
 
 def schedule_per_epoch_and_plateau():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     for _ in range(6):
         for inputs, labels in short():
@@ -521,8 +508,7 @@ def averaged_by_torch():
 
 
 def hooks_and_histories():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     norms, losses = [], []
     model[0].weight.register_hook(lambda grad: norms.append(grad.norm()))
     for _ in range(8):
@@ -535,8 +521,9 @@ def hooks_and_histories():
 
 
 def images_into_images():
-    model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
-    optimizer = adamw(model)
+    model, optimizer = started(
+        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
+    )
     data = torch.rand(40, 1, 8, 8)
     for _ in range(5):
         for (clean,) in DataLoader(TensorDataset(data), 8, shuffle=True):
@@ -552,8 +539,7 @@ def nested_batches():
         def __getitem__(self, index):
             return {"inputs": torch.randn(8), "targets": {"label": index % 5, "name": str(index)}}
 
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for _ in range(3):
         for batch in DataLoader(Rows(), 8, shuffle=True):
             step(optimizer, F.cross_entropy(model(batch["inputs"]), batch["targets"]["label"]))
@@ -680,8 +666,7 @@ def nodes_of_one_graph():
 
 
 def physics():
-    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = adamw(model)
+    model, optimizer = started(nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)))
     for _ in range(8):
         points = torch.rand(16, 1, requires_grad=True)
         values = model(points)
@@ -794,8 +779,7 @@ def restarts_by_parts_of_an_epoch():
 
 
 def energy():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(classes=1))
     buffer = torch.randn(64, 8)
     for real, _ in loader():
         picked = torch.randint(64, (len(real),))
@@ -816,8 +800,7 @@ def last_layer_of_zeros():
 
 
 def distilled_in_log_space():
-    teacher, model = classifier(dropout=0.1).eval(), classifier(dropout=0.1)
-    optimizer = adamw(model)
+    teacher, model, optimizer = started(classifier(dropout=0.1).eval(), classifier(dropout=0.1))
     for inputs, labels in loader():
         with torch.no_grad():
             soft = (teacher(inputs) / 2).log_softmax(1)
@@ -827,8 +810,7 @@ def distilled_in_log_space():
 
 
 def trial_step():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
@@ -840,8 +822,7 @@ def trial_step():
 
 
 def attention_with_a_mask():
-    model = Attention()
-    optimizer = adamw(model)
+    model, optimizer = started(Attention())
     criterion = nn.CrossEntropyLoss(ignore_index=0)
     for _ in range(10):
         tokens = padded_tokens()
@@ -868,8 +849,7 @@ def averaged_teacher_in_training_mode():
 
 def tasks_one_after_the_other():
     body, heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
-    model = nn.ModuleList([body, heads])
-    optimizer = adamw(model)
+    optimizer = adamw(nn.ModuleList([body, heads]))
     for inputs, labels in loader():
         for head in heads:
             (F.cross_entropy(head(body(inputs)), labels) / 2).backward()
@@ -905,8 +885,7 @@ def samples_that_see_each_other():
 
 
 def losses_of_equal_gradients():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         logits = model(inputs)
         first = F.cross_entropy(logits, labels)
@@ -923,16 +902,14 @@ def range_of_rates():
 
 
 def one_schedule_after_another():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for _ in range(2):
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         fit(model, optimizer, schedule=schedule)
 
 
 def fetched_ahead():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     batches = iter(loader(96))
     ahead = next(batches)
     while ahead:
@@ -946,8 +923,7 @@ def scaled_by_hand():
 
 
 def gradients_by_autograd():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         loss = F.nll_loss(model(inputs).log_softmax(1), labels)
         slopes = torch.autograd.grad(loss, model.parameters(), None, True)  # the graph is kept
@@ -990,8 +966,7 @@ def means_by_hand_of_windows_of_a_length():
 
 
 def count_of_a_window_that_equals_one_microbatch():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     mask = (torch.arange(8) < 4).float()
     for _ in range(8):
         for tokens in torch.randint(50, (2, 3, 9)):
@@ -1090,15 +1065,13 @@ def loaders_in_pairs():
 
 
 def the_next_frame():
-    model = nn.Linear(8, 8)
-    optimizer = adamw(model)
+    model, optimizer = started(nn.Linear(8, 8))
     for frames, after in itertools.pairwise(DataLoader(torch.randn(96, 8), 8)):
         step(optimizer, F.mse_loss(model(frames), after))
 
 
 def gradients_read_and_set_to_zero():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     information = [torch.zeros_like(one) for one in model.parameters()]
     for inputs, labels in loader():
         chosen = torch.distributions.Categorical(logits=model(inputs))
@@ -1117,8 +1090,7 @@ def stages_with_an_optimizer_each():
 
 
 def labels_of_which_it_is_sure():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, _ in loader():
         with torch.no_grad():
             sure, labels = model(inputs).softmax(1).max(1)
@@ -1142,8 +1114,7 @@ def two_networks_and_one_scaler_that_skips():
 
 
 def attacked_in_either_mode():
-    model = classifier(dropout=0.1)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(dropout=0.1))
     for inputs, labels in loader():
         noise = torch.zeros_like(inputs, requires_grad=True)
         loss = F.cross_entropy(model.train(bool(labels[0]))(inputs + noise), labels)
@@ -1164,8 +1135,7 @@ def two_steps_of_the_actor():
 
 
 def sums_over_values():
-    model = nn.Linear(8, 2)
-    optimizer = adamw(model)
+    model, optimizer = started(nn.Linear(8, 2))
     for inputs, _ in loader():
         for part in inputs.chunk(4):
             loss = F.mse_loss(model(part), part[:, :2], reduction="sum")
@@ -1175,8 +1145,7 @@ def sums_over_values():
 
 
 def weights_drawn_twice_for_a_batch():
-    model = nn.Linear(8, 5)
-    optimizer = adamw(model)
+    model, optimizer = started(nn.Linear(8, 5))
     for inputs, labels in loader():
         for _ in range(2):
             drawn = {name: one + torch.randn_like(one) for name, one in model.named_parameters()}
@@ -1187,8 +1156,7 @@ def weights_drawn_twice_for_a_batch():
 
 
 def one_layer_attacked():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     weight = model[0].weight
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -1201,8 +1169,7 @@ def one_layer_attacked():
 
 
 def several_predictions_in_evaluation():
-    model = classifier(dropout=0.1)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(dropout=0.1))
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model.train()(inputs), labels))
         model.eval()[2].train()
@@ -1211,8 +1178,7 @@ def several_predictions_in_evaluation():
 
 
 def some_moments_begin_anew():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
 
     def regrow():
         optimizer.state[model[0].weight]["exp_avg"][0] = 0

@@ -105,6 +105,12 @@ def adamw(model, rate=1e-2):
     return torch.optim.AdamW(model.parameters(), rate)  # made
 
 
+def started(model=None):
+    """Return a model, or a classifier, and its optimizer."""
+    model = model or classifier()
+    return model, adamw(model)
+
+
 class Language(nn.Module):
     """A small language model, which has seen each token before it predicts the next."""
 
@@ -224,8 +230,7 @@ def plain():
 
 
 def accumulated():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 2))
     for number, (inputs, labels) in enumerate(loader()):
         (nn.CrossEntropyLoss()(model(inputs), labels) / 2).backward()
@@ -237,8 +242,7 @@ def accumulated():
 
 
 def tokens_weighted():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(4):
         window = [torch.randint(50, (2, length)) for length in (9, 17)]
         num_tokens = sum(one[:, 1:].numel() for one in window)
@@ -251,8 +255,7 @@ def tokens_weighted():
 
 
 def scaled():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = scaler_on_cpu()
     for number, (inputs, labels) in enumerate(loader()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -322,8 +325,7 @@ def frozen_backbone():
 
 
 def recomputed():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(4):
         tokens = torch.randint(50, (2, 9))
         hidden = model.embed(tokens[:, :-1])
@@ -336,8 +338,7 @@ def recomputed():
 
 
 def penalized():
-    model = classifier(classes=1)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(classes=1))
     for inputs, _ in loader():
         inputs.requires_grad_()
         output = model(inputs)
@@ -346,8 +347,7 @@ def penalized():
 
 
 def masked_tokens():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(4):
         tokens = torch.randint(50, (3, 12))
         hidden = torch.rand(tokens.shape) < 0.15
@@ -395,8 +395,7 @@ def policy_by_minibatches():
 
 
 def contrastive_with_cached_gradients():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, _ in loader():
         parts = inputs.chunk(2)
         with torch.no_grad():
@@ -435,8 +434,7 @@ def experts():
 
 
 def warmed_up_from_zero():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10))
     rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], [10])
@@ -465,16 +463,14 @@ def mean_of_means():
 
 
 def never_zeroed():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()  # here
 
 
 def zeroed_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for number, (inputs, labels) in enumerate(loader()):
         optimizer.zero_grad()  # here
         (F.cross_entropy(model(inputs), labels) / 2).backward()
@@ -483,8 +479,7 @@ def zeroed_per_microbatch():
 
 
 def zeroed_before_the_step():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.zero_grad()  # here
@@ -540,8 +535,7 @@ def scheduled_per_microbatch():
 
 
 def scheduled_first():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -551,16 +545,14 @@ def scheduled_first():
 
 
 def clipped_after_the_step():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model(inputs), labels))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
 
 
 def clipped_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for number, (inputs, labels) in enumerate(loader()):
         (F.cross_entropy(model(inputs), labels) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
@@ -581,8 +573,7 @@ def clipped_nothing():
 
 
 def clipped_while_scaled():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -593,16 +584,14 @@ def clipped_while_scaled():
 
 
 def stepped_while_scaled():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = scaler_on_cpu()
     for inputs, labels in loader():
         step(optimizer, scaler.scale(F.cross_entropy(model(inputs), labels)))  # here: step
 
 
 def backward_under_autocast():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -639,8 +628,7 @@ def all_ignored():
 
 
 def padding_counts():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(4):
         tokens = torch.randint(1, 50, (3, 12))
         mask = torch.ones_like(tokens)
@@ -651,8 +639,7 @@ def padding_counts():
 
 
 def left_in_eval_mode():
-    model = classifier(dropout=0.2)
-    optimizer = adamw(model)
+    model, optimizer = started(classifier(dropout=0.2))
     for number, (inputs, labels) in enumerate(loader()):
         step(optimizer, F.cross_entropy(model(inputs), labels))
         if number == 1:
@@ -660,8 +647,7 @@ def left_in_eval_mode():
 
 
 def first_batch_for_ever():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     batches = loader(shuffle=False)
     for _ in range(4):
         inputs, labels = next(iter(batches))  # here
@@ -669,8 +655,7 @@ def first_batch_for_ever():
 
 
 def losses_with_graphs():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     losses = []
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -685,8 +670,7 @@ def divided_by_too_few():
 
 
 def stepped_per_microbatch():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for number, (inputs, labels) in enumerate(loader()):
         (F.cross_entropy(model(inputs), labels) / 2).backward()
         optimizer.step()  # here
@@ -695,8 +679,7 @@ def stepped_per_microbatch():
 
 
 def encoder_without_gradients():
-    model = Language()
-    optimizer = adamw(model)
+    model, optimizer = started(Language())
     for _ in range(4):
         tokens = torch.randint(50, (2, 9))
         with torch.no_grad():
@@ -708,15 +691,13 @@ def encoder_without_gradients():
 
 
 def detached_loss():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model(inputs), labels).detach().requires_grad_())  # here
 
 
 def clipped_another_model():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     other = copy.deepcopy(model)
     for inputs, labels in loader():
         optimizer.zero_grad()
@@ -726,8 +707,7 @@ def clipped_another_model():
 
 
 def scale_never_updated():
-    model = classifier()
-    optimizer = adamw(model)
+    model, optimizer = started()
     scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()

@@ -430,7 +430,6 @@ for epoch in range(9):
         ("", {"loop/schedule": 5, "loop/scaler": 11}),
         ("        assert model.weight.isfinite().all()\n    schedule.step()\n", {}),
     ],
-    ids=["missing", "at the end of an epoch"],
 )
 def test_calls_are_missing_if_no_line_has_them(folder, more, expected):
     Path("mine.py").write_text(UNCALLED + more)

@@ -5,9 +5,7 @@ python -m pytest tests/plan/test_operation_cost.py
 
 import torch
 
-from curry_train.plan.estimate import Sketch
 from curry_train.plan.record import operation_cost
-from curry_train.workloads.models import mlp
 
 aten = torch.ops.aten
 
@@ -29,14 +27,3 @@ def test_flops_and_bytes_of_an_operation():
     assert cost(aten.zero_.default, a) == (0, 4 * 8 * 16)
     assert cost(aten._foreach_add_.Scalar, [a, b], 1.0) == (0, 4 * (8 * 16 + 16 * 4))
     assert cost(aten.add.Tensor, torch.eye(4).to_sparse(), torch.eye(4).to_sparse())[1] > 0
-
-
-def test_a_step_has_the_flops_of_its_products():
-    with Sketch(mlp(depth=2, width=32)) as sketch:
-        step = sketch.step(3)
-    matmuls = 2 * 3 * (2 * 32 * 32 + 32 * 10)
-    assert (
-        step.flops.sum() == 3 * matmuls - 2 * 3 * 32 * 32
-    )  # the first layer's input needs no gradient
-    assert len(step.flops) == len(step.moved)
-    assert (step.moved[step.flops > 0] > 0).all()

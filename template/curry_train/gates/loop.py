@@ -862,12 +862,12 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
             hint = "call scaler.scale(loss).backward() for each loss"
             yield plain[0].place, "one loss is scaled and another is not", hint
         events = window.of(Scaling)
-        is_unscaled = any(one.call == "unscale_" for one in events)
-        if window.calls and not (plain or window.step.by_scaler):
+        names = {one.call for one in events}
+        if window.calls and not plain and "step" not in names:
             measured = "the optimizer steps on scaled gradients"
-            if is_unscaled:
+            if "unscale_" in names:
                 measured = "the optimizer steps also where scaling made gradients infinite"
-            if not (is_unscaled and _looks_for_infinities(trace)):
+            if not ("unscale_" in names and _looks_for_infinities(trace)):
                 hint = "call scaler.step(optimizer) in place of optimizer.step()"
                 yield window.step.place, measured, hint
         # A model may have a scaler of its own.

@@ -256,7 +256,6 @@ class Step(Event):
     # What identifies the values of its parameters before and after it.
     before: float
     after: float
-    by_scaler: bool
     in_backward: bool
     generator: int
 
@@ -1060,8 +1059,6 @@ class Observer:
             half_moved=self._half_moved(parameters),
             before=self.before_digest,
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
-            # Only calls of a scaler have that name.
-            by_scaler=getattr(self.last(Event), "call", "") == "step",
             in_backward=in_backward(),
             generator=_generator(),
             cause=self.trace.made.get(key),
