@@ -6,25 +6,6 @@ python -m pytest tests/cli/test_runs_estimate.py
 import pytest
 from command_runs import flat, ran
 
-from curry_train.cli.runs_estimate import estimate_disk
-from curry_train.runs.policy_config import PolicyConfig
-
-SEVEN = 7 * 10**9
-
-
-def test_7b_keeps_756_gb_and_not_924_because_best_k_is_parameters_only():
-    found = estimate_disk(SEVEN, PolicyConfig(), dtype="float32")
-    assert found["checkpoint"] == 84 * 10**9
-    assert found["best"] == 28 * 10**9
-    assert found["kept"] == {
-        "rollback": 420 * 10**9,
-        "recovery": 252 * 10**9,
-        "best-k": 84 * 10**9,
-    }
-    assert found["total"] == 756 * 10**9
-    assert found["in_flight"] == 84 * 10**9
-    assert found["most"] == 840 * 10**9
-
 
 @pytest.mark.parametrize(
     ("words", "message"),
