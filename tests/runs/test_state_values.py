@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from curry_train.runs import DamagedCheckpoint
 from curry_train.runs.values import (
     PLAIN_DTYPES,
     CollectedTensors,
+    Stored,
     decode,
     dump,
     encode,
@@ -151,3 +153,8 @@ def test_what_can_not_be_restored_is_refused_with_its_path(name):
     make, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         encoded([{"x": make()}])
+
+
+def test_a_tensor_that_is_not_saved_is_damage():
+    with pytest.raises(DamagedCheckpoint, match="can't be read"):
+        decode([Stored("gone")], {})
