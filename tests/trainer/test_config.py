@@ -76,7 +76,7 @@ stpes=3                    | stpes is no key; did you mean 'steps'?
 learning_rate=3            | learning_rate is no key; did you mean 'optimizer.learning_rate'?
 steps                      | 'steps' sets nothing: write key=value
 steps=many                 | steps must be a whole number; got 'many'
-steps=[                    | is not a YAML value
+steps=[                    | steps=[ is not a YAML value
 precision=fp16             | precision must be float32, bfloat16 or float16; got 'fp16'
 optimizer.beta1=1          | optimizer.beta1 must be from 0 to below 1; got 1.0
 clip_norm=0                | clip_norm must be above 0, or null; got 0
@@ -84,7 +84,9 @@ name=a/b                   | name must be the name of a folder; got 'a/b'
 batch_size=30              | batch_size must be a multiple of microbatch, 16; got 30
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?
 data.source=tokens         | data.path must be a glob where source is tokens; got None
-checkpoint.best_k_metric=accuracy   | checkpoint.best_k_metric must be dev_loss or loss,
+checkpoint.best_k_metric=accuracy \
+  | checkpoint.best_k_metric must be dev_loss or loss, the metrics that this loop \
+measures; got 'accuracy'
 dtype=bfloat16 precision=float16    | precision must be bfloat16 or float32 for bfloat16 weights
 ranks=2          | ranks must be more than one rank only with parallel=ddp or parallel=fsdp2; got 2
 ranks=4 parallel=ddp       | batch_size must be a multiple of microbatch x ranks, 64; got 32
