@@ -39,7 +39,7 @@ def test_the_numbers_of_a_history_are_replayed_exactly():
     assert replayed.num_allocations > 100
 
 
-@pytest.mark.parametrize("lever", ["none", "full", "chunked_loss"])
+@pytest.mark.parametrize("lever", ["full", "chunked_loss"])
 def test_memory_is_predicted_with_a_lever(lever):
     config = evidence_cuda.MemoryConfig("toy", 16, lever)
     found = evidence_cuda.predicted(

@@ -6,7 +6,7 @@ python -m pytest tests/cli/test_blocks_that_run.py
 import json
 
 import pytest
-from command_runs import ran
+from command_runs import flat, ran
 
 MODELS = """
 import torch
@@ -67,16 +67,12 @@ def spec(models):
 
 
 def run(*words, status=0):
-    return ran(*words, status=status).output
-
-
-def unwrapped(text):
-    return " ".join(text.split())
+    return flat(ran(*words, status=status).output)
 
 
 def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec, tmp_path):
     path = tmp_path / "gates.json"
-    output = unwrapped(run("validate", "--model", spec, *GATES, "--json", str(path)))
+    output = run("validate", "--model", spec, *GATES, "--json", str(path))
     assert "3 held, 0 failed, 0 not applicable" in output
     assert LINE in output
     assert REASON in output
@@ -87,13 +83,13 @@ def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec, tmp_pat
 
 
 def test_validate_keeps_named_blocks_and_says_that_they_never_run(spec):
-    output = unwrapped(run("validate", "--model", spec, "--blocks", "layers.*", *GATES, status=1))
+    output = run("validate", "--model", spec, "--blocks", "layers.*", *GATES, status=1)
     assert "layers.0 to layers.3 are never called" in output
     assert "hold 0% of what forward saves" in output
 
 
 def test_a_model_that_can_not_run_is_left_to_the_gates(models):
-    output = unwrapped(run("validate", "--model", f"{models}:broken", *GATES, status=1))
+    output = run("validate", "--model", f"{models}:broken", *GATES, status=1)
     assert "0 held, 2 failed, 1 not applicable" in output
     assert "no forward could be recorded: RuntimeError" in output
 
@@ -109,7 +105,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_work_on_blocks_that_run_and_print_what_they_hold(command, spec):
-    output = unwrapped(run(command, "--model", spec, *COMMANDS[command]))
+    output = run(command, "--model", spec, *COMMANDS[command])
     assert "8 blocks, layers.0.0 to layers.3.1, hold 9" in output
     assert REASON in output
 

@@ -148,11 +148,6 @@ def test_the_list_of_commands_is_shown_without_torch():
     assert all(f"  {name} " in ended.stdout for name in PROMISED)
 
 
-def test_a_misspelled_command_gets_the_nearest_name():
-    ended = ran("runs", "lsit", status=2)
-    assert "No such command 'lsit'. Did you mean 'list'?" in ended.stderr
-
-
 def test_an_option_before_the_command_is_still_an_option():
     assert CliRunner().invoke(main, ["--version"]).output.startswith("curry-train, version ")
     assert "No such option" in CliRunner().invoke(main, ["--no-such-option"]).stderr

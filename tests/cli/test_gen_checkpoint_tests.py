@@ -91,17 +91,8 @@ def run(repository, monkeypatch):
 
 def pytest_run(root, *arguments, path):
     """Run pytest as a user does: in another folder, without our plugins."""
-    words = [
-        warm_python(),
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-q",
-        *arguments,
-    ]
+    line = f"{warm_python()} -m pytest -p no:cacheprovider -p no:xdist -q"
+    words = [*line.split(), *arguments]
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     environment.pop("PYTEST_ADDOPTS", None)
     return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
@@ -193,28 +184,12 @@ def test_the_loop_of_a_script_becomes_a_test(outcomes):
 
 
 def test_the_command_in_the_header_writes_the_same_file_again(repository, run, monkeypatch):
-    arguments = [
-        "--model",
-        "theirs.models:healthy",
-        "--out",
-        "tests/test_again.py",
-        "--gate",
-        "recompute/parity-*",
-    ]
-    arguments += [
-        "--gate",
-        "recompute/off",
-        "--blocks",
-        "[12]",
-        "--batch-size",
-        6,
-        "--seed",
-        3,
-        "--dtype",
-        "bfloat16",
-    ]
-    arguments += ["--device", "cpu"]
-    typed = ["python", "bin/curry-train", "gen-tests", *map(str, arguments)]
+    line = (
+        "--model theirs.models:healthy --out tests/test_again.py --gate recompute/parity-* "
+        "--gate recompute/off --blocks [12] --batch-size 6 --seed 3 --dtype bfloat16 --device cpu"
+    )
+    arguments = line.split()
+    typed = ["python", "bin/curry-train", "gen-tests", *arguments]
     monkeypatch.setattr(sys, "orig_argv", typed)
     run(*arguments)
     path = repository / "tests" / "test_again.py"

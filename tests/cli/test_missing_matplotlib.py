@@ -4,7 +4,7 @@ python -m pytest tests/cli/test_missing_matplotlib.py
 """
 
 import pytest
-from command_runs import ran
+from command_runs import flat, ran
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.runs_plot import runs_plot_command
@@ -28,7 +28,7 @@ def missing(monkeypatch, tmp_path):
 def error_of(command, *words):
     """Call the command itself, because finding it calls `find_spec`."""
     ended = ran(*words, command=command, status=2)
-    return " ".join(ended.stderr.split())
+    return flat(ended.stderr)
 
 
 def test_commands_with_a_plot():

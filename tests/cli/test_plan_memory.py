@@ -65,17 +65,7 @@ MODELS = """
     def branching():
         return Branching(), torch.randn(8, 16, 32)
 """
-QUICK = [
-    "--target",
-    "cpu",
-    "--without",
-    "sac",
-    "--without",
-    "regions",
-    "--whole-loss",
-    "--global-batch",
-    "8",
-]
+QUICK = "--without sac --without regions --whole-loss --global-batch 8"
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +77,9 @@ def models(tmp_path, monkeypatch):
     sys.modules.pop("planned_models", None)
 
 
-def run(*arguments, model="planned_models:blocks", budget="1GiB", status=0):
-    words = ["--model", model, "--budget", budget, *QUICK, *arguments]
-    return ran(*words, command=plan_command, status=status)
+def run(words="", *, model="planned_models:blocks", budget="1GiB", status=0):
+    line = f"--target cpu {QUICK} --model {model} --budget {budget} {words}"
+    return ran(*line.split(), command=plan_command, status=status)
 
 
 def narrow(text):
@@ -103,23 +93,12 @@ def narrow(text):
 def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_path):
     pytest.importorskip("matplotlib")
     for size in "48":
-        as_it_is = json.loads(run("--json", "-", "--microbatch", size).stdout)
+        as_it_is = json.loads(run(f"--json - --microbatch {size}").stdout)
         free = as_it_is["plan"]["peak_bytes"]
         assert sum(as_it_is["plain_peak"].values()) == free
     budget = f"{round(0.8 * free)}B"
-    found = run(
-        "--explain",
-        "--verify",
-        "--out",
-        "plan.json",
-        "--plot",
-        "plan.png",
-        "--html",
-        "plan.html",
-        "--microbatch",
-        "8",
-        budget=budget,
-    )
+    words = "--explain --verify --out plan.json --plot plan.png --html plan.html --microbatch 8"
+    found = run(words, budget=budget)
     assert narrow(found.output), found.output
     assert not found.stdout.startswith("This plan is for")
     for message in (
@@ -145,7 +124,7 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_p
 
 
 def test_the_output_mentions_that_a_model_was_measured_for_real():
-    found = run("--target", "h100", model="planned_models:branching")
+    found = run("--target h100", model="planned_models:branching")
     assert narrow(found.output), found.output
     printed = flat(found.output)
     assert "measured for real, without offload:" in printed
@@ -155,15 +134,15 @@ def test_the_output_mentions_that_a_model_was_measured_for_real():
 @pytest.mark.parametrize("budget", ["1GiB", "20KiB"])
 def test_without_a_target_the_first_line_says_that_the_plan_is_for_this_cpu(monkeypatch, budget):
     monkeypatch.setattr("curry_train.cli.plan.profile_of", lambda place: PROFILES["cpu"])
-    options = ["--model", "planned_models:blocks", "--budget", budget, *QUICK[2:]]
-    found = CliRunner().invoke(plan_command, [*options, "--microbatch", "8"])
+    line = f"--model planned_models:blocks --budget {budget} {QUICK} --microbatch 8"
+    found = CliRunner().invoke(plan_command, line.split())
     first = found.stdout.splitlines()[0]
     assert first == "This plan is for this CPU; --target h100 plans for a GPU without having one."
     assert narrow(found.output), found.output
 
 
 def test_a_budget_that_nothing_fits_ends_with_status_1_on_80_columns():
-    found = run("--microbatch", "8", budget="20KiB", status=1)
+    found = run("--microbatch 8", budget="20KiB", status=1)
     assert found.stdout.startswith("nothing fits 20.0 KiB: the least peak is")
     assert "several GPUs: curry-train plan --fits" in found.output
     assert narrow(found.output), found.output
@@ -179,9 +158,9 @@ def test_a_factory_that_names_cuda_is_planned_without_one():
 
 
 def test_the_fewest_gpus_take_several_meshes():
-    meshes = ("--mesh", "replicate=1,shard=1", "--mesh", "replicate=1,shard=2")
-    options = ("--model", "mlp", "--fits", "h100", "--parallel", "hsdp", "--global-batch", "2")
-    found = ran(*options, *meshes, command=plan_command)
+    meshes = "--mesh replicate=1,shard=1 --mesh replicate=1,shard=2"
+    line = f"--model mlp --fits h100 --parallel hsdp --global-batch 2 {meshes}"
+    found = ran(*line.split(), command=plan_command)
     assert "replicate=1,shard=1" in found.output
     assert "replicate=1,shard=2" in found.output
 

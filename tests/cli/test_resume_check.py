@@ -48,22 +48,12 @@ LACKING = {
 }
 
 
-def test_equal_steps_have_no_difference():
-    assert differences(STRAIGHT, STRAIGHT[5:], 5) == {}
-    assert began_after(STRAIGHT, STRAIGHT[5:], 6) == 5
-
-
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_not_restored_is_named_alone(part):
     changed, text = LACKING[part]
     resumed = [step(5, **changed), *STRAIGHT[6:]]
     assert differences(STRAIGHT, resumed, 5) == {part: text}
     assert began_after(STRAIGHT, resumed, 6) == 5
-
-
-def test_the_rate_that_a_schedule_gives_later_is_named():
-    late = [step(5, scheduler={"last_epoch": 0}), step(6, rates=[3e-4])]
-    assert differences(STRAIGHT, late, 5) == {"scheduler": "rate 0.0003, not 0.000159 (step 7)"}
 
 
 def test_a_value_that_no_part_holds_and_other_data_are_named():

@@ -99,21 +99,6 @@ def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monk
     assert "young" in call("list")[1]
 
 
-def test_estimate_of_a_policy(tmp_path):
-    status, output = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
-    assert status == 0
-    assert "retained in total" in output
-    assert "756" in output
-    assert json.loads((tmp_path / "e.json").read_text())["most"] == 840 * 10**9
-    assert call("estimate", "--parameters", "7e15", "--folder", tmp_path)[0] == 1
-    status, output = call(
-        "estimate", "--parameters", "1e6", "retention.rollback_keep=2", "--folder", tmp_path
-    )
-    assert "MB" in output
-    assert "0.00" not in output
-    assert (status, "enough" in output) == (0, True)
-
-
 @pytest.mark.long
 def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
@@ -130,13 +115,6 @@ def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     assert (found["equal"], found["resumed_from"]) == (True, 4)
     assert {"data order", "model", "optimizer"} <= found["withheld"].keys()
     assert not list(tmp_path.glob("runs"))
-
-
-def test_resume_check_says_why_a_training_does_not_run(monkeypatch):
-    monkeypatch.setattr(sys, "executable", warm_python())
-    status, output = call("resume-check", "--steps", "6", "stpes=3")
-    assert status == 2
-    assert "stpes is no key; did you mean 'steps'" in flat(output)
 
 
 def test_show_lists_the_attempts_with_their_events(tmp_path):

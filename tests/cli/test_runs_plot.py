@@ -141,10 +141,3 @@ def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):
     one, two = json.loads(ended.stdout)["runs"]
     assert (one["run"], one["attempts"], one["steps"]) == ("one", 3, "1 to 40")
     assert (one["events"]["save"], two["named"]) == (6, True)
-
-
-def test_a_mistake_at_the_command_is_status_2(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    plant(tmp_path / "runs/one")
-    ended = ran("none", command=runs_plot_command, status=2)
-    assert "there is no run none; did you mean one?" in ended.stderr

@@ -7,7 +7,7 @@ import ast
 import re
 import tomllib
 
-from scaffold_case import REAL, ROOT, scaffold, times, tree, write
+from scaffold_case import REAL, ROOT, scaffold, tree, write
 
 from curry_train.cli.ownership import (
     TECHNIQUES,
@@ -82,7 +82,7 @@ def test_real_project_owns_its_rooms_too():
     assert {re.split("[>=]", text)[0] for text in theirs} == {"torch", "numpy", "pyyaml", "rich"}
 
 
-def test_new_writes_the_project_and_refuses_a_folder_with_files(bundle, tmp_path):
+def test_new_writes_the_project(bundle, tmp_path):
     (tmp_path / "my-run").mkdir()  # one without files is taken
     first = scaffold(bundle, "new", "my-run", cwd=tmp_path)
     assert first.returncode == 0, first.stderr
@@ -90,8 +90,3 @@ def test_new_writes_the_project_and_refuses_a_folder_with_files(bundle, tmp_path
     made.pop("curry-train.lock")
     assert made.pop("wheels/curry_train-0.2.0-py3-none-any.whl") == b"wheel"
     assert made == project_files(bundle, name="my_run", own=False)
-
-    before = times(tmp_path)
-    again = scaffold(bundle, "new", "my-run", cwd=tmp_path)
-    assert (again.returncode, times(tmp_path)) == (2, before)
-    assert "exists; name a new folder" in again.error

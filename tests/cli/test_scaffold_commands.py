@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import errno
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -101,36 +102,34 @@ def test_commands_of_the_script_are_in_the_group_and_need_no_torch(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["new", "1run"], "'1run' can't be a project's name"),
-        (["new", "run", "--name", "my run"], "give --name ASCII letters"),
-        (["new", "run", "--name", "torch"], "something that the project needs itself"),
-        (["new", "full"], "full exists; name a new folder"),
-        (["new", "file"], "file exists; name a new folder"),
-        (["new", "gone/run"], "gone is not a folder"),
-        (["new", ".", "--name", "run"], "exists; name a new folder"),
-        (["new", "x" * 300], "File name too long"),
-        (["add", "Sacs", "--into", "package"], "did you mean 'sac'?"),
-        (
-            ["add", "zzzz", "--into", "package"],
-            "there are memory-plan, sac, grad-accum, loss-spike",
-        ),
-        (["add", "sac"], "--into is missing"),
-        (["add", "memory-plan", "--own"], "takes neither --own nor --overwrite"),
-        (["add", "sac", "--into", "my-package"], "can't import a folder called 'my-package'"),
-        (["add", "sac", "--into", "file"], "file is a file, and a folder must go there"),
-        (["add", "sac", "--into", "root"], "root is a project's root, not a package in it"),
-        (["add", "sac", "--into", "hole"], "hole/sac.py is a folder, and a file must go there"),
-        (["diff", "full"], "full has no curry-train.lock"),
-        (["update", "full"], "full has no curry-train.lock"),
-        (["diff", "damaged"], "curry-train.lock is damaged"),
-        (["diff", "torn"], "curry-train.lock is damaged"),
-        (["diff", "hostile"], "hostile/../secret leads out of"),
-    ],
-)
-def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, arguments, message):
+MISTAKES = """
+new 1run                      | '1run' can't be a project's name
+new run --name 'my run'       | give --name ASCII letters
+new run --name torch          | something that the project needs itself
+new full                      | full exists; name a new folder
+new file                      | file exists; name a new folder
+new gone/run                  | gone is not a folder
+new . --name run              | exists; name a new folder
+new LONG                      | File name too long
+add Sacs --into package       | did you mean 'sac'?
+add zzzz --into package       | there are memory-plan, sac, grad-accum, loss-spike
+add sac                       | --into is missing
+add memory-plan --own         | takes neither --own nor --overwrite
+add sac --into my-package     | can't import a folder called 'my-package'
+add sac --into file           | file is a file, and a folder must go there
+add sac --into root           | root is a project's root, not a package in it
+add sac --into hole           | hole/sac.py is a folder, and a file must go there
+diff full                     | full has no curry-train.lock
+update full                   | full has no curry-train.lock
+diff damaged                  | curry-train.lock is damaged
+diff torn                     | curry-train.lock is damaged
+diff hostile                  | hostile/../secret leads out of
+"""
+
+
+@pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
+def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
+    line, _, message = row.partition("|")
     place = tmp_path / "place"
     write(place / "full/notes.txt", "")
     write(place / "file", "")
@@ -142,10 +141,11 @@ def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, arguments, messa
     torn = Lock("0", files={"a": Base("0", b"x" * 99)}).to_bytes().replace(b'"eN', b'"eX')
     (write(place / "torn/curry-train.lock", "")).write_bytes(torn)
     before = tree(tmp_path)
-    refused = scaffold(bundle, *arguments, cwd=place)
+    words = shlex.split(line.replace("LONG", "x" * 300))
+    refused = scaffold(bundle, *words, cwd=place)
     assert refused.returncode == 2
     assert refused.stderr.startswith("Error: ")
-    assert message in refused.error
+    assert message.strip() in refused.error
     assert "Traceback" not in refused.error
     assert tree(tmp_path) == before
 

@@ -9,7 +9,7 @@ import logging
 from dataclasses import replace
 
 import pytest
-from command_runs import ran
+from command_runs import flat, ran
 
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
@@ -105,7 +105,7 @@ def test_a_missed_spike_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
     done = ran(*words, "--json", "x.json", "--runs", "kept", command=runs_command, status=1)
-    text = " ".join(done.stdout.split())
+    text = flat(done.stdout)
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
     assert json.loads((tmp_path / "x.json").read_text())["losses"].keys() == {"recovered"}

@@ -28,16 +28,7 @@ TINY = [
     "evaluate.samples=4",
     "device=cpu",
 ]
-RANKS = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "curry_train",
-    "train",
-]
+RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_train train"
 
 
 def start(*words, cwd):
@@ -45,7 +36,7 @@ def start(*words, cwd):
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        [*RANKS, *words], cwd=cwd, env=environment, start_new_session=True, **pipes
+        [*RANKS.split(), *words], cwd=cwd, env=environment, start_new_session=True, **pipes
     )
 
 

@@ -50,6 +50,7 @@ def guessed():
 
 MISTAKES = """
 bench                                       | give either --model, --trainer or --script
+bench --model mlp --trainer a:b             | give either --model, --trainer or --script
 bench --model bert                          | no workload is called 'bert'
 bench --model mlp --lever ful               | no lever is called 'ful'; did you mean 'full'?
 bench --model mlp --against absent:build    | can't import absent
@@ -123,12 +124,18 @@ preflight                                   | give either --script or --trainer
 preflight --script a.py --trainer b:c       | give either --script or --trainer
 preflight --script gone.py                  | there is no file gone.py
 preflight --script gone.py --steps 1        | --steps
+runs lsit                                   | No such command 'lsit'. Did you mean 'list'?
 runs list nowhere                           | there is no folder nowhere
 runs show nowhere                           | there is no run nowhere; runs has no runs yet
 runs estimate                               | Missing option '--parameters'
 runs estimate --parameters 0                | 0
 runs estimate --parameters 7e9 retention.rollback=1 | checkpoint.retention.rollback is no key
 runs estimate --parameters 7e9 best_k       | sets nothing: write key=value
+runs estimate --parameters 7e9 rollback_every=[1 | rollback_every=[1 is not a YAML value
+runs estimate --parameters 7e9 retention=5 retention.rollback_keep=2 | retention is 5, so that retention.rollback_keep can't be set
+runs estimate --parameters 7e9 retention.rollback_keep=2 retention=5 | checkpoint.retention must be a block of keys, got 5
+runs estimate --parameters 7e9 rollback_every.x=1 | rollback_every
+runs estimate --parameters 7e9 rollback_every=1 rollback_every.x=1 | rollback_every is 1
 runs record --out A                         | give either --script or --trainer
 runs record --script gone.py --out A        | there is no file gone.py
 runs record --script train.py               | --out

@@ -13,33 +13,37 @@ from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import Located, first_operation, locate
 
 # The fault, the step, the phase and the path of its place, and words of the text.
-FAULTS = [
-    ("epsilon", 1, "forward", "model.h.1.ln", "eps of model.h.1.ln is 1e-05 in A and 1e-06 in B"),
-    ("dropout", 1, "forward", "model.h.1.drop", "p of model.h.1.drop is 0.1 in A and 0.2 in B"),
-    ("operation", 1, "forward", "model.h.1", "in its own code after model.h.1.ln, call 0"),
-    ("kernel", 1, "forward", "model.h.1", "another input 0 of model.h.1.down, call 0"),
-    ("backward", 1, "backward", "model.h.1", "another gradient of output 0 of model.h.1.up"),
-    ("weight", 1, "state", "model.h.1.down.weight", "before the first step (initialisation"),
-    ("tied", 1, "state", "model.h.1.down.weight", "before the first step (initialisation"),
-    ("frozen", 1, "gradients", "model.h.1.ln.bias", "gradient of model.h.1.ln.bias is in A alone"),
-    ("stale weight", 2, "state", "model.h.0.up.weight", "since the step before (initialisation"),
-    ("optimizer", 1, "optimizer", "model.h.0.ln.weight", "eps of group 0 of AdamW is 1e-08 in A"),
-    ("flipped moment", 2, "optimizer", "model.head.weight", "exp_avg of model.head.weight differs"),
-    ("clipped", 1, "gradients", "model.h.0.ln.weight", "clipping or scaling"),
-    ("hooked", 1, "gradients", "model.head.bias", "accumulation, a hook"),
-    ("loss", 1, "loss", "loop", "the loss is"),
-    ("order", 1, "data", "loader", "has other samples"),
-    ("same samples", 2, "data", "loop", "has the same samples in another order"),
-    ("drawn", 2, "forward", "model.h.0.drop", "draws from a random generator that differs"),
-    ("drawn", 2, "forward", "model.h.0.drop", "generator of torch differs after the batch of"),
-]
+FAULTS = """
+epsilon        | 1 | forward   | model.h.1.ln   | eps of model.h.1.ln is 1e-05 in A and 1e-06 in B
+dropout        | 1 | forward   | model.h.1.drop | p of model.h.1.drop is 0.1 in A and 0.2 in B
+operation      | 1 | forward   | model.h.1      | in its own code after model.h.1.ln, call 0
+kernel         | 1 | forward   | model.h.1      | another input 0 of model.h.1.down, call 0
+backward       | 1 | backward  | model.h.1      | another gradient of output 0 of model.h.1.up
+weight         | 1 | state     | model.h.1.down.weight | before the first step (initialisation
+tied           | 1 | state     | model.h.1.down.weight | before the first step (initialisation
+frozen         | 1 | gradients | model.h.1.ln.bias | gradient of model.h.1.ln.bias is in A alone
+stale weight   | 2 | state     | model.h.0.up.weight | since the step before (initialisation
+optimizer      | 1 | optimizer | model.h.0.ln.weight | eps of group 0 of AdamW is 1e-08 in A
+flipped moment | 2 | optimizer | model.head.weight | exp_avg of model.head.weight differs
+clipped        | 1 | gradients | model.h.0.ln.weight | clipping or scaling
+hooked         | 1 | gradients | model.head.bias | accumulation, a hook
+loss           | 1 | loss      | loop           | the loss is
+order          | 1 | data      | loader         | has other samples
+same samples   | 2 | data      | loop           | has the same samples in another order
+drawn          | 2 | forward   | model.h.0.drop | draws from a random generator that differs
+drawn          | 2 | forward   | model.h.0.drop | generator of torch differs after the batch of
+"""
 
 
-@pytest.mark.parametrize(("fault", "step", "phase", "path", "text"), FAULTS)
+def cells_of(table):
+    return [[cell.strip() for cell in row.split("|")] for row in table.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("fault", "step", "phase", "path", "text"), cells_of(FAULTS))
 def test_the_first_difference_is_named(tmp_path, fault, step, phase, path, text):
     found, _ = located(tmp_path, fault)
     place = found.place
-    assert (place["step"], place["phase"], place["path"]) == (step, phase, path), found
+    assert (place["step"], place["phase"], place["path"]) == (int(step), phase, path), found
     assert text in "\n".join([found.headline, *found.notes])
     assert found.headline.startswith(f"step {step}, {phase}: ")
 
@@ -111,22 +115,22 @@ def odd_record(folder, fault):
     return read_fingerprints(folder)
 
 
-@pytest.mark.parametrize(
-    ("fault", "phase", "path", "call", "text"),
-    [
-        ("stale", "forward", "model.norm", 0, "another output buffer running_var"),
-        ("own code", "backward", "model", 0, "in its own code"),
-        ("pair", "backward", "model.pair", 0, "another gradient of output 1"),
-        ("uncalled", "backward", "model.pair", 0, "gradient of model.pair.inner.weight"),
-        ("shared", "backward", "model", 0, "another gradient of output 0 of model.shared"),
-        ("clipped", "gradients", "model.norm.weight", 0, "clipping or scaling"),
-    ],
-)
-def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, path, call, text):
+ODD_FAULTS = """
+stale     | forward   | model.norm        | another output buffer running_var
+own code  | backward  | model             | in its own code
+pair      | backward  | model.pair        | another gradient of output 1
+uncalled  | backward  | model.pair        | gradient of model.pair.inner.weight
+shared    | backward  | model             | another gradient of output 0 of model.shared
+clipped   | gradients | model.norm.weight | clipping or scaling
+"""
+
+
+@pytest.mark.parametrize(("fault", "phase", "path", "text"), cells_of(ODD_FAULTS))
+def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, path, text):
     pair = [odd_record(tmp_path / name, name) for name in ("none", fault)]
     found = locate(*pair)
     place = found.place
-    assert (place["phase"], place["path"], place["call"]) == (phase, path, call), found
+    assert (place["phase"], place["path"], place["call"]) == (phase, path, 0), found
     assert text in found.headline
     assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
 
@@ -173,20 +177,20 @@ def test_all_layers_of_a_large_model_are_known_under_another_name(tmp_path):
     assert found.num_compared > 400
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("kernel", "aten.gelu.default (recorded_training.py:"),
-        ("backward", "aten.mul.Tensor"),
-        ("hooked", "aten.mul_.Tensor (recorded_training.py:"),
-        ("loss", "aten."),
-        ("optimizer", "aten."),
-        ("clipped", "(recorded_training.py:"),
-        ("weight", "aten.add_.Tensor (recorded_training.py:"),
-        ("drawn", "aten.bernoulli_.float (recorded_training.py:"),
-        ("tied", "no operation differs there: an assignment"),
-    ],
-)
+OPERATIONS = """
+kernel    | aten.gelu.default (recorded_training.py:
+backward  | aten.mul.Tensor
+hooked    | aten.mul_.Tensor (recorded_training.py:
+loss      | aten.
+optimizer | aten.
+clipped   | (recorded_training.py:
+weight    | aten.add_.Tensor (recorded_training.py:
+drawn     | aten.bernoulli_.float (recorded_training.py:
+tied      | no operation differs there: an assignment
+"""
+
+
+@pytest.mark.parametrize(("fault", "text"), cells_of(OPERATIONS))
 def test_the_operation_is_named(tmp_path, fault, text):
     step = 2 if fault == "drawn" else 1
     found, pair = located(tmp_path, fault, operations_in_step=step)

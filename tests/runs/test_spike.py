@@ -59,7 +59,7 @@ def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_tim
 
 
 @pytest.mark.parametrize("shape", HEALTHY)
-@pytest.mark.parametrize("patience", [1, 2, 3, 5])
+@pytest.mark.parametrize("patience", [1, 3])
 def test_a_spike_at_any_step_is_found_within_the_patience(shape, patience):
     for seed in range(2):
         random = numpy.random.default_rng(seed)

@@ -227,17 +227,6 @@ def test_odd_optimizers_continue_bit_equal(store, name):
         assert equal(tensors_of(other), tensors_of(state))
 
 
-def test_odd_optimizer_state_keeps_its_shared_memory(store):
-    state = with_optimizer("odd", 0)
-    other = with_optimizer("odd", 1)
-    step_with_closure(state, 2)
-    store.load(store.save("rollback", 2, state), other)
-    weight = other.model[0].weight
-    found = other.optimizers[0].state[weight]
-    assert found["mirror"].data_ptr() == found["blocks"][1]["a.b"][0].data_ptr()
-    assert found["slow"].data_ptr() == weight.data_ptr()
-
-
 def test_an_average_of_another_model_is_refused_before_anything_changes(store):
     state = new_state(extra={"average": nn.Linear(2, 2)})
     train(state, 1)

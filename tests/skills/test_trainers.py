@@ -30,40 +30,34 @@ def llama():
 # The names on the page.
 
 NAMES = {
-    "transformers": (
-        "Trainer.save_model",
-        *(
-            f"TrainingArguments.{field}"
-            for field in (
-                *(
-                    "gradient_accumulation_steps",
-                    "max_grad_norm",
-                    "average_tokens_across_devices",
-                    "ignore_data_skip",
-                ),
-                *("logging_nan_inf_filter", "gradient_checkpointing"),
-            )
-        ),
-    ),
-    "accelerate": (
-        "Accelerator.accumulate",
-        "Accelerator.backward",
-        "Accelerator.clip_grad_norm_",
-        "Accelerator.sync_gradients",
-        "Accelerator.no_sync",
-        "Accelerator.prepare",
-        "skip_first_batches",
-        "utils.GradientAccumulationPlugin.sync_each_batch",
-        "utils.FullyShardedDataParallelPlugin.activation_checkpointing",
-        "utils.FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap",
-    ),
-    "lightning.pytorch": (
-        "Trainer.accumulate_grad_batches",
-        "Trainer.gradient_clip_val",
-        "LightningModule.configure_model",
-        "strategies.FSDPStrategy.activation_checkpointing_policy",
-        "strategies.ModelParallelStrategy",
-    ),
+    "transformers": """
+        Trainer.save_model
+        TrainingArguments.gradient_accumulation_steps
+        TrainingArguments.max_grad_norm
+        TrainingArguments.average_tokens_across_devices
+        TrainingArguments.ignore_data_skip
+        TrainingArguments.logging_nan_inf_filter
+        TrainingArguments.gradient_checkpointing
+    """,
+    "accelerate": """
+        Accelerator.accumulate
+        Accelerator.backward
+        Accelerator.clip_grad_norm_
+        Accelerator.sync_gradients
+        Accelerator.no_sync
+        Accelerator.prepare
+        skip_first_batches
+        utils.GradientAccumulationPlugin.sync_each_batch
+        utils.FullyShardedDataParallelPlugin.activation_checkpointing
+        utils.FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap
+    """,
+    "lightning.pytorch": """
+        Trainer.accumulate_grad_batches
+        Trainer.gradient_clip_val
+        LightningModule.configure_model
+        strategies.FSDPStrategy.activation_checkpointing_policy
+        strategies.ModelParallelStrategy
+    """,
 }
 
 
@@ -73,7 +67,7 @@ def test_every_name_of_the_page_exists(owner, names):
         package(owner),
         (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8"),
     )
-    for name in names:
+    for name in names.split():
         *path, last = name.split(".")
         parent = functools.reduce(getattr, path, found)
         assert hasattr(parent, last) or last in inspect.signature(parent).parameters, name
