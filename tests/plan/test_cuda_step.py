@@ -138,38 +138,7 @@ def test_another_end_is_refused():
         replace(squares(), output_until="forward")
 
 
-def test_gradients_are_freed_before_the_next_forward():
-    trace = trace_of_step(squares(torch_sgd))
-    allocator = CudaAllocator()
-    replay = TrainingReplay(trace, allocator)
-    replay.step()
-    after_one = allocator.allocated
-    replay.step()
-    replay.step()
-    assert allocator.allocated == after_one
-
-
 # The optimizer is the user's own.
-
-
-def adamw(**options):
-    return lambda module: torch.optim.AdamW(module.parameters(), **options)
-
-
-def test_foreach_copies_all_parameters_for_a_moment_and_fused_does_not():
-    depth = 8
-    found = {
-        name: cuda_memory(trace_of_step(squares(adamw(**options), depth=depth))).allocated_bytes
-        for name, options in {
-            "default": {},
-            "foreach": {"foreach": True},
-            "fused": {"fused": True},
-            "plain": {"foreach": False},
-        }.items()
-    }
-    assert found["default"] == found["foreach"]
-    assert found["foreach"] - found["fused"] >= (depth - 2) * LAYER_BYTES
-    assert found["fused"] < found["plain"] < found["foreach"]
 
 
 @pytest.mark.parametrize("optimizer", [MomentsMadeAnew, MomentsInATuple])

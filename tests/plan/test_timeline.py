@@ -80,8 +80,10 @@ def test_a_small_step_by_hand():
 
 
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_the_owners_add_up_at_every_point(name):
-    timeline = measure_timeline(*case_of(name))
+def test_the_owners_add_up_at_every_point_to_what_measure_memory_has(name):
+    module, batch, loss = case_of(name)
+    recompute_blocks(module)
+    timeline = measure_timeline(module, batch, loss)
     assert len(timeline.points) > 50
     for place, point in enumerate(timeline.points):
         assert sum(figures[place] for figures in timeline.owners.values()) == point.bytes_alive
@@ -93,13 +95,6 @@ def test_the_owners_add_up_at_every_point(name):
         == max(point.bytes_alive for point in timeline.points)
     )
     assert sum(peak.layers.values()) == peak.owners["activations"]
-
-
-@pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
-def test_forward_and_backward_are_those_of_measure_memory(name):
-    module, batch, loss = case_of(name)
-    recompute_blocks(module)
-    timeline = measure_timeline(module, batch, loss)
     there = sum(timeline.owners[group][0] for group in BEFORE)
     memory = measure_memory(module, batch, loss)
     assert timeline.after["forward"] - there == memory.held_bytes

@@ -233,21 +233,18 @@ def test_weights_are_kept_while_the_optimizer_steps_and_no_longer():
     assert weights <= peaks[1] - peaks[0] <= 1.5 * weights
 
 
-def scaled_loop(model, optimizer, scaler, losses, *, zero_grad=None, given=True, early=False):
+def scaled_loop(model, optimizer, scaler, losses, *, given=True, early=False):
     with GradFlow(model, optimizer, every=1, scaler=scaler if given else None) as flow:
         for factor in losses:
+            if not early:
+                optimizer.zero_grad()
+            loss = (model(batch()) * factor).square().mean()
             if early:
-                loss = (model(batch()) * factor).square().mean()
-                (zero_grad or optimizer.zero_grad)()
-            else:
-                (zero_grad or optimizer.zero_grad)()
-                loss = (model(batch()) * factor).square().mean()
+                optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        (zero_grad or optimizer.zero_grad)()
-        if zero_grad is not None:
-            model(batch())
+        optimizer.zero_grad()
     return flow
 
 
