@@ -419,34 +419,28 @@ SMALLEST_SIZE = 1e-3
 
 
 def reference(hidden, weight, targets, *, bias, options):
-    """The same loss from whole logits and single steps of torch, as its definition reads."""
+    """The same loss from whole logits and torch's own function."""
     kept = targets != IGNORED
-    smoothing = options.get("label_smoothing", 0.0)
-    class_weights = options.get("class_weights")
     logits = F.linear(hidden, weight, bias)
     if options.get("softcap"):
         logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    classes = logits.shape[-1]
-    if class_weights is None:
-        class_weights = torch.ones(classes, dtype=logits.dtype)
-    class_weights = class_weights.to(logits.dtype)
-    minus_log = -logits.log_softmax(-1)
-    index = targets.clamp(min=0)
-    at_target = minus_log.gather(-1, index[..., None])[..., 0]
-    losses = (1 - smoothing) * class_weights[index] * at_target
-    losses = losses + smoothing / classes * (minus_log * class_weights).sum(-1)
+    classes = options.get("class_weights", torch.ones(len(weight))).to(logits.dtype)
+
+    def each(**more):
+        flat = logits.flatten(0, 1), targets.flatten()
+        return F.cross_entropy(*flat, reduction="none", **more).view_as(targets)
+
+    losses = each(weight=classes, label_smoothing=options.get("label_smoothing", 0.0))
     losses = losses + options.get("z_loss", 0.0) * logits.logsumexp(-1).square()
-    token_weights = options.get("token_weights")
+    token_weights = options.get("token_weights", torch.ones(()))
     if isinstance(token_weights, str):
-        token_weights = (-at_target).exp().detach()
-    if token_weights is not None:
-        losses = losses * token_weights.to(losses.dtype)
-    losses = losses.where(kept, 0.0)
+        token_weights = (-each()).exp().detach()
+    losses = (losses * token_weights.to(losses.dtype)).where(kept, 0.0)
     if options.get("reduction") == "none":
         return losses
     if options.get("reduction") == "sum":
         return losses.sum()
-    return losses.sum() / (class_weights[index] * kept).sum()
+    return losses.sum() / (classes[targets.clamp(min=0)] * kept).sum()
 
 
 def make(seed, *, tokens, width, classes, ignored, biased, dtype=torch.float64):
