@@ -141,6 +141,15 @@ def test_another_end_is_refused():
 # The optimizer is the user's own.
 
 
+def test_the_users_optimizer_copies_all_parameters_for_a_moment_unless_it_is_fused():
+    def peak(**options):
+        workload = squares(lambda one: torch.optim.AdamW(one.parameters(), **options), depth=8)
+        return cuda_memory(trace_of_step(workload)).allocated_bytes
+
+    assert peak() == peak(foreach=True) > peak(foreach=False) > peak(fused=True)
+    assert peak() - peak(fused=True) >= 6 * LAYER_BYTES
+
+
 @pytest.mark.parametrize("optimizer", [MomentsMadeAnew, MomentsInATuple])
 def test_state_that_is_made_anew_does_not_pile_up(optimizer):
     workload = squares(optimizer, depth=4)
