@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import snapshot_files
 import torch
 from click.testing import CliRunner
 from command_runs import ran
@@ -33,18 +34,11 @@ class Recorder:
         self.calls.append("off" if enabled is None else max_entries)
 
     def dump(self, path):
-        with Path(path).open("wb") as file:
-            if self.fails:
-                raise OSError(28, "No space left on device")
-            block = {"address": 512, "size": 2048, "requested_size": 2000, "frames": []}
-            block |= {"state": "active_allocated"}
-            segment = {"device": 0, "address": 512, "total_size": 2097152, "stream": 0}
-            segment |= {"segment_type": "small", "allocated_size": 2048, "active_size": 2048}
-            segment |= {"requested_size": 2000, "is_expandable": False, "segment_pool_id": (0, 0)}
-            segment |= {"frames": []}
-            rest = {"address": 2560, "size": 2095104, "requested_size": 0, "state": "inactive"}
-            segment["blocks"] = [block, rest | {"frames": []}]
-            pickle.dump({"segments": [segment], "device_traces": [[]]}, file)
+        made = snapshot_files.Recorder()
+        made.allocate(2000)
+        snapshot_files.write(Path(path), made.snapshot())
+        if self.fails:
+            raise OSError(28, "No space left on device")
 
     def run(self, command, **options):
         """Run `python -m curry_train ...` in this process."""

@@ -10,41 +10,21 @@ import pickle
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from curry_train.core.unpickle import PickleReader, RefusedPickle, StandIn
 from curry_train.core.unpickle import read_plain as read
-
-LEAVES = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
-)
-VALUES = st.recursive(
-    LEAVES | st.binary(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(LEAVES, inner, max_size=4)
-        | st.tuples(inner, inner)
-        | st.sets(st.integers(), max_size=3)
-        | st.frozensets(st.text(max_size=2), max_size=3)
-    ),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=10, deadline=None, database=None)
-@given(VALUES, st.integers(4, 5))
-def test_plain_values_are_read_as_pickle_reads_them(value, protocol):
-    assert PickleReader(pickle.dumps(value, protocol)).all(1) == [value]
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_every_protocol_is_read(protocol):
     value = {
         "a": [1, 2.5, -300, 70_000, 2**70, None, True, "é'\\"],
-        (1, "b"): ({}, [()], (1, 2, 3)),
+        (1, "b"): ({}, [()], (1, 2, 3), False, ""),
     }
+    if protocol > 3:  # which earlier ones write as calls
+        value["sets"] = [{3, -4}, frozenset("ab"), frozenset(), b"bytes", b""]
     assert read(pickle.dumps(value, protocol)) == value
+    assert PickleReader(pickle.dumps(value, protocol)).all(1) == [value]
 
 
 class Calls:

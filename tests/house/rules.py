@@ -33,7 +33,7 @@ BUDGETS = {
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 48,
     PACKAGE: 293,
-    "tests": 301,
+    "tests": 298,
     "benchmarks": 59,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.

@@ -85,13 +85,18 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def net(*hidden, **settings):
+def squares(build, *shape, name="squares"):
+    """Return a workload of random numbers of a shape, with the sum of squares as loss."""
     return Workload(
-        "net",
-        lambda: Net(hidden, **settings),
-        lambda size: torch.randn(size, 64, 8),
-        lambda module, x: module(x).square().sum(),
+        name,
+        build,
+        lambda size: torch.randn(size, *shape),
+        lambda module, x: module(x).float().square().sum(),
     )
+
+
+def net(*hidden, **settings):
+    return squares(lambda: Net(hidden, **settings), 64, 8, name="net")
 
 
 class Routed(nn.Module):
@@ -108,12 +113,7 @@ class Routed(nn.Module):
         return x
 
 
-ROUTED = Workload(
-    "routed",
-    Routed,
-    lambda size: torch.randn(size, 8),
-    lambda module, batch: module(batch).square().sum(),
-)
+ROUTED = squares(Routed, 8, name="routed")
 
 
 class MomentsMadeAnew(torch.optim.Optimizer):

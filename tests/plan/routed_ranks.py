@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from plan_models import squares
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -10,7 +11,7 @@ from curry_train.core.blocks import find_blocks
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.rank_step import ForcedRouting
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Case
 from ranks import peak_of_running_rank
 
 WIDTH = 16
@@ -110,12 +111,7 @@ def share_experts(model, mesh):
 
 
 def routed(build=MoeNet):
-    return Workload(
-        "routed",
-        build,
-        lambda size: torch.randn(size, WIDTH),
-        lambda module, batch: module(batch).square().sum(),
-    )
+    return squares(build, WIDTH)
 
 
 def program(name, *, rank=0):

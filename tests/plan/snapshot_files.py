@@ -83,15 +83,8 @@ class Recorder:
                 block, requested, _, frames = self.live[address]
                 if address > position:
                     blocks.append(free_block(position, address - position))
-                blocks.append(
-                    {
-                        "address": address,
-                        "size": block.num_bytes,
-                        "requested_size": requested,
-                        "state": "active_allocated",
-                        "frames": frames,
-                    }
-                )
+                held = {"requested_size": requested, "state": "active_allocated", "frames": frames}
+                blocks.append(free_block(address, block.num_bytes) | held)
                 position = address + block.num_bytes
             if position < base + size:
                 blocks.append(free_block(position, base + size - position))

@@ -47,11 +47,6 @@ SETTINGS = st.builds(
 )
 
 
-def blocks_of(allocator, live):
-    """Return the ranges of all live blocks, by address."""
-    return sorted((block.address, block.address + block.num_bytes) for block in live)
-
-
 @given(SETTINGS, st.lists(st.tuples(SIZES, st.integers(0, 1), st.booleans()), max_size=60))
 def test_blocks_never_overlap_and_reserved_covers_allocated(settings, steps):
     allocator = CudaAllocator(settings)
@@ -62,7 +57,7 @@ def test_blocks_never_overlap_and_reserved_covers_allocated(settings, steps):
         live.append(block)
         if release:
             allocator.free(live.pop(len(live) // 2))
-        ranges = blocks_of(allocator, live)
+        ranges = sorted((block.address, block.address + block.num_bytes) for block in live)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
         assert allocator.allocated == sum(block.num_bytes for block in live)
         assert allocator.allocated <= allocator.reserved == sum(allocator.segments.values())
@@ -72,17 +67,6 @@ def test_blocks_never_overlap_and_reserved_covers_allocated(settings, steps):
     allocator.empty_cache()
     assert allocator.allocated == 0
     assert allocator.reserved == 0
-
-
-@given(st.lists(SIZES, min_size=1, max_size=40))
-def test_repeating_the_same_sizes_reserves_nothing_more(sizes):
-    allocator = CudaAllocator()
-    for block in [allocator.allocate(size) for size in sizes]:
-        allocator.free(block)
-    reserved = allocator.reserved
-    for size in sizes:
-        allocator.free(allocator.allocate(size))
-    assert allocator.reserved == reserved
 
 
 @pytest.mark.parametrize(
@@ -111,16 +95,6 @@ def test_large_blocks_are_not_split_from_the_limit_on():
         allocator.allocate(8 * MIB)
     assert free.reserved == 64 * MIB
     assert limited.reserved == 64 * MIB + LARGE_SEGMENT
-
-
-def test_expandable_segments_reserve_no_more_than_native_ones_need_for_growing_sizes():
-    native = CudaAllocator()
-    expandable = CudaAllocator(AllocatorSettings(expandable_segments=True))
-    for allocator in (native, expandable):
-        for size in range(20, 200, 20):
-            allocator.free(allocator.allocate(size * MIB))
-    assert expandable.reserved == 180 * MIB
-    assert native.reserved == sum(range(20, 200, 20)) * MIB
 
 
 def test_a_block_is_freed_once():

@@ -13,7 +13,6 @@ from plan_models import check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForMaskedLM
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
@@ -54,8 +53,7 @@ def llama():
 
 
 def bert():
-    sizes = {"vocab_size": 256, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    return BertForMaskedLM(BertConfig(num_attention_heads=4, **sizes))
+    return language_model("Bert")
 
 
 def frozen():

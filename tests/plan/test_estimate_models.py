@@ -5,14 +5,10 @@ python -m pytest tests/plan/test_estimate_models.py
 
 import pytest
 import torch
-from plan_models import check_workload, measured
+from language_models import language_model
+from plan_models import check_workload, measured, squares
 from torch import nn
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import BartConfig, BartForConditionalGeneration
 
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
 from curry_train.workloads.workload import Workload
@@ -37,21 +33,12 @@ BART = BartConfig(
 )
 
 
-def bart():
+def bart(*, padded):
     """Make a decoder mask from `torch.ones`, which the attention skips where nothing is masked."""
-    return Workload(
-        "bart",
-        lambda: BartForConditionalGeneration(BART),
-        tokens,
-        lambda module, batch: module(input_ids=batch, labels=batch).loss,
-    )
-
-
-def bart_with_padding():
-    """Give the encoder a mask in which some tokens are masked."""
 
     def loss(module, batch):
-        return module(input_ids=batch, attention_mask=(batch > 9).long(), labels=batch).loss
+        mask = (batch > 9).long() if padded else None
+        return module(input_ids=batch, attention_mask=mask, labels=batch).loss
 
     return Workload("bart", lambda: BartForConditionalGeneration(BART), tokens, loss)
 
@@ -76,7 +63,7 @@ def convolutions(norm):
         layers = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), norm(), nn.ReLU()) for _ in range(3))
         return Autocast(torch.bfloat16, *layers)
 
-    return lambda: squares(build, (8, 6, 6))
+    return lambda: squares(build, 8, 6, 6)
 
 
 def layer_norms():
@@ -84,21 +71,12 @@ def layer_norms():
         layers = (nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(3))
         return Autocast(torch.float16, *layers)
 
-    return squares(build, (10, 24))
-
-
-def squares(build, shape):
-    return Workload(
-        "squares",
-        build,
-        lambda size: torch.randn(size, *shape),
-        lambda module, x: module(x).float().square().sum(),
-    )
+    return squares(build, 10, 24)
 
 
 EQUAL = {
-    "bart": bart,
-    "bart with padding": bart_with_padding,
+    "bart": lambda: bart(padded=False),
+    "bart with padding": lambda: bart(padded=True),
     "batch norm in bfloat16": convolutions(lambda: nn.BatchNorm2d(8)),
     "group norm in bfloat16": convolutions(lambda: nn.GroupNorm(2, 8)),
     "layer norm in float16": layer_norms,
@@ -124,19 +102,10 @@ def test_a_mask_that_was_written_to_has_no_known_values():
 
 
 def opt(layerdrop):
-    config = OPTConfig(
-        vocab_size=64,
-        hidden_size=32,
-        ffn_dim=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-        layerdrop=layerdrop,
-    )
+    sizes = {"num_hidden_layers": 4, "ffn_dim": 64, "word_embed_proj_dim": 32}
     return Workload(
         "opt",
-        lambda: OPTForCausalLM(config),
+        lambda: language_model("OPT", layerdrop=layerdrop, **sizes),
         tokens,
         lambda module, batch: module(input_ids=batch, labels=batch, use_cache=False).loss,
     )
@@ -159,12 +128,7 @@ def kept_by_chance(probability):
                     x = x + layer(x)
             return self.head(x)
 
-    return Workload(
-        "skips",
-        Skips,
-        lambda size: torch.randn(size, 16),
-        lambda module, x: module(x).square().sum(),
-    )
+    return squares(Skips, 16)
 
 
 SKIPPING = {
@@ -201,13 +165,7 @@ class OtherDraws(nn.Module):
 
 
 def test_layers_that_run_by_chance_in_some_measurements_alone_do_not_end_the_planner():
-    workload = Workload(
-        "skips",
-        OtherDraws,
-        lambda size: torch.randn(size, 16),
-        lambda module, x: module(x).square().sum(),
-    )
-    with Planner(workload) as planner:
+    with Planner(squares(OtherDraws, 16)) as planner:
         plan = planner.plan(2**20, global_batch=SIZE)
     assert plan.peak_bytes <= 2**20
 
@@ -260,10 +218,5 @@ class OnCodes(nn.Module):
 
 
 def test_a_base_of_codes_with_a_table_that_keeps_its_values_is_estimated_from_shapes():
-    workload = Workload(
-        "coded",
-        lambda: nn.Sequential(OnCodes(), OnCodes()),
-        lambda size: torch.randn(size, 16),
-        lambda module, batch: module(batch).square().sum(),
-    )
+    workload = squares(lambda: nn.Sequential(OnCodes(), OnCodes()), 16)
     assert check_workload(workload).why_real is None

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import Block, measured, net
+from plan_models import Block, measured, net, squares
 from torch import nn
 from torch.nn import functional as F
 
@@ -185,12 +185,7 @@ class NormalizedBlock(nn.Module):
         return x + torch.tanh(self.layer(self.norm(x)))
 
 
-NORMALIZED = Workload(
-    "normalized",
-    lambda: nn.Sequential(*(NormalizedBlock() for _ in range(3))),
-    lambda size: torch.randn(size, 16),
-    lambda module, batch: module(batch).square().sum(),
-)
+NORMALIZED = squares(lambda: nn.Sequential(*(NormalizedBlock() for _ in range(3))), 16)
 
 
 def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
@@ -257,12 +252,7 @@ class Values(nn.Module):
 FITTED = {
     "twice": lambda: net(128, 128, 128, times=2),
     "six times": lambda: net(128, 128, times=6),
-    "values": lambda: Workload(
-        "values",
-        Values,
-        lambda size: torch.randn(size, 32, 32),
-        lambda module, x: module(x).square().sum(),
-    ),
+    "values": lambda: squares(Values, 32, 32),
 }
 
 

@@ -7,8 +7,7 @@ import functools
 import json
 
 import pytest
-import torch
-from plan_models import Net, net
+from plan_models import Net, net, squares
 from torch import nn
 
 from curry_train.core.blocks import Derived
@@ -26,7 +25,6 @@ from curry_train.plan.saved import (
     PlanMismatch,
     apply_options,
 )
-from curry_train.workloads.workload import Workload
 
 
 @functools.cache
@@ -222,12 +220,7 @@ class NeedsValues(Net):
 
 def large_net(build=Net):
     """Blocks whose tensors have segments of their own in CUDA's allocator, of 16 MiB and more."""
-    return Workload(
-        "large",
-        lambda: build((64, 64, 64)),
-        lambda size: torch.randn(size, 16384, 8),
-        lambda module, x: module(x).square().sum(),
-    )
+    return squares(lambda: build((64, 64, 64)), 16384, 8)
 
 
 def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_offload():

@@ -3,13 +3,12 @@
 python -m pytest tests/plan/test_profiler.py
 """
 
-import copy
-import random
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from unchanged import unchanged
 
 from curry_train.core.measure import (
     REST_LAYER,
@@ -337,18 +336,6 @@ def test_the_model_and_the_generators_are_unchanged(training, fails):
     )
     model.train(training)
     model[0][1].eval()
-    gradient = torch.ones(8)
-    model[0][0].bias.grad = gradient
-    before = copy.deepcopy(model.state_dict())
-    modes = [module.training for module in model.modules()]
-    states = torch.get_rng_state(), random.getstate()
-    with pytest.raises(ValueError, match="raised RuntimeError") if fails else nullcontext():
+    error = pytest.raises(ValueError, match="raised RuntimeError") if fails else nullcontext()
+    with unchanged(model), error:
         MemoryProfiler(model).profile(torch.ones(4, 3 if fails else 8))
-    assert [module.training for module in model.modules()] == modes
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert model[0][0].bias.grad is gradient
-    assert torch.equal(gradient, torch.ones(8))
-    assert model[0][0].weight.grad is None
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
-    assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())

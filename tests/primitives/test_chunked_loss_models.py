@@ -112,7 +112,7 @@ def mixtral(coefficient):
         num_local_experts=4,
         output_router_logits=True,
         router_aux_loss_coef=coefficient,
-    ).eval()
+    ).train()
 
 
 def test_the_loss_of_routers_stays_in_the_loss_where_the_head_runs_in_chunks():

@@ -40,11 +40,6 @@ def spread(part, **changes):
     return replace(GOOD, **{part: replace(getattr(GOOD, part), **changes)})
 
 
-def test_good_training_has_no_finding():
-    assert flow_findings([record(step) for step in range(3)]) == []
-    assert "nothing is wrong" in flow_table([record()])
-
-
 @pytest.mark.parametrize(
     "planted",
     [

@@ -24,11 +24,18 @@ from curry_train.primitives.grad_flow_probe import compiled_modules, inner_of
 from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
 
-def probe(model, x, *, loss=lambda out: out.sum(), **options):
+@contextlib.contextmanager
+def probed(model, **options):
+    """Probe what runs inside, and the step of an optimizer after it."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with GradFlow(model, optimizer, every=1, **options) as flow:
-        loss(model(x)).backward()
+        yield flow
         optimizer.step()
+
+
+def probe(model, x, *, loss=lambda out: out.sum(), **options):
+    with probed(model, **options) as flow:
+        loss(model(x)).backward()
     return flow.records[0]
 
 
@@ -183,17 +190,15 @@ def norm(model):
 
 def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
     model, x = build(), batch()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outputs = []
     model[0][0].register_forward_hook(
         lambda layer, inputs, output: outputs.append(output.detach().double())
     )
-    with GradFlow(model, optimizer) as flow:
+    with probed(model) as flow:
         for part in x.split([1, 3]):
             model(part).square().sum().backward()
         expected = norm(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), expected / 4)
-        optimizer.step()
     (record,) = flow.records
     activation = record.layers["0.0"].activation
     assert activation.elements == 32
@@ -233,21 +238,18 @@ def test_weights_are_kept_while_the_optimizer_steps_and_no_longer():
     assert weights <= peaks[1] - peaks[0] <= 1.5 * weights
 
 
-def scaled_loop(model, optimizer, scaler, losses, *, zero_grad=None, given=True, early=False):
+def scaled_loop(model, optimizer, scaler, losses, *, given=True, early=False):
     with GradFlow(model, optimizer, every=1, scaler=scaler if given else None) as flow:
         for factor in losses:
+            if not early:
+                optimizer.zero_grad()
+            loss = (model(batch()) * factor).square().mean()
             if early:
-                loss = (model(batch()) * factor).square().mean()
-                (zero_grad or optimizer.zero_grad)()
-            else:
-                (zero_grad or optimizer.zero_grad)()
-                loss = (model(batch()) * factor).square().mean()
+                optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        (zero_grad or optimizer.zero_grad)()
-        if zero_grad is not None:
-            model(batch())
+        optimizer.zero_grad()
     return flow
 
 
@@ -322,10 +324,8 @@ def test_an_optimizer_with_a_closure_is_probed():
 
 def test_a_model_whose_layers_are_called_one_by_one_is_probed():
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradFlow(model, optimizer, every=1) as flow:
+    with probed(model) as flow:
         model[2](model[1](model[0](batch()))).sum().backward()
-        optimizer.step()
     (record,) = flow.records
     assert record.forwards == 0
     assert record.layers["1.0"].calls == 1
@@ -366,15 +366,13 @@ def test_the_users_model_is_found_inside_of_wrappers(pair_of_four_ranks):
 )
 def test_a_layer_that_is_called_outside_of_a_forward_counts_where_it_trains(around, calls):
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradFlow(model, optimizer) as flow:
+    with probed(model) as flow:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(batch(width=9))
         with around():
             model[0](batch())
         for inside in (model[0], model):
             torch.func.vmap(inside)(batch())
-        optimizer.step()
     assert flow.records[0].layers["0.0"].calls == calls
     assert flow.records[0].forwards == 1
 
@@ -394,11 +392,9 @@ def train_copies(model):
 @pytest.mark.parametrize("beside", [validate, train_copies])
 def test_validation_and_copies_made_in_a_probed_step_are_not_probed(beside):
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with GradFlow(model, optimizer, every=1) as flow:
+    with probed(model) as flow:
         beside(model)
         model(batch()).sum().backward()
-        optimizer.step()
     assert flow.records[0].layers["0.0"].activation.elements == 32
     assert flow.records[0].forwards == 1
 
@@ -406,11 +402,9 @@ def test_validation_and_copies_made_in_a_probed_step_are_not_probed(beside):
 def test_compiled_layers_are_reported_as_unprobed():
     model = build()
     compiled = torch.compile(model, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled(batch())
-    with GradFlow(compiled, optimizer, every=1) as flow:
+    with probed(compiled) as flow:
         compiled(batch()).sum().backward()
-        optimizer.step()
     (record,) = flow.records
     assert record.layers["0.0"].activation is None
     assert record.gradient.norm == pytest.approx(norm(model))

@@ -208,22 +208,15 @@ def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(batch, bl
     loss(model, batch).backward(create_graph=False)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_offload_works_with_recompute_of_other_and_of_inner_blocks(batch, inside):
-    def nested():
-        return nn.Sequential(*[nn.Sequential(gelu_block(), gelu_block()) for _ in range(3)])
-
-    torch.manual_seed(0)
-    plain = nested()
+def test_offload_works_with_recompute_of_inner_blocks(batch):
+    plain = chain(lambda: nn.Sequential(gelu_block(), gelu_block()))
     model = copy.deepcopy(plain)
     offload_blocks(model, blocks="[01]", keep_last=0)
-    recompute_blocks(model, blocks=["0.*", "1.*"] if inside else "2", preserve_rng_state=False)
+    recompute_blocks(model, blocks=["0.*", "1.*"], preserve_rng_state=False)
     assert compare(
         record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
     ).bit_equal
-    assert offload_report(model).num_moved == (
-        4 if inside else 8
-    )  # the inputs of the recomputed blocks
+    assert offload_report(model).num_moved == 4  # the inputs of the recomputed blocks
 
 
 def block(width=32):

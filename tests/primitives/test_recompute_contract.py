@@ -4,7 +4,6 @@ python -m pytest tests/primitives/test_recompute_contract.py
 """
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -136,10 +135,7 @@ def test_segments_are_bit_equal_and_the_last_is_kept(batch, count):
     plain, model = chain(), chain()
     names = recompute_segments(model, count)
     assert names == [str(index) for index in range(6 - [0, 6, 3, 2, 1, 1, 1][count])]
-    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    reference = step(plain, batch)
-    assert compare(reference, step(model, batch)).bit_equal
-    assert compare(reference, step(copied, batch)).bit_equal
+    assert compare(step(plain, batch), step(model, batch)).bit_equal
     remove_segments(model)
     assert {type(module) for module in model} == {Block}
 

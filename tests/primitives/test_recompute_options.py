@@ -24,7 +24,6 @@ from curry_train.primitives import (
     recompute_segments,
 )
 from curry_train.primitives.rerun import modules_of
-from curry_train.primitives.sac import PolicyError
 
 LEVERS = {
     "recompute": recompute_blocks,
@@ -102,15 +101,12 @@ def test_debug_lists_the_operations_where_the_second_run_differs(monkeypatch):
 
 
 @pytest.mark.parametrize("option", [{"debug": True}, {"context_fn": contextlib.nullcontext}])
-def test_reentrant_takes_no_contexts_and_policies_take_the_place_of_them(option):
+def test_reentrant_takes_no_contexts(option):
     with pytest.raises(
         ValueError,
         match=r"^reentrant checkpointing takes no context_fn and no debug: turn use_reentrant off$",
     ):
         Recompute(Block(), use_reentrant=True, **option)
-    if "context_fn" in option:
-        with pytest.raises(PolicyError, match="a policy takes the place of context_fn"):
-            apply_sac(chain(), **option)
 
 
 # Plain functions.

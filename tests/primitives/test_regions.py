@@ -17,7 +17,6 @@ from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import (
-    DEEPEST_RECIPE,
     NODE_RECIPES,
     RecomputedTensor,
     Replay,
@@ -78,60 +77,15 @@ def test_hugging_face_blocks_are_reached_without_an_edit(build, also, at_most, l
 # Tensors without a recipe, and modules that are named to give them one.
 
 
-def chain(block):
-    torch.manual_seed(0)
-    return nn.Sequential(*[block() for _ in range(3)])
-
-
-def square(model, x):
-    return model(x).square().sum()
-
-
 # The same training in every respect.
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.gate, self.up, self.down = (
-            nn.LayerNorm(16),
-            *(nn.Linear(16, 16) for _ in range(3)),
-        )
-
-    def forward(self, x):
-        n = self.norm(x)
-        return x + self.down(F.silu(self.gate(n)) * self.up(n))
-
-
 def test_regions_and_recompute_share_a_model_but_not_a_block():
-    plain, changed = chain(Gated), chain(Gated)
-    recompute_blocks(changed, blocks="0")
-    apply_regions(changed, blocks="[12]")
-    x = torch.randn(4, 16)
-    assert compare(record_step(plain, x, square), record_step(changed, x, square)).bit_equal
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+    recompute_blocks(model, blocks="0")
+    assert apply_regions(model, blocks="1") == ["1"]
     with pytest.raises(ValueError, match="is wrapped already"):
-        apply_regions(changed, blocks="0")
-
-
-class Bend(nn.Module):
-    def forward(self, x, factor, shift=None):
-        return torch.sin(factor * x), shift
-
-
-class Bent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.bend, self.down = nn.Linear(16, 32), Bend(), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return x + self.down(self.bend(self.up(x), 2.0, shift=None)[0])
-
-
-def test_a_named_module_may_take_and_return_other_values_than_tensors():
-    x = torch.randn(4, 16)
-    plain, changed = chain(Bent), chain(Bent)
-    apply_regions(changed, also=["*.bend"])
-    assert compare(record_step(plain, x, square), record_step(changed, x, square)).bit_equal
+        apply_regions(model, blocks="0")
 
 
 ACTIVATIONS = {
@@ -189,19 +143,6 @@ def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
     assert any(isinstance(saved, RecomputedTensor) for saved in keeper.all)
     loss.backward()
     assert all(map(torch.equal, (first.grad, second.grad), expected))
-
-
-def test_a_long_chain_of_products_is_not_rebuilt_from_its_start():
-    first, _ = weights()
-    keeper = Packed()
-    with keeper.hooks():
-        hidden = torch.ones(4, 16) @ first
-        for _ in range(4 * DEEPEST_RECIPE):
-            hidden = hidden * torch.sin(hidden)
-    kept = [saved for saved in keeper.all if not isinstance(saved, RecomputedTensor)]
-    # Each sine is kept, and each fifth product. Without a limit 19 tensors are.
-    assert len(kept) > 20
-    hidden.sum().backward()
 
 
 # Replays of modules.

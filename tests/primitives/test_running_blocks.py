@@ -6,6 +6,7 @@ python -m pytest tests/primitives/test_running_blocks.py
 import pytest
 import torch
 from torch import nn
+from unchanged import unchanged
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.generators import seeded
@@ -343,13 +344,8 @@ def test_compiled_blocks_are_not_replaced_by_what_is_left():
 
 def test_recording_leaves_the_model_as_it_was_and_keeps_no_activation():
     model = made(UNet)
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    state = torch.get_rng_state()
-    chosen(model)
-    assert all("forward" not in module.__dict__ for module in model.modules())
-    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in model.parameters())
+    with unchanged(model):
+        chosen(model)
     record = ForwardRecord(model)
     with record.running():
         output = model(batch_for(model))

@@ -370,7 +370,8 @@ class Returning(nn.Module):
         super().__init__()
         self.output = output
 
-    def forward(self, x):
+    def forward(self, x, factor, shift=None):
+        assert (factor, shift) == (2.0, 3)
         return self.output(x)
 
 
@@ -385,7 +386,7 @@ class Between(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        output = self.act(x)
+        output = self.act(x, 2.0, shift=3)
         return x + self.last(output[0] if isinstance(output, tuple) else output)
 
 
@@ -398,7 +399,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
-def test_a_named_module_may_return_its_values_in_any_form(output):
+def test_a_named_module_may_take_and_return_values_in_any_form(output):
     plain, changed = (stack(lambda: Between(OUTPUTS[output])) for _ in range(2))
     apply_regions(changed, also=["*.act"])
     steps = [record_step(model, BATCH, total) for model in (plain, changed)]

@@ -7,12 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.bench.steps import list_levers
-from curry_train.plan.saved import OPTION_KINDS, Option
 from curry_train.primitives.strategies import (
-    ALL_STRATEGIES,
     CONFIGURED_STRATEGIES,
-    STRATEGIES,
     CheckpointConfig,
     apply_config,
 )
@@ -41,18 +37,6 @@ def test_the_configuration_takes_the_nine_names_of_the_contract():
         # A file has a list for no patterns, which no strategy ignores.
         config = CheckpointConfig(strategy=name, plan=plan, include_patterns=[])
         assert config.strategy == name
-
-
-def test_commands_list_all_strategies_but_the_one_that_needs_a_file():
-    assert set(ALL_STRATEGIES) - set(STRATEGIES) == {"plan"}
-    assert all(name == strategy.name for name, strategy in ALL_STRATEGIES.items())
-    assert set(STRATEGIES) <= set(list_levers())
-
-
-def test_options_of_a_plan_are_the_strategies_of_single_blocks():
-    assert set(OPTION_KINDS) == {"none", "full", "offload", "sac", "regions"}
-    with pytest.raises(ValueError, match="a block is run as one of none, full"):
-        Option("sequential")
 
 
 def test_a_plan_is_applied_by_the_function_that_is_passed_in():
