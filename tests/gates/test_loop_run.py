@@ -484,7 +484,7 @@ class Model(torch.nn.Module):
         return self.layers(given)
 
 
-# The whole model has 168 GB.
+# The whole model has 108 GB.
 model = Model(SimpleNamespace(num_layers=int(sys.argv[1]), width=int(sys.argv[2])))
 optimizer = torch.optim.AdamW(model.parameters())
 for _ in range(20):
@@ -496,7 +496,7 @@ for _ in range(20):
 
 def test_a_model_too_large_for_the_machine_is_built_with_fewer_layers(folder):
     Path("deep.py").write_text(DEEP)
-    words = ["deep.py", "40000", "1024"]
+    words = ["deep.py", "4000", "2600"]
     assert preflight_program("script", words, num_steps=3, num_layers=2)
     with pytest.raises(LoopFailed, match=r"--shrink: no model is built from a configuration"):
         preflight_program("script", ["deep.py", "2", "8"], num_steps=3, num_layers=2)

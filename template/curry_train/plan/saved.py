@@ -286,7 +286,7 @@ class Plan:
             first += ", chunked loss"
         first += (
             f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
-            f"{1e3 * self.step_seconds:,.1f} ms"
+            f"{_step_time(self.step_seconds)}"
         )
         lines = textwrap.wrap(first, 80) + self._time_lines()
         if assumptions:
@@ -302,7 +302,7 @@ class Plan:
         for candidate in shown:
             seconds = "too large"
             if candidate.step_seconds is not None:
-                seconds = f"{1e3 * candidate.step_seconds:,.1f} ms"
+                seconds = _step_time(candidate.step_seconds)
             peak = format_bytes(candidate.peak_bytes)
             blocks = "your own setting" if candidate is self.own else candidate.summary()
             lines.append(
@@ -334,9 +334,7 @@ class Plan:
         """Describe the time of a rank in 80 columns; empty for one rank."""
         if self.communication is None:
             return []
-        shown = {
-            name: f"{1e3 * self.communication[f'{name}_seconds']:,.1f} ms" for name in SHOWN_SECONDS
-        }
+        shown = {name: _step_time(self.communication[f"{name}_seconds"]) for name in SHOWN_SECONDS}
         text = (
             f"estimated, not measured: {shown['compute']} of compute, {shown['exposed']} of "
             f"waiting for {shown['communication']} of communication, and {shown['optimizer']} of "
@@ -446,6 +444,11 @@ def _routing_text(peaks: Mapping[str, int], budget_bytes: int) -> str:
         f"Experts: a peak of {format_bytes(peaks['even_bytes'])} where each gets as many tokens, "
         f"and of {format_bytes(worst)} where all tokens choose the same experts{over}."
     )
+
+
+def _step_time(seconds: float) -> str:
+    """Format a time such that plans of nearly the same time differ."""
+    return f"{seconds:,.3f} s" if seconds >= 1 else f"{1e3 * seconds:,.1f} ms"
 
 
 def _cut(line: str) -> str:
