@@ -53,6 +53,10 @@ def test_steps_that_are_not_a_positive_whole_number_are_refused(steps):
         GradientAccumulation(steps=steps)
 
 
+def test_a_number_of_a_library_becomes_one_of_python():
+    assert type(GradientAccumulation(torch.tensor(2)).steps) is int
+
+
 # Windows.
 
 
