@@ -311,6 +311,8 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
         # A third of what is cheap may be kept without a product, and more with one.
         (keep("tanh"), {"product": 3, "attention": 1, "tanh": 0}),
         (calls(("attention", 0)), {"product": 3}),
+        # One call of three is enough.
+        (calls(("matmul", 0)), {"product": 2, "attention": 1}),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
