@@ -405,8 +405,8 @@ def test_the_loop_of_a_framework_is_checked(folder, source, kind, expected):
     assert files(folder) == {"train.py", "log.txt", "mine.py"}
 
 
-# What a run of some steps can't show is read from the code: no other line steps the schedule, or
-# looks for infinities.
+# A few steps can't show that a call is missing, so the code is searched for it. Here no line steps
+# the schedule, and none looks for infinities.
 UNCALLED = """\
 import torch
 

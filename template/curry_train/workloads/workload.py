@@ -246,14 +246,17 @@ class Workload:
         return self.loss(module, batch) / self.count(batch)
 
 
+# Stands for the dtype of a case's workload, or float32, until the case is made.
+OWN_DTYPE: Any = None
+
+
 @dataclass(frozen=True)
 class Case:
     """One workload on one device, on which a gate is measured."""
 
     workload: Workload
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    # By default that of the workload, or float32.
-    dtype: torch.dtype = None  # type: ignore[assignment]
+    dtype: torch.dtype = OWN_DTYPE
     batch_size: int = 4
     seed: int = 0
 
