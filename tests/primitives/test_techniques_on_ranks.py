@@ -3,6 +3,7 @@
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
 
+import functools
 import itertools
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from curry_train.gates.two_ranks import GradientSyncs
-from curry_train.primitives import GradFlow
+from curry_train.primitives import GradFlow, recompute_segments
 from curry_train.primitives.offload import Offloaded, offload_blocks, offload_report
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.regions import apply_regions
@@ -180,11 +181,10 @@ class TwoParts(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def gradients_with_sharded_parts(*, recompute, reshard):
+def gradients_with_sharded_parts(technique, *, reshard):
     torch.manual_seed(0)
     model = nn.Sequential(*[TwoParts() for _ in range(3)])
-    if recompute:
-        recompute_blocks(model)
+    technique(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         for part in block.children():
@@ -198,15 +198,16 @@ def gradients_with_sharded_parts(*, recompute, reshard):
 
 
 def sharded_parts_on_ranks():
+    techniques = id, recompute_blocks, functools.partial(recompute_segments, num_segments=2)
     steps = [
-        [gradients_with_sharded_parts(recompute=way, reshard=reshard) for way in (False, True)]
+        [gradients_with_sharded_parts(technique, reshard=reshard) for technique in techniques]
         for reshard in (True, False)
     ]
-    return [plain == recomputed for plain, recomputed in steps]
+    return [[one == plain for one in others] for plain, *others in steps]
 
 
-def test_parts_of_a_recomputed_block_may_be_sharded(answers):
-    assert [found["parts"] for found in answers] == [[True, True]] * 2
+def test_parts_of_what_is_recomputed_may_be_sharded(answers):
+    assert [found["parts"] for found in answers] == [[[True, True]] * 2] * 2
 
 
 # Norms and counts of layers, which the ranks add up.
