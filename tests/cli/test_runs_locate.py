@@ -127,10 +127,12 @@ def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder
 
 ROUNDS = """\
 import os
+import sys
 
 import torch
 from torch.nn import functional as F
 
+assert not sys.argv[1:]
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.LayerNorm(64))
 if os.environ.get("TORCH_HALVES") or os.environ.get("HALVES"):
@@ -175,7 +177,7 @@ def test_the_setting_that_makes_the_difference_is_found(folder):
     record_with("A", TORCH_OTHER="1")
     record_with("B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
     python = f"{sys.executable} -m curry_train runs record --steps 2"
-    command = f"{python} --script rounds.py --out {{out}} -- {{arguments}}"
+    command = f"{python} --script {{script}} --out {{out}} -- {{arguments}}"
     ran("runs", "locate", "A", "B", "--bisect", command, "--json", "found.json", status=1)
     settings = json.loads((folder / "found.json").read_text())["settings"]
     assert settings["variable TORCH_OTHER"] == "makes none"

@@ -434,19 +434,12 @@ def dropout_in_evaluation():
             model(torch.randn(8, 8))
 
 
-def seeded_in_each_step():
-    model, optimizer = started(classifier(dropout=0.2))
-    for inputs, labels in loader():
-        torch.manual_seed(0)  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-
-
 def seeded_in_each_epoch():
     model, optimizer = started()
     data = short()
     for _ in range(8):
         torch.manual_seed(0)
-        fit(model, optimizer, data)  # here: fetch
+        fit(model, optimizer, ((inputs.neg(), labels) for inputs, labels in data))  # here
 
 
 def sampler_without_its_epoch():
@@ -795,6 +788,13 @@ def gate_detached():
         step(optimizer, F.cross_entropy(logits, labels))
 
 
+def chosen_by_argmax():
+    model, optimizer = started(nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)]))
+    for inputs, labels in loader():
+        chosen = model[1](inputs).argmax(1, True)  # here
+        step(optimizer, F.cross_entropy(model[0](inputs) * chosen, labels))
+
+
 def targets_with_a_gradient():
     model, optimizer = started()
     for inputs, actions in loader():
@@ -1029,7 +1029,7 @@ FAULTY = {
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
         hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
-        group_without_a_rate_after_the_first_step, gate_detached,
+        group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
         loss_of_no_weight, average_of_itself,
     ],
     "schedule": [
@@ -1056,7 +1056,7 @@ FAULTY = {
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
     ],
     "data": [
-        seeded_in_each_step, seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
+        seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch,
     ],

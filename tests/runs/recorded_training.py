@@ -77,7 +77,8 @@ def train(fault="", *, steps=3):
             model.h[1].down.weight[0, 0] += 1e-6
     model.h[1].ln.bias.requires_grad_(fault != "frozen")
     eps = 1e-7 if fault == "optimizer" else 1e-8
-    optimizer = torch.optim.AdamW(model.parameters(), eps=eps, foreach=True)
+    make_optimizer = functools.partial(torch.optim.AdamW, eps=eps, foreach=True)
+    optimizer = make_optimizer(model.parameters())
     if fault == "hooked":
 
         def longer(parameter):
@@ -90,8 +91,9 @@ def train(fault="", *, steps=3):
     losses = []
     for number, (x, y) in zip(range(steps), data, strict=False):
         is_second = number == 1
-        if is_second and fault == "drawn":
-            torch.rand(1)
+        if is_second and fault == "made anew":
+            optimizer = make_optimizer(model.parameters())
+        torch.rand(int(is_second and fault == "drawn"))
         if is_second and fault == "same samples":
             x, y = x.flip(0), y.flip(0)
         if is_second and "stale weight" in fault:

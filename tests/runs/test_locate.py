@@ -3,14 +3,17 @@
 Run: `python -m pytest tests/runs/test_locate.py`.
 """
 
+import json
+
 import pytest
 import torch
 from recorded_training import WrongBackward, located, recorded
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
-from curry_train.runs.locate import Located, first_operation, locate
+from curry_train.runs.locate import first_operation, locate
 
 # The fault, the step, the phase and the path of its place, and words of the text.
 FAULTS = """
@@ -21,8 +24,9 @@ kernel         | 1 | forward   | model.h.1      | another input 0 of model.h.1.d
 backward       | 1 | backward  | model.h.1      | another gradient of output 0 of model.h.1.up
 weight         | 1 | state     | model.h.1.down.weight | before the first step (initialisation
 tied           | 1 | state     | model.h.1.down.weight | before the first step (initialisation
-frozen         | 1 | gradients | model.h.1.ln.bias | gradient of model.h.1.ln.bias is in A alone
+frozen         | 1 | gradients | model.h.1.ln.bias | in A alone: gradient of model.h.1.ln.bias
 stale weight   | 2 | state     | model.h.0.up.weight | since the step before (initialisation
+made anew      | 2 | optimizer | model.h.0.down.bias | in A alone: exp_avg of model.h.0.down.bias
 optimizer      | 1 | optimizer | model.h.0.ln.weight | eps of group 0 of AdamW is 1e-08 in A
 flipped moment | 2 | optimizer | model.head.weight | exp_avg of model.head.weight differs
 clipped        | 1 | gradients | model.h.0.ln.weight | clipping or scaling
@@ -94,7 +98,7 @@ class Stale(nn.BatchNorm1d):
 
 
 def odd_record(folder, fault):
-    """Train by closures, as Lightning does."""
+    """Train by closures, as Lightning does, with two backward calls on each graph."""
     with record_run(folder):
         torch.manual_seed(0)
         model = Odd(fault)
@@ -105,11 +109,14 @@ def odd_record(folder, fault):
         def closure():
             optimizer.zero_grad()
             loss = model(torch.randn(8, 4)).square().mean()
-            loss.backward()
+            for is_first in True, False:
+                loss.backward(retain_graph=is_first)
             if fault == "clipped":
                 nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             return loss
 
+        # It makes a step of zeros for the state.
+        get_optimizer_state_dict(model, optimizer)
         for _ in range(3):
             optimizer.step(closure)
     return read_fingerprints(folder)
@@ -132,6 +139,7 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     place = found.place
     assert (place["phase"], place["path"], place["call"]) == (phase, path, 0), found
     assert text in found.headline
+    assert sum(one["kind"] == "loss" for one in pair[0]) == 6
     assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
 
 
@@ -193,16 +201,17 @@ tied      | no operation differs there: an assignment
 @pytest.mark.parametrize(("fault", "text"), cells_of(OPERATIONS))
 def test_the_operation_is_named(tmp_path, fault, text):
     step = 2 if fault == "drawn" else 1
-    found, pair = located(tmp_path, fault, operations_in_step=step)
-    assert text in first_operation(*pair, found)
+    found, (a, b) = located(tmp_path, fault, operations_in_step=step)
+    operation = first_operation(a, b, found)
+    assert text in operation
+    renamed = json.loads(json.dumps(b).replace("model.h.1", "model.other.1"))
+    assert first_operation(a, renamed, locate(a, renamed)) == operation
 
 
 def test_operations_change_nothing_else(tmp_path):
     plain = recorded(tmp_path / "plain")
     watched = recorded(tmp_path / "watched", operations_in_step=2)
-    in_place = [one for one in watched if "_foreach_" in one.get("name", "")]
+    in_place = [one["digests"] for one in watched if "_foreach_" in one.get("name", "")]
     assert in_place
-    assert all(one["digests"] for one in in_place)
+    assert all(in_place)
     assert locate(plain, watched).is_equal
-    place = {"step": 2, "phase": "forward", "path": "model.h.0", "call": 0}
-    assert "does not repeat" in first_operation(watched, watched, Located("", place))

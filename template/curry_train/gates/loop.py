@@ -706,7 +706,7 @@ def _without_gradient(trace: Trace) -> Iterator[Fault]:
     for place, behind in trace.cut.items():
         if detached := behind & trace.held - trace.with_gradient:
             measured = "trained parameters are detached, and get no gradient: "
-            hint = "remove the detach, .data or numpy, or freeze them"
+            hint = "remove the detach, .data, numpy or argmax, or freeze them"
             yield place, measured + trace.named(detached), hint
 
 
@@ -979,7 +979,8 @@ def data(trace: Trace) -> Iterator[Fault]:
     if not fetches:
         raise NotApplicable("no DataLoader of several batches is known")
     for several in grouped(fetches, lambda one: id(one.loader)):
-        if any(trace.trained_on & set(fetch.digests) for fetch in several):
+        # Inputs that the loop has augmented are known by their targets.
+        if any(fetch.is_used or trace.trained_on & set(fetch.digests) for fetch in several):
             yield from _epochs(several)
     yield from _other_batches(trace)
     windows = [[one.digests for one in window.forwards] for window in trace.windows]

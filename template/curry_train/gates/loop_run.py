@@ -1,7 +1,7 @@
 """Run the user's script or trainer in a process of its own, and check its loop.
 
-The process ends at the last step that was asked for, without the rest of the loop. What it saves
-is not written, and the files that it made or changed are put back after it.
+The process ends at the last step that was asked for, without the rest of the loop. The files that
+it made or changed are put back after it.
 
 Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
@@ -290,21 +290,29 @@ def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None)
 
 @contextlib.contextmanager
 def _saving(*, saves: bool) -> Iterator[None]:
-    """Let torch.save touch its file in Python, where `ChangedFiles` notices it, or save nothing."""
+    """Let torch.save touch its file in Python, where `ChangedFiles` notices it.
+
+    Without `saves` files that are there already stay as they are: they may be large. New ones may
+    be loaded again by the loop.
+    """
     import torch.distributed.checkpoint as dcp
 
     save = torch.save
+    made = set[Path]()
 
     def noticed(value: Any, target: Any, *args: Any, **options: Any) -> None:
         if isinstance(target, str | os.PathLike):
-            Path(target).open("ab").close()
+            path = Path(target)
+            if not saves and path not in made and path.exists():
+                return
+            made.add(path)
+            path.open("ab").close()
         save(value, target, *args, **options)
 
     with contextlib.ExitStack() as stack:
-        if saves:
-            stack.enter_context(mock.patch.object(torch, "save", noticed))
-        for owner, name in () if saves else ((torch, "save"), (dcp, "save"), (dcp, "async_save")):
-            stack.enter_context(mock.patch.object(owner, name))
+        stack.enter_context(mock.patch.object(torch, "save", noticed))
+        for name in () if saves else ("save", "async_save"):
+            stack.enter_context(mock.patch.object(dcp, name))
         yield
 
 

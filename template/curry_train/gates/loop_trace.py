@@ -565,7 +565,8 @@ class Observer:
         yield nn.Module, "train", self._set_mode
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
-        yield Tensor, "detach", self._detach
+        for owner, name in (Tensor, "detach"), (Tensor, "argmax"), (torch, "argmax"):
+            yield owner, name, self._detach
         for name in ("__add__", "__radd__", "__iadd__", "__sub__"):
             yield Tensor, name, self._add
         for name in ("add_", "copy_", "lerp_"):
@@ -837,14 +838,14 @@ class Observer:
             hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
             self.fault("logits", users_line(), measured, hint)
 
-    def _detach(self, detach: Call, one: Tensor) -> Tensor:
+    def _detach(self, detach: Call, one: Tensor, *args: Any, **options: Any) -> Tensor:
         is_ours = sys._getframe(2).f_globals.get("__package__") == __package__
         is_made = self.depth or one.grad_fn is not None
         if one.requires_grad and is_made and not is_ours and not in_transform():
             place = users_line()
             if place not in self.trace.cut:
                 self.trace.cut[place] = leaves(one)
-        return detach(one)
+        return detach(one, *args, **options)
 
     def _grad(self, grad: Call, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         wanted = inputs if isinstance(inputs, Tensor) else tuple(inputs)

@@ -40,7 +40,7 @@ from .rounding import Exchange, NoisyOperations
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
 # Of what a record holds: one of another version can't be compared.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -107,6 +107,8 @@ class Recorder:
     # Names of modules, parameters, optimizers and loaders, by id, which nothing else gets as long
     # as they are held here.
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    # Names of optimizers, by class and first parameter.
+    optimizers: dict[tuple[str, int], str] = field(default_factory=dict)
     # The calls of modules that run now, one inside of the other: path and number.
     calls: list[tuple[str, int]] = field(default_factory=list)
     in_backward: bool = False
@@ -334,7 +336,9 @@ class Recorder:
         def note(gradient: Tensor) -> Tensor | None:
             if not self.is_on or gradient is None:
                 return None
-            facts = {"made_in": None, **flow}
+            # Each backward call on the same graph makes one.
+            time = self._count("gradient", f"{what} of {path}, call {number}")
+            facts = {"made_in": None, "time": time, **flow}
             return self._note("gradient", path, {what: gradient}, call=number, **facts).get(what)
 
         tensor.register_hook(note)
@@ -385,7 +389,7 @@ class Recorder:
         return (optimizer,), options | {"closure": run}
 
     def _note_update(self, optimizer: Optimizer) -> None:
-        path = self._name_of(optimizer, type(optimizer).__name__)
+        path = self._name_of_optimizer(optimizer)
         found: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -403,7 +407,7 @@ class Recorder:
         self.stepping -= 1
         if not self.is_on or self.stepping:
             return
-        path = self._name_of(optimizer, type(optimizer).__name__)
+        path = self._name_of_optimizer(optimizer)
         if self.records_all:
             found = self._parameters_of(optimizer, path) | self._state_of(optimizer, path)
             self._note("updated", path, found)
@@ -417,6 +421,12 @@ class Recorder:
             self._write({"kind": "end", "step": self.step - 1})
             self._end()
             self.when_enough()
+
+    def _name_of_optimizer(self, optimizer: Optimizer) -> str:
+        """Return a name, which is that of an earlier one that had the same parameters."""
+        key = type(optimizer).__name__, id(optimizer.param_groups[0]["params"][0])
+        fresh = self._name_of(optimizer, key[0])
+        return self.optimizers.setdefault(key, fresh)
 
     def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
         several = [one for group in optimizer.param_groups for one in group["params"]]
@@ -519,7 +529,7 @@ def value_range(value: Any) -> Range | None:
 def place_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what an observation is matched by: step, phase, module path, call, and the like."""
     # Each output and input of a call has a gradient of its own.
-    what = tuple(one["digests"]) if one["kind"] == "gradient" else ()
+    what = (*one["digests"], one["time"]) if one["kind"] == "gradient" else ()
     return one["kind"], one["step"], one.get("phase"), one["path"], one["call"], what
 
 

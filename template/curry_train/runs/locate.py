@@ -298,7 +298,7 @@ class Comparison:
             phase, text = GRADIENT_AT_STEP
         for run, without in ("A", other), ("B", one):
             if names[0] not in without["digests"]:
-                text = f"{{what}} is in {run} alone"
+                text = f"in {run} alone: {{what}}"
         when = "before the first step" if one["step"] == 1 else "since the step before"
         text = text.format(what=_listed(names, most=1), when=when, path=one["path"])
         return phase, path, one["call"], text
@@ -361,12 +361,12 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator
 
 def settings_of(start: Observation) -> dict[str, Any]:
     """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
-    kind, *arguments = start.get("program") or [""]
+    kind, owner, *arguments = start.get("program") or ["", ""]
     environment = dict(start["environment"])
     packages = environment.pop("packages", {})
     return {
         "arguments": arguments,
-        kind: arguments[:1],
+        kind: owner,
         **environment,
         **{f"package {it}": version for it, version in packages.items() if it not in environment},
         **{f"code {name}": value for name, value in start["code"].items()},
@@ -381,9 +381,12 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
     Operations are aligned by name, so one that only one of the runs has is named as such.
     """
     # What came after the difference did not make it.
-    one, other = [*Comparison(a, b).pairs()][found.num_compared - 1]
-    ends = (a, one), (b, other.get("own", other))
-    runs = [_operations_at(run[: run.index(end)], found) for run, end in ends]
+    both = Comparison(a, b)
+    one, other = [*both.pairs()][found.num_compared - 1]
+    path = found.place["path"]
+    path_in_b = next((it for it, own in both.renamed.items() if own == path), path)
+    ends = (a, one, path), (b, other.get("own", other), path_in_b)
+    runs = [_operations_at(run[: run.index(end)], found, name) for run, end, name in ends]
     same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
     begin = len(list(itertools.takewhile(bool, same)))
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
@@ -414,13 +417,13 @@ def _outcome(operation: Observation) -> tuple[Any, ...]:
     return operation["name"], repr(operation["values"]), operation["digests"]
 
 
-def _operations_at(run: Sequence[Observation], found: Located) -> list[Observation]:
+def _operations_at(run: Sequence[Observation], found: Located, path: str) -> list[Observation]:
     """Return the operations, in order, that may have made the difference."""
     place = found.place
     within = None
     phases = ["forward"]
     if place["phase"] in ("forward", "evaluation"):
-        within = [place["path"], place["call"]]
+        within = [path, place["call"]]
     elif found.kind == "updated":
         phases = ["optimizer"]
     elif found.kind == "gradient" or place["phase"] == "recompute":
