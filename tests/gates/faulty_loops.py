@@ -781,15 +781,19 @@ def group_without_a_rate_after_the_first_step():
             group["lr"] = 1e-3 * group.get("scale", 1)
 
 
+def two_heads():
+    return started(nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)]))
+
+
 def gate_detached():
-    model, optimizer = started(nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)]))
+    model, optimizer = two_heads()
     for inputs, labels in loader():
         logits = model[0](inputs) * model[1](inputs).sigmoid().detach()  # here
         step(optimizer, F.cross_entropy(logits, labels))
 
 
 def chosen_by_argmax():
-    model, optimizer = started(nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)]))
+    model, optimizer = two_heads()
     for inputs, labels in loader():
         chosen = model[1](inputs).argmax(1, True)  # here
         step(optimizer, F.cross_entropy(model[0](inputs) * chosen, labels))
