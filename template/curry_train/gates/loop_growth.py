@@ -194,7 +194,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     )
     own = {number for _, _, number in code.co_lines()} if code else None
     found = None
-    for file in [code.co_filename] if code else _files_of_the_user():
+    for file in [code.co_filename] if code else users_files():
         for number, line in enumerate(linecache.getlines(file), 1):
             if own is None or number in own:
                 if takes.search(line):
@@ -204,7 +204,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     return found
 
 
-def _files_of_the_user() -> list[str]:
+def users_files() -> list[str]:
     files = [frame.f_code.co_filename for frame in users_frames()]
     # Python takes None in place of a module that nobody is to import.
     files += [str(vars(one).get("__file__")) for one in [*sys.modules.values()] if one]

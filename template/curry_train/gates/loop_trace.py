@@ -41,7 +41,7 @@ from ..primitives.grad_flow_probe import in_backward, in_transform
 from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
 from ..workloads.optimizers import parameter_ids, parameters_of
-from .loop_growth import Growth, mark_graph, users_frames
+from .loop_growth import Growth, mark_graph, users_files, users_frames
 from .loop_loss import (
     ON_CLASSES,
     ON_VALUES,
@@ -411,11 +411,9 @@ class Trace(Events):
     @cached_property
     def users_code(self) -> dict[str, str]:
         """The lines of all files of the user's that are loaded, by their places."""
-        loaded = {getattr(module, "__file__", None) or "" for module in sys.modules.values()}
         return {
             f"{file.rpartition(os.sep)[2]}:{number}": line
-            for file in self.files | loaded
-            if file.endswith(".py") and not file.startswith(LIBRARIES)
+            for file in self.files.union(users_files())
             for number, line in enumerate(linecache.getlines(file), 1)
         }
 
