@@ -795,8 +795,8 @@ def gate_detached():
 def chosen_by_argmax():
     model, optimizer = two_heads()
     for inputs, labels in loader():
-        chosen = model[1](inputs).argmax(1, True)  # here
-        step(optimizer, F.cross_entropy(model[0](inputs) * chosen, labels))
+        logits = model[0](inputs) * model[1](inputs).argmax(1, True)  # here
+        step(optimizer, F.cross_entropy(logits, labels))
 
 
 def targets_with_a_gradient():

@@ -493,7 +493,10 @@ def schedule_per_epoch_and_plateau():
     for _ in range(6):
         for inputs, labels in short():
             loss = F.cross_entropy(model(inputs), labels)
-            step(optimizer, loss)
+            if labels[0] > 3:
+                loss.backward()  # an outlier, whose gradients are dropped
+            else:
+                step(optimizer, loss)
         scheduler.step(loss.item())
 
 

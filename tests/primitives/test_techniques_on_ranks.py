@@ -3,7 +3,6 @@
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
 
-import functools
 import itertools
 
 import pytest
@@ -198,7 +197,7 @@ def gradients_with_sharded_parts(technique, *, reshard):
 
 
 def sharded_parts_on_ranks():
-    techniques = id, recompute_blocks, functools.partial(recompute_segments, num_segments=2)
+    techniques = id, recompute_blocks, lambda model: recompute_segments(model, 2)
     steps = [
         [gradients_with_sharded_parts(technique, reshard=reshard) for technique in techniques]
         for reshard in (True, False)

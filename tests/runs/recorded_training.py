@@ -77,8 +77,7 @@ def train(fault="", *, steps=3):
             model.h[1].down.weight[0, 0] += 1e-6
     model.h[1].ln.bias.requires_grad_(fault != "frozen")
     eps = 1e-7 if fault == "optimizer" else 1e-8
-    make_optimizer = functools.partial(torch.optim.AdamW, eps=eps, foreach=True)
-    optimizer = make_optimizer(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), eps=eps, foreach=True)
     if fault == "hooked":
 
         def longer(parameter):
@@ -92,7 +91,7 @@ def train(fault="", *, steps=3):
     for number, (x, y) in zip(range(steps), data, strict=False):
         is_second = number == 1
         if is_second and fault == "made anew":
-            optimizer = make_optimizer(model.parameters())
+            optimizer = torch.optim.AdamW(optimizer.param_groups)
         torch.rand(int(is_second and fault == "drawn"))
         if is_second and fault == "same samples":
             x, y = x.flip(0), y.flip(0)

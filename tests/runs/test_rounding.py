@@ -129,9 +129,9 @@ def test_noise_has_the_precision_of_the_coarser_run(tmp_path, kept):
     (tmp_path / "rank-0.json").write_text(json.dumps(expected))
     with NoisyOperations(Exchange(tmp_path, expected=tmp_path, noise=0), lambda: True):
         noise = torch.ones(999).mul(1).sub_(1)
-    assert 2.0**-10 < noise.abs().max() <= 2.0**-7
+    assert 1e-3 < noise.abs().max() <= 2.0**-7
     # In one direction it would excuse more of a sum.
-    assert noise.mean().abs() < 2.0**-10
+    assert noise.mean().abs() < 1e-3
 
 
 def test_noise_of_far_larger_elements_excuses_none():

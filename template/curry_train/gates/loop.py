@@ -503,7 +503,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
     if missing:
         yield (
             origin,
-            f"{trace.named(missing)} get gradients and are in no optimizer; the last step is at "
+            f"in no optimizer, but with gradients: {trace.named(missing)}; the last step is at "
             f"{steps[-1].place}",
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
@@ -822,13 +822,13 @@ def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
     for clip in window.of(Clip):
         at = window.events.index
         before = {call.lines for call in window.all_calls if at(call) < at(clip)}
-        after = {call.lines for call in window.all_calls if at(call) > at(clip)}
+        after = {call.lines for call in window.calls if at(call) > at(clip)}
         if not clip.parameters & window.own:
             continue
         if after and not before:
             hint = "clip between the last backward and the step"
             yield clip.place, "gradients are clipped after the step", hint
-        if before & after:
+        if before & after and at(window.calls[0]) < at(clip):
             hint = "clip once per step, after the last backward"
             yield clip.place, "a part of the window's gradient is clipped", hint
 

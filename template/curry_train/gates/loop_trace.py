@@ -328,10 +328,12 @@ class Window(Events):
             if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
         # Without those whose gradients were set to zero before those of another loss. That of
-        # another optimizer reaches these parameters too, as a generator's does.
+        # another optimizer reaches these parameters too, as a generator's does. Where each step has
+        # one call, a loop may drop the gradients of a batch.
         self.calls = self.all_calls
+        has_one = previous and len(previous.calls) == 1
         for number, call in enumerate(self.all_calls):
-            is_other = call.lines not in {one.lines for one in self.all_calls[:number]}
+            is_other = has_one or call.lines not in {one.lines for one in self.all_calls[:number]}
             if is_other and self.is_clean(call):
                 self.calls = self.all_calls[number:]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
@@ -862,17 +864,18 @@ class Observer:
         drop: Call,
         input: Tensor,
         p: float = 0.5,
-        training: bool = True,
+        training: bool | None = None,
         *more: Any,
         **options: Any,
     ) -> Tensor:
         forward = self.last(Forward)
-        if forward is not None and p and self.depth and not in_transform():
-            is_layer = isinstance(sys._getframe(2).f_locals.get("self"), nn.Dropout)
-            forward.drops |= not is_layer
-            if training:
-                # A layer may be in training mode on purpose, to draw several predictions.
-                if not (forward.training or is_layer or in_backward()):
+        acts = training is None or training
+        if forward and p and self.depth and not in_transform():
+            caller = sys._getframe(2).f_locals.get("self")
+            forward.drops |= not isinstance(caller, nn.Dropout)
+            if acts:
+                # A layer or a call may be in training mode on purpose, to draw several predictions.
+                if training is None and not (forward.training or in_backward()):
                     hint = "pass training=self.training to F.dropout, or use nn.Dropout"
                     self.fault("mode", users_line(), "dropout acts in evaluation mode", hint)
                 self.note(
@@ -882,7 +885,7 @@ class Observer:
                     generator=_generator(),
                     kind=(input.shape, p),
                 )
-        return drop(input, p, training, *more, **options)
+        return drop(input, p, acts, *more, **options)
 
     # The backward pass.
 
@@ -1197,10 +1200,8 @@ class Observer:
             return True
         fetches = self.trace.of(Fetch)
         batches = [one.digests for one in fetches]
-        return not fetches or (
-            # Past the first four batches of another pass.
-            not all(batches) and all(batches[-4:]) and fetches[-1].loader is fetches[0].loader
-        )
+        # Past the first four batches of another pass. Without a DataLoader no pass is known.
+        return not all(batches) and all(batches[-4:]) and fetches[-1].loader is fetches[0].loader
 
     def finish(self) -> None:
         trace = self.trace
