@@ -492,11 +492,12 @@ def schedule_per_epoch_and_plateau():
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
     for _ in range(6):
         for inputs, labels in short():
+            optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
-            if labels[0] > 3:
-                loss.backward()  # an outlier, whose gradients are dropped
-            else:
-                step(optimizer, loss)
+            loss.backward()
+            # The gradients of an outlier are dropped.
+            if labels[0] < 4:
+                optimizer.step()
         scheduler.step(loss.item())
 
 
