@@ -143,7 +143,8 @@ if os.environ.get("TORCH_HALVES") or os.environ.get("HALVES"):
 
     model[0].forward = in_two_sums
 model[1].eps = float(os.environ.get("TORCH_EPSILON", "1e-5"))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+groups = [{"params": []}, {"params": model.parameters()}]
+optimizer = torch.optim.SGD(groups, lr=0.1)
 while True:
     model(torch.randn(8, 64)).square().sum().backward()
     optimizer.step()

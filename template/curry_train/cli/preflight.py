@@ -32,7 +32,7 @@ def preflight_command(
 ) -> Ended:
     """Check your own training loop, as it is.
 
-    It runs a few steps in a process of its own, saves nothing, and puts changed files back. Exit
+    It runs a few steps in a process of its own, and puts changed files back. Exit
     status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
     """
     kind, *words = program

@@ -42,9 +42,9 @@ def _of_training(watch: Call) -> Call:
 
     def run(*args: Any) -> Any:
         frame: Any = sys._getframe()
-        while frame is not None and frame.f_code.co_name != "_init_optim_state":
+        while frame and frame.f_code.co_name != "_init_optim_state":
             frame = frame.f_back
-        return watch(*args) if frame is None else None
+        return None if frame else watch(*args)
 
     return run
 

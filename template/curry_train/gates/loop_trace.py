@@ -331,7 +331,7 @@ class Window(Events):
         # another optimizer reaches these parameters too, as a generator's does. Where each step has
         # one call, a loop may drop the gradients of a batch.
         self.calls = self.all_calls
-        has_one = previous and len(previous.calls) == 1
+        has_one = previous and len(previous.all_calls) == 1
         for number, call in enumerate(self.all_calls):
             is_other = has_one or call.lines not in {one.lines for one in self.all_calls[:number]}
             if is_other and self.is_clean(call):

@@ -107,8 +107,8 @@ class Recorder:
     # Names of modules, parameters, optimizers and loaders, by id, which nothing else gets as long
     # as they are held here.
     names: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    # Names of optimizers, by class and first parameter.
-    optimizers: dict[tuple[str, int], str] = field(default_factory=dict)
+    # Names of optimizers, by class and parameters.
+    optimizers: dict[str, str] = field(default_factory=dict)
     # The calls of modules that run now, one inside of the other: path and number.
     calls: list[tuple[str, int]] = field(default_factory=list)
     in_backward: bool = False
@@ -424,9 +424,9 @@ class Recorder:
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> str:
         """Return a name, which is that of an earlier one that had the same parameters."""
-        key = type(optimizer).__name__, id(optimizer.param_groups[0]["params"][0])
-        fresh = self._name_of(optimizer, key[0])
-        return self.optimizers.setdefault(key, fresh)
+        kind = type(optimizer).__name__
+        ids = [id(one) for group in optimizer.param_groups for one in group["params"]]
+        return self.optimizers.setdefault(f"{kind} {ids}", self._name_of(optimizer, kind))
 
     def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
         several = [one for group in optimizer.param_groups for one in group["params"]]
