@@ -11,6 +11,7 @@ import torch
 from healthy_loops import low_rank, short
 from loops import (
     Attention,
+    Codes,
     Language,
     Layers,
     accumulate,
@@ -20,6 +21,7 @@ from loops import (
     fit,
     half,
     in_half,
+    keep_average,
     loader,
     of_tokens,
     padded_tokens,
@@ -38,6 +40,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 # Accumulation.
@@ -157,9 +160,7 @@ def not_finite():
 
 def stepped_twice():
     model, optimizer = started()
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        optimizer.step()  # here
+    fit(model, optimizer, after=optimizer.step)  # here: after
 
 
 def zeroed_by_hand_per_microbatch():
@@ -269,11 +270,8 @@ def encoder_data():
 
 def weights_loaded_in_each_step():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     saved = copy.deepcopy(model.state_dict())
-    for inputs, labels in loader():
-        model.load_state_dict(saved)
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+    fit(model, after=lambda: model.load_state_dict(saved))  # here: end
 
 
 def frozen_by_decay():
@@ -483,12 +481,10 @@ def cache_of_outputs():
 def hook_in_each_step():
     model = classifier()
 
-    def batches():
-        for batch in loader(200):
-            model[0].register_forward_hook(lambda *_: None)  # here
-            yield batch
+    def update():
+        model[0].register_forward_hook(lambda *_: None)  # here
 
-    fit(model, None, batches())
+    fit(model, None, loader(200), after=update)
 
 
 def callback_that_keeps_activations():
@@ -562,22 +558,22 @@ def extra_parameter_never_zeroed():
         optimizer.step()
 
 
+def scaled(scales):
+    fit(loss=lambda logits, labels: F.cross_entropy(logits * scales, labels))
+
+
 def extra_parameter_in_no_optimizer():
-    model = classifier()
-    temperature = nn.Parameter(torch.ones(()))
-    optimizer = adamw(model)  # here: made
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs) * temperature, labels))
+    scaled(nn.Parameter(torch.ones(())))  # here: made
+
+
+def tensor_in_no_optimizer():
+    scaled(torch.ones(5, requires_grad=True))  # here: made
 
 
 def state_cleared_in_each_step():
     model = classifier()
     optimizer = adamw(model)  # here: made
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.state.clear()
-        optimizer.step()
+    fit(model, optimizer, after=optimizer.state.clear)
 
 
 def hook_that_zeroes():
@@ -613,20 +609,21 @@ def maximized():
 
 def schedule_made_in_each_step():
     model, optimizer = started()
-    for inputs, labels in loader():
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        scheduler.step()  # here
+
+    def update():
+        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100).step()  # here
+
+    fit(model, optimizer, after=update)
 
 
 def rate_set_over_the_schedule():
     model, optimizer = started()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    for inputs, labels in loader():
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        scheduler.step()  # here
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+
+    def update():
+        optimizer.param_groups[0]["lr"] = 1e-2
+
+    fit(model, optimizer, schedule=schedule, after=update)  # here: schedule
 
 
 def clipped_to_nothing():
@@ -775,10 +772,12 @@ def group_without_a_rate_after_the_first_step():
     model = classifier()
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "scale": 0}]
     optimizer = torch.optim.AdamW(groups)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
+
+    def update():
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * group.get("scale", 1)
+
+    fit(model, optimizer, after=update)  # here: end
 
 
 def two_heads():
@@ -893,6 +892,10 @@ def recurrent_over_the_batch():
     fit(Layers(nn.LSTM(16, 16)), None, sequences())  # here: sample
 
 
+def positions_over_the_batch():
+    fit(Layers(Codes()), None, sequences())  # here: sample
+
+
 def attention_over_the_batch():
     fit(Layers(nn.TransformerEncoderLayer(16, 2, 32)), None, sequences())  # here: sample
 
@@ -985,13 +988,27 @@ def optimizer_that_never_steps():
 
 def average_of_itself():
     model = classifier()
-    average = model.state_dict()
+    keep_average(model, model, 0.1)  # here: average
+
+
+def average_of_the_newest():
+    model = classifier()
+    keep_average(copy.deepcopy(model), model, 0.99)  # here: average
+
+
+def rate_as_an_attribute():
+    optimizer = adamw(model := classifier())
 
     def update():
-        for name, one in model.state_dict().items():
-            average[name].lerp_(one, 0.1)  # here
+        optimizer.lr = 1e-3  # here
 
-    fit(model, schedule=SimpleNamespace(step=update))
+    fit(model, optimizer, after=update)
+
+
+def weights_of_classes_drawn():
+    data = TensorDataset(torch.randn(64, 8), torch.randint(5, (64,)))
+    sampler = WeightedRandomSampler([1.0] * 5, 64)  # here
+    fit(batches=DataLoader(data, 8, sampler=sampler))
 
 
 def rate_of_zero_after_a_warm_up():
@@ -1026,6 +1043,7 @@ FAULTY = {
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
         one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
+        tensor_in_no_optimizer,
         network_in_no_optimizer, never_stepped, optimizer_that_never_steps,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
@@ -1034,11 +1052,12 @@ FAULTY = {
         hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
-        loss_of_no_weight, average_of_itself,
+        loss_of_no_weight, average_of_itself, average_of_the_newest,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
+        rate_as_an_attribute,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -1053,6 +1072,7 @@ FAULTY = {
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
+        positions_over_the_batch,
         label_among_the_inputs, targets_as_inputs,
     ],
     "mode": [
@@ -1062,7 +1082,7 @@ FAULTY = {
     "data": [
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
-        targets_of_the_batch_before, each_batch_twice_in_an_epoch,
+        targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,
     ],
     "graph": [total_loss_with_its_graph],
     "growth": [

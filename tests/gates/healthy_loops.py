@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections import deque
-from types import SimpleNamespace
 
 import torch
 from loops import (
@@ -19,6 +18,8 @@ from loops import (
     classifier,
     climb,
     fit,
+    headless,
+    in_half,
     loader,
     of_tokens,
     padded_tokens,
@@ -672,12 +673,13 @@ def nodes_of_one_graph():
 
 def physics():
     model, optimizer = started(nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)))
+    edges = torch.zeros(1, 1, requires_grad=True)
     for _ in range(8):
         points = torch.rand(16, 1, requires_grad=True)
         values = model(points)
         (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
         (curves,) = torch.autograd.grad(slopes.sum(), points, create_graph=True)
-        edge = model(torch.zeros(1, 1)).square().mean()
+        edge = model(torch.cat([edges])).square().mean()
         step(optimizer, (curves + values).square().mean() + 10 * edge)
 
 
@@ -798,10 +800,7 @@ def energy():
 
 
 def last_layer_of_zeros():
-    model = classifier()
-    nn.init.zeros_(model[3].weight)
-    nn.init.zeros_(model[3].bias)
-    fit(model)
+    fit(headless())
 
 
 def distilled_in_log_space():
@@ -984,18 +983,14 @@ def count_of_a_window_that_equals_one_microbatch():
 
 
 def head_of_zeros_in_half():
-    model = classifier()
-    nn.init.zeros_(model[3].weight)
-    nn.init.zeros_(model[3].bias)
-    optimizer = adamw(model.bfloat16(), 3e-4)
+    model = headless().bfloat16()
+    optimizer = adamw(model, 3e-4)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 2000))
-    batches = [(inputs.bfloat16(), labels) for inputs, labels in loader()]
-    fit(model, optimizer, batches, schedule=warm)
+    fit(model, optimizer, in_half(), schedule=warm)
 
 
 def time_first_of_as_many_samples():
-    parts = {"embed": nn.Linear(8, 16), "body": nn.TransformerEncoderLayer(16, 2, 32)}
-    model = TimeFirst(nn.ModuleDict(parts | {"head": nn.Linear(16, 5)}))
+    model = TimeFirst(nn.TransformerEncoderLayer(16, 2, 32))
     fit(model, None, [(torch.randn(6, 6, 8), torch.randint(5, (6,))) for _ in range(8)])
 
 
@@ -1010,29 +1005,20 @@ def sees_the_past_with_time_first():
     fit(Model(), None, batches, loss=of_tokens)
 
 
-class TimeFirst(nn.Module):
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-
+class TimeFirst(Layers):
     def forward(self, inputs):
-        hidden = self.parts["body"](self.parts["embed"](inputs))
-        return self.parts["head"](hidden.mean(0))
+        return self.head(self.body(self.embed(inputs)).mean(0))
 
 
 def tags_of_one_sequence():
-    model = Tagger()
+    model = Tagger(nn.LSTM(16, 16))
     batches = [(torch.randn(11, 1, 8), torch.randint(5, (11,))) for _ in range(8)]
     fit(model, None, batches)
 
 
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.LSTM(8, 16), nn.Linear(16, 5)
-
+class Tagger(Layers):
     def forward(self, inputs):
-        return self.head(self.body(inputs)[0][:, 0])
+        return self.head(self.body(self.embed(inputs))[0][:, 0])
 
 
 def scaler_of_each_model():
@@ -1189,7 +1175,7 @@ def some_moments_begin_anew():
     def regrow():
         optimizer.state[model[0].weight]["exp_avg"][0] = 0
 
-    fit(model, optimizer, schedule=SimpleNamespace(step=regrow))
+    fit(model, optimizer, after=regrow)
 
 
 def judged_by_what_sees_all():
@@ -1212,7 +1198,7 @@ def teacher_with_the_same_frozen_stem():
             teacher[1].weight.lerp_(model[1].weight, 0.1)
             model[4].weight.add_(-1e-4, model[4].weight)
 
-    fit(model, optimizer, schedule=SimpleNamespace(step=update))
+    fit(model, optimizer, after=update)
 
 
 def frozen_part_in_eval_mode_a_part_that_waits_and_a_list_with_a_limit():

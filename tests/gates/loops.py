@@ -35,7 +35,7 @@ def step(optimizer, loss):
     optimizer.step()  # step
 
 
-def fit(model=None, optimizer=None, batches=None, *, loss=None, schedule=None):
+def fit(model=None, optimizer=None, batches=None, *, loss=None, schedule=None, after=None):
     """Train a model, or a classifier, in the usual way."""
     model = model or classifier()
     optimizer = optimizer or adamw(model)
@@ -46,6 +46,8 @@ def fit(model=None, optimizer=None, batches=None, *, loss=None, schedule=None):
         optimizer.step()  # end
         if schedule:
             schedule.step()  # schedule
+        if after:
+            after()  # after
 
 
 def half(logits, labels):
@@ -77,6 +79,14 @@ def texts(*lengths):
     """Return tokens and those after them, of these lengths in turn."""
     several = [torch.randint(50, (2, length)) for length in lengths * (8 // len(lengths))]
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
+
+
+def headless():
+    """Return a classifier whose last layer begins at 0."""
+    model = classifier()
+    nn.init.zeros_(model[3].weight)
+    nn.init.zeros_(model[3].bias)
+    return model
 
 
 def in_half():
@@ -196,6 +206,22 @@ class Layers(nn.Module):
         return self.head(hidden.movedim(0, self.time)[:, -1])
 
 
+class Codes(nn.Module):
+    def forward(self, hidden):
+        return hidden + torch.arange(len(hidden)).view(-1, 1, 1)
+
+
+def keep_average(average, model, share):
+    """Train a model and an average of it, of which the newest weights are a share."""
+
+    @torch.no_grad()
+    def update():
+        for old, new in zip(average.parameters(), model.parameters(), strict=True):
+            old.lerp_(new, share)  # average
+
+    fit(model, after=update)
+
+
 def sequences():
     return [(torch.randn(6, 11, 8), torch.randint(5, (6,))) for _ in range(8)]
 
@@ -289,11 +315,11 @@ def averaged():
     model = classifier(dropout=0.1)
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model)
-    for inputs, labels in loader():
+    for number, (inputs, labels) in enumerate(loader()):
         model.train()
         step(optimizer, F.cross_entropy(model(inputs), labels))
         for mean, new in zip(average.parameters(), model.parameters(), strict=True):
-            mean.lerp_(new.detach(), 0.1)
+            mean.lerp_(new.detach(), 10 / (10 + number))
         model.eval()
         with torch.no_grad():
             model(inputs)

@@ -12,6 +12,7 @@ from language_models import language_model
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
@@ -192,3 +193,18 @@ def test_norms_of_others_are_known_by_their_name_and_hold_vectors_alone():
         module = type("TheirNorm", (nn.Module,), {})()
         module.held = held
         assert _is_norm(module) is is_norm
+
+
+def test_no_dispatch_mode_runs_in_forward_or_backward():
+    modes = []
+
+    def note(*_):
+        modes.append(_get_current_dispatch_mode())
+
+    model = gpt2().train()
+    apply_regions(model)
+    for block in model.transformer.h:
+        block.ln_2.register_forward_hook(note)
+        block.ln_2.register_full_backward_hook(note)
+    lm_loss(model, TOKENS).backward()
+    assert modes == [None] * 6

@@ -100,10 +100,6 @@ def regions_of_everything(model, *, blocks):
     checkpointed(model, find_blocks(model, blocks), saving([aten._softmax.default]))
 
 
-def with_a_mode(model, *, blocks):
-    checkpointed(model, find_blocks(model, blocks), saving(PRODUCTS))
-
-
 FAULTS = [
     planted(
         "sac.policy-parity",
@@ -159,7 +155,6 @@ FAULTS = [
     planted("sac.products", "saves-all", apply_sac=saves_all, hint="saves too much"),
     planted("sac.regions", "does-nothing", apply=does_nothing, hint="nothing is freed"),
     planted("sac.regions", "everything", apply=regions_of_everything, hint="a product runs again"),
-    planted("sac.regions", "a-dispatch-mode", apply=with_a_mode, hint="a dispatch mode is on"),
     planted(
         "sac.off",
         "a-policy-in-eval",

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import itertools
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
@@ -18,12 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from ..core.digest import is_plain
 from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_loss import TOLERANCE, Doubt, Term
 from .loop_trace import (
+    FEWEST_STEPS,
     STEPS,
     Backward,
     Clip,
@@ -46,8 +46,6 @@ from .loop_trace import (
 from .verdict import NotApplicable, Verdict, not_applicable
 
 DEFAULT_STEPS = 8
-# What is the same in so many steps stays so.
-FEWEST_STEPS = 3
 FEWEST_LABELS = 24
 
 
@@ -757,8 +755,8 @@ def _never_stepped(trace: Trace) -> Iterator[Fault]:
     """Find a schedule without a step, where the code has no call of `step` that did not run."""
     moved = {id(one.scheduler.optimizer.param_groups) for one in trace.of(Schedule)}
     ran = {line for one in trace.events if isinstance(one, (*STEPS, Scaling)) for line in one.lines}
-    calls = {place for place, line in trace.users_code.items() if re.search(r"\.step\b", line)}
-    for place, optimizer in trace.schedules if calls and calls <= ran else ():
+    calls = trace.places(r"\.step\b")
+    for place, optimizer in trace.schedules if calls and ran.issuperset(calls) else ():
         steps = [one for one in trace.of(Step) if one.optimizer is optimizer]
         if len(steps) >= FEWEST_STEPS and id(optimizer.param_groups) not in moved:
             hint = f"call its step() after the optimizer's, at {steps[-1].place}"
@@ -867,7 +865,7 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
             measured = "the optimizer steps on scaled gradients"
             if "unscale_" in names:
                 measured = "the optimizer steps also where scaling made gradients infinite"
-            if not ("unscale_" in names and _looks_for_infinities(trace)):
+            if not ("unscale_" in names and trace.places("isfinite|isinf|isnan|found_inf")):
                 hint = "call scaler.step(optimizer) in place of optimizer.step()"
                 yield window.step.place, measured, hint
         # A model may have a scaler of its own.
@@ -877,10 +875,6 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
             if event.call in ("unscale_", "update") and is_within:
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event.place, f"{event.call} within the window of a step", hint
-
-
-def _looks_for_infinities(trace: Trace) -> bool:
-    return bool(re.search("isfinite|isinf|isnan|found_inf", "".join(trace.users_code.values())))
 
 
 # The model and the data.
@@ -982,6 +976,12 @@ def data(trace: Trace) -> Iterator[Fault]:
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or trace.trained_on & set(fetch.digests) for fetch in several):
             yield from _epochs(several)
+        # It draws places in its weights.
+        sampler, number = several[0].loader.sampler, length_hint(several[0].loader.dataset)
+        if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) < number:
+            measured = f"of {number} samples only the first {len(sampler.weights)} are drawn"
+            hint = "give it a weight for each sample: weights[labels]"
+            yield "".join(trace.places("WeightedRandomSampler\\(")[:1]), measured, hint
     yield from _other_batches(trace)
     windows = [[one.digests for one in window.forwards] for window in trace.windows]
     windows = [one for one in windows if any(one)]

@@ -15,6 +15,7 @@ import itertools
 import linecache
 import math
 import os
+import re
 import sys
 import time
 import weakref
@@ -66,9 +67,11 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
-# After so many steps of an optimizer a parameter that is in none is looked for: it may be gone at
-# the end of the loop.
-STEPS_OF_A_STRAY = 3
+# What is the same in so many steps stays so. After them a parameter that is in no optimizer is
+# looked for: it may be gone at the end of the loop.
+FEWEST_STEPS = 3
+# A larger share of an average that the newest weights have is one by mistake.
+MOST_OF_AVERAGE = 0.9
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
 MORE_SECONDS = 10.0
@@ -395,7 +398,7 @@ class Trace(Events):
     with_gradient: set[int] = field(default_factory=set)
     # Faults that are seen at once, by the check.
     faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
-    # Parameters outside of modules with a gradient, by id.
+    # Parameters, and tensors that are taken for such, outside of modules with a gradient, by id.
     bare: list[int] = field(default_factory=list)
     # Where schedules were made, and their optimizers.
     schedules: list[tuple[str, Optimizer]] = field(default_factory=list)
@@ -409,6 +412,10 @@ class Trace(Events):
         return ", ".join(names[:MOST_NAMES]) + more
 
     # All that follows is known once all events are there.
+
+    def places(self, pattern: str) -> list[str]:
+        """Return the places of the user's lines in which a pattern occurs."""
+        return [place for place, line in self.users_code.items() if re.search(pattern, line)]
 
     @cached_property
     def users_code(self) -> dict[str, str]:
@@ -510,6 +517,8 @@ class Observer:
         self.before_digest = 0.0
         # Leaves that models were given and that get a gradient, in this window.
         self.inputs: list[weakref.ref[Tensor]] = []
+        # What models were given was computed from these, by id.
+        self.leaves = set[int]()
         # The scale of each loss that a scaler returned.
         self.scales: Any = WeakIdKeyDictionary()
         self.losses: dict[Any, LossFacts] = {}
@@ -562,6 +571,7 @@ class Observer:
         """Yield calls, and what is called with each and its arguments in place of it."""
         yield nn.Module, "__call__", self._module
         yield Optimizer, "__init__", self._made
+        yield Optimizer, "__setattr__", self._set
         yield nn.Module, "train", self._set_mode
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
@@ -663,6 +673,7 @@ class Observer:
         self.given = args, options
         inputs = list(_tensors(self.given))
         self.inputs += [weakref.ref(one) for one in inputs if one.requires_grad and one.is_leaf]
+        self.leaves = self.leaves.union(*(leaves(one) for one in inputs if one.requires_grad))
         trace = self.trace
         is_trained = has_gradients and any(one.requires_grad for one in module.parameters())
         if is_trained and module not in trace.roots:
@@ -792,22 +803,20 @@ class Observer:
     def _into(self, call: Call, one: Tensor, *args: Any, **options: Any) -> Tensor:
         # Before training, entries that a checkpoint lacks stay; a negative factor is a decay.
         numbers = (by for by in (*args, *options.values()) if isinstance(by, int | float))
-        is_average = (
-            self.num_made and not (self.stepping or self.depth) and min(numbers, default=1) > 0
-        )
+        newest = min(numbers, default=1)
+        is_average = self.num_made and not (self.stepping or self.depth) and newest > 0
+        # In the first steps an average may follow the weights.
+        is_most = self.num_steps_made >= FEWEST_STEPS and MOST_OF_AVERAGE < newest < 1
         for other in _tensors(args) if is_average and is_plain(one) else ():
+            if not is_plain(other) or not (is_most or one.is_set_to(other)):
+                continue
             # Another model may share what is frozen.
-            if (
-                is_plain(other)
-                and one.is_set_to(other)
-                and any(
-                    weight.requires_grad and weight.data_ptr() == one.data_ptr()
-                    for root in self.trace.roots
-                    for weight in root.parameters()
-                )
-            ):
+            if any(map(other.is_set_to, filter(is_plain, self._of_roots(trained=True)))):
                 measured = "weights are averaged with, or copied from, themselves"
                 hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
+                if not one.is_set_to(other):
+                    measured = f"an average of weights takes {newest:.4g} of the newest ones"
+                    hint = "give the newest weights 1 - decay: average.lerp_(weight, 1 - decay)"
                 self.fault("moves", users_line(), measured, hint)
         return call(one, *args, **options)
 
@@ -990,6 +999,12 @@ class Observer:
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
         self.trace.made[id(one)] = Event(lines, False)
 
+    def _set(self, call: Call, one: Optimizer, name: str, value: Any) -> None:
+        if name == "lr" and type(one).__module__.startswith("torch."):
+            hint = 'set group["lr"] of each group in optimizer.param_groups'
+            self.fault("schedule", users_line(), "a rate that the optimizer does not read", hint)
+        call(one, name, value)
+
     def _set_mode(self, call: Call, module: nn.Module, mode: bool = True) -> nn.Module:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
         if not mode:
@@ -1020,20 +1035,16 @@ class Observer:
         if not self.stepping:
             self.gradient.use()
             self.state_before = _state(optimizer)
-            compared = [*parameters_of(optimizer), *self._frozen()]
+            compared = [*parameters_of(optimizer), *self._of_roots(trained=False)]
             self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
             if self.is_compared:
                 self.before = {id(one): one.detach().clone() for one in compared}
                 self.before_digest = sum(map(digest, parameters_of(optimizer)))
         self.stepping.append(optimizer)
 
-    def _frozen(self) -> list[Tensor]:
-        return [
-            parameter
-            for root in self.trace.roots
-            for parameter in root.parameters()
-            if not parameter.requires_grad
-        ]
+    def _of_roots(self, *, trained: bool) -> list[Tensor]:
+        parameters = (one for root in self.trace.roots for one in root.parameters())
+        return [one for one in parameters if one.requires_grad is trained]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping.pop()
@@ -1067,7 +1078,7 @@ class Observer:
         )
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", event.place, "a step on gradients that are not finite", LOOK)
-        if frozen := [id(one) for one in self._frozen() if self._has_moved(one)]:
+        if frozen := [id(one) for one in self._of_roots(trained=False) if self._has_moved(one)]:
             measured = f"frozen parameters move: {self.trace.named(frozen)}"
             hint = "leave frozen parameters out of the optimizer"
             self.fault("moves", event.place, measured, hint)
@@ -1075,9 +1086,18 @@ class Observer:
         self._probe()
         self.num_made[key] += 1
         self.growth.count(self.num_steps_made)
-        if self.num_made[key] == STEPS_OF_A_STRAY:
-            strays = (one for one in _living(nn.Parameter) if one.grad is not None)
-            self.living |= {id(one): f"a parameter of shape {list(one.shape)}" for one in strays}
+        if self.num_made[key] == FEWEST_STEPS:
+            # The gradient of a tensor that no optimizer has is added to in each step.
+            self.living |= {
+                id(one): f"a {type(one).__name__.lower()} of shape {list(one.shape)}"
+                for one in _living(Tensor)
+                if one.is_leaf
+                and one.grad is not None
+                and (
+                    isinstance(one, nn.Parameter)
+                    or (one._version == 0 < one.grad._version - 1 and id(one) not in self.leaves)
+                )
+            }
         if self._is_enough(self.num_made[key]):
             self.finish()
             self.when_enough(self.trace)
@@ -1136,17 +1156,25 @@ class Observer:
             return
         # Of equal sizes, and of a batch of one, it is not known which one is the batch.
         is_known = given.shape[1] not in (1, len(given))
-        is_sequence = is_known and (given is forward.tokens or given.dim() > 2)
-        if is_sequence and any(
-            isinstance(one, layers) and not one.batch_first for one in forward.module.modules()
-        ):
-            # A recurrent layer sees no later steps.
-            other = torch.cat([given[-1:], given[1:]])
-            outputs, others = self._outputs(forward.module, given, other)
-            if outputs.dim() and len(outputs) == len(given) and _differ(outputs[1:], others[1:]):
+        if not (is_known and (given is forward.tokens or given.dim() > 2)):
+            return
+        # A recurrent layer sees no later steps.
+        other = torch.cat([given[-1:], given[1:]])
+        outputs, others = self._outputs(forward.module, given, other)
+        if outputs.shape[:1] != given.shape[:1]:
+            return
+        if _differ(outputs[1:], others[1:]):
+            if any(
+                isinstance(one, layers) and not one.batch_first for one in forward.module.modules()
+            ):
                 measured = "the outputs of a sample change with the other samples of the batch"
                 hint = "give the layer batch_first=True, or a tensor with time first"
                 self.fault("targets", forward.place, measured, hint)
+        # With an input more the first sample is another one than the last.
+        elif len([*_tensors(self.given)]) == 1 and _differ(outputs[-1], others[0]):
+            measured = "the outputs of a sample change with its place in the batch"
+            hint = "add codes of positions along the sequence: codes[:x.size(1)] with batch first"
+            self.fault("targets", forward.place, measured, hint)
 
     def _outputs(self, module: nn.Module, given: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of a model for a tensor that it was given, and for another one.
@@ -1212,7 +1240,7 @@ class Observer:
         for place in self.growth.graphs:
             measured = "a tensor of two steps ago is still held, with its graph"
             self.fault("graph", place, measured, hint)
-        for module, _ in [*trace.ran[True].values(), *trace.ran[False].values()]:
+        for module, _ in (trace.ran[False] | trace.ran[True]).values():
             for name, parameter in module.named_parameters(recurse=False):
                 trace.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
         trace.bare = list(self.living.keys() - trace.names.keys() - trace.held)

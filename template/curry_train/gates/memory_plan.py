@@ -28,12 +28,11 @@ from ..primitives.chunked_loss import UnsuitableHead, apply_chunked_loss, chunke
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import same_training, step_of
+from .same_training import Change, same_training, step_of
 from .verdict import Gate, NotApplicable, Outcome, shared_result
 
 # Gates of the chunked loss: the same training step, and few logits at a time.
 
-ApplyToHead = Callable[..., Any]  # takes what `apply_chunked_loss` takes
 # Part of our chunked loss's refusal.
 SECOND_DERIVATIVE_ERROR = "can't be differentiated twice"
 
@@ -95,9 +94,7 @@ def find_head(case: Case) -> Head:
     return Head(name, head.in_features, head.out_features, head.bias is not None)
 
 
-def compare_chunked_loss(
-    case: Case, *, apply_chunked_loss: ApplyToHead = apply_chunked_loss
-) -> Outcome:
+def compare_chunked_loss(case: Case, *, apply_chunked_loss: Change = apply_chunked_loss) -> Outcome:
     """Compare a step of the model, and of a head like the model's over many tokens.
 
     Targets are masked unevenly, so that chunks differ in the number that counts.
@@ -150,7 +147,7 @@ def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
     return compare(replace(reference, loss=loss, gradients=gradients), reference).worst
 
 
-def _compare_many_tokens(case: Case, head: Head, apply: ApplyToHead) -> Parity:
+def _compare_many_tokens(case: Case, head: Head, apply: Change) -> Parity:
     """Compare the loss over a head like the model's, with and without chunks.
 
     It is narrower where the model's is wide, to be quick. Half precision runs in float32, because
@@ -182,7 +179,7 @@ def _head_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def measure_chunked_memory(
-    case: Case, *, apply_chunked_loss: ApplyToHead = apply_chunked_loss
+    case: Case, *, apply_chunked_loss: Change = apply_chunked_loss
 ) -> Outcome:
     """Measure a step of the model's head and a loss, over so many tokens that logits own it."""
     required = f"at most {MOST_CHUNKED_SHARE:.0%} of plain, without the gradients"
@@ -227,7 +224,7 @@ def _tokens_that_fit(case: Case, head: Head) -> int:
     return min(NUM_MEASURED_TOKENS, free // bytes_per_token)
 
 
-def _measure_head(case: Case, head: Head, tokens: int, apply: ApplyToHead) -> list[Memory]:
+def _measure_head(case: Case, head: Head, tokens: int, apply: Change) -> list[Memory]:
     """Measure a step of a head and its loss, without and with chunks."""
     options: dict[str, Any] = {"device": case.device, "dtype": case.dtype}
     found = []

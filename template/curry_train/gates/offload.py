@@ -36,10 +36,15 @@ from ..primitives.offload import (
 )
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import Activity, calls_by_module, change_in_place, same_training, step_of
+from .same_training import (
+    Activity,
+    Change,
+    calls_by_module,
+    change_in_place,
+    same_training,
+    step_of,
+)
 from .verdict import Gate, NotApplicable, Outcome, error_in_a_line
-
-Change = Callable[..., Any]
 
 # Ours leaves smaller storages on the device.
 LEAST_BYTES = 4096

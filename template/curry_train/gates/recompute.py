@@ -32,6 +32,7 @@ from .implementation import spec_of
 from .offload import OFFLOAD_GATES
 from .own_training import new_batch
 from .same_training import (
+    Change,
     changed,
     checkpoint_by_torch,
     flops_again,
@@ -53,9 +54,6 @@ from .two_ranks import (
     under_both,
 )
 from .verdict import Gate, NotApplicable, Outcome, error_in_a_line
-
-# Changes the blocks with these names, in place.
-Change = Callable[..., Any]
 
 MOST_RECOMPUTE_SHARE = 0.7  # of the held bytes, and of the peak, without recompute
 NOISE_OF_PEAKS = 1.02  # two implementations of recompute differ by a few small tensors

@@ -1,17 +1,14 @@
-"""Gates of selective checkpointing: policies, and regions without a dispatch mode.
+"""Gates of selective checkpointing: policies, and regions.
 
 Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..bench.steps import python_calls
 from ..core.blocks import find_blocks
 from ..core.generators import seeded, untouched
 from ..core.measure import forward_flops
@@ -21,8 +18,8 @@ from ..primitives.sac import PolicyError
 from ..primitives.strategies import STRATEGIES, Apply
 from ..workloads.workload import Case
 from .same_training import (
+    Change,
     changed,
-    checkpoint_by_torch,
     flops_again,
     memory_of,
     on_blocks,
@@ -32,14 +29,6 @@ from .same_training import (
     why_torch_reruns_nothing,
 )
 from .verdict import Gate, NotApplicable, Outcome
-
-# Takes a model, and the names of its blocks.
-Change = Callable[..., Any]
-# Of the Python function calls that torch's own selective checkpointing adds to a step. A dispatch
-# mode costs all of them. Regions without one cost 0.16 of them in a transformer, and up to 0.72 in
-# blocks of few operations with many norms.
-MOST_CALL_OVERHEAD = 0.9
-
 
 # The same training.
 
@@ -151,7 +140,7 @@ def _held_bytes(case: Case, change: Change) -> int:
 
 
 def measure_regions(case: Case, *, apply: Change = apply_regions) -> Outcome:
-    """Check that regions hold fewer bytes, recompute no FLOPs, and cost less than torch's SAC."""
+    """Check that regions hold fewer bytes, and recompute no FLOPs."""
     plain = _held_bytes(case, _nothing)
     if _held_bytes(case, apply_regions) >= plain:
         raise NotApplicable(
@@ -161,44 +150,9 @@ def measure_regions(case: Case, *, apply: Change = apply_regions) -> Outcome:
 
     held = _held_bytes(case, apply) / plain
     again = flops_again(case, changed(case, apply))
-    measured = f"holds {held:.0%}, {again:,} FLOPs again; "
-    required = "under 100%, 0 FLOPs"
-    passed = held < 1 and again == 0
-    try:
-        calls = _added_calls(case, torch_sac)
-        held_by_sac = _held_bytes(case, torch_sac) / plain
-    except (AssertionError, RuntimeError, ValueError, TypeError, LookupError) as error:
-        # The second forward of a block may find other inputs than the first.
-        measured += f"torch's SAC raises {type(error).__name__} here, so calls are not compared"
-    else:
-        # No call is added where all layers were dropped.
-        share = _added_calls(case, apply) / calls if calls else 0.0
-        passed = passed and (0 < share <= MOST_CALL_OVERHEAD or not calls)
-        measured += f"{share:.2f} of the Python calls of torch's SAC, which holds {held_by_sac:.0%}"
-        required += f", at most {MOST_CALL_OVERHEAD} of the calls"
-    hint = "a product runs again, or a dispatch mode is on; if nothing is freed, give also= modules"
-    return measured, required, "" if passed else hint
-
-
-def _added_calls(case: Case, change: Change) -> int:
-    """Count the Python calls that a change adds to a step; both steps draw the same numbers."""
-
-    def count(change: Change) -> int:
-        with seeded(case.seed):
-            return python_calls(case, lambda module, case: change(module, blocks=case.blocks))
-
-    return count(change) - count(_nothing)
-
-
-def torch_sac(module: nn.Module, *, blocks: Any = None) -> None:
-    """Apply torch's own selective checkpointing of the same operations, as a reference."""
-
-    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_saved = operation in sac.MATMULS or operation in sac.ATTENTION_OPERATIONS
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    checkpoint_by_torch(module, blocks=blocks, context_fn=contexts)
+    hint = "a product runs again; if nothing is freed, give also= modules"
+    measured = f"holds {held:.0%}, {again:,} FLOPs again"
+    return measured, "under 100%, 0 FLOPs", "" if held < 1 and again == 0 else hint
 
 
 # Where nothing is trained.

@@ -83,6 +83,8 @@ def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
         case = replace(case, batch_size=case.batch_size * growth)
 
 
+# Changes the parts of a model that its keywords name, in place: a technique, or the user's own.
+Change = Callable[..., Any]
 # Tells why torch's own way has no effect on the plain training; empty if it has one. It gets the
 # names of the modules that the technique changed.
 ByTorch = Callable[[Case, "Activity", "TrainingCourse", Sequence[str]], str]
@@ -149,7 +151,7 @@ def same_training(
     return measured, required, hint
 
 
-def on_blocks(change: Callable[..., Any]) -> Apply:
+def on_blocks(change: Change) -> Apply:
     """Return a strategy that calls `change(model, blocks=names)` with the names of the blocks.
 
     Every named block counts as changed, whatever `change` returns: one that does nothing then
@@ -164,7 +166,7 @@ def on_blocks(change: Callable[..., Any]) -> Apply:
     return apply
 
 
-def change_in_place(change: Callable[..., Any], model: nn.Module, names: Sequence[str]) -> None:
+def change_in_place(change: Change, model: nn.Module, names: Sequence[str]) -> None:
     """Change blocks, and keep the names of parameters and buffers where wrappers add to them."""
     before = {module: name for name, module in model.named_modules()}
     change(model, blocks=list(names))
@@ -181,14 +183,14 @@ def change_in_place(change: Callable[..., Any], model: nn.Module, names: Sequenc
         setattr(model, name, renamed(getattr(model, name)))
 
 
-def changed(case: Case, change: Callable[..., Any]) -> nn.Module:
+def changed(case: Case, change: Change) -> nn.Module:
     """Build the model and change its blocks."""
     module = case.build()
     change_in_place(change, module, list(find_blocks(module, case.blocks)))
     return module
 
 
-def memory_of(case: Case, change: Callable[..., Any]) -> Memory:
+def memory_of(case: Case, change: Change) -> Memory:
     """Measure a step whose blocks are changed."""
     return measure_memory(changed(case, change), case.batch(), case.workload.mean_loss)
 
@@ -208,7 +210,7 @@ SAVED_TENSORS = "sizes of tensors that are saved in eval mode"
 
 
 def same_without_training(
-    case: Case, changes: Mapping[str, Callable[..., Any]], *, saved_too: bool = False
+    case: Case, changes: Mapping[str, Change], *, saved_too: bool = False
 ) -> Outcome:
     """Compare changed blocks with the plain model in eval mode, and without gradients."""
     try:

@@ -123,7 +123,6 @@ def measure_peak(
     The prediction is the state at the chunk boundaries and one chunk of timesteps. Another
     implementation has chunks of its own, and has to free half of what the predicted ones free.
     """
-    case = replace(case, blocks=None)  # the whole loop, whatever the blocks are
     _loops(case)
     case, plain = large_enough(case, times=8)
     module = case.build()
@@ -167,7 +166,7 @@ def compare_unrolled(
     case: Case, *, checkpoint_timesteps: Loop = snn_timesteps.checkpoint_timesteps
 ) -> Outcome:
     """Compare losses, gradients, buffers and generators of a training with those of the plain."""
-    case = replace(case, blocks=None)
+    case = replace(case, blocks=None)  # the whole loop, whatever the blocks are
     _loops(case)
     apply = _through(checkpoint_timesteps)
     return same_training(case, apply, alone=lambda model, sample: [])
@@ -181,7 +180,6 @@ def count_timesteps(
     Every timestep but those of the last chunk is recomputed once. With early stop the FLOPs may be
     fewer. Another implementation recomputes at most each timestep once.
     """
-    case = replace(case, blocks=None)
     expected = most = 0
     for loop in _loops(case):
         flops = loop.step_flops()
