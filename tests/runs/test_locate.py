@@ -62,8 +62,8 @@ class Pair(nn.Module):
         super().__init__()
         self.inner = nn.Linear(4, 4)
 
-    def forward(self, x, fault):
-        state = x @ self.inner.weight
+    def forward(self, x, fault, more=0.0):
+        state = x @ self.inner.weight + more
         if fault == "uncalled":
             state = WrongBackward.apply(state)
         return (WrongBackward.apply(state) if fault == "pair" else state).sin(), state
@@ -82,7 +82,8 @@ class Odd(nn.Module):
         hidden = self.mlp(self.norm(x))
         if self.fault == "own code":
             hidden = WrongBackward.apply(hidden)
-        hidden, _ = self.pair(hidden, self.fault)
+        more = [hidden] if self.fault == "one more" else []
+        hidden, _ = self.pair(hidden, self.fault, *more)
         hidden = self.shared(hidden)
         return self.shared(WrongBackward.apply(hidden) if self.fault == "shared" else hidden)
 
@@ -104,6 +105,8 @@ def odd_record(folder, fault):
         model = Odd(fault)
         if fault == "stale":
             model.norm.__class__ = Stale
+        if fault == "inserted":
+            model.mlp.insert(0, nn.Identity())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def closure():
@@ -127,6 +130,7 @@ stale     | forward   | model.norm        | another output buffer running_var
 own code  | backward  | model             | in its own code
 pair      | backward  | model.pair        | another gradient of output 1
 uncalled  | backward  | model.pair        | gradient of model.pair.inner.weight
+one more  | forward   | model.pair        | is given input 2 in one run alone and another output 0
 shared    | backward  | model             | another gradient of output 0 of model.shared
 clipped   | gradients | model.norm.weight | clipping or scaling
 """
@@ -141,6 +145,15 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     assert text in found.headline
     assert sum(one["kind"] == "loss" for one in pair[0]) == 6
     assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
+
+
+def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
+    found = locate(*[odd_record(tmp_path / name, name) for name in ("none", "inserted")])
+    assert found.is_equal, found
+    assert found.notes == [
+        "called in B alone: model.mlp.0 of B",
+        "renamed: model.mlp.0 is model.mlp.1 in B, model.mlp.1 is model.mlp.2 in B",
+    ]
 
 
 @pytest.mark.parametrize("fault", ["", "more modules", "renamed", "recompute"])

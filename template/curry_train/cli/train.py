@@ -110,7 +110,9 @@ def named_task(config: Config, case: Case) -> TrainingTask:
     """Build the model of a workload, and open the configured data for it."""
     workload = case.workload
     module = case.build()
-    samples = open_named_data(config.data, case, vocabulary=_vocabulary(module))
+    sizes = (one.num_embeddings for one in module.modules() if isinstance(one, nn.Embedding))
+    # Of the model's first embedding.
+    samples = open_named_data(config.data, case, vocabulary=next(sizes, None))
     dataset, dev = split_dev(samples, config.data.dev_fraction)
     return TrainingTask(
         workload.name,
@@ -151,12 +153,6 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
         )
     text = read_library_text()
     return Tokens([text], length=length, layout=layout, names=["the library's text"])
-
-
-def _vocabulary(module: nn.Module) -> int | None:
-    """Return the vocabulary size of the model's first embedding, None without one."""
-    tables = (layer.num_embeddings for layer in module.modules() if isinstance(layer, nn.Embedding))
-    return next(tables, None)
 
 
 # The command.

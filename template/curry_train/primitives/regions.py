@@ -347,8 +347,7 @@ def apply_regions(
         become(Regions, block)
     for name, module in inside.items():
         # A shared module has several names and is changed at the first.
-        is_changed = isinstance(module, Replayed)
-        if (name in named or _is_norm(module)) and not is_changed:
+        if (name in named or _is_norm(module)) and not isinstance(module, Replayed):
             become(Replayed, module, name if name in named else None)
     return list(found)
 

@@ -132,9 +132,9 @@ class BlockState:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = roots
-        self.states: dict[int, SimpleNamespace] = {}
+        self.states: dict[int, SimpleNamespace]
         # The block's own generators, and those it was called with, with their states.
-        self.generators: list[tuple[Generator, Tensor]] = []
+        self.generators: list[tuple[Generator, Tensor]]
         self.outside: list[Any] = []
         self.modes = function_modes()
 
@@ -259,7 +259,7 @@ def _put_back(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
     for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
         del own[name]
     for name, value in attributes.items():
-        if name not in TORCH_ATTRIBUTES and own.get(name) is not value:
+        if name not in TORCH_ATTRIBUTES:
             own[name] = value
 
 

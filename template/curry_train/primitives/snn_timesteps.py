@@ -133,7 +133,10 @@ class Collected:
         elif self.outputs != "stack":
             if self.kept:
                 output = tree_map(operator.add, self.kept.pop(), output)
-            elif any(_is_bool(leaf) for leaf in tree_leaves(output)):
+            elif any(
+                getattr(leaf, "dtype", type(leaf)) in (bool, torch.bool)
+                for leaf in tree_leaves(output)
+            ):
                 raise ValueError(
                     f"the {self.outputs} of truth values is not defined: return the output as "
                     "floating point"
@@ -156,10 +159,6 @@ class Collected:
             return leaves
         num_dims = leaves[0].dim()
         return torch.stack(leaves, dim=max(-num_dims - 1, min(self.time_dim, num_dims)))
-
-
-def _is_bool(leaf: Any) -> bool:
-    return isinstance(leaf, bool) or (isinstance(leaf, Tensor) and leaf.dtype == torch.bool)
 
 
 # Choose chunks of consecutive timesteps. Every chunk but the last is recomputed in backward, which

@@ -251,6 +251,8 @@ class Comparison:
         what = "has equal inputs"
         if given and given[0]["generator"] not in (given[1]["generator"], one["generator"]):
             what += ", draws from a random generator that differs,"
+        if given and (alone := given[0]["digests"].keys() ^ given[1]["digests"].keys()):
+            what = f"is given input {_listed(sorted(alone), most=1)} in one run alone"
         text = f"{_call(one)}{own} {what} and another output {_listed(names, most=1)}"
         return one["phase"], one["path"], one["call"], text
 
@@ -328,8 +330,9 @@ class Comparison:
                 path for path in dict.fromkeys(path for path, _ in own) if path not in known
             ]:
                 yield f"called in {name} alone: {_listed(alone)}"
-        if self.renamed:
-            yield f"renamed: {_listed([f'{a} is {b} in B' for b, a in self.renamed.items()])}"
+        names = [f"{a} is {b} in B" for b, a in self.renamed.items() if not a.endswith(" of B")]
+        if names:
+            yield f"renamed: {_listed(names)}"
 
     def _environment(self) -> list[str]:
         return list(_changes(settings_of(self.start[0]), settings_of(self.start[1]), ""))
@@ -466,12 +469,11 @@ def _calls(observations: Sequence[Observation]) -> list[tuple[str, str]]:
 
 
 def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
-    """Return the path in A for each path of B that A does not have, by class and order."""
+    """Return the path in A for each path of B that A does not have so, by class and order."""
     calls = [list(dict.fromkeys(_calls(one))) for one in (a, b)]
-    known = [{path for path, _ in one} for one in calls]
+    known = {*calls[0]} & {*calls[1]}
     names = [
-        [path if path in known[0] & known[1] else f"({kind})" for path, kind in one]
-        for one in calls
+        [path if (path, kind) in known else f"({kind})" for path, kind in one] for one in calls
     ]
     found = {}
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
@@ -480,7 +482,12 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
             path_a, path_b = calls[0][place_a + number][0], calls[1][place_b + number][0]
             if path_a != path_b:
                 found[path_b] = path_a
-    return found
+    # A layer that only B has moves the others on, and may have the path of one of A.
+    return found | {
+        path: f"{path} of B"
+        for path in dict(calls[1])
+        if path in found.values() and path not in found
+    }
 
 
 def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequence[Observation]:
