@@ -345,10 +345,6 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
 def _are_globs(value: Any) -> bool:
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return is_list and all(isinstance(glob, str) and glob for glob in value)
@@ -362,7 +358,10 @@ VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or _is_count(value),
         "a whole number from 1 up, or None to choose it by measured bytes",
     ),
-    float: (_is_size, "a number of MB from 0 up"),
+    float: (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,
+        "a number of MB from 0 up",
+    ),
     tuple[str, ...]: (_are_globs, "a list of globs over module names, such as ['layers.*']"),
 }
 
