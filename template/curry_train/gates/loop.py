@@ -612,12 +612,18 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
     kind = type(steps[0].optimizer).__name__
     last = steps[-1].place
     if len(steps) > 1 and not any(step.moved for step in steps):
-        hint = "give it the parameters of the model that is trained, and a learning rate"
+        hint = (
+            "give it the parameters of the model that is trained, and a learning rate; where your "
+            "code sets the rate, look at its first values"
+        )
         why = _why_nothing_moves(steps)
         measured = f"no parameter of {kind} moves: {why}, see {steps[0].place}"
         yield steps[0].origin, measured, hint
     elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
-        hint = "freeze parameters by requires_grad_(False) before the optimizer is made, if at all"
+        hint = (
+            "make the optimizer for the model that is trained now, after it is made anew, loaded "
+            "or frozen"
+        )
         yield last, f"no parameter of {kind} has a gradient any more", hint
     if len(steps) < FEWEST_STEPS:
         return
@@ -674,7 +680,7 @@ def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
             yield (
                 new.place,
                 "parameters are at this step what they were at the one before",
-                "make or load the model once, before the loop",
+                "make or load the model once, before the loop, and look at what copies into it",
             )
 
 
@@ -896,7 +902,10 @@ def mode(trace: Trace) -> Iterator[Fault]:
             continue
         is_left = one.module in in_training or not in_training
         if one.is_trained_on and not one.training and is_left:
-            hint = "call model.train() before training, and again after each evaluation"
+            hint = (
+                "call model.train() before training, and again after each evaluation; a method "
+                "train of your own calls super().train(mode)"
+            )
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
         # An input with a gradient is attacked.

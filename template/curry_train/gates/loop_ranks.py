@@ -70,7 +70,10 @@ def _faults(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iterator[Fau
                 yield steps[0]["input_place"], f"{sum(syncs)} syncs in a window", hint
         weights = [one["weights"] for one in steps]
         if None not in weights and len(set(weights)) > 1:
-            hint = "wrap the model in DistributedDataParallel and call the wrapper"
+            hint = (
+                "wrap the model in DistributedDataParallel and call the wrapper, or begin with the "
+                "same weights on all ranks and average all gradients"
+            )
             yield steps[0]["place"], "weights differ from rank to rank after the step", hint
         yield from _averaged(steps)
     inputs = [[step["inputs"] for step in rank] for rank in there]
