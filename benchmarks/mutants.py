@@ -47,9 +47,9 @@ ROOMS = {
     "runs": ["tests/runs", "tests/trainer"],
     "bench": ["tests/bench"],
 }
-# The compiler does not trace the function by which mutmut chooses a mutant, and modules with all
-# mutants have more lines than a copy may have.
-DESELECTED = "(bench or not compile) and not closures"
+# The compiler does not trace the function by which mutmut chooses a mutant, modules with all
+# mutants have more lines than a copy may have, and the copy has no project to begin with.
+DESELECTED = "(bench or not compile) and not closures and not test_project"
 COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
 CONFIGURATION = """
 [tool.mutmut]
