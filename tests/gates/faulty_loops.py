@@ -442,7 +442,7 @@ def seeded_in_each_epoch():
 
 def sampler_without_its_epoch():
     model, optimizer = started()
-    data = TensorDataset(torch.randn(16, 8), torch.randint(5, (16,)))
+    data = loader(16).dataset
     batches = DataLoader(data, 8, sampler=DistributedSampler(data, num_replicas=1, rank=0))
     for _ in range(8):
         fit(model, optimizer, batches)  # here: fetch
@@ -1006,7 +1006,7 @@ def rate_as_an_attribute():
 
 
 def weights_of_classes_drawn():
-    data = TensorDataset(torch.randn(64, 8), torch.randint(5, (64,)))
+    data = loader().dataset
     sampler = WeightedRandomSampler([1.0] * 5, 64)  # here
     fit(batches=DataLoader(data, 8, sampler=sampler))
 

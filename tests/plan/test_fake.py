@@ -130,15 +130,6 @@ def test_attention_uses_the_kernel_that_cuda_would():
     assert attend(torch.bfloat16, kernels="cpu")[1][0] == "flash_attention_for_cpu"
 
 
-def test_torchs_own_attention_module_uses_the_same_kernel():
-    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
-    with pretended(kernels="cuda"), Names() as names:
-        module = nn.MultiheadAttention(64, 4, batch_first=True, dtype=torch.bfloat16)
-        module(x, x, x, need_weights=False)
-    assert names.found == ["flash_attention"]
-    assert "built-in" in str(F.scaled_dot_product_attention)
-
-
 @pytest.mark.parametrize("entry", [F.rms_norm, torch.rms_norm])
 def test_rms_norm_keeps_its_input_and_a_number_for_each_row(entry):
     for kernels, kept in {"cuda": 2 * 96 * 64 + 4 * 96, "cpu": None}.items():
