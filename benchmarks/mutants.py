@@ -15,6 +15,7 @@ Two seconds a mutant on a core. A second run with the same folder goes on where 
 
 import argparse
 import collections
+import contextlib
 import os
 import random
 import re
@@ -47,6 +48,8 @@ ROOMS = {
     "runs": ["tests/runs", "tests/trainer"],
     "bench": ["tests/bench"],
 }
+# Tests of a room take up to six minutes.
+MOST_ROOM_SECONDS = 1200
 # The compiler does not trace the function by which mutmut chooses a mutant, modules with all
 # mutants have more lines than a copy may have, and the copy has no project to begin with.
 DESELECTED = "(bench or not compile) and not closures and not test_project"
@@ -118,12 +121,27 @@ def run_mutmut(folder: Path, *words: str, minutes: float | None = None) -> str:
 
 
 def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
-    """Run the tests of the room of a mutant's module until one fails with it."""
+    """Run the tests of the room of a mutant's module until one fails, or hangs, with it."""
     tests = ROOMS[name.split(".")[1]]
     words = [sys.executable, "-m", "pytest", "-x", "-k", DESELECTED, *tests]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MUTANT_UNDER_TEST": mutant}
-    ended = subprocess.run(words, cwd=folder / "mutants", env=environment, capture_output=True)
-    return ended.returncode != 0
+    process = subprocess.Popen(
+        words,
+        cwd=folder / "mutants",
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        return process.wait(MOST_ROOM_SECONDS) != 0
+    except subprocess.TimeoutExpired:
+        return True
+    finally:
+        # Processes that the tests have left, too.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
