@@ -685,9 +685,11 @@ def physics():
 
 def tensors_alone():
     weight, bias = torch.zeros(8, 5, requires_grad=True), torch.zeros(5, requires_grad=True)
-    optimizer = torch.optim.SGD([weight, bias], 0.1)
+    optimizer = torch.optim.SGD([weight], 0.1)
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(inputs @ weight + bias, labels))
+        bias.data -= bias.grad
+        bias.grad.zero_()
 
 
 def ensemble_by_vmap():

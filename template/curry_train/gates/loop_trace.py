@@ -1000,7 +1000,8 @@ class Observer:
         self.trace.made[id(one)] = Event(lines, False)
 
     def _set(self, call: Call, one: Optimizer, name: str, value: Any) -> None:
-        if name == "lr" and type(one).__module__.startswith("torch."):
+        is_torchs = type(one).__module__.startswith("torch.")
+        if name == "lr" and is_torchs and value not in _rates(one):
             hint = 'set group["lr"] of each group in optimizer.param_groups'
             self.fault("schedule", users_line(), "a rate that the optimizer does not read", hint)
         call(one, name, value)
@@ -1087,7 +1088,8 @@ class Observer:
         self.num_made[key] += 1
         self.growth.count(self.num_steps_made)
         if self.num_made[key] == FEWEST_STEPS:
-            # The gradient of a tensor that no optimizer has is added to in each step.
+            # To the gradient of a tensor that no optimizer has each backward call adds, and nothing
+            # sets it to 0, as where the user changes it by hand.
             self.living |= {
                 id(one): f"a {type(one).__name__.lower()} of shape {list(one.shape)}"
                 for one in _living(Tensor)
@@ -1095,7 +1097,11 @@ class Observer:
                 and one.grad is not None
                 and (
                     isinstance(one, nn.Parameter)
-                    or (one._version == 0 < one.grad._version - 1 and id(one) not in self.leaves)
+                    or (
+                        one._version == 0
+                        and 1 < one.grad._version < len(self.trace.of(Backward))
+                        and id(one) not in self.leaves
+                    )
                 )
             }
         if self._is_enough(self.num_made[key]):
@@ -1149,11 +1155,11 @@ class Observer:
 
     def _probe_samples(self, forward: Forward) -> None:
         """Look for layers that take the samples of a batch for the steps of a sequence."""
-        layers = (nn.RNNBase, nn.MultiheadAttention)
-        given = next(_tensors(self.given), None)
+        tensors = [*_tensors(self.given)]
         call = self.last(LossCall)
-        if given is None or call is None or call.columns is None:
+        if not tensors or call is None or call.columns is None:
             return
+        given = tensors[0]
         # Of equal sizes, and of a batch of one, it is not known which one is the batch.
         is_known = given.shape[1] not in (1, len(given))
         if not (is_known and (given is forward.tokens or given.dim() > 2)):
@@ -1165,13 +1171,15 @@ class Observer:
             return
         if _differ(outputs[1:], others[1:]):
             if any(
-                isinstance(one, layers) and not one.batch_first for one in forward.module.modules()
+                isinstance(one, nn.RNNBase | nn.MultiheadAttention) and not one.batch_first
+                for one in forward.module.modules()
             ):
                 measured = "the outputs of a sample change with the other samples of the batch"
                 hint = "give the layer batch_first=True, or a tensor with time first"
                 self.fault("targets", forward.place, measured, hint)
-        # With an input more the first sample is another one than the last.
-        elif len([*_tensors(self.given)]) == 1 and _differ(outputs[-1], others[0]):
+        # With an input more the first sample is another one than the last, and sums in half
+        # precision may depend on the place.
+        elif len(tensors) == 1 and outputs.itemsize > 2 and _differ(outputs[-1], others[0]):
             measured = "the outputs of a sample change with its place in the batch"
             hint = "add codes of positions along the sequence: codes[:x.size(1)] with batch first"
             self.fault("targets", forward.place, measured, hint)

@@ -424,12 +424,10 @@ def _first_difference(
     return len(found) - 1, max(found, key=lambda parity: parity.worst)
 
 
-def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None, **options: Any) -> list[str]:
-    """Put torch's own checkpoint around each block, and return their names."""
-    found = find_blocks(model, blocks)
-    for block in found.values():
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, **options)
-    return list(found)
+def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None) -> None:
+    """Put torch's own checkpoint around each block."""
+    for block in find_blocks(model, blocks).values():
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 _by_torch = on_blocks(checkpoint_by_torch)
