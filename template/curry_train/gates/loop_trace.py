@@ -808,10 +808,12 @@ class Observer:
         # In the first steps an average may follow the weights.
         is_most = self.num_steps_made >= FEWEST_STEPS and MOST_OF_AVERAGE < newest < 1
         for other in _tensors(args) if is_average and is_plain(one) else ():
-            if not is_plain(other) or not (is_most or one.is_set_to(other)):
-                continue
             # Another model may share what is frozen.
-            if any(map(other.is_set_to, filter(is_plain, self._of_roots(trained=True)))):
+            if (
+                is_plain(other)
+                and (is_most or one.is_set_to(other))
+                and any(map(other.is_set_to, filter(is_plain, self._of_roots(trained=True))))
+            ):
                 measured = "weights are averaged with, or copied from, themselves"
                 hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
                 if not one.is_set_to(other):
@@ -1000,8 +1002,7 @@ class Observer:
         self.trace.made[id(one)] = Event(lines, False)
 
     def _set(self, call: Call, one: Optimizer, name: str, value: Any) -> None:
-        is_torchs = type(one).__module__.startswith("torch.")
-        if name == "lr" and is_torchs and value not in _rates(one):
+        if name == "lr" and type(one).__module__.startswith("torch.") and value not in _rates(one):
             hint = 'set group["lr"] of each group in optimizer.param_groups'
             self.fault("schedule", users_line(), "a rate that the optimizer does not read", hint)
         call(one, name, value)
@@ -1161,12 +1162,10 @@ class Observer:
             return
         given = tensors[0]
         # Of equal sizes, and of a batch of one, it is not known which one is the batch.
-        is_known = given.shape[1] not in (1, len(given))
-        if not (is_known and (given is forward.tokens or given.dim() > 2)):
+        if given.shape[1] in (1, len(given)) or not (given is forward.tokens or given.dim() > 2):
             return
         # A recurrent layer sees no later steps.
-        other = torch.cat([given[-1:], given[1:]])
-        outputs, others = self._outputs(forward.module, given, other)
+        outputs, others = self._outputs(forward.module, given, torch.cat([given[-1:], given[1:]]))
         if outputs.shape[:1] != given.shape[:1]:
             return
         if _differ(outputs[1:], others[1:]):
