@@ -481,10 +481,10 @@ def cache_of_outputs():
 def hook_in_each_step():
     model = classifier()
 
-    def update():
-        model[0].register_forward_hook(lambda *_: None)  # here
+    def hook(*_):
+        pass
 
-    fit(model, None, loader(200), after=update)
+    fit(model, None, loader(200), after=lambda: model[0].register_forward_hook(hook))  # here
 
 
 def callback_that_keeps_activations():
@@ -609,21 +609,15 @@ def maximized():
 
 def schedule_made_in_each_step():
     model, optimizer = started()
-
-    def update():
-        torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100).step()  # here
-
-    fit(model, optimizer, after=update)
+    make = torch.optim.lr_scheduler.CosineAnnealingLR
+    fit(model, optimizer, after=lambda: make(optimizer, 100).step())  # here
 
 
 def rate_set_over_the_schedule():
     model, optimizer = started()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-
-    def update():
-        optimizer.param_groups[0]["lr"] = 1e-2
-
-    fit(model, optimizer, schedule=schedule, after=update)  # here: schedule
+    group = optimizer.param_groups[0]
+    fit(model, optimizer, schedule=schedule, after=lambda: group.update(lr=1e-2))  # here: schedule
 
 
 def clipped_to_nothing():
@@ -1006,9 +1000,8 @@ def rate_as_an_attribute():
 
 
 def weights_of_classes_drawn():
-    data = loader().dataset
     sampler = WeightedRandomSampler([1.0] * 5, 64)  # here
-    fit(batches=DataLoader(data, 8, sampler=sampler))
+    fit(batches=DataLoader(loader().dataset, 8, sampler=sampler))
 
 
 def rate_of_zero_after_a_warm_up():

@@ -887,6 +887,12 @@ def time_first():
     fit(Layers(nn.LSTM(16, 16), time=1), None, sequences())
 
 
+def refuses_to_be_evaluated():
+    model = Layers(nn.Identity(), time=1)
+    model.register_forward_pre_hook(lambda one, _: None if one.training else 1 / 0)
+    fit(model, None, sequences())
+
+
 def samples_that_see_each_other():
     fit(AmongSamples())
 

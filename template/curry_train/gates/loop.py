@@ -991,7 +991,7 @@ def data(trace: Trace) -> Iterator[Fault]:
         if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) < number:
             measured = f"of {number} samples only the first {len(sampler.weights)} are drawn"
             hint = "give it a weight for each sample: weights[labels]"
-            yield "".join(trace.places("WeightedRandomSampler\\(")[:1]), measured, hint
+            yield [*trace.places("WeightedRandomSampler\\("), several[0].place][0], measured, hint
     yield from _other_batches(trace)
     windows = [[one.digests for one in window.forwards] for window in trace.windows]
     windows = [one for one in windows if any(one)]

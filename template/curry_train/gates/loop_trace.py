@@ -67,8 +67,8 @@ MOST_SMALL = 10**6
 MOST_NAMES = 2
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
-# What is the same in so many steps stays so. After them a parameter that is in no optimizer is
-# looked for: it may be gone at the end of the loop.
+# Steps after which a loop counts as one that always does the same. Parameters in no optimizer are
+# looked for then, because they may be gone at the end of the loop.
 FEWEST_STEPS = 3
 # A larger share of an average that the newest weights have is one by mistake.
 MOST_OF_AVERAGE = 0.9
@@ -517,7 +517,7 @@ class Observer:
         self.before_digest = 0.0
         # Leaves that models were given and that get a gradient, in this window.
         self.inputs: list[weakref.ref[Tensor]] = []
-        # What models were given was computed from these, by id.
+        # Leaves from which an input of a model was computed, by id.
         self.leaves = set[int]()
         # The scale of each loss that a scaler returned.
         self.scales: Any = WeakIdKeyDictionary()
@@ -1120,9 +1120,11 @@ class Observer:
         ):
             return
         self.probed.append(forward.module)
-        if forward.tokens is not None:
-            self._probe_tokens(forward, forward.tokens)
-        self._probe_samples(forward)
+        # A model may refuse to run in eval mode.
+        with contextlib.suppress(Exception):
+            if forward.tokens is not None:
+                self._probe_tokens(forward, forward.tokens)
+            self._probe_samples(forward)
 
     def _probe_tokens(self, forward: Forward, tokens: Tensor) -> None:
         """Look for outputs that change with a later token or with padding."""
@@ -1162,7 +1164,7 @@ class Observer:
             return
         given = tensors[0]
         # Of equal sizes, and of a batch of one, it is not known which one is the batch.
-        if given.shape[1] in (1, len(given)) or not (given is forward.tokens or given.dim() > 2):
+        if not (given is forward.tokens or given.dim() > 2) or given.shape[1] in (1, len(given)):
             return
         # A recurrent layer sees no later steps.
         outputs, others = self._outputs(forward.module, given, torch.cat([given[-1:], given[1:]]))
