@@ -116,4 +116,6 @@ clean:  ## remove .venv and the caches
 .venv/.dev: .venv/.run
 	@echo "installing what the tests need into .venv"
 	@$(PYTHON) $(PIP_INSTALL) '.[dev]'
+	@# Compile once what each worker of the tests would compile for itself.
+	@PYTEST_ADDOPTS= $(PYTHON) -m pytest --collect-only --numprocesses=0 >/dev/null || true
 	@touch $@

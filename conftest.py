@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/core/test_measure.py`.
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +63,16 @@ def pair_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         yield dist.new_group([0, 1])
     finally:
         dist.destroy_process_group()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long and shows nearly the same as another test: `make long` runs it."""
+    lines = (Path(__file__).parent / "tests" / "long.txt").read_text().splitlines()
+    names = tuple(line for line in lines if not line.startswith("#"))
+    for item in items:
+        if item.nodeid.startswith(names):
+            item.add_marker("long")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -69,7 +69,6 @@ def test_what_an_h200_reserved_is_predicted_from_shapes():
     assert found["allocated_bytes"] == pytest.approx(measured["allocated_bytes"], rel=1e-5)
 
 
-@pytest.mark.long
 def test_every_record_is_written_at_toy_size(tmp_path):
     assert evidence_cuda.main(["--dry-run", "--folder", str(tmp_path)]) == 0
     written = {path.stem for path in tmp_path.glob("*.json")}

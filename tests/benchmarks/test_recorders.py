@@ -52,7 +52,6 @@ SMALLEST = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", SMALLEST)
 def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     words, figures = SMALLEST[name]

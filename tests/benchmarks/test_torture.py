@@ -33,7 +33,6 @@ def run(*words):
     return done.returncode, json.loads(done.stdout)
 
 
-@pytest.mark.long
 def test_kills_and_signals_lose_nothing():
     only = ("kills.at_each_change", "signals.one_rank")
     status, found = run("--signals", "2", "--every", "60", "--only", *only)
@@ -42,7 +41,6 @@ def test_kills_and_signals_lose_nothing():
     assert found["signals"]["total"] >= 1
 
 
-@pytest.mark.long
 def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():
     only = ("kills.two_ranks", "kills.three_ranks", "signals.two_ranks", "signals.three_ranks")
     status, found = run("--kills", "8", "--signals", "8", "--only", "kills.one_rank", *only)

@@ -5,7 +5,6 @@ python -m pytest tests/benchmarks/test_torture_peers.py
 
 import json
 
-import pytest
 import torch
 from tree import ROOT
 
@@ -30,7 +29,6 @@ class InPlace(Peer):
         return torch.load(path, weights_only=False)
 
 
-@pytest.mark.long
 def test_ours_survives_a_short_torture(tmp_path):
     peer = prepared("ours")
     kills = kill_many(peer, tmp_path, 2)
@@ -39,7 +37,6 @@ def test_ours_survives_a_short_torture(tmp_path):
     assert flips == {"flips": 8, "found": 8, "harmless": 0, "silent": 0}
 
 
-@pytest.mark.long
 def test_what_a_careless_library_loses_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(torture_peers, "FULL_PARTS", (0.0, 0.3, 0.9))
     flips = flip_many(InPlace(), tmp_path / "flips", 6)

@@ -33,7 +33,6 @@ SHORT_GATES = [
 
 # Libraries warn about what they still use of torch.
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.long
 @pytest.mark.parametrize("name", SHORT)
 def test_no_gate_fails_on_a_model_of_another_library(name):
     case = Case(load_workload(f"{MODELS}:{name}"))

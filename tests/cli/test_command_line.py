@@ -235,16 +235,11 @@ with saving(model, optimizer, runs="run", rollback_every=1, box=True) as run:
         run.step(loss=loss)
 """
 
-SLOW_EXAMPLES = {("bench",), ("runs", "spike-check"), ("runs", "resume-check"), ("train",)}
-SLOW_EXAMPLES |= {("plan",), ("preflight",), ("runs", "replay"), ("validate",)}
-
 
 def example_cases():
     for path in ALL_PAGES:
-        marks = [pytest.mark.long] if path in SLOW_EXAMPLES else []
-        if isinstance(command_at(path), click.Group):
-            continue
-        yield pytest.param(path, id=" ".join(path), marks=marks)
+        if not isinstance(command_at(path), click.Group):
+            yield pytest.param(path, id=" ".join(path))
 
 
 @pytest.mark.parametrize("path", list(example_cases()))

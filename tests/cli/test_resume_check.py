@@ -112,7 +112,6 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(
     assert any(line.startswith("  scheduler: rate 0.000291, not 0.00026") for line in lines)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path, monkeypatch):
@@ -123,7 +122,6 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path,
     assert lines[1].startswith(f"NOT equal, {part}: ")
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("program", "words", "lacks"),
@@ -178,7 +176,6 @@ with saving(model, optimizer, runs="run", rollback_every=2) as run:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.long
 def test_generators_that_are_left_alone_need_no_seed_in_a_closure(tmp_path, monkeypatch, capfd):
     words = ("--script", "program.py")
     status, lines, found = checked(monkeypatch, tmp_path, SEEDED_IN_TORCH_ALONE, *words)

@@ -99,7 +99,6 @@ def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monk
     assert "young" in call("list")[1]
 
 
-@pytest.mark.long
 def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
     monkeypatch.setattr(sys, "executable", warm_python())

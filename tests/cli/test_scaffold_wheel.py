@@ -145,10 +145,7 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
 
 @pytest.mark.parametrize(
     "chosen",
-    [
-        "-k 'sigterm or wrong_word'",
-        pytest.param("", marks=pytest.mark.long, id="all"),
-    ],
+    ["-k 'sigterm or wrong_word'", ""],
 )
 def test_project_passes_its_own_tests_without_the_bundle(environment, installed, chosen):
     ran = shell(f'make test PYTHON={environment}/bin/python ARGS="{chosen}"', cwd=installed)
@@ -156,7 +153,6 @@ def test_project_passes_its_own_tests_without_the_bundle(environment, installed,
     assert " passed" in ran.stdout
 
 
-@pytest.mark.long
 def test_make_train_creates_the_environment_once_and_trains(environment, clone, tmp_path):
     assert scaffold(clone, "new", "run", cwd=tmp_path).returncode == 0
     project = tmp_path / "run"
@@ -173,7 +169,6 @@ def test_make_train_creates_the_environment_once_and_trains(environment, clone, 
     assert "pip install" not in shell("make --dry-run train", cwd=project, **offline).stdout
 
 
-@pytest.mark.long
 def test_owned_project_passes_its_own_tests_without_the_package(environment, clone, tmp_path):
     assert scaffold(clone, "new", "run", "--own", cwd=tmp_path).returncode == 0
     here = "Path(curry_train.__file__).parents[1] == Path(__file__).parent"

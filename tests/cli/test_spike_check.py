@@ -84,9 +84,7 @@ def other_samples(run, monkeypatch):
     monkeypatch.setattr(run.stream, "skip", lambda start, stop: original(start, stop + 16))
 
 
-@pytest.mark.parametrize(
-    "fault", [no_rollback, pytest.param(other_samples, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("fault", [no_rollback, other_samples])
 def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
     original = check.train_run
 

@@ -58,7 +58,6 @@ def test_the_cases_of_a_skill_are_found_in_a_plugin(executable, tmp_path):
     assert graded == {"skill-fired": False, "keeps-train-py-api": True}, output
 
 
-@pytest.mark.long
 def test_every_case_loads_and_one_that_does_not_is_noticed(executable, tmp_path):
     bundle = evals.build_arm("whole", tmp_path / "bundle")
     for case in evals.cases():

@@ -106,7 +106,6 @@ def test_graders_of_one_case_pass_and_fail(quick_record):
     assert_graders_judge(QUICK, quick_record[2])
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)  # the first of them waits for all gradings
 @pytest.mark.parametrize("name", CASES)
 def test_graders_of_all_cases_pass_and_fail(name, record):
@@ -177,7 +176,6 @@ def test_attempts_show_twelve_of_twenty_cases_to_be_hard():
     assert len(shown) >= 12
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", HARD)
 def test_the_commands_of_a_hard_case_solve_it(name, tmp_path):
@@ -222,7 +220,6 @@ def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it(name):
     assert written == varying_training.trained(name).snapshot()
 
 
-@pytest.mark.long
 def test_the_large_snapshot_is_the_one_of_the_program_that_wrote_it():
     training = varying_training.keeping()
     required = constants("memory-plan-large-snapshot")

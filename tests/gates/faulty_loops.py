@@ -593,6 +593,30 @@ def matrices_of_zeros_multiplied():
     low_rank(nn.init.zeros_)  # here: sample
 
 
+def factor_of_zero():
+    low_rank(factor=0)  # here: sample
+
+
+def buffer_kept_without_a_copy():
+    model, optimizer = started()
+    buffer = torch.zeros(8)
+    kept = [buffer] * 4
+    for _ in range(20):
+        kept.append(buffer.copy_(torch.randn(8)))
+        rows = torch.stack(kept[-4:])
+        step(optimizer, model(rows).square().mean())  # here
+
+
+class OfTheFirst(Language):
+    def forward(self, tokens):
+        return super().forward(tokens)[:, 0]
+
+
+def first_token_alone():
+    batches = [(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)]
+    fit(OfTheFirst(), None, batches)  # here: sample
+
+
 def same_weights_everywhere():
     model = classifier()
     for layer in (model[0], model[3]):
@@ -1042,7 +1066,7 @@ FAULTY = {
     ],
     "moves": [
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
-        hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied,
+        hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied, factor_of_zero,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
         loss_of_no_weight, average_of_itself, average_of_the_newest,
@@ -1065,7 +1089,7 @@ FAULTY = {
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
-        positions_over_the_batch,
+        positions_over_the_batch, first_token_alone,
         label_among_the_inputs, targets_as_inputs,
     ],
     "mode": [
@@ -1073,7 +1097,7 @@ FAULTY = {
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
     ],
     "data": [
-        seeded_in_each_epoch, sampler_without_its_epoch, one_sample,
+        seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,
     ],

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import random
 from collections import deque
 
 import torch
@@ -178,7 +179,7 @@ def early_stop_and_curriculum():
             break
 
 
-def low_rank(begin=nn.init.normal_):
+def low_rank(begin=nn.init.normal_, factor=1):
     class Adapter(nn.Module):
         def __init__(self, layer):
             super().__init__()
@@ -189,7 +190,7 @@ def low_rank(begin=nn.init.normal_):
             nn.init.zeros_(self.up.weight)
 
         def forward(self, inputs):
-            return self.layer(inputs) + self.up(self.down(inputs))
+            return self.layer(inputs) + factor * self.up(self.down(inputs))
 
     model = classifier()
     model[0] = Adapter(model[0])
@@ -1227,6 +1228,35 @@ class Doubled(nn.Module):
         return inputs.clone().add_(inputs)
 
 
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 5))
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def several_models_on_the_same_samples():
+    model, optimizer = started(Several())
+    for inputs, labels in loader():
+        logits = model(inputs.expand(3, -1, -1))
+        step(optimizer, F.cross_entropy(logits.flatten(0, 1), labels.repeat(3)))
+
+
+def the_same_numbers_in_place_of_data():
+    fit(batches=[(torch.ones(4, 8), torch.randint(5, (4,))) for _ in range(8)])
+
+
+class Drawn(Language):
+    def forward(self, tokens):
+        return super().forward(tokens).mean(1) * random.random()
+
+
+def random_numbers_of_python_in_the_model():
+    fit(Drawn(), batches=[(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)])
+
+
 def compared_with_centers():
     centers = torch.arange(8.0)
     fit(classifier(classes=1), loss=lambda one, _: (one - centers).abs().mean())
@@ -1249,5 +1279,6 @@ HEALTHY = [
     for name, one in list(globals().items())
     if callable(one)
     and one.__module__ == __name__
-    and name not in ("short", "step", "TimeFirst", "Tagger", "Doubled")
+    and name not in ("short", "step")
+    and not isinstance(one, type)
 ]

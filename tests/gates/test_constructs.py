@@ -66,7 +66,7 @@ NEED_NOT_APPLY = {
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
 }
 # Most causes are among these forms; the others run with the long tests.
-IN_ALL = {"compiled_blocks", "every_second", "sparse"}
+IN_ALL = {"compiled_blocks", "sparse"}
 ON_RANKS = {"communicates"}
 
 
@@ -118,7 +118,6 @@ def test_a_gate_of_each_technique_holds_or_does_not_apply_for_a_cause(name):
     assert any(verdict.passed for verdict in verdicts_on(name, gates.values()))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", CONSTRUCTS)
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_all_gates_hold_or_do_not_apply_for_a_cause(name):

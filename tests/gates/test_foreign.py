@@ -50,12 +50,6 @@ RIGHT = [
     ("SpikeWatchdog=foreign_loss_spike:MedianWatchdog", "mlp", []),
 ]
 
-# Second ways to write the same, and second models, for `make long`.
-VARIANTS = {
-    *("by_reentrant_checkpoint", "by_wrapper", "by_reentrant_transformers", "on_pinned_cpu"),
-    *("by_offload_wrapper", "every_second_product", "in_nested_chunks", "with_clipping"),
-}
-
 
 def verdicts_of(text, case):
     given = load_implementation(text)
@@ -68,18 +62,7 @@ def verdicts_of(text, case):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize(
     ("text", "model", "left_out"),
-    [
-        pytest.param(
-            *row,
-            marks=[pytest.mark.long]
-            * (
-                row[0].partition(":")[2] in VARIANTS
-                or row[0] in {one for one, *_ in RIGHT[:number]}
-            ),
-            id=f"{row[0]}-{number}",
-        )
-        for number, row in enumerate(RIGHT)
-    ],
+    [pytest.param(*row, id=f"{row[0]}-{number}") for number, row in enumerate(RIGHT)],
 )
 def test_a_right_implementation_passes_every_gate_that_applies(text, model, left_out):
     verdicts = verdicts_of(text, case_of(model))
@@ -95,11 +78,10 @@ WRONG = [
     (f"{LOSSES}by_torch_with_ignored_targets", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
     (f"{LOSSES}by_kept_chunks", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
     (f"{LOSSES}by_mean_of_means", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
-    pytest.param(
+    (
         "plan=foreign_memory_plan:plan_without_generators",
         LANGUAGE_MODEL,
         "memory-plan/parity-plan",
-        marks=pytest.mark.long,
     ),
 ]
 

@@ -26,15 +26,8 @@ NOT_ON = {
 assert set(NOT_ON) == set(BUILTIN_WORKLOADS)
 
 
-def models_and_techniques():
-    """Yield all pairs; those that take long or mostly do not apply are for `make long`."""
-    for name in NOT_ON:
-        for technique in TECHNIQUES:
-            always = name == "transformer" or (name, technique) == ("snn", "snn-timesteps")
-            yield pytest.param(name, technique, marks=[] if always else [pytest.mark.long])
-
-
-@pytest.mark.parametrize(("name", "technique"), list(models_and_techniques()))
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("name", NOT_ON)
 def test_gates_hold_on_built_in_models(name, technique):
     # Two layers show the same as four.
     case = Case(load_workload(f"shrink=2:{name}" if name == "transformer" else name))
@@ -51,44 +44,20 @@ SLOW_GATES = ("recompute/budget", "memory-plan/estimate", "memory-plan/fits")
 SLOW_GATES += ("memory-plan/parity-plan",)
 
 
-@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_no_gate_fails_with_dropout_in_half_precision(device, technique, slow):
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_no_gate_fails_with_dropout_in_half_precision(device, technique, length):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     case = Case(CASES["dropout"], device=torch.device(device), dtype=torch.bfloat16)
     for gate in discover([technique]):
-        if not gate.name.endswith("two-ranks") and slow is (gate.name in SLOW_GATES):
+        if not gate.name.endswith("two-ranks") and (length == "long") is (gate.name in SLOW_GATES):
             verdict = gate.run(case)
             assert verdict.passed is not False, verdict
 
 
-# Second faults of a gate, whose checks take long.
-LONG_FAULTS = {
-    "checkpoint-policy.two-ranks-moments-of-one",
-    "memory-plan.estimate-optimizer-state",
-    "memory-plan.plan-parity-detached",
-    "recompute.budget-detached",
-    "recompute.budget-other-draws",
-    "recompute.offload-parity-shifted",
-    "recompute.same-steps-statistics-twice",
-    "recompute.two-ranks-synced-again",
-    "sac.policy-parity-draws-again",
-    "snn-timesteps.memory-other-chunks",
-    "snn-timesteps.parity-detaches-the-state",
-    "snn-timesteps.parity-draws-again",
-    "snn-timesteps.parity-drops-the-rest",
-}
-
-
-@pytest.mark.parametrize(
-    "saboteur",
-    [
-        pytest.param(one, id=str(one), marks=[pytest.mark.long] * (str(one) in LONG_FAULTS))
-        for one in faults()
-    ],
-)
+@pytest.mark.parametrize("saboteur", faults(), ids=str)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_planted_fault_is_caught(saboteur):

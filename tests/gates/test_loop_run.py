@@ -388,18 +388,13 @@ PROGRAMS = [
     (ACCELERATE, "clipped", {"loop/clipping"}),
     (ACCELERATE, "bare", {"loop/zeroed", "loop/accumulation"}),
 ]
-LONG = ("eval_mode", "head_alone", "probabilities", "divided")
 NAMES = {HUGGING_FACE: "Trainer", LIGHTNING: "Lightning", ACCELERATE: "Accelerate"}
 
 
 @pytest.mark.parametrize(
     ("source", "kind", "expected"),
     [
-        pytest.param(
-            *(source, kind, expected),
-            marks=[pytest.mark.long] * (kind in LONG),
-            id=f"{NAMES[source]}-{kind}",
-        )
+        pytest.param(source, kind, expected, id=f"{NAMES[source]}-{kind}")
         for source, kind, expected in PROGRAMS
     ],
 )
@@ -555,9 +550,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGTERM]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
     Path("changing.py").write_text(CHANGING)
     before = files(folder)

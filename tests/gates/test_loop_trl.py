@@ -32,7 +32,6 @@ FAILED = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", FAILED)
 def test_a_trainer_of_trl_is_checked(tmp_path, monkeypatch, name):
     pytest.importorskip("trl", reason=REASON)

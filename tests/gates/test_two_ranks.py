@@ -22,7 +22,7 @@ GATES = {
 
 @pytest.mark.parametrize(
     "gate",
-    ["recompute/two-ranks", pytest.param("checkpoint-policy/two-ranks", marks=pytest.mark.long)],
+    ["recompute/two-ranks", "checkpoint-policy/two-ranks"],
 )
 def test_gates_hold_in_half_precision(gate):
     verdict = GATES[gate].run(Case(load_workload("shrink=2:transformer"), dtype=torch.bfloat16))

@@ -166,7 +166,7 @@ def close(found, expected):
     return all(map(torch.allclose, found, expected))
 
 
-@behaviour("the whole model is compiled", is_long=True)
+@behaviour("the whole model is compiled")
 def whole_model(change):
     plain, changed = pair(change, depth=2)
     torch._dynamo.reset()

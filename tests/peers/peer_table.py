@@ -128,7 +128,6 @@ class Behaviour:
     # By lever; `torch` is `torch.utils.checkpoint.checkpoint` around each block.
     outcomes: dict[str, Outcome]
     # Takes seconds, so `make long` runs it.
-    is_long: bool = False
     # Runs on two ranks, in one start for all levers.
     on_ranks: bool = False
 
@@ -141,7 +140,6 @@ def behaviour(
     *,
     every=HOLDS,
     torch=HOLDS,
-    is_long=False,
     on_ranks=False,
     **outcomes,
 ):
@@ -149,7 +147,7 @@ def behaviour(
 
     def register(run):
         cells = {**dict.fromkeys(LEVERS, every), **outcomes, "torch": torch}
-        BEHAVIOURS.append(Behaviour(name, run, cells, is_long, on_ranks))
+        BEHAVIOURS.append(Behaviour(name, run, cells, on_ranks))
         return run
 
     return register

@@ -31,11 +31,7 @@ ERRORS = (
     TypeError,
     ValueError,
 )
-IN_ONE_PROCESS = [
-    pytest.param(one, id=one.name, marks=[pytest.mark.long] if one.is_long else [])
-    for one in BEHAVIOURS
-    if not one.on_ranks
-]
+IN_ONE_PROCESS = [pytest.param(one, id=one.name) for one in BEHAVIOURS if not one.on_ranks]
 
 
 def error_of(behaviour, change):

@@ -235,8 +235,8 @@ def test_optimizer_state_by_arithmetic():
     "make",
     [
         lambda: named("unused"),
-        pytest.param(lambda: transformer(depth=2), marks=pytest.mark.long),
-        pytest.param(lambda: BUILTIN_WORKLOADS["resnet"](), marks=pytest.mark.long),
+        lambda: transformer(depth=2),
+        lambda: BUILTIN_WORKLOADS["resnet"](),
     ],
 )
 def test_a_microstep_with_existing_gradients_is_exact(make):

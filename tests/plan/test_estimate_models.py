@@ -137,7 +137,7 @@ SKIPPING = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("opt", marks=pytest.mark.long), "kept by chance"])
+@pytest.mark.parametrize("name", ["opt", "kept by chance"])
 def test_skipped_layers_are_planned_as_if_they_always_ran(name):
     skips, runs_all = SKIPPING[name]
     real = measured(runs_all(), SIZE)

@@ -115,7 +115,6 @@ def test_an_embedding_bag_has_the_storages_of_its_kernel(mode):
         assert compare(F.embedding_bag, (words, table), weighted) is None
 
 
-@pytest.mark.long
 def test_every_operation_of_the_database_has_the_storages_that_shapes_give():
     from torch.testing._internal.common_methods_invocations import op_db
 

@@ -256,9 +256,7 @@ FITTED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["twice", pytest.param("six times", marks=pytest.mark.long), "values"]
-)
+@pytest.mark.parametrize("name", ["twice", "six times", "values"])
 def test_the_least_peak_that_is_named_and_all_above_it_are_planned(name):
     made = {"global_batch": MICRO, "microbatch": MICRO}
     with Planner(FITTED[name](), without=(SAC_KIND,)) as planner:

@@ -242,7 +242,6 @@ needs_cpp = pytest.mark.skipif(
 )
 
 
-@pytest.mark.long
 @needs_cpp
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_inductor_draws_once_at_zero_and_torchs_own_setting_draws_again(device):
@@ -282,7 +281,6 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 """
 
 
-@pytest.mark.long
 @needs_cpp
 def test_the_compilers_cache_distinguishes_budgets_across_processes(tmp_path):
     environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "template")}

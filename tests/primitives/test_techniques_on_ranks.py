@@ -110,7 +110,6 @@ def budget_on_this_rank():
     )
 
 
-@pytest.mark.long
 def test_two_ranks_have_the_same_gradients_with_a_memory_budget():
     for found in run_on_ranks(f"{__file__}:budget_on_this_rank"):
         assert [figures["differences"] for figures in found.values()] == [[0.0], [0.0]]

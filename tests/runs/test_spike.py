@@ -48,7 +48,6 @@ def test_sound_loss_curves_raise_no_false_alarm(shape, noise):
         assert alarms(noisy(seed, HEALTHY[shape], noise=noise)) == []
 
 
-@pytest.mark.long
 def test_no_false_alarm_over_many_small_trainings_and_every_planted_spike_in_time():
     """Use trainings that are not too easy: a patience of one raises false alarms."""
     found = spike_runs.measure(100, 12)

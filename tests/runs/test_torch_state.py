@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
     pytest.mark.filterwarnings("ignore:.*_get_pg_default_device"),
 ]

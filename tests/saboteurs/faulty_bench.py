@@ -29,8 +29,9 @@ def one_standard_error(ours, theirs):
     return Ratio(middle, middle - error, middle + error, 0.95)
 
 
-def never_certain(ours, theirs):
-    return replace(paired_ratio(ours, theirs), lower=0.0, upper=float("inf"))
+def no_interval(ours, theirs):
+    found = paired_ratio(ours, theirs)
+    return replace(found, lower=found.median, upper=found.median)
 
 
 def fault(claim, name, hint="", model="small", **replaced):
@@ -41,5 +42,5 @@ def fault(claim, name, hint="", model="small", **replaced):
 TIMES = {"time_in_turns": planted_times}
 FAULTS = [
     fault("interval", "one-standard-error", **TIMES, paired_ratio=one_standard_error),
-    fault("difference", "never-certain", **TIMES, paired_ratio=never_certain),
+    fault("interval", "none", **TIMES, paired_ratio=no_interval),
 ]

@@ -32,18 +32,9 @@ def bundle(tmp_path):
 
 # These have no option to leave folders of a repository out.
 WHOLE_REPOSITORY = ("Gemini CLI", "Copilot CLI")
-# Starting the other clients takes seconds each, and the record below has what they load.
-QUICK_CLIENT = "npx skills"
 
 
-def short_of(names):
-    return [
-        pytest.param(name, marks=[] if name == QUICK_CLIENT else [pytest.mark.long])
-        for name in names
-    ]
-
-
-@pytest.mark.parametrize("name", short_of(CLIENTS))
+@pytest.mark.parametrize("name", CLIENTS)
 def test_every_skill_is_loaded(name, bundle):
     loaded, output, _ = loaded_by(name, bundle)
     assert problems(loaded, bundle) == [], output

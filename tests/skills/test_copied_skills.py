@@ -145,7 +145,7 @@ def run(command: str, folder: Path, environment: dict[str, str]) -> str:
 
 @pytest.mark.parametrize(
     ("name", "pattern"),
-    [("sac", "--gate sac "), pytest.param("grad-flow", "--plot", marks=pytest.mark.long)],
+    [("sac", "--gate sac "), ("grad-flow", "--plot")],
 )
 def test_a_command_runs_from_the_users_folder(name, pattern, read_only, elsewhere, user):
     run(command_of(name, pattern, read_only), user, elsewhere[1])

@@ -45,6 +45,11 @@ LONG_BLOCKS = (
     "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
     "--explain --plot",
     "curry-train savings --out savings --model transformer",
+    "curry-train plan --model transformer --fits",
+    "curry-train runs record --script noisy_loop.py",
+    "python bad_step.py",
+    "from curry_train.workloads.models import transformer\nfrom curry_train.plan",
+    "import torch\nfrom curry_train.core.measure_compiled",
 )
 # Commands with one of these words run the user's program, or trust the process with signals.
 OTHER_PROCESS = {"--script", "--trainer", "train", "&&", "|", ">"}

@@ -200,7 +200,6 @@ def sft_trainer(folder, steps, dropout=0.1):
     )
 
 
-@pytest.mark.long
 def test_one_line_in_an_sft_trainer_of_trl_is_equal_to_the_bit(tmp_path):
     plain = sft_trainer(tmp_path / "plain", STEPS)
     plain.train()

@@ -53,7 +53,6 @@ class _hooked:  # noqa: N801
         pass
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
     """Beat 3.2 nats per byte, the entropy of byte frequencies; chance is 5.5."""
@@ -84,10 +83,9 @@ def planned():
     "recompute",
     [
         "plan, plan: {}/plan.json",
-        *(
-            pytest.param(one, marks=pytest.mark.long)
-            for one in ("full", "sac", "sequential, sequential_segments: 2")
-        ),
+        "full",
+        "sac",
+        "sequential, sequential_segments: 2",
     ],
 )
 def test_recompute_strategies_change_no_loss(tmp_path, plain, planned, recompute):

@@ -107,10 +107,7 @@ WRITTEN_BEFORE = {"event_writer": {"config.txt"}, "lightning_cli": {"config.yaml
 BESIDE = {"lightning_cli": "jsonargparse"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.long if name in BESIDE else ()) for name in SCRIPTS],
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatch, name):
     """And nothing was written, in finally blocks and at the exit of Python too."""
     if name in BESIDE:

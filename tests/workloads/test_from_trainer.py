@@ -217,7 +217,7 @@ TRAIN = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("precision", ["_bf16", pytest.param("", marks=pytest.mark.long)])
+@pytest.mark.parametrize("precision", ["_bf16", ""])
 @pytest.mark.parametrize("library", TRAIN)
 def test_a_step_of_what_is_read_is_the_trainers_own_first_step(theirs, library, precision):
     """Model, batch, loss, optimizer, precision and accumulation are the Trainer's, to the bit."""
@@ -244,7 +244,7 @@ def first_tensor(batch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "library",
-    ["hugging_face_bf16", *(pytest.param(f"{one}_bf16", marks=pytest.mark.long) for one in OTHERS)],
+    [f"{one}_bf16" for one in TRAIN],
 )
 def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
     """The precision is part of the estimate, which runs on shapes after the trainer was read."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from ..core.wording import provenance
+from ..core.wording import provenance, some_of
 from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
 from .options import RESULTS_OPTION, number_option, program_option, steps_option
 from .resume_watch import PARTS, StateWatch
@@ -174,7 +174,7 @@ def _difference(part: str, was: Any, now: Any) -> str:
     keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if part in ("scheduler", "scaler"):
         return f"{keys[0]} {now.get(keys[0])}, not {was.get(keys[0])}"
-    return keys[0] + (f" and {len(keys) - 1} more" if len(keys) > 1 else "")
+    return some_of(keys, 1)
 
 
 def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:

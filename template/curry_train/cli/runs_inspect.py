@@ -25,7 +25,7 @@ from typing import Any
 import click
 import torch
 
-from ..core.wording import format_bytes
+from ..core.wording import format_bytes, some_of
 from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
@@ -286,7 +286,6 @@ def _read_place(files: Mapping[str, Path], name: str, place: Any) -> Inspection:
 
 MOST_TENSORS_SHOWN = 40
 MOST_LINES_SHOWN = 10
-MOST_VALUES_SHOWN = 4
 
 
 @screen_command("inspect", example="runs/run-001/latest")
@@ -320,8 +319,7 @@ def inspection_lines(found: Inspection) -> Iterator[str]:
     yield f"{found.format}, {size}: {len(found.tensors)} tensors of {num_values:,} values"
     if found.values:
         shown = [printable(f"{key}: {text}") for key, text in found.values.items()]
-        more = f", and {len(shown) - MOST_VALUES_SHOWN} more" if shown[MOST_VALUES_SHOWN:] else ""
-        yield f"other values: {', '.join(shown[:MOST_VALUES_SHOWN])}{more}"
+        yield f"other values: {some_of(shown, 4)}"
     yield f"hashes: {', '.join(hashes) or 'none'}"
     yield f"NaN: {found.num_nan:,}, inf: {found.num_inf:,}"
     for title, lines in (("unknown", found.unknown), ("wrong", found.problems)):

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.unpickle import PickleReader, RefusedPickle
+from ..core.wording import some_of
 
 # Elements that are looked at together; a view in another order than its storage is copied whole.
 MOST_ELEMENTS_AT_ONCE = 2**26
@@ -277,8 +278,8 @@ def _check_records(archive: zipfile.ZipFile, found: Inspection) -> None:
         return
     found.hashed["CRC-32"] = len(records) - len(differ)
     if differ:
-        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
-        found.problems.append(f"{differ[0]!r:.80}{more}: another CRC-32 than was saved")
+        names = [f"{name!r:.80}" for name in differ]
+        found.problems.append(f"{some_of(names, 1)}: another CRC-32 than was saved")
 
 
 def _read_safetensors(path: Path, found: Inspection) -> None:

@@ -63,7 +63,7 @@ def _is_full_device(error: BaseException) -> bool:
 
 def _write_snapshot(path: Path) -> None:
     """Write the snapshot of this rank, and print its owners from a process of its own."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         path = path.with_name(f"{path.name}-rank-{os.environ.get('RANK', '0')}")
     number = 1
     target = path.with_name(f"{path.name}.pickle")

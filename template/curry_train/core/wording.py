@@ -10,7 +10,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -220,3 +220,9 @@ def _as_typed(arguments: list[str]) -> list[str]:
         for path in paths
     ]
     return ["python", *words]
+
+
+def some_of(texts: Sequence[str], most: int = 6) -> str:
+    """Write the first of several texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES
 from ..primitives.grad_accum import GradientAccumulation, train_window
+from ..workloads.from_script import launched
 from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of, takes
@@ -196,10 +197,6 @@ def _compare_on_rank(case: Case, train: str) -> Found:
     (window,) = GradientAccumulation(len(RANK_SIZES)).windows(
         microbatches, count=case.workload.count
     )
-    # As torchrun sets them, for an implementation that reads them.
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    launched = {**ranks, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
     def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
         model = wrapped()
@@ -213,7 +210,8 @@ def _compare_on_rank(case: Case, train: str) -> Found:
         # DDP rebuilds its buckets after the first backward.
         measure_window(train_by_hand)
         error_by_hand, syncs_by_hand = measure_window(train_by_hand)
-        with patch.dict(os.environ, launched):
+        # An implementation may read what torchrun sets.
+        with patch.dict(os.environ, launched(rank, num_ranks)):
             error, num_syncs = measure_window(import_callable(train))
         if error_by_hand > tolerance:
             return {"refused": f"a loop by hand under {kind} differs by {error_by_hand:.1e}"}

@@ -635,11 +635,11 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
         hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
         yield place, f"all gradients of {kind} are 0", hint
     # Of two matrices that are multiplied one that is 0 alone has a gradient.
-    empty = [one for one in parameters_of(steps[0].optimizer) if one.dim() == 2 and not one.any()]
+    wide = [one for one in parameters_of(steps[0].optimizer) if id(one) in flat and one.dim() == 2]
     # Square ones may well be unused so far, as a table of zeros for each stage.
-    fits = {one.shape[0] for one in empty if one.shape[0] < one.shape[1]}
-    fits &= {one.shape[1] for one in empty if one.shape[1] < one.shape[0]}
-    is_product = fits and len(flat) > 1 and flat == {*map(id, empty)}
+    fits = {one.shape[0] for one in wide if one.shape[0] < one.shape[1]}
+    fits &= {one.shape[1] for one in wide if one.shape[1] < one.shape[0]}
+    is_product = fits and len(flat) == len(wide) and not all(one.any() for one in wide)
     # A bias that has a gradient tells that the layer is used.
     used = {trace.names.get(one) for one in graded - flat}
     dead = [
@@ -650,8 +650,8 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
     if dead:
         measured = f"the gradient of {trace.named(dead)} is 0 in each step, as where its inputs are"
         hint = (
-            "look at a dropout of 1, a dead activation, a hook, or two matrices that are "
-            "multiplied and both begin at 0"
+            "look at a dropout of 1, a dead activation, a hook, a factor of 0, or two matrices "
+            "that are multiplied and both begin at 0"
         )
         yield place, measured, hint
     # A rate may be set after the first step alone.
@@ -978,6 +978,7 @@ def data(trace: Trace) -> Iterator[Fault]:
         if not one.is_finite:
             hint = "look at how the data is read and normalized"
             yield one.place, "the model is given values that are not finite", hint
+    yield from _same_samples(trace)
     yield from _same_randomness(trace)
     fetches = [one for one in trace.of(Fetch) if length_hint(one.loader) != 1]
     if not fetches:
@@ -1005,6 +1006,15 @@ def data(trace: Trace) -> Iterator[Fault]:
         )
 
 
+def _same_samples(trace: Trace) -> Iterator[Fault]:
+    alike = [one for one in trace.trained_forwards if one.is_one_sample]
+    # Without a loader, values that never change may stand for data.
+    fetches, kinds = trace.of(Fetch), {one.digests for one in alike}
+    if len(alike) > 2 and alike == trace.trained_forwards and (fetches or len(kinds) > 2):
+        hint = "look at the dataset and its collate function; clone() a buffer before it is kept"
+        yield [*fetches, *alike][0].place, "all samples of a batch are the same", hint
+
+
 def _other_batches(trace: Trace) -> Iterator[Fault]:
     """Find targets that are of other batches than the inputs, in each window."""
     batches = defaultdict[float, set[Fetch]](set)
@@ -1028,9 +1038,6 @@ def _other_batches(trace: Trace) -> Iterator[Fault]:
 def _epochs(fetches: Sequence[Fetch]) -> Iterator[Fault]:
     """Find batches that repeat within an epoch, and epochs of the same order."""
     full = [fetch for fetch in fetches if fetch.digests]
-    if len(full) > 2 and all(fetch.is_one_sample for fetch in full):
-        hint = "look at the dataset and its collate function"
-        yield full[0].place, "all samples of a batch are the same", hint
     epochs = [[one.digests for one in epoch] for epoch in grouped(full, lambda one: one.epoch)]
     for epoch in epochs:
         if len(epoch) > 2 and len(set(epoch)) * 2 <= len(epoch):

@@ -36,8 +36,9 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.digest import is_plain
-from ..core.measure import heap_kept
+from ..core.measure import as_trained, heap_kept
 from ..core.replaced_calls import Call, replaced_calls, watched
+from ..core.wording import some_of
 from ..primitives.grad_flow_probe import in_backward, in_transform
 from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
@@ -128,8 +129,6 @@ class Fetch(Event):
     # Integers of a batch, one per sample, and where they are in memory.
     labels: tuple[int, ...]
     address: int
-    # Whether all samples are the same.
-    is_one_sample: bool
     # Whether a loss function got them as its targets.
     is_used: bool = False
 
@@ -142,6 +141,8 @@ class Forward(Event):
     training: bool
     digests: tuple[float, ...]
     is_finite: bool
+    # Whether all samples are the same.
+    is_one_sample: bool
     num_samples: int
     # Autocast's type, if it is on.
     autocast: torch.dtype | None
@@ -407,9 +408,7 @@ class Trace(Events):
 
     def named(self, parameters: Iterable[int]) -> str:
         """Return the names of some parameters, by their ids, in a few words."""
-        names = sorted({self.names.get(one, "?") for one in parameters})
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        return ", ".join(names[:MOST_NAMES]) + more
+        return some_of(sorted({self.names.get(one, "?") for one in parameters}), MOST_NAMES)
 
     # All that follows is known once all events are there.
 
@@ -693,6 +692,12 @@ class Observer:
             training=module.training,
             digests=tuple(map(digest, inputs)),
             is_finite=all(bool(one.isfinite().all()) for one in inputs if is_plain(one)),
+            # A dimension more is that of several models.
+            is_one_sample=bool(inputs)
+            and all(
+                is_plain(one) and one.dim() in (2, 4) and len(one) > 1 and (one == one[:1]).all()
+                for one in inputs
+            ),
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=(
                 torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -1120,7 +1125,7 @@ class Observer:
         ):
             return
         self.probed.append(forward.module)
-        # A model may refuse to run in eval mode.
+        # A model may refuse to run in eval mode, or have other outputs in each call.
         with contextlib.suppress(Exception):
             if forward.tokens is not None:
                 self._probe_tokens(forward, forward.tokens)
@@ -1141,6 +1146,17 @@ class Observer:
                     measured = "the model sees the tokens that it has to predict"
                     hint = "mask attention to later tokens: is_causal=True"
                     self.fault("targets", one.place, measured, hint)
+        # The later tokens of another sample.
+        mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
+        outputs, others = self._outputs(module, tokens, mixed)
+        if (
+            outputs.dim() == 2
+            and torch.equal(outputs, others)
+            and not torch.equal(outputs, outputs.flip(0))
+        ):
+            measured = "the outputs of the model depend on the first token alone"
+            hint = "use the output at the last token, or attention without a causal mask"
+            self.fault("targets", forward.place, measured, hint)
         is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
         padded = _padded(tokens, _tensors(self.given))
         layers = (nn.RNNBase, nn.modules.conv._ConvNd)
@@ -1188,15 +1204,13 @@ class Observer:
     def _outputs(self, module: nn.Module, given: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of a model for a tensor that it was given, and for another one.
 
-        Where the same input gives another output, by random numbers that are not torch's, both are
-        taken for equal.
+        It raises where the same input gives another output.
         """
         args, options = self.given
-        modes = {one: one.training for one in module.modules()}
         outputs = []
         self.depth += 1
         try:
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
                 module.eval()
                 for value in (given, given, other):
                     words = {k: value if v is given else v for k, v in options.items()}
@@ -1209,10 +1223,10 @@ class Observer:
                     outputs.append(next(logits, torch.zeros(())))
         finally:
             self.depth -= 1
-            for one, training in modes.items():
-                one.training = training
         first, again, changed = outputs
-        return again, again if _differ(first, again) else changed
+        if _differ(first, again):
+            raise RuntimeError("it draws random numbers that are not torch's")
+        return again, changed
 
     def _has_moved(self, parameter: Tensor) -> bool:
         before = self.before.get(id(parameter))
@@ -1323,7 +1337,6 @@ def _batch_facts(batch: Any) -> dict[str, Any]:
         "digests": () if batch is None else tuple(map(digest, several)) or (0.0,),
         "labels": tuple(labels[-1].tolist()) if labels else (),
         "address": labels[-1].data_ptr() if labels else 0,
-        "is_one_sample": bool(several) and all(bool((one == one[:1]).all()) for one in several),
     }
 
 

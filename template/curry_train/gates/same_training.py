@@ -37,6 +37,7 @@ from ..core.parity import (
     record,
     record_step,
 )
+from ..core.wording import some_of
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
 from .verdict import NotApplicable, Outcome, shared_result
@@ -532,9 +533,7 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
     except NoBlocks:  # the technique changed something outside of blocks
         names = []
     guilty = [name for name in names if differs(name, apply)]
-    blocks = ", ".join(guilty[:4])
-    if len(guilty) > 4:
-        blocks += f" and {len(guilty) - 4} more"
+    blocks = some_of(guilty)
     if len(guilty) > 1:
         blocks = f"each of {blocks}"
     hint = f"{blocks or 'the recomputed part'} {cause}"

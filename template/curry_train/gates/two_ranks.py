@@ -33,12 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..core.blocks import find_blocks
 from ..core.digest import digest
 from ..core.generators import seeded
+from ..workloads.from_script import LAUNCHERS, launched
 from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Case
 from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
 
-# Variables that torchrun sets for a rank. A rank loads the workload with this process's values.
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that.
 Wrapped = Callable[..., nn.Module]
 # Of each rank, by "DDP" and "FSDP2": what was "measured" and whether it "is_wrong", or why the
@@ -108,9 +107,8 @@ def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list
         "dtype": str(case.dtype).removeprefix("torch."),
         "blocks": case.blocks,
         "arguments": arguments,
-        "environment": {
-            name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ
-        },
+        # A rank loads the workload with this process's values.
+        "environment": {name: os.environ[name] for name in LAUNCHERS if name in os.environ},
     }
     timeout = LEAST_SECONDS + MOST_STEPS * step_seconds
     return _ranks[0].call(f"{__name__}:_on_this_rank", given, timeout=timeout)
@@ -129,7 +127,7 @@ def _on_this_rank(
     **options: Any,
 ) -> Found:
     # A trainer that saw a launcher would give each rank a part of the data.
-    for name in LAUNCHER_VARIABLES:
+    for name in LAUNCHERS:
         os.environ.pop(name, None)
     os.environ.update(environment)
     case = Case(load_workload(spec), dtype=getattr(torch, dtype), **options)
@@ -231,11 +229,8 @@ class RankProcesses:
 
         Starting torchrun itself would take as long as starting a rank.
         """
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.num_ranks),
-            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+        environment = os.environ | launched(rank, self.num_ranks)
+        environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
         }

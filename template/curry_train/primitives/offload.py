@@ -75,12 +75,12 @@ def _group_bytes(system: Path) -> Iterator[int]:
     """
     root = system / "sys/fs/cgroup"
     for line in _lines(system / "proc/self/cgroup"):
-        # The second version of control groups; in a container only the root group may be visible.
-        folder = Path(line.removeprefix("0::").strip("/"))
-        for group in (root / folder, *(root / parent for parent in folder.parents)):
+        # Of the second version; in a container only the root group may be visible.
+        folders = [Path(line[3:].strip("/"))] if line.startswith("0::") else []
+        for group in [root / each for folder in folders for each in (folder, *folder.parents)]:
             limit = _lines(group / "memory.max")
             used = _lines(group / "memory.current")
-            if line.startswith("0::") and used and limit and limit[0] != "max":
+            if used and limit and limit[0] != "max":
                 droppable = _statistic(group / "memory.stat", "inactive_file")
                 yield int(limit[0]) - int(used[0]) + sum(droppable)
 

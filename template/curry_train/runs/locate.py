@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..core.wording import some_of
 from .fingerprints import place_of
 from .rounding import epsilon_of, is_rounding, num_elements
 
@@ -252,8 +253,8 @@ class Comparison:
         if given and given[0]["generator"] not in (given[1]["generator"], one["generator"]):
             what += ", draws from a random generator that differs,"
         if given and (alone := given[0]["digests"].keys() ^ given[1]["digests"].keys()):
-            what = f"is given input {_listed(sorted(alone), most=1)} in one run alone"
-        text = f"{_call(one)}{own} {what} and another output {_listed(names, most=1)}"
+            what = f"is given input {some_of(sorted(alone), 1)} in one run alone"
+        text = f"{_call(one)}{own} {what} and another output {some_of(names, 1)}"
         return one["phase"], one["path"], one["call"], text
 
     def _loss(self, pair: Pair, names: Sequence[str]) -> Place:
@@ -302,7 +303,7 @@ class Comparison:
             if names[0] not in without["digests"]:
                 text = f"in {run} alone: {{what}}"
         when = "before the first step" if one["step"] == 1 else "since the step before"
-        text = text.format(what=_listed(names, most=1), when=when, path=one["path"])
+        text = text.format(what=some_of(names, 1), when=when, path=one["path"])
         return phase, path, one["call"], text
 
     # What differs besides.
@@ -324,15 +325,13 @@ class Comparison:
 
     def _only_in_one(self) -> Iterator[str]:
         """Yield modules that are called in one of the runs alone, and those with other names."""
-        for name, own, other in (("A", *self.calls), ("B", *reversed(self.calls))):
-            known = {path for path, _ in other}
-            if alone := [
-                path for path in dict.fromkeys(path for path, _ in own) if path not in known
-            ]:
-                yield f"called in {name} alone: {_listed(alone)}"
+        a, b = map(dict[str, str], self.calls)
+        for name, own, other in (("A", a, b), ("B", b, a)):
+            if alone := [path for path in own if path not in other]:
+                yield f"called in {name} alone: {some_of(alone)}"
         names = [f"{a} is {b} in B" for b, a in self.renamed.items() if not a.endswith(" of B")]
         if names:
-            yield f"renamed: {_listed(names)}"
+            yield f"renamed: {some_of(names)}"
 
     def _environment(self) -> list[str]:
         return list(_changes(settings_of(self.start[0]), settings_of(self.start[1]), ""))
@@ -347,11 +346,6 @@ def _call(one: Observation) -> str:
     return (
         f"{one['path']}, call {one['call']}" if is_call else f"the {one['kind']} of {one['path']}"
     )
-
-
-def _listed(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{', '.join(names[:most])}{more}"
 
 
 def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator[str]:
@@ -412,7 +406,7 @@ def _alone(run: str, operations: Sequence[Observation]) -> str:
     # Views and new memory come with what computes.
     operations = [one for one in operations if one["computes"]] or operations
     name, *others = dict.fromkeys(one["name"] for one in operations)
-    also = f", with {_listed(others)}" if others else ""
+    also = f", with {some_of(others)}" if others else ""
     return f"{name} ({operations[0]['line']}) is in {run} alone{also}"
 
 

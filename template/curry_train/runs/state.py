@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..core.wording import some_of
 from .format import MODEL_PREFIX, Contents, Snapshot
 from .history import ABSENT_VALUE, changes
 from .parameters import bare_name, bare_names, parameter_names
@@ -306,8 +307,7 @@ class Load:
         if different:
             # Names that are missing tell more than shapes.
             different.sort(key=lambda text: " was " in text)
-            more = f" and {len(different) - 6} more" if len(different) > 6 else ""
-            note = f"{len(fitting)} of {len(now)} tensors match; {', '.join(different[:6])}{more}"
+            note = f"{len(fitting)} of {len(now)} tensors match; {some_of(different)}"
             if strict:
                 raise StateMismatch(
                     f"{note}. Build the model and optimizer that were saved, or "

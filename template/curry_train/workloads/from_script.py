@@ -162,7 +162,15 @@ class FunctionsOnTape(TorchFunctionMode):
 
 # Run a script in a thread of its own, which stops for ever at its first optimizer step.
 
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+def launched(rank: int = 0, num_ranks: int = 1, port: int = 29500) -> dict[str, str]:
+    """Return the variables that torchrun sets for a rank."""
+    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
+    return {**ranks, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+LAUNCHERS = tuple(launched())
 
 
 def run_as_main(file: str, arguments: Sequence[str]) -> None:
@@ -243,8 +251,7 @@ class RunningScript:
     def _advice(self, error: BaseException) -> str:
         if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
             return NO_CUDA_ADVICE
-        missing = error.args[0] if isinstance(error, KeyError) else None
-        if missing not in LAUNCHERS and not any(name in str(error) for name in LAUNCHERS):
+        if not any(name in str(error) for name in LAUNCHERS):
             return ""
         return (
             "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
