@@ -102,6 +102,13 @@ def test_rooms_import_one_way_and_without_cycles(monkeypatch):
     assert lint_imports(str(ROOT / "pyproject.toml"), no_cache=True, no_logo=True) == 0
 
 
+def test_the_list_of_long_tests_has_no_old_names():
+    for line in (ROOT / "tests/long.txt").read_text().splitlines():
+        path, _, name = line.partition("::")
+        function = f"def {name.partition('[')[0]}"
+        assert line.startswith("#") or function in (ROOT / path).read_text(), line
+
+
 def test_public_names_stay():
     assert missing_names(PUBLIC_NAMES) == []
 
