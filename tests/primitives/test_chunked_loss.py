@@ -29,6 +29,7 @@ from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import (
     CHUNK_BYTES,
     chunked_cross_entropy,
+    product_dtype,
 )
 
 CLASSES, WIDTH = 301, 16
@@ -659,6 +660,7 @@ def test_logits_that_are_read_train_what_is_trained(needs):
         value = Custom.apply(model(leaves[0])[:, :-1])
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(leaves[0])
+            assert product_dtype(leaves[0]) is torch.bfloat16
         value = value + F.cross_entropy(logits.float().flatten(0, 1), torch.arange(6))
         # Read after autocast has ended, they are still its product.
         whole = Custom.apply(logits)

@@ -145,10 +145,14 @@ def test_small_sliced_and_sparse_tensors_stay(batch):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(64, 32))
             self.small = nn.Parameter(torch.ones(8))
+            self.complex = nn.Parameter(torch.ones(64, 32, dtype=torch.complex64))
 
         def forward(self, x):
             sparse = torch.eye(64).to_sparse()
-            return torch.sparse.mm(sparse, x * self.weight).sum() + torch.exp(self.small * 2).sum()
+            negative = (self.complex * 2).conj().imag.sin()
+            return torch.sparse.mm(sparse, x * self.weight + negative).sum() + (
+                torch.exp(self.small * 2).sum()
+            )
 
     model = nn.Sequential(Block())
     offload_blocks(model, blocks="0", keep_last=0)
@@ -243,6 +247,8 @@ def test_a_model_is_offloaded_once_and_before_the_report():
         match=r"^blocks of this model are offloaded already: call remove_offload.model. first$",
     ):
         offload_blocks(model, blocks="2", keep_last=0)
+    with pytest.raises(ValueError, match=r"^keep_last must be a whole number from 0 up, got -1$"):
+        offload_blocks(model, keep_last=-1)
 
 
 # Host memory.

@@ -24,6 +24,7 @@ from curry_train.primitives.regions import (
     _is_norm,
     apply_regions,
     pack,
+    remove_regions,
     unpack,
 )
 from curry_train.primitives.rerun import BlockState
@@ -87,6 +88,14 @@ def test_regions_and_recompute_share_a_model_but_not_a_block():
     assert apply_regions(model, blocks="1") == ["1"]
     with pytest.raises(ValueError, match="is wrapped already"):
         apply_regions(model, blocks="0")
+
+
+def test_a_norm_that_two_blocks_share_is_put_back():
+    norm = nn.LayerNorm(8)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), norm) for _ in range(2)))
+    apply_regions(model)
+    remove_regions(model)
+    assert type(norm) is nn.LayerNorm
 
 
 ACTIVATIONS = {

@@ -174,7 +174,7 @@ NODE_RECIPES: dict[str, Callable[[Any], Tensor]] = {
 
 def _signed(dimension: int) -> int:
     """Convert a dimension back to a signed number; torch returns negative ones as unsigned."""
-    return dimension - 2**64 if dimension >= 2**63 else dimension
+    return (dimension ^ 2**63) - 2**63
 
 
 DEPTH_KEY = "curry_train_depth"

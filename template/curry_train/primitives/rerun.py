@@ -265,5 +265,5 @@ def _put_back(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
 
 def _is_released(tensor: Any) -> bool:
     """Return whether the memory of a tensor was freed, as sharded training does between calls."""
-    has_storage = tensor is not None and tensor.layout == torch.strided and tensor.numel() > 0
-    return has_storage and tensor.untyped_storage().nbytes() == 0
+    has_storage = tensor is not None and tensor.layout == torch.strided
+    return has_storage and 0 == tensor.untyped_storage().nbytes() < tensor.nbytes
