@@ -313,8 +313,8 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
     per_second, time_unit = (1.0, "s") if plan.step_seconds >= 1 else (1e3, "ms")
     title = (
         f"{plan.workload} on {plan.settings['device']}: the plan is {plan.steps} x "
-        f"{plan.microbatch} samples{', chunked loss' * (plan.chunk_tokens is not None)}, "
-        f"{format_bytes(plan.peak_bytes)}, "
+        f"{plan.microbatch} sample{'s' * (plan.microbatch > 1)}"
+        f"{', chunked loss' * (plan.chunk_tokens is not None)}, {format_bytes(plan.peak_bytes)}, "
         f"{format_seconds(plan.step_seconds)}"
     )
     most = round(WIDEST_BUDGET_RATIO * plan.budget_bytes)
@@ -331,7 +331,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
                 [per_second * _seconds(candidate) for candidate in front],
                 "--o" if row.chunked_loss else "-o",
                 color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
-                label=f"{row.steps} x {row.microbatch} samples"
+                label=f"{row.steps} x {row.microbatch} sample{'s' * (row.microbatch > 1)}"
                 f"{', chunked loss' * row.chunked_loss}",
                 drawstyle="steps-post",
                 markevery=[at for at, one in enumerate(front) if one.options == row.options],

@@ -239,7 +239,9 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
         if name.startswith("variable ") or f"{{{name.rpartition(' ')[2]}}}" in command
     ]
     if not tried:
-        raise UnusableInput(f"the command sets none of what differs: {', '.join(differing)}")
+        raise UnusableInput(
+            f"the command sets none of what differs: {', '.join(differing) or 'no setting does'}"
+        )
 
     def outcome(*changed: str) -> Located:
         settings = a | {name: b.get(name) for name in changed}
