@@ -80,3 +80,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Freeze the heap again before each test, since tests import more modules."""
     gc.collect()
     gc.freeze()
+    # Counting a million of them takes longer than most tests.
+    gc.get_freeze_count = lambda: 10**6

@@ -14,6 +14,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from .primitives.cross_entropy import IGNORED_TARGET
@@ -339,21 +340,10 @@ class Tokens:
     def batch(self, samples: Sequence[int]) -> Any:
         """Return a batch of these samples, padded to the longest of them."""
         rows = [self._sample(int(sample)) for sample in samples]
-        longest = max(len(tokens) for tokens, _ in rows) - 1
-        inputs = torch.zeros(len(rows), longest, dtype=torch.int64)
-        targets = torch.full_like(inputs, IGNORED_TARGET)
-        present = torch.zeros_like(inputs, dtype=torch.bool)
-
-        for row, (tokens, learned) in enumerate(rows):
-            sequence = torch.from_numpy(tokens.astype(numpy.int64))
-            size = len(sequence) - 1
-            inputs[row, :size] = sequence[:-1]
-            present[row, :size] = True
-            row_targets = sequence[1:]
-            if learned is not None:
-                row_targets = row_targets.masked_fill(~learned, IGNORED_TARGET)
-            targets[row, :size] = row_targets
-        return self.layout(inputs, targets, present)
+        inputs, targets = map(list[Tensor], zip(*rows, strict=True))
+        present = [torch.ones_like(one, dtype=torch.bool) for one in inputs]
+        pad = functools.partial(pad_sequence, batch_first=True)
+        return self.layout(pad(inputs), pad(targets, padding_value=IGNORED_TARGET), pad(present))
 
     def _starts(
         self, number: int, documents: Sequence[Array] | None
@@ -379,7 +369,8 @@ class Tokens:
         starts: Any = first + within * self.length
         return starts, numpy.minimum(starts + self.length + 1, numpy.repeat(edges[1:], counts))
 
-    def _sample(self, sample: int) -> tuple[Array, torch.Tensor | None]:
+    def _sample(self, sample: int) -> tuple[Tensor, Tensor]:
+        """Return the inputs of a sample and their targets."""
         number = int(numpy.searchsorted(self._ends, sample, side="right"))
         begins, ends = self._starts_of[number]
         place = sample - (int(self._ends[number - 1]) if number else 0)
@@ -391,9 +382,12 @@ class Tokens:
                 f"{span.start + int(tokens.argmax())}, but the model's vocabulary has "
                 f"{self.vocabulary} tokens: use text that was tokenized for this model"
             )
-        if self.masks is None:
-            return tokens, None
-        return tokens, torch.from_numpy(self.masks[number][span][1:].astype(bool))
+        sequence = torch.from_numpy(tokens.astype(numpy.int64))
+        targets = sequence[1:]
+        if self.masks is not None:
+            counts = torch.from_numpy(self.masks[number][span][1:].astype(bool))
+            targets = targets.masked_fill(~counts, IGNORED_TARGET)
+        return sequence[:-1], targets
 
 
 def open_tokens(

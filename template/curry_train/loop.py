@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
-from .core.generators import buffers_kept, generators_kept
+from .core.generators import generators_kept
+from .core.measure import as_trained
 from .core.memory_recorder import memory_record
 from .data import Dataset
 from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
@@ -235,19 +236,15 @@ def mean_loss(
     """
     samples = min(samples, len(dataset))
     sums = torch.zeros(2, dtype=torch.float64)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), generators_kept(), buffers_kept(model):
-            for start in range(0, samples, microbatch * ranks):
-                first = start + rank * microbatch
-                own = range(first, min(samples, first + microbatch))
-                batch = dataset.batch(own or [samples - 1])
-                value = loss(model, batch)
-                if own:
-                    sums += torch.tensor([value.item(), count(batch)], dtype=torch.float64)
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), generators_kept(), as_trained(model):
+        model.eval()
+        for start in range(0, samples, microbatch * ranks):
+            first = start + rank * microbatch
+            own = range(first, min(samples, first + microbatch))
+            batch = dataset.batch(own or [samples - 1])
+            value = loss(model, batch)
+            if own:
+                sums += torch.tensor([value.item(), count(batch)], dtype=torch.float64)
     if ranks > 1:
         sums = sums.to("cuda" if dist.get_backend() == "nccl" else "cpu")
         dist.all_reduce(sums)

@@ -161,7 +161,7 @@ def hostile_files(whole, folder):
     yield b"PK\x03\x04" + bytes(100)
     yield pickle.dumps({"segments": [Touch(folder / "made")]})
     yield from (pickle.dumps(value) for value in wrong_fields())
-    yield from (whole[: len(whole) * part // 8] for part in range(1, 8))
+    yield from (whole[: len(whole) * part // 8] for part in (1, 4, 7))
 
 
 def test_hostile_files_run_nothing_and_are_refused_in_one_line(tmp_path, whole):

@@ -46,7 +46,6 @@ LONG_BLOCKS = (
     "--explain --plot",
     "curry-train savings --out savings --model transformer",
     "curry-train plan --model transformer --fits",
-    "curry-train runs record --script noisy_loop.py",
     "python bad_step.py",
     "from curry_train.workloads.models import transformer\nfrom curry_train.plan",
     "import torch\nfrom curry_train.core.measure_compiled",
@@ -70,7 +69,7 @@ def shortened(text):
         if line.startswith("curry-train validate"):
             line += " --list" if "--gate" in line else " --gate grad-accum/equal"
         if line.startswith("curry-train plan --model my_model.py"):
-            line += " --without sac --without offload"
+            line += " --without sac --without offload --microbatch 1"
         if line.startswith("curry-train savings") and "--strategy" not in line:
             line += " --strategy full"
         line = line.replace("--model transformer", "--model mlp")

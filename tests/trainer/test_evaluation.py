@@ -50,10 +50,12 @@ def test_every_sample_counts_once_and_microbatches_do_not_matter():
 def test_evaluation_leaves_the_model_and_generators_unchanged():
     """Evaluate without BatchNorm learning from dev samples or dropout moving generators."""
     module = CASE.build().train()
+    next(module.children()).eval()
+    modes = [part.training for part in module.modules()]
     before = copy.deepcopy(module.state_dict())
     state = torch.get_rng_state()
     measure(module)
-    assert module.training
+    assert [part.training for part in module.modules()] == modes
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in module.parameters())

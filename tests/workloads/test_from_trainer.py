@@ -20,7 +20,7 @@ from curry_train.cli.main import main
 from curry_train.plan import plan
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
-from curry_train.workloads.from_trainer import Autocast
+from curry_train.workloads.from_trainer import Autocast, is_sum_over_samples
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.optimizers import OptimizerLike
 from curry_train.workloads.workload import Case, WorkloadError
@@ -260,6 +260,12 @@ def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
     )
     assert found.peak_bytes == timeline.peak.bytes_alive
     assert found.settings["optimizer"].startswith("torch.optim.")
+
+
+def test_parts_in_eval_mode_stay_so_while_a_loss_is_tried():
+    model = nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Linear(8, 1))
+    assert not is_sum_over_samples(model, torch.randn(4, 8), lambda one, rows: one(rows).mean())
+    assert [part.training for part in model.modules()] == [True, False, True]
 
 
 @pytest.mark.filterwarnings("ignore")

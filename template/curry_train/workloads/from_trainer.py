@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.generators import seeded
+from ..core.measure import as_trained
 from ..primitives.cross_entropy import IGNORED_TARGET
 from .optimizers import OptimizerLike, stepped_on_host
 from .workload import (
@@ -91,18 +92,15 @@ def is_sum_over_samples(module: nn.Module, batch: Any, loss: Callable[..., Tenso
     size = batch_size(batch)
     if size < 2 or not batches_like(batch)[1]:
         return False
-    was_training = module.training
-    module.eval()
     try:
-        with torch.no_grad(), seeded(0):
+        with torch.no_grad(), seeded(0), as_trained(module):
+            module.eval()
             whole = float(loss(module, batch))
             first = float(loss(module, take(batch, slice(0, size // 2))))
             rest = float(loss(module, take(batch, slice(size // 2, size))))
     except (RuntimeError, ValueError, IndexError, TypeError):
         # Its rows belong together.
         return False
-    finally:
-        module.train(was_training)
     mean = (first * (size // 2) + rest * (size - size // 2)) / size
     return abs(first + rest - whole) < min(SUM_TOLERANCE * abs(whole), abs(mean - whole))
 
