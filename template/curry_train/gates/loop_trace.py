@@ -1148,11 +1148,11 @@ class Observer:
                     self.fault("targets", one.place, measured, hint)
         # The later tokens of another sample.
         mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
-        outputs, others = self._outputs(module, tokens, mixed)
+        is_known = both[0].dim() == 2 and not torch.equal(both[0], both[0].flip(0))
         if (
-            outputs.dim() == 2
-            and torch.equal(outputs, others)
-            and not torch.equal(outputs, outputs.flip(0))
+            is_known
+            and not torch.equal(tokens, mixed)
+            and torch.equal(*self._outputs(module, tokens, mixed))
         ):
             measured = "the outputs of the model depend on the first token alone"
             hint = "use the output at the last token, or attention without a causal mask"
