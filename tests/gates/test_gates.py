@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from faulty_routing import ROUTED
 from saboteurs import CASES, case_of, faults, gates
 
 from curry_train.gates import discover
@@ -62,6 +63,11 @@ def test_no_gate_fails_with_dropout_in_half_precision(device, technique, length)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_a_planted_fault_is_caught(saboteur):
     saboteur.check()
+
+
+def test_the_gate_of_routing_holds_on_a_routed_model():
+    verdict = gates()["recompute/routing"].run(Case(ROUTED))
+    assert verdict.passed, verdict
 
 
 def test_gates_leave_no_tensor_behind():

@@ -40,7 +40,6 @@ LONG_BLOCKS = (
     "python my_lightning.py",
     "curry-train memory --trainer my_trainer:make_trainer",
     "curry-train plan --model my_llama.py:build",
-    "curry-train plan --model my_model.py:build",
     "curry-train runs spike-check",
     "curry-train runs resume-check",
     "curry-train plan --model transformer --budget 16MiB --global-batch 8 --target cpu "
@@ -69,6 +68,8 @@ def shortened(text):
     for line in text.splitlines():
         if line.startswith("curry-train validate"):
             line += " --list" if "--gate" in line else " --gate grad-accum/equal"
+        if line.startswith("curry-train plan --model my_model.py"):
+            line += " --without sac --without offload"
         if line.startswith("curry-train savings") and "--strategy" not in line:
             line += " --strategy full"
         line = line.replace("--model transformer", "--model mlp")
