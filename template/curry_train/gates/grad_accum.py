@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES
 from ..primitives.grad_accum import GradientAccumulation, train_window
-from ..workloads.from_script import launched
+from ..workloads.from_script import launcher_variables
 from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of, takes
@@ -211,7 +211,7 @@ def _compare_on_rank(case: Case, train: str) -> Found:
         measure_window(train_by_hand)
         error_by_hand, syncs_by_hand = measure_window(train_by_hand)
         # An implementation may read what torchrun sets.
-        with patch.dict(os.environ, launched(rank, num_ranks)):
+        with patch.dict(os.environ, launcher_variables(rank, num_ranks)):
             error, num_syncs = measure_window(import_callable(train))
         if error_by_hand > tolerance:
             return {"refused": f"a loop by hand under {kind} differs by {error_by_hand:.1e}"}

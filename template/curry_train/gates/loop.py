@@ -1007,12 +1007,14 @@ def data(trace: Trace) -> Iterator[Fault]:
 
 
 def _same_samples(trace: Trace) -> Iterator[Fault]:
+    """Find batches whose samples are all the same, in each step."""
     alike = [one for one in trace.trained_forwards if one.is_one_sample]
-    # Without a loader, values that never change may stand for data.
-    fetches, kinds = trace.of(Fetch), {one.digests for one in alike}
-    if len(alike) > 2 and alike == trace.trained_forwards and (fetches or len(kinds) > 2):
+    places = [one.place for one in trace.of(Fetch) if trace.trained_on & {*one.digests}]
+    # Values that come from no loader and never change may stand for data.
+    is_data = places or len({one.digests for one in alike}) > 2
+    if len(alike) > 2 and alike == trace.trained_forwards and is_data:
         hint = "look at the dataset and its collate function; clone() a buffer before it is kept"
-        yield [*fetches, *alike][0].place, "all samples of a batch are the same", hint
+        yield [*places, alike[0].place][0], "all samples of a batch are the same", hint
 
 
 def _other_batches(trace: Trace) -> Iterator[Fault]:

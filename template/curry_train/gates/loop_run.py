@@ -33,7 +33,7 @@ import click
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..workloads.from_script import launched, run_as_main
+from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
 from .loop import DEFAULT_STEPS, judge
@@ -118,7 +118,7 @@ def run_ranks(
             environment = os.environ | OFFLINE
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
             if num_ranks > 1:
-                environment |= launched(rank, num_ranks, port)
+                environment |= launcher_variables(rank, num_ranks, port)
             command = [sys.executable, "-c", RUN_JOB, str(result)]
             # Standard output is for the result; the script prints to standard error.
             processes.append(subprocess.Popen(command, env=environment, stdout=2))

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..core.blocks import find_blocks
 from ..core.digest import digest
 from ..core.generators import seeded
-from ..workloads.from_script import LAUNCHERS, launched
+from ..workloads.from_script import LAUNCHER_VARIABLES, launcher_variables
 from ..workloads.models import import_callable, load_workload
 from ..workloads.workload import Case
 from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
@@ -108,7 +108,9 @@ def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list
         "blocks": case.blocks,
         "arguments": arguments,
         # A rank loads the workload with this process's values.
-        "environment": {name: os.environ[name] for name in LAUNCHERS if name in os.environ},
+        "environment": {
+            name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ
+        },
     }
     timeout = LEAST_SECONDS + MOST_STEPS * step_seconds
     return _ranks[0].call(f"{__name__}:_on_this_rank", given, timeout=timeout)
@@ -127,7 +129,7 @@ def _on_this_rank(
     **options: Any,
 ) -> Found:
     # A trainer that saw a launcher would give each rank a part of the data.
-    for name in LAUNCHERS:
+    for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
     case = Case(load_workload(spec), dtype=getattr(torch, dtype), **options)
@@ -229,7 +231,7 @@ class RankProcesses:
 
         Starting torchrun itself would take as long as starting a rank.
         """
-        environment = os.environ | launched(rank, self.num_ranks)
+        environment = os.environ | launcher_variables(rank, self.num_ranks)
         environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",

@@ -76,8 +76,9 @@ def _group_bytes(system: Path) -> Iterator[int]:
     root = system / "sys/fs/cgroup"
     for line in _lines(system / "proc/self/cgroup"):
         # Of the second version; in a container only the root group may be visible.
-        folders = [Path(line[3:].strip("/"))] if line.startswith("0::") else []
-        for group in [root / each for folder in folders for each in (folder, *folder.parents)]:
+        folder = Path(line[3:].strip("/"))
+        groups = [folder, *folder.parents] if line.startswith("0::") else []
+        for group in (root / path for path in groups):
             limit = _lines(group / "memory.max")
             used = _lines(group / "memory.current")
             if used and limit and limit[0] != "max":

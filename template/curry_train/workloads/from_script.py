@@ -163,14 +163,14 @@ class FunctionsOnTape(TorchFunctionMode):
 # Run a script in a thread of its own, which stops for ever at its first optimizer step.
 
 
-def launched(rank: int = 0, num_ranks: int = 1, port: int = 29500) -> dict[str, str]:
+def launcher_variables(rank: int = 0, num_ranks: int = 1, port: int = 29500) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank."""
     ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
     return {**ranks, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
-LAUNCHERS = tuple(launched())
+LAUNCHER_VARIABLES = tuple(launcher_variables())
 
 
 def run_as_main(file: str, arguments: Sequence[str]) -> None:
@@ -251,7 +251,7 @@ class RunningScript:
     def _advice(self, error: BaseException) -> str:
         if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
             return NO_CUDA_ADVICE
-        if not any(name in str(error) for name in LAUNCHERS):
+        if not any(name in str(error) for name in LAUNCHER_VARIABLES):
             return ""
         return (
             "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
