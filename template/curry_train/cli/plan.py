@@ -335,7 +335,8 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
     lines = [
         fill_screen(plan.assumptions(), indent=""),
-        f"as it is, {plan.microbatch} samples: {format_bytes(peak.bytes_alive)} of tensors in "
+        f"as it is, {plan.microbatch} sample{'s' * (plan.microbatch > 1)}: "
+        f"{format_bytes(peak.bytes_alive)} of tensors in "
         f"{peak.phase}",
     ]
     lines += [

@@ -279,7 +279,9 @@ class Plan:
         The caller's own setting is the first row, and at most `most` candidates follow, or all.
         `assumptions`: begin with them.
         """
-        first = f"{self.workload}: {self.steps} x {self.microbatch} samples"
+        first = (
+            f"{self.workload}: {self.steps} x {self.microbatch} sample{'s' * (self.microbatch > 1)}"
+        )
         if self.ranks > 1:
             first += f" on each of {self.ranks} ranks"
         if self.chunk_tokens is not None:
