@@ -55,8 +55,14 @@ REFUSED = [
         lambda h, w, t: chunked_cross_entropy(h.float(), w, t),
         "they must have the same floating-point dtype; cast one of them, or use autocast$",
     ),
-    (lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t), "floating-point dtype"),
-    (lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0, :1]), r"bias is \(1,\) and must be"),
+    (
+        lambda h, w, t: chunked_cross_entropy(h.long(), w.long(), t),
+        "^hidden is torch.int64, weight and bias are torch.int64: they ",
+    ),
+    (
+        lambda h, w, t: chunked_cross_entropy(h, w, t, bias=w[0, :1]),
+        r"^bias is \(1,\) and must be \(301,\)$",
+    ),
 ]
 # The message of a value that an option can't have.
 REFUSED_OPTIONS = [
@@ -69,12 +75,21 @@ REFUSED_OPTIONS = [
         "^label_smoothing is from 0 to 1, z_loss at least 0, softcap above 0 or None, and all are "
         "finite; got 0.0, inf and None$",
     ),
-    ({"softcap": 0.0}, "softcap above 0"),
+    ({"softcap": 0.0}, "softcap above 0 or None, .* got 0.0, 0.0 and 0.0$"),
     ({"label_smoothing": 2}, "from 0 to 1"),
     ({"class_weights": torch.ones(5)}, r"class_weights must be a tensor of shape \(301,\)"),
-    ({"class_weights": torch.ones(CLASSES, requires_grad=True)}, "without gradient"),
-    ({"token_weights": torch.ones(37)}, r"a tensor of shape \(3, 37\)"),
-    ({"token_weights": "loss"}, "for tokens 'probability'"),
+    (
+        {"class_weights": torch.ones(CLASSES, requires_grad=True)},
+        "without gradient, or for tokens 'probability'; got tensor",
+    ),
+    (
+        {"token_weights": torch.ones(37)},
+        r"^token_weights must be a tensor of shape \(3, 37\) without",
+    ),
+    (
+        {"token_weights": "loss"},
+        "For weights that are trained multiply the losses of reduction=.none. by them$",
+    ),
 ]
 
 
@@ -314,9 +329,10 @@ def test_logits_asked_for_after_the_weight_changed_are_refused():
     for use in (torch.Tensor.argmax, lambda y: F.cross_entropy(y.flatten(0, 1), TOKENS.flatten())):
         with pytest.raises(
             RuntimeError,
-            match=r"were read after its input, weight or bias had changed or was freed; compute "
-            r"the loss, and read logits, before that \(before optimizer.step\(\)\), shard the head "
-            "with the model and not by itself, or use remove_chunked_loss$",
+            match=r"^the logits of a head in chunks, weight \(301, 16\), were read after "
+            r"its input, weight or bias had changed or was freed; compute the loss, and read logits"
+            r", before that \(before optimizer.step\(\)\), shard the head with the model and not "
+            "by itself, or use remove_chunked_loss$",
         ):
             use(logits)
 

@@ -79,7 +79,10 @@ def compiled_already(block):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (Recompute, "wrapped already, and a second wrapper would run its forward three times"),
+        (
+            Recompute,
+            "already, and a second wrapper would run its forward three times; wrap it once$",
+        ),
         (with_own_forward, "has a forward of its own on the instance"),
         (compiled_already, "wrap first, compile afterwards"),
         (lambda block: nn.LazyLinear(3), "run one batch through it first"),
@@ -94,9 +97,9 @@ def test_a_module_that_can_not_be_wrapped_is_refused(block, make, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enabled": "yes"}, "enabled must be True or False"),
-        ({"early_stop": 1}, "early_stop must be True or False"),
-        ({"determinism_check": "all"}, "default or none, not 'all'"),
+        ({"enabled": "yes"}, "^enabled must be True or False, got 'yes'$"),
+        ({"early_stop": 1}, "^early_stop must be True or False, got 1$"),
+        ({"determinism_check": "all"}, "^determinism_check: default or none, not 'all'$"),
     ],
 )
 def test_options_are_checked(block, options, message):

@@ -265,13 +265,13 @@ def pair_of(step_returns):
         ),
         (
             {"step": pair_of(lambda out, state, x: out)},
-            r"return a pair, \(output, state\), not tensor\(",
+            r"^step must return a pair, \(output, state\), not tensor\(",
         ),
         ({"step": pair_of(lambda out, state, x: (out, *state))}, r"not \("),
         (
             {"step": pair_of(lambda out, state, x: (out, (state[0], x.add_(1))))},
             "step writes into the input that it is given, which is needed again in backward: make a"
-            r" new tensor \(v = v",
+            r" new tensor \(v = v \* decay, not v \*= decay\)$",
         ),
         (
             {"step": pair_of(lambda out, state, x: (out > 1, state)), "outputs": "sum"},
