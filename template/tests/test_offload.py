@@ -109,13 +109,37 @@ def test_removal_makes_the_blocks_as_they_were():
     names = offload_blocks(model)
     assert remove_offload(model) == names == ["layers.0", "layers.1", "layers.2"]
     assert all(type(layer) is Block for layer in model.layers)
+    with pytest.raises(
+        ValueError,
+        match=r"^no block of this model is offloaded: call offload_blocks\(model\) first$",
+    ):
+        offload_report(model)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda model: torch.vmap(model)(torch.randn(3, 32, 16)),
+        lambda model: torch.func.grad(
+            lambda weights: torch.func.functional_call(model, weights, torch.randn(32, 16))
+        )(dict(model.named_parameters())),
+    ],
+)
+def test_blocks_inside_torch_func_are_an_error_that_says_what_to_do(transformed):
+    model = Model()
+    offload_blocks(model)
+    with pytest.raises(
+        RuntimeError,
+        match=r"^offloaded blocks can't run inside torch.func: call remove_offload\(model\) first$",
+    ):
+        transformed(model)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_last": 4}, "leaves none"),
-        ({"min_bytes": -1}, "min_bytes"),
+        ({"keep_last": 4}, "^keep_last=4 leaves none of the 4 blocks to offload: lower it$"),
+        ({"min_bytes": -1}, "^min_bytes must be a whole number from 0 up, got -1$"),
         ({"blocks": "no_such_layer"}, "no_such_layer"),
     ],
 )

@@ -88,7 +88,7 @@ def train_step(**regions):
 
 # Of the held bytes without regions: a block's hidden tensors are two inputs of its activations,
 # two results, their product, and what `Snake` saves.
-@pytest.mark.parametrize(("also", "most_share"), [((), 0.8), (("*.snake",), 0.6)])
+@pytest.mark.parametrize(("also", "most_share"), [((), 0.8), (("*.snake",), 0.6), ("*.snake", 0.6)])
 def test_the_step_is_bit_equal_holds_fewer_bytes_and_runs_no_product_again(also, most_share):
     plain, plain_calls, plain_bytes = train_step()
     ours, calls, held_bytes = train_step(blocks="layers.?", also=also)

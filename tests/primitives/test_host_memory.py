@@ -56,7 +56,8 @@ def test_too_little_memory_is_an_error_with_both_figures(monkeypatch):
     monkeypatch.setattr(offload, "available_host_bytes", lambda: 2**30)
     require_host_memory(2**30)
     with pytest.raises(
-        HostMemoryShort, match=r"3,072.00 MiB more of host memory and 1,024.00 MiB is available: of"
+        HostMemoryShort,
+        match=r"^offload needs 3,072.00 MiB more of host memory and 1,024.00 MiB is available",
     ):
         require_host_memory(3 * 2**30)
     monkeypatch.setattr(offload, "available_host_bytes", lambda: None)
@@ -69,6 +70,6 @@ def test_a_refused_allocation_is_an_error_of_host_memory_not_of_the_device(monke
 
     monkeypatch.setattr(mmap, "mmap", refuse)
     with pytest.raises(
-        HostMemoryShort, match=r"gave no 1.00 MiB \(.*Cannot allocate.*\): offload fewer"
+        HostMemoryShort, match=r"^the host gave no 1.00 MiB \(.*Cannot allocate.*\): offload fewer"
     ):
         host_buffer(2**20, pinned=False)

@@ -69,8 +69,8 @@ def figures(build, loss, apply=lambda model: None, batch=TOKENS):
     [
         (llama, (), lm_loss, 0.56),
         (llama, (), autocast_loss, 0.43),  # casts of norms' outputs are derived too
-        (gpt2, ("*.mlp.act",), lm_loss, 0.52),
-        (gpt2, ("*.mlp.act",), autocast_loss, 0.61),
+        (gpt2, "*.mlp.act", lm_loss, 0.52),
+        (gpt2, "*.mlp.act", autocast_loss, 0.61),
     ],
 )
 def test_hugging_face_blocks_are_reached_without_an_edit(build, also, at_most, loss):

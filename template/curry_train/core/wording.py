@@ -124,7 +124,7 @@ def format_duration(seconds: float) -> str:
 
 def require_whole(name: str, value: Any, *, least: int) -> None:
     """Raise ValueError unless a value is an integer from `least` on; True and False are none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if type(value) is not int or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
 
 

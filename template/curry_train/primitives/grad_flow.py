@@ -213,7 +213,7 @@ class GradFlow:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"GradFlow probes a module, got {type(model).__name__}")
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        if type(every) is not int or every < 1:
             raise ValueError(f"every must be a whole number from 1 up, got {every!r}")
         if not (scaler is None or isinstance(scaler, torch.amp.GradScaler)):
             raise ValueError(f"scaler must be a GradScaler, got {type(scaler).__name__}")

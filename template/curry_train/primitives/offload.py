@@ -407,7 +407,7 @@ class Surroundings:
         ]
         # Moving a slice of a tensor that the caller holds, such as a data set on the device, frees
         # nothing.
-        self.slices = {_address(leaf) for leaf in data if 2 * leaf.nbytes < _size(leaf)}
+        self.slices = {_address(leaf) for leaf in data if 2 * leaf.nbytes < _storage(leaf).nbytes()}
 
     def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""
@@ -423,9 +423,10 @@ class Surroundings:
         # Such as the seed of a kernel, which is on the host.
         if self.device not in (None, tensor.device.type):
             return OTHER_REASON
-        if tensor.is_conj() or tensor.is_neg() or _size(tensor) % tensor.itemsize:
+        size = _storage(tensor).nbytes()
+        if tensor.is_conj() or tensor.is_neg() or size % tensor.itemsize:
             return OTHER_REASON
-        if _size(tensor) < max(1, min_bytes):
+        if size < max(1, min_bytes):
             return SMALL_REASON
         if _weight_of_cast(base) is not None:
             return WEIGHT_CAST
@@ -490,7 +491,7 @@ class Offloader:
 
     def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
         """Start moving the storage of a tensor to the host."""
-        size = _size(tensor)
+        size = _storage(tensor).nbytes()
         report = step.report
         if report.moved_bytes + size > self.most_moved_bytes:
             require_host_memory(size)
@@ -519,7 +520,7 @@ def offload_blocks(
     `HostMemoryShort`. Call this before DDP, `fully_shard` and `torch.compile`.
     """
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if type(value) is not int or value < 0:
             raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
     if any(isinstance(module, Offloaded) for module in model.modules()):
         raise ValueError(
@@ -560,16 +561,16 @@ def _addresses(module: nn.Module) -> frozenset[int]:
 
 
 def _address(tensor: Tensor) -> int:
+    return _storage(tensor).data_ptr()
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()
     except NotImplementedError as error:
         raise RuntimeError(
             "offloaded blocks can't run inside torch.func: call remove_offload(model) first"
         ) from error
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
 
 
 def _weight_of_cast(base: Tensor) -> Tensor | None:

@@ -324,7 +324,7 @@ def _active(module: nn.Module) -> bool:
 
 
 def apply_regions(
-    model: nn.Module, *, blocks: str | Sequence[str] | None = None, also: Sequence[str] = ()
+    model: nn.Module, *, blocks: str | Sequence[str] | None = None, also: str | Sequence[str] = ()
 ) -> list[str]:
     """Recompute the cheap tensors of a model's blocks, in place, and return the blocks' names.
 
@@ -341,7 +341,8 @@ def apply_regions(
         for path, module in block.named_modules()
         if path
     }
-    named = {name for glob in also for name in match_names([*inside], glob, option="also")}
+    globs = [also] if isinstance(also, str) else also
+    named = {name for glob in globs for name in match_names([*inside], glob, option="also")}
 
     for block in found.values():
         become(Regions, block)

@@ -324,7 +324,7 @@ def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
         raise PolicyError(
             f"policy {policy.name!r} must return a CheckpointPolicy or a bool, got {answer!r}"
         )
-    keep = answer if isinstance(answer, bool) else answer in SAVE_POLICIES
+    keep = answer is True or answer in SAVE_POLICIES
     if keep and writes_in_place(operation):
         raise PolicyError(
             f"policy {policy.name!r} saves {operation}, which writes in place: leave it out"

@@ -440,9 +440,7 @@ def steppers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _check_size(chunk_size: int | None) -> None:
-    if chunk_size is not None and (
-        isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1
-    ):
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(
             "chunk_size must be a whole number from 1 up, or None to measure it; "
             f"got {chunk_size!r}"

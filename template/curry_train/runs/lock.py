@@ -56,9 +56,8 @@ class RunLock:
         """Raise LockedRun in a forked child of the process that holds the lock."""
         if self._holder and self._holder["pid"] != os.getpid():
             raise LockedRun(
-                f"this process was forked from the process that writes to "
-                f"{self._files.root}: save in the parent process, and read in this one "
-                f"with a SavedRun"
+                f"this process was forked from the process that writes to {self._files.root}: "
+                f"save in the parent process, and read in this one with a SavedRun"
             )
 
     def require_held(self) -> None:
