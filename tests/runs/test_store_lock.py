@@ -116,6 +116,7 @@ def test_a_lock_is_waited_for(tmp_path):
 
 def test_a_damaged_lock_file_stops_nobody(tmp_path):
     with Store(tmp_path) as store:
+        # Cut off, deeper than the parser goes, and longer than the file may be.
         for damaged in ("{", "[" * 4000, "\0" * 10_000_000):
             (tmp_path / "writer.json").write_text(damaged)
             with pytest.raises(LockedRun, match="another process that just started: end it, or"):
