@@ -66,11 +66,11 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(options, chunk_tokens)
 
 
 def test_log_probabilities_of_tokens_have_a_gradient_each():
-    hidden, weight, _, targets = make_tensors()
-    found = chunked_log_probabilities(hidden, weight, targets, chunk_tokens=7)
-    logs = -F.cross_entropy(F.linear(hidden, weight), targets, reduction="none")
-    ours = torch.autograd.grad(found.exp().square().sum(), (hidden, weight))
-    expected = torch.autograd.grad(logs.exp().square().sum(), (hidden, weight))
+    hidden, weight, bias, targets = make_tensors()
+    found = chunked_log_probabilities(hidden, weight, targets, bias=bias, chunk_tokens=7)
+    logs = -F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="none")
+    ours = torch.autograd.grad(found.exp().square().sum(), (hidden, weight, bias))
+    expected = torch.autograd.grad(logs.exp().square().sum(), (hidden, weight, bias))
     for value, reference in zip((found, *ours), (logs, *expected), strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
 

@@ -89,11 +89,12 @@ def test_clipping_stepping_and_scheduling_happen_once_per_window():
 def test_a_non_finite_microbatch_changes_no_weight(bad):
     model = make_model()
     before = copy.deepcopy(model.state_dict())
-    microbatches = make_microbatches()[:3]
-    microbatches[1][0][0, 0] = bad
-    (window,) = windows_of(microbatches, 3)
+    microbatches = make_microbatches()[:4]
+    microbatches[3][0][0, 0] = bad
+    _, window = windows_of(microbatches, 2)
     with pytest.raises(
-        NonFiniteWindow, match=r"not finite: microbatch 1 of 3. The weights were not changed"
+        NonFiniteWindow,
+        match=r"^window 1: loss .* not finite: microbatch 1 of 2. The weights were not changed",
     ):
         train_window(model, window, summed_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     for name, value in model.state_dict().items():
@@ -111,15 +112,30 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
     (window,) = windows_of(make_microbatches()[:2], 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(
-        NonFiniteWindow, match=r"nan; not finite: no loss of this rank. The weights"
+        NonFiniteWindow,
+        match=r"^window 0: loss \d\S+, gradient norm nan; not finite: no loss of this rank. The we",
     ):
         train_window(model, window, loss_with_an_infinite_slope, optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.parametrize("number", [-1, True, 2.5, None, "4", torch.tensor(2.0)])
+def test_what_is_no_whole_number_is_refused(number):
+    with pytest.raises(ValueError, match=r"^steps must be a whole number of at least 1, got"):
+        GradientAccumulation(steps=number)
+    with pytest.raises(
+        ValueError, match=r"^count.microbatch. must be a whole number of at least 0, got"
+    ):
+        list(GradientAccumulation(2).windows([1, 2], count=lambda _: number))
+
+
+def test_a_number_of_a_library_becomes_one_of_python():
+    assert type(GradientAccumulation(torch.tensor(2)).steps) is int
+
+
 def test_useless_settings_and_data_are_refused():
-    with pytest.raises(ValueError, match="steps"):
+    with pytest.raises(ValueError, match=r"^steps must be a whole number of at least 1, got 0$"):
         GradientAccumulation(steps=0)
     with pytest.raises(
         ValueError, match=r"^there is no microbatch to train on: the data are empty$"

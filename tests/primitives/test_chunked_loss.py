@@ -215,6 +215,7 @@ ROWS = torch.tensor([3, 1, 1])
 INDICES = {
     "slice": (slice(1, None), True),
     "rows": (ROWS, True),
+    "a table of rows": (ROWS[None, None], True),
     "mask of rows": (torch.tensor([True, False, True, True]), True),
     "rows and a number": ((ROWS, 0), False),
     "rows and tokens": ((ROWS, torch.tensor([0, 5, 32])), False),
@@ -357,11 +358,17 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     assert vars(model.head).keys() == vars(bare.head).keys()
 
 
-def test_traced_code_has_plain_logits(monkeypatch):
+@pytest.mark.parametrize("way", ["traced", "in shards"])
+def test_traced_code_and_a_head_in_shards_have_plain_logits(way, monkeypatch):
     model = Model()
     apply_chunked_loss(model)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    if way == "traced":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    else:
+        model.head.weight.full_tensor = None  # as shards have
     assert type(model(TOKENS)) is torch.Tensor
+    expected = "no loss yet" if way == "traced" else "all logits made for a head in shards"
+    assert str(chunked_loss_report(model)["head"]) == expected
 
 
 class Doubled(nn.Linear):
@@ -378,7 +385,7 @@ class Doubled(nn.Linear):
             "has no output layer: no Linear is wider than all others and than its own input; name "
             "it with head=$",
         ),
-        (Model, {"head": "nothing"}, "matches no module"),
+        (Model, {"head": "x"}, "^head 'x' matches no module; there are body, head$"),
         (
             lambda: Doubled(8, 32),
             {},
@@ -647,16 +654,27 @@ class CountedProducts(OperationMode):
         return func(*args, **kwargs)
 
 
-def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time():
-    # A chunk within 64 MiB would have 87 tokens: on an H200 a step took 1.76 times the plain one.
+# A chunk within 64 MiB would have 87 tokens: on an H200 a step took 1.76 times the plain one. Half
+# of the gradients' bytes hold 361 tokens, and 339 without those of the input. In float32 a product
+# is no copy of its own.
+@pytest.mark.parametrize(
+    ("tokens", "width", "dtype", "frozen", "products"),
+    [
+        (8192, 2048, torch.bfloat16, False, 3 * -(-8192 // 361)),
+        (8192, 2048, torch.bfloat16, True, 2 * -(-8192 // 339)),
+        (8320, 512, torch.float32, False, 3 * -(-8320 // 130)),
+    ],
+)
+def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time(
+    tokens, width, dtype, frozen, products
+):
     with torch.device("meta"):
-        hidden = torch.zeros(8192, 2048, requires_grad=True, dtype=torch.bfloat16)
-        weight = torch.zeros(128_256, 2048, requires_grad=True, dtype=torch.bfloat16)
-        targets = torch.zeros(8192, dtype=torch.int64)
+        hidden = torch.zeros(tokens, width, requires_grad=not frozen, dtype=dtype)
+        weight = torch.zeros(128_256, width, requires_grad=True, dtype=dtype)
+        targets = torch.zeros(tokens, dtype=torch.int64)
     with CountedProducts() as counted:
         chunked_cross_entropy(hidden, weight, targets)
-    # Half of the gradients' bytes hold 361 tokens.
-    assert counted.number == 3 * -(-8192 // 361)
+    assert counted.number == products
 
 
 # Which of input, weight and bias are trained.

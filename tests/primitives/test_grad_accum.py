@@ -47,23 +47,7 @@ def test_from_config_reads_the_attributes_of_an_object():
     assert GradientAccumulation.from_config(SimpleNamespace()).steps == 1
 
 
-@pytest.mark.parametrize("steps", [-1, True, 2.0, "4", torch.tensor(2.0)])
-def test_steps_that_are_not_a_positive_whole_number_are_refused(steps):
-    with pytest.raises(ValueError, match=r"^steps must be a whole number of at least 1, got"):
-        GradientAccumulation(steps=steps)
-
-
-def test_a_number_of_a_library_becomes_one_of_python():
-    assert type(GradientAccumulation(torch.tensor(2)).steps) is int
-
-
 # Windows.
-
-
-@pytest.mark.parametrize("terms", [-1, 2.5, True, None])
-def test_a_count_that_is_not_a_whole_number_is_refused(terms):
-    with pytest.raises(ValueError, match=r"^count\(microbatch\) must be a whole number of"):
-        next(GradientAccumulation(2).windows([1, 2], count=lambda _: terms))
 
 
 def test_an_index_outside_the_window_is_refused():
@@ -135,9 +119,6 @@ def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
     )
     with pytest.raises(NonFiniteWindow, match=f"^{message}$"):
         linear_step([torch.ones(1, 2), torch.ones(0, 2)], loss=mean)
-    # An infinite slope at a finite loss.
-    with pytest.raises(NonFiniteWindow, match=r"loss 0.0, gradient norm nan; .*no loss of this"):
-        linear_step([torch.zeros(1, 2)], loss=lambda model, batch: model(batch).mul(0).sqrt().sum())
 
 
 def test_a_scaler_skips_the_step_and_the_schedule_stays():

@@ -487,8 +487,6 @@ def _describe(window: Window[Any], losses: list[Tensor], total: float, grad_norm
 
 
 def _whole_number(name: str, value: Any, *, least: int) -> int:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
