@@ -56,6 +56,7 @@ def test_every_window_has_the_gradients_of_its_large_batch(steps):
     windows = windows_of(make_microbatches(), steps)
     assert sum(len(window) for window in windows) == len(LENGTHS)
     for window in windows:
+        assert window.train_step_kwargs(0)["loss_divisor"] == sum(map(num_tokens, window))
         expected = large_batch_gradients(make_model(), window.microbatches)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         result = train_window(model, window, summed_loss, optimizer)
