@@ -124,6 +124,39 @@ def test_a_plain_function_recomputes_and_its_modules_move_their_state_once():
     )
 
 
+def without_counts(model):
+    for layer in model.layers:
+        layer.norm.num_batches_tracked = None
+    return []
+
+
+def test_norms_that_count_no_batches_are_the_same_bit_for_bit():
+    plain = train_step(without_counts)[2]
+    ours = train_step(lambda model: without_counts(model) + recompute_blocks(model))[2]
+    for one, other in zip(plain, ours, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_layers_that_get_their_size_in_the_first_call_may_be_inside():
+    found = []
+    for change in (lambda block: block, Recompute):
+        torch.manual_seed(0)
+        block = change(nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh()))
+        block(torch.ones(4, 3).cumsum(0)).square().sum().backward()
+        found.append([*(p.grad for p in block.parameters()), *block.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_an_error_in_a_block_stays_what_it_is(use_reentrant):
+    def broken(x):
+        raise ZeroDivisionError("in the block")
+
+    call = Recompute(broken, use_reentrant=use_reentrant)
+    with pytest.raises(ZeroDivisionError, match=r"^in the block$"):
+        call(torch.ones(2, requires_grad=True))
+
+
 def test_names_weights_copies_and_removal_are_those_of_the_plain_model():
     model = Model()
     names = list(model.state_dict())
