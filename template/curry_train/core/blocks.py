@@ -8,7 +8,7 @@ import fnmatch
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,12 @@ class Derived(nn.Module):
     # The settings of the technique that changed this module; it can have only one at a time.
     _technique: Any
 
+    # The mixin and the module's own class; `fully_shard` makes subclasses, which inherit them.
+    _bases: ClassVar[tuple[type, type]]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The derived class can't be imported by name, so pickle rebuilds it from its two bases.
-        return _rebuild, _bases(type(self)), self.__getstate__()
+        return _rebuild, type(self)._bases, self.__getstate__()
 
 
 def derive(mixin: type[Derived], module: nn.Module, technique: Any = None) -> Any:
@@ -60,7 +63,7 @@ def restore(model: nn.Module, mixin: type[Derived]) -> list[str]:
                 f"{type(module).__name__} was wrapped again afterwards (by fully_shard?), "
                 "so its class can't be restored"
             )
-        module.__class__ = _bases(type(module))[1]
+        module.__class__ = type(module)._bases[1]
         module.__dict__.pop(TECHNIQUE_ATTRIBUTE, None)
     return list(changed)
 
@@ -109,7 +112,7 @@ def class_as_written(module: nn.Module) -> type:
     """Return the module's class as the model defines it, before any `derive` or `become`."""
     kind = type(module)
     while issubclass(kind, Derived):
-        kind = _bases(kind)[1]
+        kind = kind._bases[1]
     return kind
 
 
@@ -119,14 +122,6 @@ def _derived_class(mixin: type, original: type) -> Any:
         space = {"__module__": original.__module__, "__doc__": original.__doc__, "_bases": key}
         _classes[key] = type(f"{mixin.__name__}{original.__name__}", key, space)
     return _classes[key]
-
-
-def _bases(derived: Any) -> tuple[type, type]:
-    """Return mixin and original class, also if `fully_shard` subclassed the result."""
-    bases: tuple[type, type] = next(
-        vars(kind)["_bases"] for kind in derived.__mro__ if "_bases" in vars(kind)
-    )
-    return bases
 
 
 def _rebuild(mixin: type, original: type) -> Any:
