@@ -185,8 +185,13 @@ def find_blocks(
     if pattern is None:
         names = _repeated(module)
     else:
-        patterns = [pattern] if isinstance(pattern, str | nn.Module) else list(pattern)
-        names = _matching(module, patterns)
+        given = [pattern] if isinstance(pattern, str | nn.Module) else list(pattern)
+        if wrong := [type(one).__name__ for one in given if not isinstance(one, str)]:
+            raise TypeError(
+                f"blocks are given by patterns of names, such as 'layers.*'; got {wrong[0]}"
+            )
+        all_names = [name for name, _ in module.named_modules() if name]
+        names = match_names(all_names, given, option="the pattern")
 
     blocks: dict[str, nn.Module] = {}
     for name in names:
@@ -207,24 +212,15 @@ def blocks_if_any(
     return {}
 
 
-def match_names(names: list[str], pattern: str, *, option: str) -> list[str]:
-    """Return the names that match a glob; raise an error if none does."""
-    found = fnmatch.filter(names, pattern)
-    if not found:
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise ValueError(f"{option} {pattern!r} matches no module; there are {shown or 'none'}")
-    return found
-
-
-def _matching(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    if wrong := [type(one).__name__ for one in patterns if not isinstance(one, str)]:
-        raise TypeError(
-            f"blocks are given by patterns of names, such as 'layers.*'; got {wrong[0]}"
-        )
-    names = [name for name, _ in module.named_modules() if name]
-    matched = {
-        name for pattern in patterns for name in match_names(names, pattern, option="the pattern")
-    }
+def match_names(names: list[str], globs: str | Sequence[str], *, option: str) -> list[str]:
+    """Return the names that match a glob, or one of several; a glob without a match is an error."""
+    matched: set[str] = set()
+    for glob in [globs] if isinstance(globs, str) else globs:
+        found = fnmatch.filter(names, glob)
+        if not found:
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"{option} {glob!r} matches no module; there are {shown or 'none'}")
+        matched.update(found)
     return [name for name in names if name in matched]
 
 

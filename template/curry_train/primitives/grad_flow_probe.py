@@ -59,10 +59,7 @@ def choose_layers(
             inside = tuple(f"{name}." for name in block_names)
             chosen = {name for name in chosen if not name.startswith(inside)}
     else:
-        globs = [layers] if isinstance(layers, str) else layers
-        chosen = {
-            name for glob in globs for name in match_names(list(named), glob, option="layers")
-        }
+        chosen = set(match_names(list(named), layers, option="layers"))
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no module with parameters to probe: "

@@ -341,8 +341,7 @@ def apply_regions(
         for path, module in block.named_modules()
         if path
     }
-    globs = [also] if isinstance(also, str) else also
-    named = {name for glob in globs for name in match_names([*inside], glob, option="also")}
+    named = set(match_names([*inside], also, option="also"))
 
     for block in found.values():
         become(Regions, block)

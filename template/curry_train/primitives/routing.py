@@ -191,10 +191,7 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
     if blocks is None:
         names = [name for name, block in found.items() if has_router(block)]
     else:
-        patterns = [blocks] if isinstance(blocks, str) else blocks
-        names = [
-            name for pattern in patterns for name in match_names([*found], pattern, option="blocks")
-        ]
+        names = match_names([*found], blocks, option="blocks")
     for name in names:
         _wrap(found[name])
         _keep_small_buffers(found[name])

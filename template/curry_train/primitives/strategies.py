@@ -509,12 +509,6 @@ def _large_layers(
 
 def _filtered(config: CheckpointConfig, names: list[str]) -> list[str]:
     """Keep the included names that are not excluded; a pattern without a match is an error."""
-    matches = {
-        option: {name for glob in globs for name in match_names(names, glob, option=option)}
-        for option, globs in (
-            ("include_patterns", config.include_patterns or ("*",)),
-            ("exclude_patterns", config.exclude_patterns),
-        )
-    }
-    kept = matches["include_patterns"] - matches["exclude_patterns"]
-    return [name for name in names if name in kept]
+    included = match_names(names, config.include_patterns or "*", option="include_patterns")
+    excluded = match_names(names, config.exclude_patterns, option="exclude_patterns")
+    return [name for name in included if name not in excluded]
