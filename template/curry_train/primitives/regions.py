@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import get_device_states
 
 from ..core.blocks import (
     CAST_NODE,
@@ -309,13 +310,10 @@ class Replayed(Derived):
         return output
 
 
-def generator_states(module: nn.Module) -> list[torch.Tensor]:
+def generator_states(module: nn.Module) -> list[Tensor]:
     """Return the states of torch's generators that a module's operations may draw from."""
-    devices: set[torch.device] = set()
-    if torch.cuda.is_initialized():
-        devices = {parameter.device for parameter in module.parameters()}
-    of_devices = (torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda")
-    return [torch.get_rng_state(), *of_devices]
+    tensors = module.parameters() if torch.cuda.is_initialized() else ()
+    return [torch.get_rng_state(), *get_device_states(*tensors)[1]]
 
 
 def _active(module: nn.Module) -> bool:
