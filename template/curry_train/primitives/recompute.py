@@ -179,8 +179,7 @@ def run_checkpointed(
     if options.use_reentrant and not _gradients_flow(run, modules, args, kwargs):
         return run(*args, **kwargs)
 
-    later = [] if options.use_reentrant else ["determinism_check", "debug", "early_stop"]
-    names = ["use_reentrant", "preserve_rng_state", *later]
+    names = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
     settings: dict[str, Any] = {name: getattr(options, name) for name in names}
     if torch.compiler.is_compiling():
         # Compiled code saves every tensor, and notices changes in place. Keywords are bound here,
