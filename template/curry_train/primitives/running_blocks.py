@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -66,21 +67,16 @@ class ModuleCall:
 
     called: list["ModuleCall"] = field(default_factory=list)
 
-    def hide(self) -> None:
-        """Mark this call and those around it as having parameters that get no gradient."""
-        call: ModuleCall | None = self
-        while call is not None:
-            call.hides = True
-            call = call.caller
+    def around(self) -> Iterator["ModuleCall"]:
+        """Yield the calls that enclose this one, the innermost first."""
+        caller = self.caller
+        while caller is not None:
+            yield caller
+            caller = caller.caller
 
     def is_inside(self, names: Collection[str]) -> bool:
         """Return whether a call of one of these modules encloses this one."""
-        caller = self.caller
-        while caller is not None:
-            if caller.name in names:
-                return True
-            caller = caller.caller
-        return False
+        return any(caller.name in names for caller in self.around())
 
 
 class ValuesNeeded(RuntimeError):
@@ -126,10 +122,11 @@ class ForwardRecord:
             for name, module in self._named.items():
                 if name and not isinstance(module, torch.jit.ScriptModule):
                     # As recompute does, and without hooks, which a direct call would skip.
-                    stack.callback(_set_forward, module, module.__dict__.get("forward"))
-                    _set_forward(module, self._recorded(name, module, module.forward))
+                    forward = self._recorded(name, module, module.forward)
+                    stack.enter_context(mock.patch.object(module, "forward", forward))
             yield
 
+    @property
     def total_bytes(self) -> int:
         return self.bytes_of(set(self.log))
 
@@ -138,6 +135,10 @@ class ForwardRecord:
 
     def saved_in(self, call: ModuleCall) -> set[int]:
         return set(self.log[call.start : call.end])
+
+    def most_inside(self, name: str) -> int:
+        """Return the most bytes that a call of a module saves besides its inputs."""
+        return max(self.bytes_of(self.saved_in(call) - call.inputs) for call in self.calls[name])
 
     def _recorded(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> Any:
         @functools.wraps(forward)
@@ -150,7 +151,8 @@ class ForwardRecord:
             call = ModuleCall(name, self._current, len(self.log), inputs=numbers, trains=trains)
             self._current.called.append(call)
             if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
-                self._current.hide()
+                for around in call.around():
+                    around.hides = True
             self.calls.setdefault(name, []).append(call)
             self._current = call
             try:
@@ -194,13 +196,6 @@ class ForwardRecord:
             if not is_own:
                 self.sizes.append(num_bytes)
         return known[1]
-
-
-def _set_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
 
 
 def _cannot_change(module: nn.Module) -> bool:
@@ -255,96 +250,89 @@ def estimate_peak(record: ForwardRecord, names: Iterable[str]) -> tuple[int, int
     return max(peak, held), record.bytes_of(covered)
 
 
-class _Cuts:
-    """Sets of blocks through the tree of calls, from the model's children downwards."""
+def _can_be_block(record: ForwardRecord, name: str) -> bool:
+    """Return whether a module can recompute: it trains, saves, and leaves its inputs alone."""
+    calls = record.calls.get(name, ())
+    refused = (name == other or name.startswith(f"{other}.") for other in record.refused)
+    return (
+        any(call.trains and call.end > call.start for call in calls)
+        and not any(call.trains and (call.writes_input or call.hides) for call in calls)
+        and not _runs_inside(record, name, {name})
+        and not any(refused)
+    )
 
-    def __init__(self, record: ForwardRecord) -> None:
-        self.record = record
-        self.total = record.total_bytes()
 
-    def can_be_block(self, name: str) -> bool:
-        """Return whether a module can recompute: it trains, saves, and leaves its inputs alone."""
-        calls = self.record.calls.get(name, ())
-        refused = (name == other or name.startswith(f"{other}.") for other in self.record.refused)
-        return (
-            any(call.trains and call.end > call.start for call in calls)
-            and not any(call.trains and (call.writes_input or call.hides) for call in calls)
-            and not self._runs_inside(name, {name})
-            and not any(refused)
-        )
+def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
+    """Return the first cut near the lowest peak, and the most that containers' may have.
 
-    def lowest(self) -> tuple[list[str], float]:
-        """Return the first cut near the lowest peak, and the most that containers' may have."""
-        split = set[Any]()
-        cuts: list[tuple[int, list[str]]] = []
-        while names := self._worthwhile(self._outermost(split)):
-            cuts.append((estimate_peak(self.record, names)[0], names))
-            split.add(self.record.kinds[max(names, key=self._most_inside)])
-        lowest = min((peak for peak, _ in cuts), default=self.total)
-        near = lowest * MOST_ABOVE_LOWEST_PEAK
-        limit = min(near, self.total * MOST_PEAK_SHARE)
-        names = next((names for peak, names in cuts if peak <= limit), [])
-        most = max(near, lowest + CONTAINERS_MARGIN * self.total)
-        return self._with_idle(self._needed(names)), most
+    The cuts go from the model's children downwards.
+    """
+    split = set[Any]()
+    cuts: list[tuple[int, list[str]]] = []
+    while names := _worthwhile(record, _outermost(record, split)):
+        cuts.append((estimate_peak(record, names)[0], names))
+        split.add(record.kinds[max(names, key=record.most_inside)])
+    total = record.total_bytes
+    lowest = min((peak for peak, _ in cuts), default=total)
+    near = lowest * MOST_ABOVE_LOWEST_PEAK
+    limit = min(near, total * MOST_PEAK_SHARE)
+    names = next((names for peak, names in cuts if peak <= limit), [])
+    most = max(near, lowest + CONTAINERS_MARGIN * total)
+    return _with_idle(record, _needed(record, names)), most
 
-    def _outermost(self, split: Collection[Any]) -> list[str]:
-        """Return the first modules on each path of calls that can be blocks and are not split."""
-        found: dict[str, None] = {}
-        waiting = [self.record.root]
-        while waiting:
-            call = waiting.pop()
-            is_split = self.record.kinds[call.name] in split
-            if call.name and not is_split and self.can_be_block(call.name):
-                found[call.name] = None
-            else:
-                waiting.extend(reversed(call.called))
-        apart = [name for name in found if not self._runs_inside(name, found.keys() - {name})]
-        return [name for name in apart if not _is_below(name, apart)]
 
-    def _runs_inside(self, name: str, others: Collection[str]) -> bool:
-        return any(call.is_inside(others) for call in self.record.calls[name])
+def _outermost(record: ForwardRecord, split: Collection[Any]) -> list[str]:
+    """Return the first modules on each path of calls that can be blocks and are not split."""
+    found: dict[str, None] = {}
+    waiting = [record.root]
+    while waiting:
+        call = waiting.pop()
+        is_split = record.kinds[call.name] in split
+        if call.name and not is_split and _can_be_block(record, call.name):
+            found[call.name] = None
+        else:
+            waiting.extend(reversed(call.called))
+    apart = [name for name in found if not _runs_inside(record, name, found.keys() - {name})]
+    return [name for name in apart if not _is_below(name, apart)]
 
-    def _worthwhile(self, names: list[str]) -> list[str]:
-        """Leave out the kinds that save hardly more than the inputs that they would keep."""
-        record = self.record
-        gain = Counter[Any]()
-        for name in names:
-            for call in record.calls[name]:
-                saved = record.bytes_of(record.saved_in(call))
-                gain[record.kinds[name]] += saved - record.bytes_of(call.inputs)
-        return [name for name in names if gain[record.kinds[name]] > LEAST_GAIN_SHARE * self.total]
 
-    def _most_inside(self, name: str) -> int:
-        """Return the most bytes that a call saves besides its inputs."""
-        record = self.record
-        calls = record.calls[name]
-        return max(record.bytes_of(record.saved_in(call) - call.inputs) for call in calls)
+def _runs_inside(record: ForwardRecord, name: str, others: Collection[str]) -> bool:
+    return any(call.is_inside(others) for call in record.calls[name])
 
-    def _needed(self, names: list[str]) -> list[str]:
-        """Leave out kinds that cover little and do not lower the peak, such as norms."""
-        peak, covered = estimate_peak(self.record, names)
-        most_peak = peak * (1 + SMALL_SHARE)
-        least_covered = covered - SMALL_SHARE * self.total
-        for kind in dict.fromkeys(map(self.record.kinds.__getitem__, names)):
-            fewer = [name for name in names if self.record.kinds[name] != kind]
-            peak, covered = estimate_peak(self.record, fewer)
-            if peak <= most_peak and covered >= least_covered:
-                names = fewer
-        return names
 
-    def _with_idle(self, names: list[str]) -> list[str]:
-        """Add modules of these kinds that did not run this time, such as a dropped layer."""
-        kinds = {self.record.kinds[name] for name in names}
-        return [
-            name
-            for name, kind in self.record.kinds.items()
-            if name in names
-            or (
-                kind in kinds
-                and name not in {"", *self.record.calls}
-                and not _is_below(name, names)
-            )
-        ]
+def _worthwhile(record: ForwardRecord, names: list[str]) -> list[str]:
+    """Leave out the kinds that save hardly more than the inputs that they would keep."""
+    gain = Counter[Any]()
+    for name in names:
+        for call in record.calls[name]:
+            saved = record.bytes_of(record.saved_in(call))
+            gain[record.kinds[name]] += saved - record.bytes_of(call.inputs)
+    least = LEAST_GAIN_SHARE * record.total_bytes
+    return [name for name in names if gain[record.kinds[name]] > least]
+
+
+def _needed(record: ForwardRecord, names: list[str]) -> list[str]:
+    """Leave out kinds that cover little and do not lower the peak, such as norms."""
+    peak, covered = estimate_peak(record, names)
+    most_peak = peak * (1 + SMALL_SHARE)
+    least_covered = covered - SMALL_SHARE * record.total_bytes
+    for kind in dict.fromkeys(map(record.kinds.__getitem__, names)):
+        fewer = [name for name in names if record.kinds[name] != kind]
+        peak, covered = estimate_peak(record, fewer)
+        if peak <= most_peak and covered >= least_covered:
+            names = fewer
+    return names
+
+
+def _with_idle(record: ForwardRecord, names: list[str]) -> list[str]:
+    """Add modules of these kinds that did not run this time, such as a dropped layer."""
+    kinds = {record.kinds[name] for name in names}
+    return [
+        name
+        for name, kind in record.kinds.items()
+        if name in names
+        or (kind in kinds and name not in {"", *record.calls} and not _is_below(name, names))
+    ]
 
 
 def _is_below(name: str, others: Iterable[str]) -> bool:
@@ -408,16 +396,15 @@ def choose_blocks(
         return BlockChoice(tuple(find_blocks(model, blocks)), given, None, (str(refusal),))
     if blocks is not None:
         return _choice(record, list(find_blocks(model, blocks)), given)
-    cuts = _Cuts(record)
-    best, limit = cuts.lowest()
+    best, limit = _lowest_cut(record)
     try:
         static = list(find_blocks(model))
     except NoBlocks:
         if not best:
             raise
-        static = []
-    why = _why_not(record, cuts, static, best, limit)
-    if static and (not best or not why):
+        return _choice(record, best, ChosenBlocks(best))
+    why = _why_not(record, static, best, limit)
+    if not why:
         return _choice(record, static, None)
     return _choice(record, best, ChosenBlocks(best), why)
 
@@ -458,18 +445,18 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
 
 
 def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
-    return estimate_peak(record, names)[1] / max(1, record.total_bytes())
+    return estimate_peak(record, names)[1] / max(1, record.total_bytes)
 
 
 def _why_not(
-    record: ForwardRecord, cuts: _Cuts, static: list[str], best: list[str], limit: float
+    record: ForwardRecord, static: list[str], best: list[str], limit: float
 ) -> tuple[str, ...]:
     """Explain why the blocks that the containers give are not taken; empty if they are."""
-    if not static or not best:
+    if not best:
         return ()
     if idle := _never_called(record, static):
         return (f"the containers give {listed(idle)}, of which none is called",)
-    broken = [name for name in static if name in record.calls and not cuts.can_be_block(name)]
+    broken = [name for name in static if name in record.calls and not _can_be_block(record, name)]
     if broken:
         is_compiled = any(name in record.refused for name in broken)
         if is_compiled and _coverage(record, best) < _coverage(record, static):
@@ -478,7 +465,7 @@ def _why_not(
     peak, _ = estimate_peak(record, static)
     if peak <= limit:
         return ()
-    total = record.total_bytes()
+    total = record.total_bytes
     better, _ = estimate_peak(record, best)
     return (
         f"chosen by bytes: the {len(static)} blocks that the containers give leave "
