@@ -30,7 +30,6 @@ from ..core.blocks import (
     CheckedTensor,
     Derived,
     become,
-    check_unchanged,
     find_blocks,
     is_active,
     restore,
@@ -260,8 +259,11 @@ class Moved:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.source = weakref.ref(tensor.untyped_storage())
         self.base = weakref.ref(base)
-        self.version = tensor._version
-        self.witness = _witness(tensor)
+        # It shares the version counter but not the storage: the check for changes in place needs no
+        # more.
+        witness = tensor.detach()
+        witness.data = ONE_ELEMENT.expand(tensor.shape)
+        self.witness = CheckedTensor(witness)
         self.flat: Tensor | None = None
         self.done: Any = None
         self.ahead = False
@@ -278,7 +280,7 @@ class Moved:
         chunks of one storage one after the other, so a copy made for the first chunk is out of
         date for the second.
         """
-        return self.base() is base and self.version == tensor._version
+        return self.base() is base and self.witness.version == tensor._version
 
     def fetch(self, *, ahead: bool) -> Tensor:
         """Start copying the storage back to the device."""
@@ -290,7 +292,6 @@ class Moved:
 
     def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
-        check_unchanged(self.witness, self.version)
         flat = self.flat
         if flat is None:
             flat = self.fetch(ahead=False)
@@ -337,9 +338,9 @@ class OffloadedTensor:
             self.original = weakref.ref(tensor)
 
     def value(self) -> Tensor:
+        self.moved.witness.value()
         original = self.original()
         if original is not None:
-            check_unchanged(self.moved.witness, self.moved.version)
             return original
         return self.moved.ask(self).view(self.dtype).as_strided(*self.view)
 
@@ -356,16 +357,6 @@ class CastAgain(CheckedTensor):
 
     def value(self) -> Tensor:
         return super().value().to(self.dtype).as_strided(*self.view)
-
-
-def _witness(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the version counter but not the storage of this one.
-
-    Autograd's check for changes in place needs only the version.
-    """
-    witness = tensor.detach()
-    witness.data = ONE_ELEMENT.expand(tensor.shape)
-    return witness
 
 
 # Offload activations of blocks to CPU memory and copy them back during backward.
@@ -394,10 +385,14 @@ class Offloaded(Derived):
             return super().forward(*args, **kwargs)
 
 
-class Surroundings:
-    """The tensors that one call of a block must leave on the device."""
+class OffloadedCall:
+    """One call of a block: what it saves is moved, but for the tensors that stay on the device."""
 
-    def __init__(self, step: OffloadedForward, block: nn.Module, inputs: Any) -> None:
+    def __init__(
+        self, offloader: "Offloader", step: OffloadedForward, block: nn.Module, inputs: Any
+    ) -> None:
+        self.offloader = offloader
+        self.step = step
         self.owned = step.owned | _addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
         data = [
@@ -409,7 +404,27 @@ class Surroundings:
         # nothing.
         self.slices = {_address(leaf) for leaf in data if 2 * leaf.nbytes < _storage(leaf).nbytes()}
 
-    def why_it_stays(self, tensor: Tensor, base: Tensor, min_bytes: int) -> str | None:
+    def pack(self, tensor: Tensor) -> OffloadedTensor | CheckedTensor:
+        """Return the object that autograd holds in place of a tensor."""
+        step = self.step
+        base = tensor if tensor._base is None else tensor._base
+        reason = self._why_it_stays(tensor, base)
+        moved = None
+        if reason in (None, SLICE_REASON):
+            moved = step.moved.get(_address(tensor))
+        if moved is not None and moved.source() is not None:
+            reason = DUPLICATE_REASON if moved.is_same(tensor, base) else ALIAS_REASON
+        if reason is None:
+            moved = self.offloader.move(step, tensor, base)
+        else:
+            step.report.skip(tensor, reason)
+        if moved is not None and reason in (None, DUPLICATE_REASON):
+            return step.save(moved, tensor)
+
+        weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
+        return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
+
+    def _why_it_stays(self, tensor: Tensor, base: Tensor) -> str | None:
         """Return the reason to leave a tensor on the device, or None to move its storage."""
         if (
             type(tensor) not in PLAIN_TENSOR_TYPES
@@ -426,7 +441,7 @@ class Surroundings:
         size = _storage(tensor).nbytes()
         if tensor.is_conj() or tensor.is_neg() or size % tensor.itemsize:
             return OTHER_REASON
-        if size < max(1, min_bytes):
+        if size < max(1, self.offloader.min_bytes):
             return SMALL_REASON
         if _weight_of_cast(base) is not None:
             return WEIGHT_CAST
@@ -439,7 +454,7 @@ class Offloader:
     def __init__(self, model: nn.Module | None, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.model = (lambda: None) if model is None else weakref.ref(model)
-        self.copies: dict[torch.device, HostCopies] = {}
+        self.copies = functools.cache(HostCopies)
         # The most bytes that a step has moved; the host had room for them.
         self.most_moved_bytes = 0
         self.step: Callable[[], OffloadedForward | None] = lambda: None
@@ -466,30 +481,9 @@ class Offloader:
             )
             self.step = weakref.ref(step)
             self.report = step.report
-        pack = functools.partial(self.pack, step, Surroundings(step, block, inputs))
-        return saved_tensors_hooks(pack, step.unpack)
+        return saved_tensors_hooks(OffloadedCall(self, step, block, inputs).pack, step.unpack)
 
-    def pack(
-        self, step: OffloadedForward, around: "Surroundings", tensor: Tensor
-    ) -> OffloadedTensor | CheckedTensor:
-        """Return the object that autograd holds in place of a tensor."""
-        base = tensor if tensor._base is None else tensor._base
-        reason = around.why_it_stays(tensor, base, self.min_bytes)
-        moved = None
-        if reason in (None, SLICE_REASON):
-            moved = step.moved.get(_address(tensor))
-        if moved is not None and moved.source() is not None:
-            reason = DUPLICATE_REASON if moved.is_same(tensor, base) else ALIAS_REASON
-        if reason is None:
-            return self._move(step, tensor, base)
-        step.report.skip(tensor, reason)
-        if moved is not None and reason == DUPLICATE_REASON:
-            return step.save(moved, tensor)
-
-        weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
-        return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
-
-    def _move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> OffloadedTensor:
+    def move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> Moved:
         """Start moving the storage of a tensor to the host."""
         size = _storage(tensor).nbytes()
         report = step.report
@@ -499,11 +493,9 @@ class Offloader:
         report.num_moved += 1
         report.moved_bytes += size
         step.most_bytes = max(step.most_bytes, 2 * size)
-        if tensor.device not in self.copies:
-            self.copies[tensor.device] = HostCopies(tensor.device)
-        moved = Moved(step, tensor, base, self.copies[tensor.device])
+        moved = Moved(step, tensor, base, self.copies(tensor.device))
         step.moved[_address(tensor)] = moved
-        return step.save(moved, tensor)
+        return moved
 
 
 def offload_blocks(
