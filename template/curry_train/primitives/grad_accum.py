@@ -83,12 +83,10 @@ class GradientAccumulation:
         For uneven microbatches and for the end of the data use `windows`, which computes the real
         divisor.
         """
-        return _step_kwargs(
-            first=self.is_first(index),
-            last=self.is_last(index),
-            loss_divisor=float(self.steps),
-            sync_each_batch=self.sync_each_batch,
-        )
+        place = _whole_number("index", index, least=0) % self.steps
+        full = (None,) * self.steps
+        window = Window(full, float(self.steps), self.steps, sync_each_batch=self.sync_each_batch)
+        return window.train_step_kwargs(place)
 
     def windows(
         self,
@@ -154,14 +152,17 @@ class Window(Generic[Microbatch]):
 
     def train_step_kwargs(self, index: int) -> dict[str, Any]:
         """Return what to do at microbatch `index`, with this window's length and divisor."""
-        if not 0 <= _whole_number("index", index, least=0) < len(self):
+        place = _whole_number("index", index, least=0)
+        if place >= len(self):
             raise ValueError(f"index {index} is outside a window of {len(self)} microbatches")
-        return _step_kwargs(
-            first=index == 0,
-            last=index == len(self) - 1,
-            loss_divisor=self.loss_divisor,
-            sync_each_batch=self.sync_each_batch,
-        )
+        is_last = place == len(self) - 1
+        return {
+            "zero_grad": place == 0,
+            "sync_gradients": is_last or self.sync_each_batch,
+            "step_optimizer": is_last,
+            "loss_divisor": self.loss_divisor,
+            "collect_metrics": is_last,
+        }
 
 
 @dataclass(frozen=True)
@@ -282,16 +283,9 @@ def train_window(
         )
     in_backward = _steps_in_backward(optimizer, clip_norm, scaler, joint_loss)
 
-    sync = _sync_context(model)
     optimizer.zero_grad(set_to_none=True)
     losses = _accumulate(
-        model,
-        window,
-        loss,
-        joint_loss=joint_loss,
-        sync=sync,
-        scaler=scaler,
-        in_backward=in_backward,
+        model, window, loss, joint_loss=joint_loss, scaler=scaler, in_backward=in_backward
     )
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -332,7 +326,6 @@ def _accumulate(
     loss: Callable[[nn.Module, Microbatch], Any],
     *,
     joint_loss: Callable[[list[Any]], Tensor] | None,
-    sync: Callable[[bool], contextlib.AbstractContextManager[Any]],
     scaler: torch.amp.GradScaler | None,
     in_backward: StepInBackward | None,
 ) -> list[Tensor]:
@@ -345,6 +338,7 @@ def _accumulate(
             "sync_each_batch has no effect with joint_loss, which has one backward in a window: "
             "leave one of them out"
         )
+    sync = _sync_context(model)
     values: list[Any] = []
     last = len(window) - 1
     for index, microbatch in enumerate(window.microbatches):
@@ -401,18 +395,6 @@ def _backward(value: Tensor, window: Window[Any], scaler: torch.amp.GradScaler |
     scaled = value if scaler is None else scaler.scale(value)
     scaled.backward()
     return value.detach()
-
-
-def _step_kwargs(
-    *, first: bool, last: bool, loss_divisor: float, sync_each_batch: bool
-) -> dict[str, Any]:
-    return {
-        "zero_grad": first,
-        "sync_gradients": last or sync_each_batch,
-        "step_optimizer": last,
-        "loss_divisor": loss_divisor,
-        "collect_metrics": last,
-    }
 
 
 def _sync_context(model: nn.Module) -> Callable[[bool], contextlib.AbstractContextManager[Any]]:
