@@ -404,7 +404,6 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
             record_step(plain, batch, square_sum), record_step(model, batch, square_sum)
         ).bit_equal
     copies = model[0]._technique.copies(batch.device)
-    assert model[0]._technique.copies.cache_info().currsize == 1
     assert copies.stream not in (None, torch.cuda.current_stream())
     before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))
     assert after.held_bytes < 0.5 * before.held_bytes

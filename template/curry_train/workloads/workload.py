@@ -283,17 +283,8 @@ class Case:
 
     def place_module(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, and its floating tensors to the case's dtype."""
-        if self.dtype is self.workload.dtype:
-            return module.to(self.device)
-        tensors = [*module.parameters(), *module.buffers()]
-        if not any(tensor.is_complex() for tensor in tensors):
-            return module.to(self.device, self.dtype)
-        # `Module.to(dtype)` would drop the imaginary parts.
-        module.to(self.device)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(self.dtype)
-        return module
+        # `Module.to(dtype)` would drop the imaginary parts of complex tensors.
+        return module._apply(self._placed)
 
     def batch(self, size: int | None = None) -> Batch:
         """Make the same batch each time, on the device and in the case's dtype."""
