@@ -52,8 +52,6 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, heads: int, kv_heads: int, dropout: float):
         super().__init__()
-        self.heads = heads
-        self.kv_heads = kv_heads
         self.head_dim = dim // heads
         self.dropout = dropout
         self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
@@ -62,17 +60,17 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q = self.wq(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.wk(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.wv(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        by_head = (-1, self.head_dim)
+        q = self.wq(x).unflatten(2, by_head).transpose(1, 2)
+        k = self.wk(x).unflatten(2, by_head).transpose(1, 2)
+        v = self.wv(x).unflatten(2, by_head).transpose(1, 2)
         q = rotate(q, cosine, sine)
         k = rotate(k, cosine, sine)
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=dropout, enable_gqa=True
         )
-        projected: Tensor = self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+        projected: Tensor = self.wo(out.transpose(1, 2).flatten(2))
         return projected
 
 
@@ -122,11 +120,11 @@ class Transformer(nn.Module):
         *,
         vocabulary: int,
         length: int,
-        dim: int,
-        depth: int,
-        heads: int,
-        kv_heads: int,
-        dropout: float,
+        depth: int = 4,
+        dim: int = 128,
+        heads: int = 4,
+        kv_heads: int = 2,
+        dropout: float = 0.0,
         hidden: int | None = None,
     ):
         super().__init__()
@@ -163,18 +161,11 @@ def mlp(*, depth: int = 6, width: int = 256) -> Workload:
     return _classifier("mlp", build, (width,))
 
 
-def transformer(
-    *,
-    depth: int = 4,
-    dim: int = 128,
-    heads: int = 4,
-    kv_heads: int = 2,
-    vocabulary: int = 512,
-    length: int = 64,
-    dropout: float = 0.0,
-    hidden: int | None = None,
-) -> Workload:
-    """Build a Llama-like transformer for next-token prediction on random tokens."""
+def transformer(*, vocabulary: int = 512, length: int = 64, **sizes: Any) -> Workload:
+    """Build a Llama-like transformer for next-token prediction on random tokens.
+
+    `sizes` are the other options of `Transformer`.
+    """
 
     def batch(size: int) -> dict[str, Tensor]:
         tokens = torch.randint(vocabulary, (size, length + 1))
@@ -182,16 +173,7 @@ def transformer(
 
     return Workload(
         name="transformer",
-        build=lambda: Transformer(
-            vocabulary=vocabulary,
-            length=length,
-            dim=dim,
-            depth=depth,
-            heads=heads,
-            kv_heads=kv_heads,
-            dropout=dropout,
-            hidden=hidden,
-        ),
+        build=lambda: Transformer(vocabulary=vocabulary, length=length, **sizes),
         batch=batch,
         loss=lambda module, batch: token_loss(module(batch["tokens"]), batch["targets"]),
         count=lambda batch: int((batch["targets"] != IGNORED_TARGET).sum()),
