@@ -54,13 +54,16 @@ MOST_EXPERTS = 1024
 ROUTING_NAME = re.compile(r"router|routing|gating|moe|expert|top.?[kn]", re.IGNORECASE)
 
 
+# The scores, or None, and the outputs.
+Choice = tuple[Tensor | None, list[Tensor]]
+
+
 class Choices(TorchFunctionMode):
     """The choices of one forward of one block: kept in the first run, repeated in later ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        # The scores, or None, and the outputs of each choice.
-        self.kept: list[tuple[Tensor | None, list[Tensor]]] = []
+        self.kept: list[Choice] = []
         self.position: int | None = None
         # A nested block enters the modes that it was called in, which must do nothing there.
         self.is_own = False
@@ -70,35 +73,31 @@ class Choices(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.is_own or func not in CHOOSING_FUNCTIONS:
             return func(*args, **kwargs)
-        scores = args[0] if args else None
-        if self.position is None:
-            found = func(*args, **kwargs)
-            self._keep(scores, found)
-            return found
-        return self._repeat(func, scores, args, kwargs)
+        scores = args[0] if args and _are_a_routers(args[0]) else None
+        following = None
+        if self.position is not None and self.position < len(self.kept):
+            following = self.kept[self.position]
+            if following[0] is not None and scores is not None:
+                self._overwrite(scores, following[0])
+        # Also where its choice is repeated: autograd saves the indices, which share memory with the
+        # output.
+        found = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        if not all(output.is_floating_point() for output in outputs):
+            if self.position is None:
+                self._keep(scores, outputs)
+            else:
+                self.position += 1
+                self._repeat(func, outputs, following)
+        return found
 
-    def _keep(self, scores: Any, found: Any) -> None:
-        outputs = _tensors(found)
-        if all(output.is_floating_point() for output in outputs):
-            return
+    def _keep(self, scores: Tensor | None, outputs: list[Tensor]) -> None:
         with torch.no_grad(), self._unseen():
-            kept_scores = scores.detach().clone() if _are_a_routers(scores) else None
+            kept_scores = None if scores is None else scores.detach().clone()
             self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
 
-    def _repeat(self, func: Any, scores: Any, args: Any, kwargs: Any) -> Any:
-        """Run the function again on the kept scores, and overwrite what it chose.
-
-        The function runs because autograd saves its indices, which share memory with the output.
-        """
-        assert self.position is not None
-        following = self.kept[self.position] if self.position < len(self.kept) else None
-        if following is not None and following[0] is not None and _are_a_routers(scores):
-            self._overwrite(scores, following[0])
-        found = func(*args, **kwargs)
-        outputs = _tensors(found)
-        if all(output.is_floating_point() for output in outputs):
-            return found
-        self.position += 1
+    def _repeat(self, func: Any, outputs: list[Tensor], following: Choice | None) -> None:
+        """Overwrite what the function chose on the kept scores."""
         shapes = [output.shape for output in outputs]
         if following is None or [kept.shape for kept in following[1]] != shapes:
             raise RuntimeError(
@@ -108,7 +107,6 @@ class Choices(TorchFunctionMode):
             )
         for output, kept in zip(outputs, following[1], strict=True):
             self._overwrite(output, kept)
-        return found
 
     def _overwrite(self, tensor: Tensor, value: Tensor) -> None:
         """Write a value into a tensor and into what autograd saved of it, unnoticed by both."""
@@ -118,10 +116,6 @@ class Choices(TorchFunctionMode):
     def _unseen(self) -> contextlib.AbstractContextManager[Any]:
         """Leave the policy's dispatch mode, which counts operations, if the block has one."""
         return _pop_mode_temporarily() if self.has_policy else contextlib.nullcontext()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _are_a_routers(scores: Any) -> bool:
