@@ -13,7 +13,7 @@ import contextlib
 import copy
 import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ class SteppedOnHost(torch.optim.Optimizer):
         given = [*params]
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.make = functools.partial(optimizer_class, **options)
-        self._part = self.make(_trained_groups(groups))
+        self._part = self.make(_groups_of(groups, lambda one: one.requires_grad))
         self.optimizer_class = optimizer_class
         self.offload_gradients = offload_gradients
         self.minimal_size = minimal_size
@@ -180,11 +180,7 @@ class SteppedOnHost(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        away = {id(one) for one in self.on_host()}
-        groups = []
-        for group in self.param_groups:
-            left = [one for one in group["params"] if id(one) not in away]
-            groups += [{**group, "params": left}] if left else []
+        groups = _groups_of(self.param_groups, lambda one: one.numel() < self.minimal_size)
         self._part.param_groups = groups
         self._part.state = self.state
         if groups:
@@ -192,14 +188,15 @@ class SteppedOnHost(torch.optim.Optimizer):
         return loss
 
 
-def _trained_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Leave out frozen parameters, and groups that have no others."""
+def _groups_of(
+    groups: Iterable[Mapping[str, Any]], is_wanted: Callable[[Tensor], bool]
+) -> list[dict[str, Any]]:
+    """Leave out other parameters, and groups that have no wanted ones."""
     found = []
     for group in groups:
         given = group["params"]
-        parameters = [given] if isinstance(given, Tensor) else [*given]
-        trained = [one for one in parameters if one.requires_grad]
-        found += [{**group, "params": trained}] if trained else []
+        wanted = [*filter(is_wanted, [given] if isinstance(given, Tensor) else given)]
+        found += [{**group, "params": wanted}] if wanted else []
     return found
 
 
