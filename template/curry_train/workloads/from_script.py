@@ -684,21 +684,14 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
             "autograd.Function outside of a module: write a factory"
         )
     root.zero_grad()
-    like = OptimizerLike(optimizers, root)
-    read = [
-        f"{words[0]}, at {recording.place or 'its first step'}: {type(root).__name__}, "
-        f"{batch_size(source.batch)} samples a batch",
-        like.summary(),
-    ]
-    if count > 1:
-        read.append(f"{count} batches a step")
     taken = workload_of(
+        f"{words[0]}, at {recording.place or 'its first step'}",
         root,
         source.batch,
         lambda module, batch: module(batch),
-        optimizer=like,
+        optimizer=OptimizerLike(optimizers, root),
         accumulation=count,
-        notes=["; ".join(read), *notes, *recording.notes],
+        notes=[*notes, *recording.notes],
         output_until="next step" if _is_held(recording, root) else "loss",
     )
     lines = (*source.lines, f"return {returned}")

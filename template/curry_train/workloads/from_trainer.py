@@ -45,6 +45,7 @@ from .workload import (
 
 
 def workload_of(
+    source: str,
     module: nn.Module,
     batch: Any,
     mean_loss: Callable[[nn.Module, Any], Tensor],
@@ -52,13 +53,24 @@ def workload_of(
     count: Callable[[Any], int] = batch_size,
     optimizer: OptimizerLike | None,
     accumulation: int,
+    precision: torch.dtype | None = None,
     notes: Sequence[str],
-    output_until: str,
+    output_until: str = "loss",
 ) -> Workload:
     """Return the workload of a training; each module that it builds is a copy of the user's.
 
-    `mean_loss` is what the user's code computes, a mean over the terms that `count` counts.
+    `source` names what it was read off, for the first note, on each part of it. `mean_loss` is what
+    the user's code computes, a mean over the terms that `count` counts. The methods of trainers
+    return the loss alone, so that what the module returned is freed there.
     """
+    read = [
+        f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",
+        "AdamW" if optimizer is None else optimizer.summary(),
+    ]
+    if precision is not None:
+        read.append(f"autocast to {str(precision).removeprefix('torch.')}")
+    if accumulation > 1:
+        read.append(f"{accumulation} batches a step")
 
     def build() -> nn.Module:
         return without_cache(copy.deepcopy(module))
@@ -79,7 +91,7 @@ def workload_of(
         is_divisible=is_divisible,
         dtype=dtype_of(module),
         accumulation=accumulation,
-        notes=tuple(notes),
+        notes=("; ".join(read), *notes),
         output_until=output_until,
     )
 
@@ -185,19 +197,19 @@ def _of_hugging_face(trainer: Any) -> Workload:
             loss: Tensor = trainer.compute_loss(model, {**inputs}, **options)
         return loss
 
-    notes = []
+    notes: list[str] = []
     switches = ("gradient_checkpointing", "activation_checkpointing")
     if any(getattr(arguments, switch, False) is True for switch in switches):
         notes.append("its own recompute is left off here; choose it as a lever")
     if arguments.world_size > 1 or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
         notes.append("this is one rank without its wrapper: give --parallel and --ranks to plan")
-    return _described(
-        trainer,
+    return workload_of(
+        type(trainer).__name__,
         module,
         batch,
         mean_loss,
         count=count,
-        optimizer=trainer.create_optimizer() or trainer.optimizer,
+        optimizer=_like(trainer.create_optimizer() or trainer.optimizer, module, notes),
         accumulation=arguments.gradient_accumulation_steps,
         precision=autocast.dtype,
         notes=notes,
@@ -277,12 +289,12 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         return loss
 
     # The optimizer holds the parameters of the user's module, which is copied without its trainer.
-    return _described(
-        trainer,
+    return workload_of(
+        type(trainer).__name__,
         module,
         batch,
         mean_loss,
-        optimizer=optimizer,
+        optimizer=_like(optimizer, module, notes),
         accumulation=trainer.accumulate_grad_batches,
         precision=dtype,
         notes=notes,
@@ -353,16 +365,16 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
             )
         return found
 
-    notes = []
+    notes: list[str] = []
     for name, found in given.items():
         if len(found) > 1:
             notes.append(f"it has prepared {len(found)} {name}s, of which the first is taken")
-    return _described(
-        accelerator,
+    return workload_of(
+        type(accelerator).__name__,
         module,
         batch,
         mean_loss,
-        optimizer=given["optimizer"][0].optimizer,
+        optimizer=_like(given["optimizer"][0].optimizer, module, notes),
         accumulation=accelerator.gradient_accumulation_steps,
         precision=autocast.dtype,
         notes=notes,
@@ -412,42 +424,11 @@ def _first(loader: Any) -> Any:
     raise WorkloadError("the loader of the training data is empty")
 
 
-def _described(
-    trainer: Any,
-    module: nn.Module,
-    batch: Any,
-    mean_loss: Callable[[nn.Module, Any], Tensor],
-    *,
-    optimizer: Any,
-    accumulation: int,
-    precision: torch.dtype | None,
-    notes: Sequence[str],
-    count: Callable[[Any], int] = batch_size,
-    output_until: str = "loss",
-) -> Workload:
-    """Put together what was read, with a sentence on each part of it.
-
-    The methods of trainers return the loss alone, so that what the module returned is freed there.
-    """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    made = None if optimizer is None else OptimizerLike([optimizer], module)
-    read = [
-        f"{type(trainer).__name__}: {type(module).__name__}, {batch_size(batch)} samples a batch",
-        "AdamW" if made is None else made.summary(),
-    ]
-    if precision is not None:
-        read.append(f"autocast to {str(precision).removeprefix('torch.')}")
-    if accumulation > 1:
-        read.append(f"{accumulation} batches a step")
-    if made is not None and made.num_others:
-        notes = [*notes, f"{made.num_others} parameters of its optimizer are not of the model"]
-    return workload_of(
-        module,
-        batch,
-        mean_loss,
-        count=count,
-        optimizer=made,
-        accumulation=accumulation,
-        notes=["; ".join(read), *notes],
-        output_until=output_until,
-    )
+def _like(optimizer: Any, module: nn.Module, notes: list[str]) -> OptimizerLike | None:
+    """Return what copies a trainer's optimizer, which may be wrapped; a note is on parameters."""
+    if optimizer is None:
+        return None
+    made = OptimizerLike([getattr(optimizer, "optimizer", optimizer)], module)
+    if made.num_others:
+        notes.append(f"{made.num_others} parameters of its optimizer are not of the model")
+    return made
