@@ -197,8 +197,7 @@ def find_blocks(
     for name in names:
         block = module.get_submodule(name)
         is_inside = any(name.startswith(f"{other}.") for other in names)
-        is_shared = any(block is other for other in blocks.values())
-        if not is_inside and not is_shared:
+        if not is_inside and block not in blocks.values():
             blocks[name] = block
     return blocks
 

@@ -68,11 +68,11 @@ def modules_of(function: Any, *, depth: int = 0) -> list[nn.Module]:
     With a depth also those that are found so by the functions of its closure and of its own file,
     by objects, and in plain lists of modules.
     """
-    found: dict[int, nn.Module] = {}
+    found: dict[nn.Module, None] = {}
     for value in tree_leaves(list(_used_by(function))):
         inside: list[Any] = []
         if isinstance(value, nn.Module):
-            found[id(value)] = value
+            found[value] = None
             if depth:
                 own = [vars(module).items() for module in value.modules()]
                 inside = [one for each in own for key, one in each if key not in TORCH_ATTRIBUTES]
@@ -80,8 +80,8 @@ def modules_of(function: Any, *, depth: int = 0) -> list[nn.Module]:
             inside = modules_of(value, depth=depth - 1)
         elif depth and hasattr(value, "__dict__") and not isinstance(value, type | ModuleType):
             inside = list(vars(value).values())
-        found |= {id(one): one for one in tree_leaves(inside) if isinstance(one, nn.Module)}
-    return list(found.values())
+        found |= dict.fromkeys(one for one in tree_leaves(inside) if isinstance(one, nn.Module))
+    return list(found)
 
 
 def _used_by(function: Any) -> Iterator[Any]:
@@ -132,7 +132,7 @@ class BlockState:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         self.roots = roots
-        self.states: dict[int, SimpleNamespace]
+        self.states: dict[nn.Module, SimpleNamespace]
         # The block's own generators, and those it was called with, with their states.
         self.generators: list[tuple[Generator, Tensor]]
         self.outside: list[Any] = []
@@ -145,18 +145,19 @@ class BlockState:
         modules: list[Any] = list(self.roots)
         while modules:
             module = modules.pop()
-            if module is None or id(module) in self.states:
+            if module is None or module in self.states:
                 continue
             modules += module._modules.values()
-            self.states[id(module)] = state = SimpleNamespace(
-                module=module,
-                held=_held_by(module, skipped=_NormBase),
+            parameters, buffers, attributes = _held_by(module)
+            # A second call of a norm leaves its statistics alone.
+            buffers = {} if isinstance(module, _NormBase) else buffers
+            self.states[module] = state = SimpleNamespace(
+                held=(parameters, buffers, attributes),
                 versions={},
                 containers={},
                 # Tensors that the call writes in place, as they were before it.
                 clones={},
             )
-            parameters, buffers, attributes = state.held
             may_be_written = buffers.copy()
             for name in attributes.keys() - TORCH_ATTRIBUTES:
                 value = attributes[name]
@@ -178,8 +179,8 @@ class BlockState:
 
     def end(self) -> None:
         """Note after the first call what it wrote in place."""
-        for state in self.states.values():
-            written = written_names.setdefault(state.module, set())
+        for module, state in self.states.items():
+            written = written_names.setdefault(module, set())
             for name, (tensor, version) in list(state.versions.items()):
                 if tensor._version != version:
                     written.add(name)
@@ -190,13 +191,12 @@ class BlockState:
                     state.versions[name] = tensor, tensor._version
 
     def __enter__(self) -> None:
-        for state in self.states.values():
+        for module, state in self.states.items():
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
-                    raise self._changed(state.module, name)
-        outside = [(state.module, _held_by(state.module)) for state in self.states.values()]
-        for state in self.states.values():
-            module = state.module
+                    raise self._changed(module, name)
+        outside = [(module, _held_by(module)) for module in self.states]
+        for module, state in self.states.items():
             buffers = module._buffers
             _put_back(module, state.held)
             for name, value in state.containers.items():
@@ -237,12 +237,9 @@ class BlockState:
         )
 
 
-def _held_by(
-    module: nn.Module, *, skipped: tuple[type, ...] | type = ()
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return parameters, buffers and attributes of a module, without buffers of skipped types."""
-    buffers = {} if isinstance(module, skipped) else module._buffers.copy()
-    return module._parameters.copy(), buffers, module.__dict__.copy()
+def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return parameters, buffers and attributes of a module."""
+    return module._parameters.copy(), module._buffers.copy(), module.__dict__.copy()
 
 
 def _put_back(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
