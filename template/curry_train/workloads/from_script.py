@@ -442,15 +442,9 @@ class LossSource:
         # Objects of the script that can't be written.
         self.others: list[Any] = []
         self.lines: list[str] = []
-        self.unknown: list[str] = []
         self._entries: dict[int, str] = {}
         self._variables: dict[int, str] = {}
         self._autocast: torch.dtype | None = None
-
-    def losses(self, values: Sequence[Any], *, divided_by: int) -> str:
-        """Write all that the losses need, and return their sum as an expression."""
-        terms = (self.expression(_undivided(value, divided_by), "loss") for value in values)
-        return " + ".join(terms)
 
     def expression(self, value: Any, name: str) -> str:
         """Return the expression of a value; operations that make it are written first."""
@@ -480,7 +474,10 @@ class LossSource:
             of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
             return f'module.get_{of}("{self.tensors[id(value)]}")'
         if isinstance(value, Tensor) and value.requires_grad:
-            self.unknown.append(f"a tensor of shape {tuple(value.shape)}")
+            raise WorkloadError(
+                f"the loss needs a tensor of shape {tuple(value.shape)} that no function of torch "
+                "has made, as from an autograd.Function outside of a module: write a factory"
+            )
         given = id(value)
         if given in self._entries:
             return self._entries[given]
@@ -676,13 +673,8 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
     precision = precision_around(root, recording.variables)
     count = max(call.count for call in calls)
     source = LossSource(root)
-    losses = [loss for call in calls for loss in call.loss]
-    returned = source.losses(losses, divided_by=count)
-    if source.unknown:
-        raise WorkloadError(
-            f"the loss needs {source.unknown[0]} that no function of torch has made, as from an "
-            "autograd.Function outside of a module: write a factory"
-        )
+    losses = [_undivided(loss, count) for call in calls for loss in call.loss]
+    returned = " + ".join(source.expression(loss, "loss") for loss in losses)
     root.zero_grad()
     taken = workload_of(
         f"{words[0]}, at {recording.place or 'its first step'}",
