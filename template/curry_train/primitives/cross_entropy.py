@@ -76,7 +76,7 @@ class Given:
     token_weights: Tensor | None = None
 
     @property
-    def sources(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def sources(self) -> tuple[Any, ...]:
         return self.inputs, self.weight, self.bias
 
 
@@ -297,12 +297,10 @@ class _Pass:
             of_all = self.losses.new_ones(len(given.weight)) if weights is None else weights
             self.of_all = of_all.to(self.losses) * (options.label_smoothing / len(of_all))
         self.gradients: list[Tensor | None] = []
-        for place, source in enumerate(given.sources):
+        for source, wanted in zip(given.sources, options.wanted, strict=True):
             dtype = inputs.dtype if source is inputs else exact
-            if source is not None and options.wanted[place]:
-                self.gradients.append(source.new_zeros(source.shape, dtype=dtype))
-            else:
-                self.gradients.append(None)
+            zeros = source.new_zeros(source.shape, dtype=dtype) if wanted else None
+            self.gradients.append(zeros)
         shape = (min(options.chunk_tokens, len(self.order)), self.weight.shape[0])
         self.buffer = inputs.new_empty(shape, dtype=exact)
         self.rounded = None
