@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_findings.py`.
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def flow_findings(records: Sequence[StepFlow]) -> list[Finding]:
     """Return all faults: the first nonfinite step, and those of the latest probed steps."""
     if not records:
         return []
-    found = _nonfinite(records) + _skipped(records)
+    found = [*_nonfinite(records), *_skipped(records)]
     sound = [record for record in records if record.stepped and not record.nonfinite]
     recent = sound[-NUM_RECENT_RECORDS:]
     if recent:
@@ -55,10 +55,10 @@ def flow_findings(records: Sequence[StepFlow]) -> list[Finding]:
     return found
 
 
-def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
+def _nonfinite(records: Sequence[StepFlow]) -> Iterator[Finding]:
     record = next((record for record in records if record.nonfinite), None)
     if record is None:
-        return []
+        return
 
     # If forward was finite, the fault arose in backward, which reaches the last layer first.
     uncalled = [name for name in record.layers if name not in record.order]
@@ -73,9 +73,10 @@ def _nonfinite(records: Sequence[StepFlow]) -> list[Finding]:
         if spread is not None and spread.nonfinite:
             share = f"{spread.bad:.1%}" if spread.bad >= 0.001 else "under 0.1%"
             message = f"{share} of its {kind}s are inf or nan, {position}{_of_weights(record)}"
-            return [Finding("nonfinite", (name,), record.step, spread.bad, message)]
+            yield Finding("nonfinite", (name,), record.step, spread.bad, message)
+            return
     message = "a gradient outside of the probed layers is inf or nan"
-    return [Finding("nonfinite", (), record.step, math.nan, message)]
+    yield Finding("nonfinite", (), record.step, math.nan, message)
 
 
 def _of_weights(record: StepFlow) -> str:
@@ -94,18 +95,18 @@ def _holds_another(name: str, record: StepFlow) -> bool:
     return any(other.startswith(f"{name}.") for other in record.layers)
 
 
-def _skipped(records: Sequence[StepFlow]) -> list[Finding]:
+def _skipped(records: Sequence[StepFlow]) -> Iterator[Finding]:
     skipped = [record for record in records if not record.stepped]
     if not skipped:
-        return []
+        return
     message = (
         f"{len(skipped)} of {len(records)} probed steps were skipped: "
         "the optimizer did not use their gradients"
     )
-    return [Finding("skipped", (), skipped[0].step, len(skipped) / len(records), message)]
+    yield Finding("skipped", (), skipped[0].step, len(skipped) / len(records), message)
 
 
-def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
+def _no_gradient(recent: Sequence[StepFlow]) -> Iterator[Finding]:
     """Find trainable parameters without gradient, or with a gradient of 0, in all these steps.
 
     Parameters that get a gradient in some steps, such as those of an expert, are not reported.
@@ -126,10 +127,10 @@ def _no_gradient(recent: Sequence[StepFlow]) -> list[Finding]:
         elif all(flow.gradient is not None and not flow.gradient.squares for flow in history):
             reasons[name] = "its gradient is exactly 0"
     if not reasons:
-        return []
+        return
     first_reason = next(iter(reasons.values()))
     message = f"{first_reason}, and it is not frozen{_more(len(reasons))}"
-    return [Finding("no-gradient", tuple(reasons), last.step, 0.0, message)]
+    yield Finding("no-gradient", tuple(reasons), last.step, 0.0, message)
 
 
 def _more(number: int) -> str:
@@ -140,19 +141,19 @@ def _more(number: int) -> str:
     return f"; the same in {number - 1} more {layers}"
 
 
-def _vanishing(recent: Sequence[StepFlow]) -> list[Finding]:
+def _vanishing(recent: Sequence[StepFlow]) -> Iterator[Finding]:
     chain = gradient_chain(recent[-1])
     if len(chain) < SHORTEST_CHAIN:
-        return []
+        return
     first = chain[0]
     last = chain[-1]
     ratios = [_rms(record, first) / _rms(record, last) for record in recent if _rms(record, last)]
     ratio = statistics.median(ratios) if ratios else 1.0
     if VANISHING_RATIO <= ratio <= 1 / VANISHING_RATIO:
-        return []
+        return
     kind = "vanishing" if ratio < 1 else "exploding"
     message = f"its RMS gradient is {ratio:.1e} times that of {last}"
-    return [Finding(kind, (first,), recent[-1].step, ratio, message)]
+    yield Finding(kind, (first,), recent[-1].step, ratio, message)
 
 
 def gradient_chain(record: StepFlow) -> list[str]:
@@ -184,18 +185,18 @@ def _medians(recent: Sequence[StepFlow], part: str, figure: str) -> dict[str, fl
     return medians
 
 
-def _dead(recent: Sequence[StepFlow]) -> list[Finding]:
+def _dead(recent: Sequence[StepFlow]) -> Iterator[Finding]:
     zero = _medians(recent, "activation", "zero")
     dead = {name: share for name, share in zero.items() if share > DEAD_ZERO_FRACTION}
     if not dead:
-        return []
+        return
     names = sorted(dead, key=lambda name: -dead[name])
     worst = dead[names[0]]
     message = f"{worst:.1%} of its activations are exactly 0{_more(len(names))}"
-    return [Finding("dead", tuple(names), recent[-1].step, worst, message)]
+    yield Finding("dead", tuple(names), recent[-1].step, worst, message)
 
 
-def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
+def _updates(recent: Sequence[StepFlow]) -> Iterator[Finding]:
     """Find layers whose weights move too far, and layers whose weights hardly move."""
     last = recent[-1]
     medians = _medians(recent, "update", "ratio")
@@ -204,7 +205,6 @@ def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
     least, most = UPDATE_RATIO_RANGE
     near = [name for name in ranked if ratios[name] < least]
     far = [name for name in reversed(ranked) if ratios[name] > most]
-    findings = []
     for names, movement in ((far, "moves far"), (near, "hardly moves")):
         if names:
             ratio = ratios[names[0]]
@@ -212,20 +212,19 @@ def _updates(recent: Sequence[StepFlow]) -> list[Finding]:
                 f"{movement}: {ratio:.1e} of its weights' norm per step, "
                 f"expected 1e-4 to 1e-2{_more(len(names))}"
             )
-            findings.append(Finding("update", tuple(names), last.step, ratio, message))
-    return findings
+            yield Finding("update", tuple(names), last.step, ratio, message)
 
 
-def _scaled(recent: Sequence[StepFlow]) -> list[Finding]:
+def _scaled(recent: Sequence[StepFlow]) -> Iterator[Finding]:
     factors = [record.scaled for record in recent if record.scaled is not None]
     factor = statistics.median(factors) if factors else 1.0
     if 0.1 <= factor <= 1.001 or recent[-1].gradients_read != AFTER_BACKWARD:
-        return []
+        return
     message = (
         f"gradients were multiplied by {factor:.1e} between backward and the step: "
         "by clipping, or by a GradScaler that was not passed as scaler="
     )
-    return [Finding("scaled", (), recent[-1].step, factor, message)]
+    yield Finding("scaled", (), recent[-1].step, factor, message)
 
 
 def flow_json(flow: GradFlow) -> dict[str, Any]:
