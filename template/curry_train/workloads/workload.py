@@ -589,23 +589,17 @@ def _floating_tensors(
 
 def _items(output: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
     """Return the values in one level of an output, with their keys."""
-    if isinstance(output, PackedSequence):
-        return _one_by_one(unpack_sequence(output))
-    if isinstance(output, Tensor):
-        return _one_by_one(output.unbind())
-    if isinstance(output, Mapping):
-        return (((key,), value) for key, value in output.items())
+    if isinstance(output, PackedSequence | Tensor):
+        # Those of a nested tensor are what it iterates over.
+        samples = unpack_sequence(output) if isinstance(output, PackedSequence) else output
+        return (((index, ONE_SAMPLE), sample) for index, sample in enumerate(samples))
     if isinstance(output, tuple | list):
-        return (((index,), value) for index, value in enumerate(output))
-    attributes = getattr(output, "__dict__", {})
-    whole = is_dataclass(output) or isinstance(output, SimpleNamespace)
-    return [
-        ((key,), value) for key, value in attributes.items() if whole or isinstance(value, Tensor)
-    ]
-
-
-def _one_by_one(samples: Sequence[Tensor]) -> Iterable[tuple[tuple[Any, ...], Tensor]]:
-    return (((index, ONE_SAMPLE), sample) for index, sample in enumerate(samples))
+        output = dict(enumerate(output))
+    elif not isinstance(output, Mapping):
+        attributes = getattr(output, "__dict__", {})
+        whole = is_dataclass(output) or isinstance(output, SimpleNamespace)
+        output = {key: one for key, one in attributes.items() if whole or isinstance(one, Tensor)}
+    return (((key,), value) for key, value in output.items())
 
 
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
