@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states
 
 from ..core.blocks import (
@@ -81,7 +81,8 @@ class Replay:
         self.state = state
         self.run = run
         self.inputs = (args, kwargs)
-        self.versions: list[tuple[Tensor, int]] = []
+        leaves = tree_leaves(self.inputs)
+        self.versions = [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor)]
         self.autocast = autocast_now()
         self.num_saved = 0
         self.num_uses = 0
@@ -91,7 +92,6 @@ class Replay:
     def first(self) -> Any:
         """Make the first call, and mark its output so that it can be recomputed."""
         args, kwargs = self.inputs
-        tree_map(self._watch, self.inputs)
         self.state.begin()
         with saved_tensors_hooks(self._pack, self._unpack):
             output = self.run(*args, **kwargs)
@@ -117,10 +117,6 @@ class Replay:
         if self.num_uses <= 0:
             self.output = None
         return output
-
-    def _watch(self, leaf: Any) -> None:
-        if isinstance(leaf, Tensor):
-            self.versions.append((leaf, leaf._version))
 
     def _pack(self, _: Tensor) -> int:
         self.num_saved += 1
