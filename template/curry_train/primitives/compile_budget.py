@@ -79,7 +79,11 @@ class Compiled:
             cause = getattr(failure, "inner_exception", failure)
             if isinstance(cause, BudgetUnsafe):
                 raise cause from failure
-            raise self._explained(cause) from failure
+            first_line = (str(cause).strip().splitlines() or ["no message"])[0]
+            raise CompileFailed(
+                f"{self.backend} can't compile {self.name}: {type(cause).__name__}: {first_line}; "
+                "leave the block out with blocks=, or use recompute_blocks, which needs no compiler"
+            ) from failure
 
     def _compile_graph(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.num_graphs += 1
@@ -94,13 +98,6 @@ class Compiled:
                 keep_inference_input_mutations=True,
             )
             return compile_eagerly(graph, inputs)
-
-    def _explained(self, cause: Exception) -> CompileFailed:
-        first_line = (str(cause).strip().splitlines() or ["no message"])[0]
-        return CompileFailed(
-            f"{self.backend} can't compile {self.name}: {type(cause).__name__}: {first_line}; "
-            "leave the block out with blocks=, or use recompute_blocks, which needs no compiler"
-        )
 
 
 class DrawingOnce(CustomPartitionerFn):
@@ -205,16 +202,11 @@ class Budgeted(Derived):
 
     runs_compiled_code = True
 
-    @property
-    def runs_compiled(self) -> bool:
-        """Return whether a forward would run compiled now."""
-        return bool(self.training and torch.is_grad_enabled())
-
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="the block is compiled by itself, with its memory budget"
     )
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.runs_compiled:
+        if not (self.training and torch.is_grad_enabled()):
             return super().forward(*args, **kwargs)
         return _compiled(_bare_forward(self), self._technique)(self, *args, **kwargs)
 
