@@ -141,8 +141,8 @@ def group_of_batch(model: nn.Module) -> Any:
     fully_sharded = torch.distributed.fsdp.FSDPModule
     if not any(isinstance(module, fully_sharded) for module in model.modules()):
         return None
-    divided: list[Any] = [parameter for parameter in model.parameters() if is_divided(parameter)]
-    meshes = {parameter.device_mesh for parameter in divided}
+    parameters: Iterable[Any] = model.parameters()
+    meshes = {parameter.device_mesh for parameter in parameters if is_divided(parameter)}
     if len(meshes) != 1:
         return None
     mesh = meshes.pop()
@@ -289,9 +289,6 @@ class Activations:
     sums: Sums
     before_forward: Callable[[], None]
     after_backward: Callable[[], None]
-
-    def __post_init__(self) -> None:
-        self.start()
 
     def start(self) -> None:
         """Reset all counts."""
