@@ -15,6 +15,7 @@ import functools
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -207,7 +208,6 @@ def _drop_gradient(parameter: Tensor) -> None:
 @contextlib.contextmanager
 def stepped_on_host() -> Iterator[None]:
     """Make a `SteppedOnHost` where torchao's class is called, which needs a GPU."""
-    replaced: dict[Any, Any] = {}
 
     def initialize(optimizer: Any, *args: Any, **options: Any) -> None:
         optimizer.__class__ = SteppedOnHost
@@ -215,24 +215,15 @@ def stepped_on_host() -> Iterator[None]:
 
     def replace(made: Any, /, **_: Any) -> None:
         if made.__name__ == "CPUOffloadOptimizer" and made.__module__.startswith("torchao."):
-            replaced[made] = made.__init__
-            made.__init__ = initialize
+            stack.enter_context(mock.patch.object(made, "__init__", initialize))
 
-    # It may be imported later.
-    base: Any = torch.optim.Optimizer
-    before = vars(base).get("__init_subclass__")
-    for one in base.__subclasses__():
-        replace(one)
-    base.__init_subclass__ = classmethod(replace)
-    try:
+    base = torch.optim.Optimizer
+    with contextlib.ExitStack() as stack:
+        for one in base.__subclasses__():
+            replace(one)
+        # It may be imported later.
+        stack.enter_context(mock.patch.object(base, "__init_subclass__", classmethod(replace)))
         yield
-    finally:
-        if before is None:
-            del base.__init_subclass__
-        else:
-            base.__init_subclass__ = before
-        for made, first in replaced.items():
-            made.__init__ = first
 
 
 def optimizers_together(
