@@ -14,7 +14,6 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -53,7 +52,7 @@ class Sample:
     apply_plan: Callable[[nn.Module], list[str]] | None = None
 
     # Keywords of `Recompute`, for the strategies that recompute calls.
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     # Of strategy `sequential`; None to choose the number with the lowest peak.
     num_segments: int | None = None
@@ -114,9 +113,8 @@ def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], 
         key=lambda layer: layer.saving_bytes,
     )
     while gap > 0 and left:
-        enough = [layer.saving_bytes for layer in left if layer.saving_bytes >= gap]
-        wanted = min(enough, default=left[-1].saving_bytes)
-        layer = next(layer for layer in left if layer.saving_bytes == wanted)
+        largest = max(left, key=lambda layer: layer.saving_bytes)
+        layer = next((layer for layer in left if layer.saving_bytes >= gap), largest)
         left.remove(layer)
         chosen.append(layer.name)
         gap -= layer.saving_bytes
@@ -145,7 +143,7 @@ def choose_segments(
             continue
         finally:
             remove_segments(model)
-    return min(peaks, key=lambda count: (peaks[count], count))
+    return min(peaks, key=peaks.__getitem__)
 
 
 # Recompute: none, full, sequential and selective.
