@@ -581,9 +581,8 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
 def _output_embeddings(model: nn.Module) -> dict[str, nn.Module]:
     """Find the head that a Hugging Face model returns from `get_output_embeddings`."""
     getter = getattr(model, "get_output_embeddings", None)
-    head = getter() if callable(getter) else None
-    named = model.named_modules()
-    return {name: module for name, module in named if head is not None and module is head}
+    head: Any = getter() if callable(getter) else None
+    return {name: module for name, module in model.named_modules() if module is head}
 
 
 def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:

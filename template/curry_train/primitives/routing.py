@@ -187,8 +187,13 @@ def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None)
     else:
         names = match_names([*found], blocks, option="blocks")
     for name in names:
-        _wrap(found[name])
-        _keep_small_buffers(found[name])
+        block = found[name]
+        technique = block._technique
+        if isinstance(technique, Segment):
+            technique.options = _routed(technique.options)
+        else:
+            block._technique = _routed(technique)
+        _keep_small_buffers(block)
     return names
 
 
@@ -198,16 +203,8 @@ def has_router(block: nn.Module) -> bool:
     return any(ROUTING_NAME.search(name) for names in found for name in names)
 
 
-def _wrap(block: Checkpointed | SegmentMember) -> None:
-    """Add the contexts to those that the block has, once."""
-    technique = block._technique
-    if isinstance(technique, Segment):
-        technique.options = _routed(technique.options)
-    else:
-        block._technique = _routed(technique)
-
-
 def _routed(options: RecomputeOptions) -> RecomputeOptions:
+    """Add the contexts to those that the options have, once."""
     contexts = options.context_fn
     if isinstance(contexts, functools.partial) and contexts.func is routed_contexts:
         return options

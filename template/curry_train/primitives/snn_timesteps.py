@@ -480,7 +480,7 @@ class _Chunk:
     """Timesteps under one checkpoint; only the first run collects outputs."""
 
     step: TimestepFunction
-    collected: Collected | None
+    collected: Collected
     shape: TreeSpec
     before: BlockState
     ran: bool = False
@@ -495,7 +495,6 @@ class _Chunk:
             state = _take_steps(self.step, timesteps, state, self.collected)
             self.before.end()
             # Most steps draw no random numbers, and a generator state takes 5 KB.
-            self.drawn_from = None
             if not same_state(generators, generator_states()):
                 self.drawn_from = generators
             return state

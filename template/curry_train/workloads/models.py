@@ -358,9 +358,9 @@ def load_workload(spec: str) -> Workload:
     or a `Workload`.
     """
     text, (spec, shrink) = spec, split_shrink(spec)
-    if spec in BUILTIN_WORKLOADS or is_taken(spec):
-        is_own = is_taken(spec)
-        found = _taken_workload(spec, Path.cwd()) if is_own else BUILTIN_WORKLOADS[spec]()
+    builtin = BUILTIN_WORKLOADS.get(spec)
+    if builtin or is_taken(spec):
+        found = builtin() if builtin else _taken_workload(spec, Path.cwd())
         return replace(found if shrink is None else shrink.workload(found), spec=text)
     if ":" not in spec:
         if "." in spec or "/" in spec:
