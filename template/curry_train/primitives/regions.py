@@ -87,7 +87,7 @@ class Replay:
         self.num_saved = 0
         self.num_uses = 0
         self.saved: dict[int, Tensor] = {}
-        self.output: Tensor | None = None
+        self.output: Any = None
 
     def first(self) -> Any:
         """Make the first call, and mark its output so that it can be recomputed."""
@@ -111,8 +111,7 @@ class Replay:
     def _take(self) -> Tensor:
         if self.output is None:
             self._again()
-        output = self.output
-        assert output is not None
+        output: Tensor = self.output
         self.num_uses -= 1
         if self.num_uses <= 0:
             self.output = None
@@ -213,9 +212,9 @@ def pack(tensor: Tensor) -> CheckedTensor | RecomputedTensor:
     # If the version is above 0, the tensor was changed in place after its node made it, and the
     # node would compute another value.
     if base.grad_fn is not None and base._version == 0 and base.dtype == tensor.dtype:
-        made = _recipe(tensor, base)
-        if made is not None:
-            return made
+        make = _recipe(base)
+        if make is not None:
+            return RecomputedTensor(tensor, base, make)
     return CheckedTensor(tensor)
 
 
@@ -223,19 +222,18 @@ def unpack(saved: CheckedTensor | RecomputedTensor) -> Tensor:
     return saved.value()
 
 
-def _recipe(tensor: Tensor, base: Tensor) -> RecomputedTensor | None:
-    replay = getattr(base, REPLAY_KEY, None)
+def _recipe(base: Tensor) -> Callable[[], Tensor] | None:
+    """Return a function that computes a tensor again in backward, or None."""
+    replay: Replay | None = getattr(base, REPLAY_KEY, None)
     if replay is not None:
-        return RecomputedTensor(tensor, base, replay.use())
+        return replay.use()
     node: Any = base.grad_fn
     if RETURNED_ONCE_KEY in node.metadata:
         return None
     if node.name() == CAST_NODE:
         source = _source_of_cast(node)
         dtype = base.dtype
-        return (
-            None if source is None else RecomputedTensor(tensor, base, lambda: source().to(dtype))
-        )
+        return None if source is None else lambda: source().to(dtype)
     recipe = NODE_RECIPES.get(node.name())
     if recipe is None:
         return None
@@ -249,7 +247,7 @@ def _recipe(tensor: Tensor, base: Tensor) -> RecomputedTensor | None:
     if depth > DEEPEST_RECIPE:
         return None
     node.metadata[DEPTH_KEY] = depth
-    return RecomputedTensor(tensor, base, lambda: recipe(node))
+    return lambda: recipe(node)
 
 
 def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
