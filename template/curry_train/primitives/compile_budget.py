@@ -52,21 +52,21 @@ SMALLEST_BUDGET = 1e-6
 GraphPair = tuple[GraphModule, GraphModule]
 
 
+@dataclass(eq=False)
 class Compiled:
-    """Compiled function whose graphs each save at most a share `budget` of their usual bytes.
+    """Compiled function whose graphs each save at most a share `budget` of their usual bytes."""
 
-    `name` is the function's name in messages. `num_graphs` counts the graphs compiled so far.
-    """
+    function: Callable[..., Any]
+    budget: float
+    backend: str
+    # The function's name in messages.
+    name: str
+    # Graphs compiled so far.
+    num_graphs: int = 0
 
-    def __init__(
-        self, function: Callable[..., Any], *, budget: float, backend: str, name: str
-    ) -> None:
-        self.function = function
-        self.budget = budget
-        self.backend = backend
-        self.name = name
-        self.num_graphs = 0
-        self._run = torch.compile(with_own_code(function, name=name), backend=self._compile_graph)
+    def __post_init__(self) -> None:
+        function = with_own_code(self.function, name=self.name)
+        self._run = torch.compile(function, backend=self._compile_graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # After a call under a dispatch mode, torch 2.11 and 2.13 would never run this code compiled
@@ -219,7 +219,7 @@ def _bare_forward(block: nn.Module) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(forward: Callable[..., Any], budget: Budget) -> Compiled:
-    return Compiled(forward, budget=budget.share, backend=budget.backend, name=budget.kind)
+    return Compiled(forward, budget.share, budget.backend, budget.kind)
 
 
 def memory_budget(
