@@ -260,10 +260,9 @@ def _is_own_layer(module: nn.Module) -> bool:
 
     Recurrent layers do not count, because they save every step.
     """
-    if isinstance(module, nn.RNNBase):
-        return False
+    is_torch = type(module).__module__.startswith("torch.nn.")
     has_children = next(module.children(), None) is not None
-    return type(module).__module__.startswith("torch.nn.") and not has_children
+    return is_torch and not has_children and not isinstance(module, nn.RNNBase)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

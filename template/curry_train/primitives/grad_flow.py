@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ class StepFlow:
     gradients_read: str  # `AFTER_BACKWARD`, which is before clipping, or `AT_THE_STEP`
     scaled: float | None  # by which clipping or a scaler multiplied it afterwards, if known
     ranks: int = 1  # whose batches are included
-    notes: tuple[str, ...] = field(default=())  # limits of this record, for the user
+    notes: tuple[str, ...] = ()  # limits of this record, for the user
 
     @property
     def nonfinite(self) -> bool:

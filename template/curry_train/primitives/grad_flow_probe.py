@@ -118,12 +118,11 @@ def is_divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
-def groups_of(tensor: Tensor) -> list[Any]:
+def groups_of(tensor: Any) -> list[Any]:
     """Return the process groups among which a tensor is sharded; none if plain or replicated."""
-    placed: Any = tensor
-    placements = placed.placements if is_divided(tensor) else ()
+    placements = tensor.placements if is_divided(tensor) else ()
     return [
-        placed.device_mesh.get_group(index)
+        tensor.device_mesh.get_group(index)
         for index, placement in enumerate(placements)
         if placement.is_shard()
     ]

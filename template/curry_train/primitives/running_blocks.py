@@ -148,8 +148,9 @@ class ForwardRecord:
                 number for tensor, _ in versions if (number := self._number(tensor)) is not None
             )
             trains = module.training and torch.is_grad_enabled()
-            call = ModuleCall(name, self._current, len(self.log), inputs=numbers, trains=trains)
-            self._current.called.append(call)
+            caller = self._current
+            call = ModuleCall(name, caller, len(self.log), inputs=numbers, trains=trains)
+            caller.called.append(call)
             if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
                 for around in call.around():
                     around.hides = True
@@ -158,8 +159,7 @@ class ForwardRecord:
             try:
                 return forward(*args, **kwargs)
             finally:
-                assert call.caller is not None
-                self._current = call.caller
+                self._current = caller
                 call.end = len(self.log)
                 call.writes_input = any(tensor._version != before for tensor, before in versions)
 
