@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from ..core.blocks import Derived, become, find_blocks, is_active, num_recomputed, restore
 from ..core.measure import is_out_of_memory
 from ..core.wording import require_whole
 from .recompute import RecomputeOptions, run_checkpointed
@@ -38,8 +38,6 @@ class Segment:
     blocks: list[nn.Module]
     options: RecomputeOptions
     running: bool = False
-    # Whether the first forward runs, and not the recomputed one.
-    starting: bool = False
     # Outputs of the blocks that are still to be called.
     outputs: list[Any] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
@@ -51,7 +49,10 @@ class Segment:
         """Compute all blocks at the first one, and return the output of the called one."""
         position = self.blocks.index(block)
         if position == 0:
-            self._start(args, kwargs)
+            self.outputs = run_checkpointed(
+                self._run, args, kwargs, modules=self.blocks, options=self.options
+            )
+            self.arguments = (args[1:], kwargs)
         else:
             self._check(position, args, kwargs)
         output = self.outputs.pop(0)
@@ -63,16 +64,6 @@ class Segment:
             self.passed = None
             self.arguments = ()
         return output
-
-    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.starting = True
-        try:
-            self.outputs = run_checkpointed(
-                self._run, args, kwargs, modules=self.blocks, options=self.options
-            )
-        finally:
-            self.starting = False
-        self.arguments = (args[1:], kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> list[Any]:
         # A backward inside of the forward may recompute the segment while it runs.
@@ -91,7 +82,8 @@ class Segment:
                     ValueError,
                     torch.jit.Error,
                 ) as error:
-                    if number == 0 or not self.starting or is_out_of_memory(error):
+                    # What a recomputed forward can't take, the first one could.
+                    if number == 0 or num_recomputed[0] or is_out_of_memory(error):
                         raise
                     raise ChainBroken(
                         f"{self.names[number]} can't take the output of {self.names[number - 1]}: "
