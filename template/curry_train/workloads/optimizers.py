@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import gc
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -115,12 +116,10 @@ class SteppedTogether(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        start = 0
+        groups = iter(self.param_groups)
         for one in self.optimizers:
             one.state = self.state
-            end = start + len(one.param_groups)
-            one.param_groups = self.param_groups[start:end]
-            start = end
+            one.param_groups = [*itertools.islice(groups, len(one.param_groups))]
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of an optimizer has no attributes but these.

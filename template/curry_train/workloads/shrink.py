@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/workloads/test_shrink.py`.
 
 import contextlib
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,15 +37,14 @@ class Shrink:
 
     def factory(self, factory: Callable[[], Any]) -> Callable[[], Any]:
         """Return a factory of a module, a module with a batch, or a workload."""
-        made: list[Any] = []
+        once = functools.cache(lambda: self._made(factory))
 
         def small() -> Any:
-            if not made:
-                made.append(self._made(factory))
-            if isinstance(made[0], Workload):
-                return self.workload(made[0])
+            made = once()
+            if isinstance(made, Workload):
+                return self.workload(made)
             module = copy.deepcopy(self._small)
-            return (module, *made[0][1:]) if isinstance(made[0], tuple) else module
+            return (module, *made[1:]) if isinstance(made, tuple) else module
 
         return small
 
