@@ -70,13 +70,14 @@ def _overloads(namespace: str, *names: str) -> frozenset[Operation]:
     return find_operations(getattr(space, name) for name in names if hasattr(space, name))
 
 
-_ATTENTION_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
 MATMULS = _overloads(
     "aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"
 )
 ATTENTION_OPERATIONS = _overloads(
     "aten",
-    *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION_KERNELS),
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 ) | _overloads("higher_order", "flex_attention")

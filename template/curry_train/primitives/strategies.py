@@ -227,14 +227,15 @@ def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
     from .compile_budget import memory_budget
 
     cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
-    options: dict[str, Any] = {
-        "blocks": sample.blocks,
-        "backend": "inductor" if cuda else "aot_eager",
-    }
-    if sample.batch is not None:
-        options |= {"batch": sample.batch, "loss": sample.loss}
     try:
-        return memory_budget(model, MEMORY_BUDGET_SHARE, **options)
+        return memory_budget(
+            model,
+            MEMORY_BUDGET_SHARE,
+            blocks=sample.blocks,
+            backend="inductor" if cuda else "aot_eager",
+            batch=sample.batch,
+            loss=None if sample.batch is None else sample.loss,
+        )
     except CompileFailed as failure:
         raise ValueError(str(failure)) from failure
 
