@@ -108,14 +108,6 @@ TIMESTEPS_ATTRIBUTE = "_timesteps"
 _classes: dict[tuple[type, type], Any] = {}
 
 
-def class_as_written(module: nn.Module) -> type:
-    """Return the module's class as the model defines it, before any `derive` or `become`."""
-    kind = type(module)
-    while issubclass(kind, Derived):
-        kind = kind._bases[1]
-    return kind
-
-
 def _derived_class(mixin: type, original: type) -> Any:
     key = mixin, original
     if key not in _classes:
@@ -251,8 +243,11 @@ def _repeated(module: nn.Module) -> list[str]:
 
 def kind_of(module: nn.Module) -> tuple[object, ...]:
     """Return a key of the original class; containers also compare the kinds of their children."""
+    kind = type(module)
+    while issubclass(kind, Derived):
+        kind = kind._bases[1]
     children = module.children() if isinstance(module, CONTAINER_TYPES) else ()
-    return (class_as_written(module), *(kind_of(child) for child in children))
+    return (kind, *map(kind_of, children))
 
 
 def _is_own_layer(module: nn.Module) -> bool:

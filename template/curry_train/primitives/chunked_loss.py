@@ -397,14 +397,6 @@ class LazyLogits(Tensor):
             return func(*args, **kwargs)
 
 
-def stand_in(product: Product) -> Tensor:
-    """Return a tensor that stands in for the logits of a product."""
-    hidden = product.hidden
-    logits = Logits(product, hidden, product_dtype(hidden), hidden.dim() - 1)
-    tensor: Tensor = _Stand.apply(logits, None, *product.inputs)
-    return tensor
-
-
 class _Stand(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Logits, parent: Tensor | None, *inputs: Tensor) -> Any:
@@ -504,7 +496,9 @@ class ChunkedHead(Derived):
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
-        return stand_in(Product(hidden, self.weight, self.bias, chunk_tokens, use))
+        product = Product(hidden, self.weight, self.bias, chunk_tokens, use)
+        logits = Logits(product, hidden, product_dtype(hidden), hidden.dim() - 1)
+        return _Stand.apply(logits, None, *inputs)
 
 
 def apply_chunked_loss(

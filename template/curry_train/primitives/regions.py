@@ -357,8 +357,7 @@ def _is_norm(module: nn.Module) -> bool:
     """
     if isinstance(module, NORM_TYPES):
         return True
-    has_children = any(True for _ in module.children())
-    has_buffers = any(True for _ in module.buffers())
+    holds_more = [*module.children(), *module.buffers()]
     has_norm_name = type(module).__name__.endswith("Norm")
     has_vectors_only = all(weight.dim() <= 1 for weight in module.parameters())
-    return has_norm_name and has_vectors_only and not has_children and not has_buffers
+    return has_norm_name and has_vectors_only and not holds_more
