@@ -16,8 +16,7 @@ Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 import inspect
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -264,7 +263,11 @@ def _checked_run(
         storages.update(_storages(tensor))
         return tensor
 
-    with _trial(modules), saved_tensors_hooks(note, lambda tensor: tensor):
+    # Modules and random generators are restored: these steps only examine a loop.
+    before = BlockState(modules)
+    before.begin()
+    hooks = saved_tensors_hooks(note, lambda tensor: tensor)
+    with generators_kept(), torch.enable_grad(), before, hooks:
         for x in inputs:
             given = [
                 (role, leaf, leaf._version)
@@ -306,15 +309,6 @@ def _storages(tree: Any) -> dict[int, Any]:
 
 def _bytes_of(storages: Mapping[int, Any]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
-
-
-@contextmanager
-def _trial(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore modules and random generators after steps that only examine a loop."""
-    before = BlockState(modules)
-    before.begin()
-    with generators_kept(), torch.enable_grad(), before:
-        yield
 
 
 def detached_copies(tree: Any) -> Any:
@@ -459,20 +453,14 @@ def _costs(
     For a function that is created anew and reaches no module, this happens at each call.
     """
     of_owner = _known.setdefault(modules[0] if modules else step, {})
-    key = code_of(step), tuple(map(id, modules))
+    # Code and classes stay the same where a method, lambda or partial is created anew for each use.
+    function: Any = step
+    while isinstance(function, partial):
+        function = function.func
+    key = getattr(function, "__code__", type(function)), tuple(map(id, modules))
     if key not in of_owner:
         of_owner[key] = check_step(step, timesteps, state)
     return of_owner[key]
-
-
-def code_of(function: Any) -> Any:
-    """Return a function's code, or an object's class.
-
-    It stays the same where a method, lambda or partial is created anew for each use.
-    """
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__code__", type(function))
 
 
 @dataclass
