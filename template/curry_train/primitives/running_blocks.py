@@ -91,11 +91,11 @@ class ForwardRecord:
     """The calls of one forward, and the storages that autograd saves in each.
 
     `running` is a context manager around the forward. Storages have numbers, so that no tensor
-    stays alive. Without `with_values` no backward can run inside the forward: it raises
+    stays alive. Without `runs_backward` no backward can run inside the forward: it raises
     `ValuesNeeded`.
     """
 
-    def __init__(self, model: nn.Module, *, with_values: bool = False) -> None:
+    def __init__(self, model: nn.Module, *, runs_backward: bool = False) -> None:
         named = dict(model.named_modules())
         self.kinds = {name: kind_of(module) for name, module in named.items()}
         self.refused = {name for name, module in named.items() if name and _cannot_change(module)}
@@ -106,9 +106,7 @@ class ForwardRecord:
         self.root = ModuleCall("", None, 0)
         self._current = self.root
         self._named = named
-        self._with_values = with_values
-        # Whether a backward ran inside the forward.
-        self.runs_backward = False
+        self.runs_backward = runs_backward
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self._number(tensor, is_own=True)
@@ -169,12 +167,11 @@ class ForwardRecord:
         number = self._number(tensor)
         if number is not None:
             self.log.append(number)
-        return tensor if self._with_values else None
+        return tensor if self.runs_backward else None
 
     def _unpack(self, packed: Any) -> Any:
         if packed is None:
             raise ValuesNeeded("the forward runs a backward")
-        self.runs_backward = True
         return packed
 
     def _number(self, tensor: Tensor, *, is_own: bool = False) -> int | None:
@@ -431,7 +428,7 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
             with record.running():
                 loss(model, batch)
         except ValuesNeeded:
-            record = ForwardRecord(model, with_values=True)
+            record = ForwardRecord(model, runs_backward=True)
             with record.running():
                 loss(model, batch)
         except RuntimeError as error:
