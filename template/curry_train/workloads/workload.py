@@ -464,30 +464,24 @@ def undivided(workload: Workload) -> Workload:
 
 
 def call(module: nn.Module, batch: Any) -> Any:
-    """Call a module on a batch, with its key-value cache off where it has one."""
-    options: dict[str, Any] = {"use_cache": False} if _caches(module) else {}
+    """Call a module on a batch."""
     if isinstance(batch, Mapping):
-        return module(**options | dict(batch))
+        return module(**batch)
     # A packed sequence is a tuple by its class alone.
     if isinstance(batch, tuple | list) and not isinstance(batch, PackedSequence):
-        return module(*batch, **options)
-    return module(batch, **options)
+        return module(*batch)
+    return module(batch)
 
 
 def without_cache(module: nn.Module) -> nn.Module:
     """Switch the key-value cache of Hugging Face's modules off, and return the module."""
-    for submodule in filter(_caches, module.modules()):
-        config: Any = submodule.config
-        config.use_cache = False
+    for submodule in module.modules():
+        config: Any = getattr(submodule, "config", None)
+        bases = type(config).__mro__
+        is_hugging_face = any(base.__module__.startswith("transformers.") for base in bases)
+        if is_hugging_face and getattr(config, "use_cache", None) is True:
+            config.use_cache = False
     return module
-
-
-def _caches(module: nn.Module) -> bool:
-    """Return whether a module of Hugging Face fills a key-value cache, unless it is told not to."""
-    config: Any = getattr(module, "config", None)
-    bases = type(config).__mro__
-    is_hugging_face = any(base.__module__.startswith("transformers.") for base in bases)
-    return is_hugging_face and getattr(config, "use_cache", None) is True
 
 
 # Ends the place of a tensor that is one sample of an output with samples of different lengths.
