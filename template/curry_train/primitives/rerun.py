@@ -135,7 +135,8 @@ class BlockState:
         self.states: dict[nn.Module, SimpleNamespace]
         # The block's own generators, and those it was called with, with their states.
         self.generators: list[tuple[Generator, Tensor]]
-        self.outside: list[Any] = []
+        # What ends each second call that runs now.
+        self.ends: list[contextlib.ExitStack] = []
         self.modes = function_modes()
 
     def begin(self, arguments: Iterable[Any] = ()) -> None:
@@ -195,36 +196,31 @@ class BlockState:
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
                     raise self._changed(module, name)
-        outside = [(module, _held_by(module)) for module in self.states]
-        for module, state in self.states.items():
-            buffers = module._buffers
-            _put_back(module, state.held)
-            for name, value in state.containers.items():
-                module.__dict__[name] = value.copy()
-            for name, value in state.clones.items():
-                (buffers if name in state.held[1] else module.__dict__)[name] = value.clone()
-            if isinstance(module, _NormBase) and module.track_running_stats:
-                # Torch writes running statistics without a new version. `track_running_stats` stays
-                # on, because autograd has to save as many tensors as in the first call.
-                module.momentum = 0.0
-                batches = buffers.get("num_batches_tracked")
-                buffers["num_batches_tracked"] = None if batches is None else batches.clone()
-        generators = [(one, one.get_state()) for one, _ in self.generators]
-        for generator, drawn in self.generators:
-            generator.set_state(drawn)
         with contextlib.ExitStack() as stack:
+            stack.callback(_put_back, [(module, _held_by(module)) for module in self.states])
+            _put_back([(module, state.held) for module, state in self.states.items()])
+            for module, state in self.states.items():
+                buffers = module._buffers
+                for name, value in state.containers.items():
+                    module.__dict__[name] = value.copy()
+                for name, value in state.clones.items():
+                    (buffers if name in state.held[1] else module.__dict__)[name] = value.clone()
+                if isinstance(module, _NormBase) and module.track_running_stats:
+                    # Torch writes running statistics without a new version. `track_running_stats`
+                    # stays on, because autograd has to save as many tensors as in the first call.
+                    module.momentum = 0.0
+                    batches = buffers.get("num_batches_tracked")
+                    buffers["num_batches_tracked"] = None if batches is None else batches.clone()
+            for generator, drawn in self.generators:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(drawn)
             stack.enter_context(function_modes_as(self.modes))
             for context in second_call_contexts:
                 stack.enter_context(context())
-            self.outside.append((outside, generators, stack.pop_all()))
+            self.ends.append(stack.pop_all())
 
     def __exit__(self, *_: object) -> None:
-        outside, generators, contexts = self.outside.pop()
-        contexts.close()
-        for generator, drawn in generators:
-            generator.set_state(drawn)
-        for module, before in outside:
-            _put_back(module, before)
+        self.ends.pop().close()
 
     def _changed(self, module: nn.Module, name: str) -> RuntimeError:
         for root in self.roots:
@@ -237,27 +233,30 @@ class BlockState:
         )
 
 
-def _held_by(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+Held = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+
+
+def _held_by(module: nn.Module) -> Held:
     """Return parameters, buffers and attributes of a module."""
     return module._parameters.copy(), module._buffers.copy(), module.__dict__.copy()
 
 
-def _put_back(module: nn.Module, held: tuple[dict[str, Any], ...]) -> None:
-    parameters, buffers, attributes = held
-    for name, value in parameters.items():
-        present = module._parameters.get(name)
-        if present is value or _is_released(value):
-            continue
-        # A shard and the whole parameter, which `fully_shard` exchanges, are left as they are.
-        if hasattr(value, "placements") == hasattr(present, "placements"):
-            module._parameters[name] = value
-    module._buffers.update(buffers)
-    own = module.__dict__
-    for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
-        del own[name]
-    for name, value in attributes.items():
-        if name not in TORCH_ATTRIBUTES:
-            own[name] = value
+def _put_back(states: list[tuple[nn.Module, Held]]) -> None:
+    for module, (parameters, buffers, attributes) in states:
+        for name, value in parameters.items():
+            present = module._parameters.get(name)
+            if present is value or _is_released(value):
+                continue
+            # A shard and the whole parameter, which `fully_shard` exchanges, are left as they are.
+            if hasattr(value, "placements") == hasattr(present, "placements"):
+                module._parameters[name] = value
+        module._buffers.update(buffers)
+        own = module.__dict__
+        for name in own.keys() - attributes.keys() - TORCH_ATTRIBUTES:
+            del own[name]
+        for name, value in attributes.items():
+            if name not in TORCH_ATTRIBUTES:
+                own[name] = value
 
 
 def _is_released(tensor: Any) -> bool:
