@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/
 
 import contextlib
 import fnmatch
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -41,7 +42,7 @@ def derive(mixin: type[Derived], module: nn.Module, technique: Any = None) -> An
     What is set on one later, also by `eval()`, is set on both.
     """
     refuse(module)
-    new: Any = object.__new__(_derived_class(mixin, type(module)))
+    new: Any = object.__new__(_derived_class((mixin, type(module))))
     object.__setattr__(new, "__dict__", module.__dict__)
     new.__dict__[TECHNIQUE_ATTRIBUTE] = technique
     return new
@@ -50,7 +51,7 @@ def derive(mixin: type[Derived], module: nn.Module, technique: Any = None) -> An
 def become(mixin: type[Derived], module: nn.Module, technique: Any = None) -> None:
     """Change the class of the module in place, which applies to all references to it."""
     refuse(module)
-    module.__class__ = _derived_class(mixin, type(module))
+    module.__class__ = _derived_class((mixin, type(module)))
     module.__dict__[TECHNIQUE_ATTRIBUTE] = technique
 
 
@@ -105,19 +106,16 @@ def is_changed(module: nn.Module) -> bool:
 # Set on modules whose loop over time is recomputed.
 TIMESTEPS_ATTRIBUTE = "_timesteps"
 
-_classes: dict[tuple[type, type], Any] = {}
 
-
-def _derived_class(mixin: type, original: type) -> Any:
-    key = mixin, original
-    if key not in _classes:
-        space = {"__module__": original.__module__, "__doc__": original.__doc__, "_bases": key}
-        _classes[key] = type(f"{mixin.__name__}{original.__name__}", key, space)
-    return _classes[key]
+@functools.cache
+def _derived_class(bases: tuple[type, type]) -> Any:
+    mixin, original = bases
+    space = {"__module__": original.__module__, "__doc__": original.__doc__, "_bases": bases}
+    return type(f"{mixin.__name__}{original.__name__}", bases, space)
 
 
 def _rebuild(mixin: type, original: type) -> Any:
-    return object.__new__(_derived_class(mixin, original))
+    return object.__new__(_derived_class((mixin, original)))
 
 
 # Whether a changed block works now.
