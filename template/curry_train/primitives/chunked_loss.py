@@ -225,7 +225,10 @@ def loss_options(
 
 RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
 MOVES = (
-    *(Tensor.transpose, torch.transpose, Tensor.permute, torch.permute),
+    Tensor.transpose,
+    torch.transpose,
+    Tensor.permute,
+    torch.permute,
     Tensor.__getitem__,
 )
 
@@ -351,7 +354,9 @@ _METADATA_METHODS = (
 METADATA_FUNCTIONS = {
     *(getattr(Tensor, name).__get__ for name in _METADATA_GETTERS),
     *(getattr(Tensor, name) for name in _METADATA_METHODS),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
 }
 
 

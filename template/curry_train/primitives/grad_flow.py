@@ -241,8 +241,8 @@ class GradFlow:
         if self._is_open:
             raise RuntimeError("this GradFlow is open already: make another one")
 
-        named = dict(self._inner.named_parameters())
-        self._named = {name: one for name, one in named.items() if one.requires_grad}
+        named = self._inner.named_parameters()
+        self._named = {name: one for name, one in named if one.requires_grad}
         self._sums = Sums([*(layer.name for layer in self._layers), *self._named], self.model)
         self._activations = Activations(
             self.model,

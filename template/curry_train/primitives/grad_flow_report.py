@@ -305,8 +305,7 @@ def _opening(records: Sequence[StepFlow]) -> str:
         f"{len(records)} steps probed, the last is {last.step}: {last.forwards} forwards{ranks}, "
         f"gradient norm {norm} {last.gradients_read}{scaling}"
     )
-    notes = [textwrap.fill(note, TEXT_WIDTH) for note in last.notes]
-    return "\n".join([textwrap.fill(text, TEXT_WIDTH), *notes])
+    return "\n".join(textwrap.fill(one, TEXT_WIDTH) for one in (text, *last.notes))
 
 
 def _finding_lines(findings: Sequence[Finding], records: Sequence[StepFlow]) -> list[str]:

@@ -268,7 +268,6 @@ def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
 
 second_call_contexts.add(recomputing)
-NORM_TYPES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 class Regions(Derived):
@@ -355,7 +354,7 @@ def _is_norm(module: nn.Module) -> bool:
 
     Norms of torch are recognised by class, others (those of Hugging Face models) by name.
     """
-    if isinstance(module, NORM_TYPES):
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
         return True
     holds_more = [*module.children(), *module.buffers()]
     has_norm_name = type(module).__name__.endswith("Norm")

@@ -341,7 +341,7 @@ STRATEGIES_BY_SETTING = {
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return type(value) is int and value >= 1
 
 
 def _are_globs(value: Any) -> bool:

@@ -195,9 +195,14 @@ class Bottleneck(nn.Module):
         super().__init__()
         inner = width // 4
         self.residual = nn.Sequential(
-            *[nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()],
-            *[nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner), nn.ReLU()],
-            *[nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width)],
+            nn.Conv2d(width, inner, 1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, inner, 3, padding=1, bias=False),
+            nn.BatchNorm2d(inner),
+            nn.ReLU(),
+            nn.Conv2d(inner, width, 1, bias=False),
+            nn.BatchNorm2d(width),
         )
 
     def forward(self, x: Tensor) -> Tensor:
