@@ -88,6 +88,8 @@ def test_what_can_not_work_is_refused():
     hidden, weight, _, targets = make_tensors()
     with pytest.raises(ValueError, match=r"^chunk_tokens must be a whole number of at least 1"):
         chunked_cross_entropy(hidden, weight, targets, chunk_tokens=0)
+    with pytest.raises(ValueError, match=r"^class_weights must be a tensor of shape .97,. without"):
+        chunked_cross_entropy(hidden, weight, targets, class_weights="probability")
     with pytest.raises(ValueError, match=r"^reduction must be one of .*, got 'max'$"):
         chunked_cross_entropy(hidden, weight, targets, reduction="max")
     with pytest.raises(

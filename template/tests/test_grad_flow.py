@@ -86,6 +86,29 @@ def test_norms_and_updates_are_those_computed_by_hand():
     assert found.update.distance == pytest.approx((after - before).double().norm().item(), rel=1e-3)
 
 
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.phase = nn.Linear(4, 3, dtype=torch.complex64)
+
+    def forward(self, tokens):
+        return self.phase(self.table(tokens).to(torch.complex64)).abs().sum()
+
+
+def test_sparse_and_complex_gradients_have_their_norms():
+    model = Odd()
+    with GradFlow(model, every=1) as flow:
+        model(torch.tensor([1, 1, 8])).backward()
+        flow.step()
+    rows = model.table.weight.grad.to_dense()
+    of_table, of_phase = (flow.records[0].layers[name].gradient for name in ("table", "phase"))
+    assert of_table.norm == pytest.approx(rows.norm().item(), rel=1e-6)
+    parts = [parameter.grad.abs().norm() for parameter in model.phase.parameters()]
+    assert of_phase.norm == pytest.approx(torch.stack(parts).norm().item(), rel=1e-6)
+    assert of_phase.elements == 2 * (3 * 4 + 3)
+
+
 def test_a_dead_layer_and_a_non_finite_gradient_are_found():
     model = Model()
     with torch.no_grad():

@@ -239,7 +239,8 @@ def _check_options(
 
 
 def _check_weights(name: str, weights: Any, shape: torch.Size) -> None:
-    if weights is None or (isinstance(weights, str) and weights == PROBABILITY_WEIGHTS):
+    is_word = isinstance(weights, str) and weights == PROBABILITY_WEIGHTS
+    if weights is None or (is_word and name == "token_weights"):
         return
     if not isinstance(weights, Tensor) or weights.shape != shape or weights.requires_grad:
         raise ValueError(
