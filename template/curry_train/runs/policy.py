@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -366,8 +366,8 @@ class SavingPolicy:
     def turn_back(self, step: int) -> None:
         """Delete the states of steps beyond `step`; best-Ks stay."""
         self.finish()
-        beyond = self._states_from(step + 1)
-        self._discard(lambda: beyond)
+        for saved in self._states_from(step + 1):
+            self.store.discard(saved)
         if self._last and self._last.step > step:
             self._last = None
         self._go_on_after(step)
@@ -424,20 +424,11 @@ class SavingPolicy:
         for saved in committed:
             if saved.is_state:
                 self._last = saved
-        self.pruned += self._discard(self._superseded)
+        for superseded in Ranks().agree(lambda: to_delete(self.store.committed(), self.config)):
+            if superseded != self._last:
+                self.store.discard(superseded)
+                self.pruned.append(superseded)
         return committed
-
-    def _superseded(self) -> list[SavedCheckpoint]:
-        """Return the checkpoints that retention deletes; called on the first rank."""
-        superseded = to_delete(self.store.committed(), self.config)
-        return [saved for saved in superseded if saved != self._last]
-
-    def _discard(self, choose: Callable[[], list[SavedCheckpoint]]) -> list[SavedCheckpoint]:
-        """Delete the checkpoints that the first rank chooses."""
-        discarded = Ranks().agree(choose)
-        for saved in discarded:
-            self.store.discard(saved)
-        return discarded
 
     def _enter_line(self, step: int) -> None:
         """Check at the first save that the run has no states from this step or beyond.
