@@ -57,17 +57,16 @@ def steps_between(save_seconds: float, step_seconds: float, overhead: float) -> 
     return max(1, math.ceil(exact - 1e-9 * exact))
 
 
-def due(step: int, config: PolicyConfig, *, automatic: bool = False) -> tuple[str, ...]:
-    """Return the kinds of checkpoint that are due after this step.
+def due(step: int, config: PolicyConfig, *, automatic: bool) -> str | None:
+    """Return the kind of checkpoint that is due after this step; a recovery is a rollback too.
 
     `automatic` is whether a rollback is due according to the automatic cadence.
     """
-    every = {"rollback": config.rollback_every, "recovery": config.recovery_every}
-    return tuple(
-        kind
-        for kind, number in every.items()
-        if step > 0 and (automatic if isinstance(number, str) else number and step % number == 0)
-    )
+    every = {"recovery": config.recovery_every, "rollback": config.rollback_every}
+    for kind, number in every.items():
+        if step > 0 and (automatic if isinstance(number, str) else number and step % number == 0):
+            return kind
+    return None
 
 
 class Cadence:
@@ -325,16 +324,16 @@ class SavingPolicy:
         infinite; or if the state is not sound (see `what_is_wrong`).
         """
         self._cadence.trained()
-        kinds = due(step, self.config, automatic=self._cadence.is_due())
+        kind = due(step, self.config, automatic=self._cadence.is_due())
         measured = metrics.get(self.config.best_k_metric) is not None
         saved: list[SavedCheckpoint] = []
-        if kinds or (measured and self.config.best_k):
+        if kind or (measured and self.config.best_k):
             began = time.perf_counter()
             self._begun = False
             value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
             taken = Ranks().all_do(state.snapshot)
             if self._is_sound(step, taken, metrics):
-                saved = self._save_due(step, taken, kinds, value)
+                saved = self._save_due(step, taken, kind, value)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
             if self._warns and (costly := self._cadence.too_costly()):
                 logger.warning("%s", costly)
@@ -350,7 +349,7 @@ class SavingPolicy:
         taken = Ranks().all_do(state.snapshot)
         if not self._is_sound(step, taken, {}):
             return []
-        saved = self._save_due(step, taken, ("recovery",), math.nan)
+        saved = self._save_due(step, taken, "recovery", math.nan)
         return saved + self.finish()
 
     def _is_sound(self, step: int, taken: Snapshot, metrics: Mapping[str, Any]) -> bool:
@@ -383,10 +382,9 @@ class SavingPolicy:
         self._entered = True
 
     def _save_due(
-        self, step: int, state: Savable, kinds: tuple[str, ...], value: float
+        self, step: int, state: Savable, kind: str | None, value: float
     ) -> list[SavedCheckpoint]:
         saved = self.finish()
-        kind = next((kind for kind in ("recovery", "rollback") if kind in kinds), None)
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
             saved += self._save(kind, step, state, None)
