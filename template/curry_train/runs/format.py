@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import WriteItem
 
 from .files import Files, StrPath
 from .layout import FileEntry, SavedCheckpoint, entry_of
@@ -323,26 +323,17 @@ def copy_into(targets: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
 # Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
 
 
-class _Planner(DefaultSavePlanner):
-    """Gives torch's writer copies in place of the live tensors."""
-
-    copies: Mapping[MetadataIndex, Tensor]
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        return self.copies[write_item.index]
-
-
 class ShardedLayout:
     """The tensors that this rank writes, in order."""
 
     def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
         # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
         # parallelism broadcasts from the first rank.
-        options: Any = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
-        planner: Any = DefaultSavePlanner(dedup_save_to_lowest_rank=True, **options)
+        planner: Any = DefaultSavePlanner(
+            flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+        )
         self._folder = folder
         self._metadata: Any = None
-        self._planner = _Planner(**options)
         # The folder hashes its files and syncs them itself. It has those methods of torch's file
         # system that the writer calls, and torch's type asks for all of them.
         self._writer = FileSystemWriter("", sync_files=False)
@@ -363,13 +354,15 @@ class ShardedLayout:
 
     def write(self, tensors: Sequence[Tensor]) -> Mapping[MetadataIndex, Any]:
         """Write these values in place of `self.tensors`; return their places in the files."""
-        items = [item.index for item in self._plan.items]
-        self._planner.copies = dict(zip(items, tensors, strict=True))
+        by_item = {
+            item.index: tensor for item, tensor in zip(self._plan.items, tensors, strict=True)
+        }
+        # All that torch's writer asks of a planner: in place of a live tensor, its copy.
+        planner: Any = SimpleNamespace(resolve_data=lambda item: by_item[item.index])
         # The manifest has a better hash than CRC-32 sums, which take as long as the writing.
         config: Any = importlib.import_module("torch.utils.serialization.config")
         with config.patch("save.compute_crc32", False):
-            written = self._writer.write_data(self._plan, self._planner).wait()
-        self._planner.copies = {}
+            written = self._writer.write_data(self._plan, planner).wait()
         return {one.index: one.storage_data for one in written}
 
     def join(self, parts: list[Part]) -> dict[str, Any]:
