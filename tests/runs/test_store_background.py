@@ -65,9 +65,9 @@ def test_the_optimizer_waits_for_the_copies_by_itself(store, monkeypatch):
     train(state, 1)
     copy = Staging._copy_all
 
-    def slow(self, *, non_blocking):
+    def slow(self):
         time.sleep(0.3)
-        copy(self, non_blocking=non_blocking)
+        copy(self)
 
     monkeypatch.setattr(Staging, "_copy_all", slow)
 

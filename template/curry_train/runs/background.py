@@ -26,6 +26,7 @@ from .format import Part, Savable
 from .layout import SavedCheckpoint
 from .ranks import Ranks
 from .store import Store, Writing
+from .values import is_plain
 
 # Host copies of tensors, made while training continues, in buffers that are reused.
 
@@ -59,22 +60,19 @@ class Staging:
         device = next((source.device for source in sources if source.is_cuda), None)
         if device is not None:
             self._stream = self._stream or torch.cuda.Stream(device)
-            self._ready = torch.cuda.Event()
-            self._ready.record(torch.cuda.current_stream(device))
+            self._ready = torch.cuda.current_stream(device).record_event()
         self._copied.clear()
 
     def copy(self) -> Sequence[Tensor]:
         """Copy the tensors, and return the copies when they are complete."""
         try:
-            self._fit_buffers()
-            if self._stream is None or self._ready is None:
-                self._copy_all(non_blocking=False)
+            if self._ready is None:
+                self._copy_all()
             else:
                 with torch.cuda.stream(self._stream):
                     self._stream.wait_event(self._ready)
-                    self._copy_all(non_blocking=True)
-                    self._done = torch.cuda.Event()
-                    self._done.record(self._stream)
+                    self._copy_all()
+                    self._done = self._stream.record_event()
         finally:
             self._sources = ()
             self._copied.set()
@@ -88,7 +86,7 @@ class Staging:
         if self._done is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
-    def _fit_buffers(self) -> None:
+    def _copy_all(self) -> None:
         forms = [(one.shape, one.dtype, one.is_cuda) for one in self._sources]
         if forms != self._forms:
             self._forms = forms
@@ -96,29 +94,15 @@ class Staging:
                 torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
                 for shape, dtype, is_pinned in forms
             ]
-
-    def _copy_all(self, *, non_blocking: bool) -> None:
         for buffer, source in zip(self._buffers, self._sources, strict=True):
-            if _has_plain_bytes(source):
-                _copy_with_one_thread(buffer, source)
+            if is_plain(source) and source.is_cpu and source.is_contiguous() and source.numel():
+                # Torch would copy with as many threads as the training computes with, in turn with
+                # those.
+                own = source.detach().resolve_conj().resolve_neg()
+                target = buffer.reshape(-1).view(torch.uint8).numpy()
+                numpy.copyto(target, own.reshape(-1).view(torch.uint8).numpy())
             else:
-                buffer.copy_(source, non_blocking=non_blocking)
-
-
-def _has_plain_bytes(source: Tensor) -> bool:
-    is_plain = type(source) is Tensor and source.is_cpu and source.layout is torch.strided
-    is_view = source.is_conj() or source.is_neg()
-    return is_plain and not is_view and not source.is_quantized and source.is_contiguous()
-
-
-def _copy_with_one_thread(buffer: Tensor, source: Tensor) -> None:
-    """Copy a tensor with plain bytes.
-
-    Torch would copy with as many threads as the training computes with, in turn with those.
-    """
-    if source.numel():
-        target = buffer.reshape(-1).view(torch.uint8).numpy()
-        numpy.copyto(target, source.detach().reshape(-1).view(torch.uint8).numpy())
+                buffer.copy_(source, non_blocking=source.is_cuda)
 
 
 # Save checkpoints on a background thread while training continues.
