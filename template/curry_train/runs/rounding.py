@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,7 +84,7 @@ class Exchange:
                 if not wanted or not (self.noise is not None or wanted != digests[name]):
                     continue
                 # Of less precision B has the nearest values.
-                value = self._value(wanted).to(tensor.device, tensor.dtype)
+                value = torch.load(self._path(wanted)).to(tensor.device, tensor.dtype)
                 distances[name] = distances_of(tensor.detach(), value)
                 if value.shape == tensor.shape:
                     values[name] = self._noisy(value, epsilon).to(tensor.dtype)
@@ -97,15 +96,8 @@ class Exchange:
     def _keep(self, tensor: Tensor, digest: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (path := self._path(digest)).exists():
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            flat.numpy().tofile(path)
-
-    def _value(self, digest: str) -> Tensor:
-        value = torch.empty(shape_of(digest), dtype=dtype_of(digest))
-        # An array of nothing has no stride, and can't be viewed as numbers.
-        flat = torch.from_numpy(numpy.fromfile(self._path(digest), numpy.uint8))
-        value.reshape(-1).view(torch.uint8).copy_(flat)
-        return value
+            # A view would be written with all of its storage.
+            torch.save(tensor.detach().cpu().clone(), path)
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():
@@ -179,14 +171,10 @@ def dtype_of(digest: str) -> Any:
     return getattr(torch, digest.partition("[")[0], torch.int64)
 
 
-def shape_of(digest: str) -> list[int]:
-    sizes = digest.partition("[")[2].partition("]")[0]
-    return [int(size) for size in sizes.split(",") if size]
-
-
 def num_elements(digest: str) -> int:
     """Return the number of elements of the tensor that a digest is of."""
-    return math.prod(shape_of(digest))
+    sizes = digest.partition("[")[2].partition("]")[0]
+    return math.prod(int(size) for size in sizes.split(",") if size)
 
 
 def epsilon_of(*digests: str) -> float:
