@@ -104,9 +104,8 @@ class Recorder:
     # Numbers of what happened in this step, by kind and place.
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     watched: dict[str, Tensor] = field(default_factory=dict)
-    # Names of modules, parameters, optimizers and loaders, by id, which nothing else gets as long
-    # as they are held here.
-    names: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    # Names of modules, parameters, optimizers and loaders, which are equal to themselves alone.
+    names: dict[Any, str] = field(default_factory=dict)
     # Names of optimizers, by class and parameters.
     optimizers: dict[str, str] = field(default_factory=dict)
     # The calls of modules that run now, one inside of the other: path and number.
@@ -224,12 +223,8 @@ class Recorder:
 
     def _name_of(self, owner: Any, kind: str) -> str:
         """Return a name for an object by the order in which objects of its kind appear."""
-        number = sum(name.split("-")[0] == kind for name, _ in self.names.values())
-        return self._named(owner, f"{kind}-{number}" if number else kind)
-
-    def _named(self, owner: Any, name: str) -> str:
-        """Return the name of an object, which is this one if it has none yet."""
-        return self.names.setdefault(id(owner), (name, owner))[0]
+        number = sum(name.split("-")[0] == kind for name in self.names.values())
+        return self.names.setdefault(owner, f"{kind}-{number}" if number else kind)
 
     # The forward pass.
 
@@ -240,15 +235,10 @@ class Recorder:
         inner = inside_wrappers(module)
         if inner is not module and not hasattr(module, "_orig_mod"):
             return call(module, *args, **options)
-        return self._call(call, module, inner, args, options)
-
-    def _call(
-        self, call: Callable[..., Any], module: nn.Module, inner: nn.Module, args: Any, options: Any
-    ) -> Any:
         if not self.calls:
             self._note_root(inner)
         parent = self.calls[-1][0] if self.calls else ""
-        path = self._named(inner, f"{parent}.({type(inner).__name__})")
+        path = self.names.setdefault(inner, f"{parent}.({type(inner).__name__})")
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
@@ -276,23 +266,23 @@ class Recorder:
 
     def _note_root(self, root: nn.Module) -> None:
         """Name the modules and parameters of a module that is called first, and note its state."""
-        if id(root) not in self.names:
+        if root not in self.names:
             has_parameters = next(root.parameters(), None) is not None
             name = self._name_of(root, "model" if has_parameters else type(root).__name__)
             settings = {}
             for inner, module in root.named_modules():
                 bare = bare_name(root, inner) if inner else ""
                 path = f"{name}.{bare}" if bare else name
-                if self._named(module, path) == path:
+                if self.names.setdefault(module, path) == path:
                     settings[path] = _settings(module)
             for inner, parameter in root.named_parameters():
                 bare = f"{name}.{bare_name(root, inner)}"
-                is_new = self._named(parameter, bare) == bare
+                is_new = self.names.setdefault(parameter, bare) == bare
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
             self._write({"kind": "settings", "step": self.step, "settings": settings})
-        path = self.names[id(root)][0]
+        path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return
         # A tied weight has each of its names.
@@ -395,12 +385,13 @@ class Recorder:
             settings = {name: value for name, value in group.items() if name != "params"}
             found |= {f"{name} of group {number}": one for name, one in leaves_of(settings).items()}
         if self.records_all:
+            parameters, state = self._of_optimizer(optimizer, path)
             found |= {
                 f"gradient of {name}": one.grad
-                for name, one in self._parameters_of(optimizer, path).items()
+                for name, one in parameters.items()
                 if one.grad is not None
             }
-            found |= self._state_of(optimizer, path)
+            found |= state
         self._note("update", path, found)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -409,8 +400,8 @@ class Recorder:
             return
         path = self._name_of_optimizer(optimizer)
         if self.records_all:
-            found = self._parameters_of(optimizer, path) | self._state_of(optimizer, path)
-            self._note("updated", path, found)
+            parameters, state = self._of_optimizer(optimizer, path)
+            self._note("updated", path, parameters | state)
         if self.in_replay:
             return
         self.num_made[path] += 1
@@ -428,17 +419,22 @@ class Recorder:
         ids = [id(one) for group in optimizer.param_groups for one in group["params"]]
         return self.optimizers.setdefault(f"{kind} {ids}", self._name_of(optimizer, kind))
 
-    def _parameters_of(self, optimizer: Optimizer, path: str) -> dict[str, Tensor]:
+    def _of_optimizer(
+        self, optimizer: Optimizer, path: str
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return an optimizer's parameters, and the tensors of its state, by name."""
         several = [one for group in optimizer.param_groups for one in group["params"]]
-        return {self._named(one, f"{path}.{number}"): one for number, one in enumerate(several)}
-
-    def _state_of(self, optimizer: Optimizer, path: str) -> dict[str, Any]:
-        return {
+        parameters = {
+            self.names.setdefault(one, f"{path}.{number}"): one
+            for number, one in enumerate(several)
+        }
+        state = {
             f"{key} of {name}": value
-            for name, one in self._parameters_of(optimizer, path).items()
+            for name, one in parameters.items()
             for key, value in optimizer.state.get(one, {}).items()
             if isinstance(value, Tensor)
         }
+        return parameters, state
 
 
 class Operations(TorchDispatchMode):
