@@ -268,9 +268,27 @@ class AttachedWatch:
         around = self.config.skip_around * 2 ** (attempt - 1)
         first = max(1, spike.first - around)
         if attempt > self.config.attempts:
-            raise SpikeNotRecovered(self._given_up(spike, attempt - 1, f"{BEFORE_PREFIX}{first}"))
+            done = self._recoveries[1 - attempt :]
+            skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in done)
+            state_before = f"{BEFORE_PREFIX}{first}"
+            raise SpikeNotRecovered(
+                f"{spike.words}: it came back after {attempt - 1} rollbacks, which skipped the "
+                f"samples at positions {skipped}. So the samples are not the cause: look at the "
+                f"gradients before the spike (curry-train grad-flow), lower the learning rate, and "
+                f'go on with saving(..., resume="{state_before}") once, or --resume '
+                f"RUN@{state_before}"
+            )
 
-        resumed = _load_before(spike, first, load)
+        resumed = None
+        # From before the first step that is skipped, or at least from before the spike.
+        for before in (first, spike.first):
+            with contextlib.suppress(NothingSaved):
+                resumed = resumed or load(f"{BEFORE_PREFIX}{before}")
+        if resumed is None:
+            raise SpikeNotRecovered(
+                f"{spike.words}: there is nothing to go back to. Save earlier, with a lower "
+                "rollback_every, or set the spike's action to warn"
+            )
         start = self._data.after(state.position, windows=max(0, first - 1 - state.step))
         stop = self._data.after(state.position, windows=spike.step + around - state.step)
         recovery = Recovery(spike.step, state.step, start, stop, attempt)
@@ -300,26 +318,3 @@ class AttachedWatch:
             number += 1
             step = recovery.spike
         return number
-
-    def _given_up(self, spike: Spike, number: int, state: str) -> str:
-        done = self._recoveries[-number:]
-        skipped = ", ".join(f"{one.start} to {one.stop - 1}" for one in done)
-        return (
-            f"{spike.words}: it came back after {number} rollbacks, which skipped the samples at "
-            f"positions {skipped}. So the samples are not the cause: look at the gradients before "
-            f"the spike (curry-train grad-flow), lower the learning rate, and go on with "
-            f'saving(..., resume="{state}") once, or --resume RUN@{state}'
-        )
-
-
-def _load_before(spike: Spike, first: int, load: Callable[[str], Resumed | None]) -> Resumed:
-    """Load a state from before the first skipped step, or at least from before the spike."""
-    for step in (first, spike.first):
-        with contextlib.suppress(NothingSaved):
-            resumed = load(f"{BEFORE_PREFIX}{step}")
-            assert resumed is not None
-            return resumed
-    raise SpikeNotRecovered(
-        f"{spike.words}: there is nothing to go back to. Save earlier, with a lower "
-        "rollback_every, or set the spike's action to warn"
-    )
