@@ -238,7 +238,6 @@ ItemT = TypeVar("ItemT")
 RESTART_EXIT_STATUS = os.EX_TEMPFAIL
 # A killed process holds its lock until the kernel has freed its memory.
 WAIT_SECONDS = 10.0
-_NO_BATCH: Any = object()
 
 
 def saving(
@@ -465,16 +464,16 @@ class AttachedRun:
 
         self._iterating = True
         try:
-            remaining = iter(()) if self._is_done() else self._remaining(position, loader)
-            # The batch after the last step is not drawn, so that a later start may train on.
-            while not self._is_done() and (batch := next(remaining, _NO_BATCH)) is not _NO_BATCH:
-                is_skipped = not position.advance()
+            for batch in () if self._is_done() else self._remaining(position, loader):
+                is_taken = position.advance()
                 self.state.position = position.position
-                if is_skipped:
-                    continue
-                self._journal.read_rate()
-                yield batch if self._boxes is None else self._boxes.hand_out(batch)
-                self._save()
+                if is_taken:
+                    self._journal.read_rate()
+                    yield batch if self._boxes is None else self._boxes.hand_out(batch)
+                    self._save()
+                # The batch after the last step is not drawn, so that a later start may train on.
+                if self._is_done():
+                    break
         finally:
             self._iterating = False
 
