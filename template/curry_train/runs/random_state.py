@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 DATA_PREFIX = "data-"
 
 
-def take_random_state(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+def take_random_state(generators: Mapping[str, torch.Generator] = {}) -> dict[str, Any]:
     """Return the current state of every generator, by name."""
-    own = {f"generator-{name}": one.get_state() for name, one in (generators or {}).items()}
+    own = {f"generator-{name}": one.get_state() for name, one in generators.items()}
     return generator_states() | own
 
 
 def restore_random_state(
-    states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
+    states: Mapping[str, Any], generators: Mapping[str, torch.Generator] = {}
 ) -> list[str]:
     """Restore every generator; return a note for each one that could not be restored.
 
     Raises DamagedCheckpoint for a state that its generator refuses.
     """
     here = take_random_state(generators).keys()
-    own = {f"generator-{name}": one for name, one in (generators or {}).items()}
+    own = {f"generator-{name}": one for name, one in generators.items()}
     # NumPy may not be loaded yet, nor a GPU be in use.
     known = {*here, "numpy", *(f"cuda-{index}" for index in range(torch.cuda.device_count()))}
     notes = []
@@ -82,7 +82,7 @@ def restore_threads(saved: int, *, may_restore: bool = True) -> str:
 
 
 def seed_new_rank(
-    states: Mapping[str, Any], rank: int, generators: Mapping[str, torch.Generator] | None = None
+    states: Mapping[str, Any], rank: int, generators: Mapping[str, torch.Generator]
 ) -> None:
     """Seed the generators of a rank that did not exist at the save.
 
@@ -93,7 +93,7 @@ def seed_new_rank(
     seed = int.from_bytes(digest[:8]) >> 1
 
     seed_generators(seed)
-    for generator in (generators or {}).values():
+    for generator in generators.values():
         generator.manual_seed(seed)
 
 
