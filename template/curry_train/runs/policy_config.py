@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from ..core.wording import did_you_mean
@@ -40,14 +40,13 @@ def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: s
     if not isinstance(values, Mapping):
         raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
     hints = typing.get_type_hints(tree)
-    names = [field.name for field in fields(tree)]  # type: ignore[arg-type]
     for key in values:
-        if key not in names:
+        if key not in hints:
             meant = did_you_mean(str(key), flat_keys(tree))
             raise ValueError(f"{_path(inside, key)} is no key; {meant}")
     found = {
-        name: _read(hints[name], values[name], _path(inside, name))
-        for name in names
+        name: _read(kind, values[name], _path(inside, name))
+        for name, kind in hints.items()
         if name in values
     }
     try:
