@@ -84,7 +84,7 @@ def loading(state, saved, asked):
             raise NothingSaved(what)
         state.step = max(before)
         state.position = 2 * state.step
-        return Resumed(SavedCheckpoint("rollback", state.step, {}), None)
+        return Resumed(SavedCheckpoint("rollback", state.step, {}), (), {}, True)
 
     return load
 

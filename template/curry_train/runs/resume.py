@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/runs/test_resume.py`.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .files import StrPath
@@ -43,9 +43,9 @@ class Resumed:
     # How the state differs from what was saved.
     notes: Sequence[str]
     # Folders of the skipped checkpoints, with the reason.
-    damaged: Mapping[str, str] = field(default_factory=dict)
+    damaged: Mapping[str, str]
     # Whether it is of this run.
-    is_own: bool = True
+    is_own: bool
 
     @property
     def words(self) -> str:
