@@ -19,6 +19,7 @@ import contextlib
 import json
 import logging
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -95,7 +96,7 @@ class SpikeWatchdog:
             self._suspects.clear()
             self._accepted.append((step, value))
             if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
-                self._began = _median([accepted for _, accepted in self._accepted])
+                self._began = statistics.median([accepted for _, accepted in self._accepted])
             return None
 
         self._suspects.append((step, value))
@@ -117,7 +118,7 @@ class SpikeWatchdog:
 
         steps = [step for step, _ in self._accepted]
         losses = [loss for _, loss in self._accepted]
-        level = _median(losses[-NUM_BASELINE_LOSSES:])
+        level = statistics.median(losses[-NUM_BASELINE_LOSSES:])
         slope, noise = line_through(steps, losses)
         assert self._began is not None
         fallen = max(0.0, self._began - level)
@@ -155,10 +156,6 @@ def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, 
     residuals = y - slope * x
     deviations = numpy.abs(residuals - numpy.median(residuals))
     return slope, float(DEVIATIONS_PER_MAD * numpy.median(deviations))
-
-
-def _median(values: Sequence[float]) -> float:
-    return float(numpy.median(values))
 
 
 # A run's record of its spike recoveries, with the samples that each of them skips.
