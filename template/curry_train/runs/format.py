@@ -58,13 +58,13 @@ class Part:
     values: Mapping[str, Any]
 
 
+@dataclass
 class HashingFolder:
     """A folder for torch's reader and writer; new files are hashed, and synced when closed."""
 
-    def __init__(self, files: Files, folder: str) -> None:
-        self.files = files
-        self.folder = folder
-        self.entries: dict[str, FileEntry] = {}
+    files: Files
+    folder: str
+    entries: dict[str, FileEntry] = field(default_factory=dict)
 
     def concat_path(self, path: StrPath, suffix: str) -> str:
         return suffix
@@ -168,8 +168,7 @@ def read_tensors(
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
-    plan = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])[0]
-    plan = planner.finish_plan(plan)
+    plan = planner.create_local_plan()
     halves = [dataclasses.replace(plan, items=plan.items[start::2]) for start in (0, 1)]
     errors = (RuntimeError, AssertionError, pickle.UnpicklingError)
     what = f"{files.location(folder)}: tensors can't be read"
