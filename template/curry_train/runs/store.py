@@ -240,17 +240,13 @@ class Store(SavedRun):
     The first write takes the run's lock and removes the leftovers of interrupted saves.
     """
 
-    def __init__(
-        self,
-        root: StrPath,
-        *,
-        files: Files | None = None,
-    ) -> None:
-        super().__init__(root, files=files)
-        # The steps at which this run went back; the first rank reads those of earlier attempts.
-        self.branches: tuple[int, ...] = ()
-        self._lock = RunLock(self.files)
-        self._opened = False
+    # The steps at which this run went back; the first rank reads those of earlier attempts.
+    branches: tuple[int, ...] = ()
+    _opened = False
+
+    @functools.cached_property
+    def _lock(self) -> RunLock:
+        return RunLock(self.files)
 
     def __enter__(self) -> "Store":
         self.open()
@@ -394,8 +390,7 @@ class Store(SavedRun):
         if ranks.first and folder:
             # The next opening removes what is left after an error.
             with contextlib.suppress(OSError):
-                if self.files.kind(folder) is not None:
-                    self.files.remove_folder(folder)
+                self.files.remove_folder(folder)
         remaining = "nothing else is saved"
         with contextlib.suppress(OSError):
             if newest := self.latest():
