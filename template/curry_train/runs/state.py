@@ -263,9 +263,9 @@ class Load:
         # This state's own tensors, by the names under which they would be saved.
         self._own = own.by_name
         with reading(_NO_STATE):
-            self._saved = self._chosen(self._of_this_rank())
+            self._saved = self._of_this_rank()
             current = {PART_PREFIX + name: 0 for name in state.parts} | current
-            self._match(self._chosen(current), strict=strict)
+            self._match(current, strict=strict)
             self._choose_tensors()
 
     def _of_this_rank(self) -> dict[str, Any]:
@@ -278,13 +278,6 @@ class Load:
         self._is_new_rank = self._ranks.rank >= values["world_size"]
         ranks = self._contents.rank_values or [{}]
         return {**values["content"], **ranks[0 if self._is_new_rank else self._ranks.rank]}
-
-    def _chosen(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: one
-            for name, one in content.items()
-            if name.startswith(MODEL_PREFIX) or not self._model_only
-        }
 
     def _match(self, current: Mapping[str, Any], *, strict: bool) -> None:
         """Compare what is saved with the current state; raise StateMismatch, or note the rest."""
@@ -325,6 +318,8 @@ class Load:
         for name, item in content.items():
             if name.startswith(MODEL_PREFIX):
                 found[name] = _description(name, item, tensors)
+            elif self._model_only:
+                continue
             elif name.startswith(PART_PREFIX):
                 found[name] = "saved"
                 is_module = name.removeprefix(PART_PREFIX) in self._modules
