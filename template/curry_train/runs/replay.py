@@ -69,8 +69,12 @@ class Replay:
         self._recorder = Recorder(Path(record or root), in_replay=True)
         self._recording = contextlib.ExitStack()
         self._batches: list[Any] | None = None
-        self.found: dict[str, Any] = {"steps": {}, "notes": [], "not finite": None}
-        self.found["compiled"] = False
+        self.found: dict[str, Any] = {
+            "steps": {},
+            "notes": [],
+            "not finite": None,
+            "compiled": False,
+        }
         if self.facts.checkpoint is not None:
             kind = self.facts.checkpoint.partition("/")[0]
             (root / kind).symlink_to(Path(box, kind).absolute())
@@ -199,15 +203,20 @@ def _sources(step: Sequence[Observation]) -> dict[tuple[Any, ...], dict[str, Any
         bad = {name: ends for name, ends in one.get("ranges", {}).items() if not _is_finite(ends)}
         if one["kind"] == "batch" and one["path"] == "box":
             for name, ends in bad.items():
-                found["data", name] = {"phase": "data", "name": f"{name} of the batch"}
-                found["data", name]["result"] = ends
+                source = {"phase": "data", "name": f"{name} of the batch", "result": ends}
+                found["data", name] = source
         elif one["kind"] == "operation":
             phase, module, name, line, _ = _shown(one)
             counts[phase, module, name] += 1
             if makes_not_finite(one["given"], list(one["ranges"].values())):
-                source = {"phase": phase, "module": module, "name": name, "line": line}
-                source |= {"inputs": one["given"], "result": next(iter(bad.values()))}
-                found[phase, module, name, counts[phase, module, name]] = source
+                found[phase, module, name, counts[phase, module, name]] = {
+                    "phase": phase,
+                    "module": module,
+                    "name": name,
+                    "line": line,
+                    "inputs": one["given"],
+                    "result": next(iter(bad.values())),
+                }
     return found
 
 
