@@ -21,7 +21,7 @@ import subprocess
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,27 +49,14 @@ RUN_FACTS = ("config", "code", "environment", "command")
 class Steps:
     """Figures of steps in ascending order, one array per figure; a missing figure is nan."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, names: Iterable[str]) -> None:
         self.step = array("q")
         self.values = {name: array("d") for name in names}
 
     def __len__(self) -> int:
         return len(self.step)
 
-    def add(self, event: Event, figures: dict[str, Any]) -> None:
-        self.step.append(event.step)
-        for name, values in self.values.items():
-            values.append(event_number(figures.get(name)))
-
-    def cut(self, index: int) -> "Steps":
-        """Remove and return the steps from `index` on."""
-        removed = Steps(tuple(self.values))
-        for own, other in zip(self._columns(), removed._columns(), strict=True):
-            other.extend(own[index:])
-            del own[index:]
-        return removed
-
-    def _columns(self) -> list[Any]:
+    def columns(self) -> list[Any]:
         return [self.step, *self.values.values()]
 
 
@@ -83,12 +70,18 @@ class Course:
     def add(self, event: Event, figures: dict[str, Any]) -> None:
         if len(self.steps) and event.step <= self.steps.step[-1]:
             self.keep_up_to(event.step - 1)
-        self.steps.add(event, figures)
+        self.steps.step.append(event.step)
+        for name, values in self.steps.values.items():
+            values.append(event_number(figures.get(name)))
 
     def keep_up_to(self, step: int) -> None:
         index = bisect_right(self.steps.step, step)
         if index < len(self.steps):
-            self.superseded.append(self.steps.cut(index))
+            removed = Steps(self.steps.values)
+            for own, other in zip(self.steps.columns(), removed.columns(), strict=True):
+                other.extend(own[index:])
+                del own[index:]
+            self.superseded.append(removed)
 
 
 @dataclass
