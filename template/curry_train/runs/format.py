@@ -251,11 +251,14 @@ class SafetensorsLayout:
         for name, tensor in snapshot.tensors.items():
             if not name.startswith(MODEL_PREFIX):
                 continue
-            # Every rank gathers its shards.
-            value = _whole(tensor, keep=ranks.first)
-            bare = name.removeprefix(MODEL_PREFIX)
-            if value is None:
+            # Every rank gathers its shards; the first one keeps the whole tensor, on the host.
+            gather = getattr(tensor, "full_tensor", None)
+            value: Tensor = tensor if gather is None else gather()
+            if not ranks.first:
                 continue
+            if gather is not None:
+                value = value.cpu()
+            bare = name.removeprefix(MODEL_PREFIX)
             if value.dtype not in NOT_IN_SAFETENSORS and bare != SAFETENSORS_NOTES:
                 whole[bare] = value
             else:
@@ -286,17 +289,6 @@ def _own_memory(tensor: Tensor) -> Tensor:
     """Return a tensor on the host that shares its memory with no other, as the library wants."""
     one = tensor.detach().cpu().contiguous()
     return one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
-
-
-def _whole(tensor: Tensor, *, keep: bool) -> Tensor | None:
-    """Gather a tensor that may be sharded; the rank with `keep` gets it, in host memory.
-
-    Every rank has to call this.
-    """
-    if not hasattr(tensor, "full_tensor"):
-        return tensor if keep else None
-    full: Tensor = tensor.full_tensor()
-    return full.cpu() if keep else None
 
 
 def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
