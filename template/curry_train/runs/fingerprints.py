@@ -36,6 +36,7 @@ from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
 from .rounding import Exchange, NoisyOperations
+from .values import floats_of
 
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
@@ -511,14 +512,12 @@ def value_range(value: Any) -> Range | None:
     if not isinstance(value, Tensor):
         return None
     with unwatched():
-        tensor = value.detach()
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        is_float = tensor.is_floating_point() or tensor.is_complex()
-        if not is_float or not is_plain(tensor) or tensor.is_meta or not tensor.numel():
+        tensor = floats_of(value)
+        if not is_plain(tensor) or tensor.is_meta or not tensor.numel():
             return None
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
-        low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)
+        low, high = torch.aminmax(tensor)
         return float(low), float(high)
 
 
@@ -555,17 +554,14 @@ def users_line() -> str:
 
 def leaves_of(value: Any, name: str = "") -> dict[str, Any]:
     """Return tensors and plain values of nested containers, by the way to them."""
-    if isinstance(value, Tensor):
+    if isinstance(value, str):
+        value = value[:LONGEST_VALUE]
+    if isinstance(value, (Tensor, *PLAIN_TYPES)):
         return {name or "0": value}
-    if isinstance(value, PLAIN_TYPES):
-        return {name or "0": value[:LONGEST_VALUE] if isinstance(value, str) else value}
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list | tuple):
-        items = list(enumerate(value))
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     found: dict[str, Any] = {}
-    for key, one in items:
+    for key, one in value.items() if isinstance(value, Mapping) else ():
         found |= leaves_of(one, f"{name}.{key}" if name else str(key))
     return found
 

@@ -34,6 +34,7 @@ from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
 from .retention import is_among_best, to_delete
 from .state import TrainingState
 from .store import Store
+from .values import floats_of
 
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
 
@@ -184,7 +185,7 @@ def what_is_wrong(
     tensors = {name: tensor for name, tensor in every.items() if name not in by_design}
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
-        values = _floats(tensors[name])
+        values = floats_of(tensors[name])
         is_judged = name.partition("/")[0] in snapshot.parameters or name.endswith(
             RUNNING_STATISTICS
         )
@@ -208,7 +209,9 @@ def nan_by_design(state: Savable) -> frozenset[str]:
         if not name.startswith("optimizer.")
     }
     return frozenset(
-        name for name in with_infinite_sum(suspects) if bool(_floats(suspects[name]).isnan().any())
+        name
+        for name in with_infinite_sum(suspects)
+        if bool(floats_of(suspects[name]).isnan().any())
     )
 
 
@@ -219,7 +222,7 @@ def with_infinite_sum(tensors: Mapping[str, Tensor]) -> list[str]:
     """
     sums: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        values = _floats(tensor)
+        values = floats_of(tensor)
         if values.numel():
             sums.setdefault(values.device, {})[name] = torch.isfinite(values.sum())
     found = []
@@ -227,16 +230,6 @@ def with_infinite_sum(tensors: Mapping[str, Tensor]) -> list[str]:
         flags = torch.stack(list(by_name.values())).tolist()
         found += [name for name, flag in zip(by_name, flags, strict=True) if not flag]
     return found
-
-
-def _floats(tensor: Tensor) -> Tensor:
-    """Return this rank's floating-point elements; none of other tensors."""
-    to_local = getattr(tensor, "to_local", None)
-    values: Tensor = (to_local() if to_local is not None else tensor).detach()
-    if not (values.is_floating_point() or values.is_complex()):
-        return values.new_empty(0, dtype=torch.float32)
-    # Torch has no sums of the floats of 8 bits.
-    return values.float() if values.dtype.itemsize == 1 else values
 
 
 def number_of(value: Any) -> float:

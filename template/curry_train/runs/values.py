@@ -66,10 +66,24 @@ class CollectedTensors:
         return name
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor that may be sharded."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def floats_of(tensor: Tensor) -> Tensor:
+    """Return this rank's floating-point elements; none of other tensors."""
+    values = local_part(tensor.detach())
+    if not (values.is_floating_point() or values.is_complex()):
+        return values.new_empty(0, dtype=torch.float32)
+    # Torch has no sums of the floats of 8 bits.
+    return values.float() if values.dtype.itemsize == 1 else values
+
+
 def memory_of(tensor: Tensor) -> Any:
     """Return a key that two tensors share exactly if they are the same elements in memory."""
-    local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
-    data = local() if local else tensor
+    data = local_part(tensor)
     if not data.numel() or data.is_meta:
         return object()
     return (
