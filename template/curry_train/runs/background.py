@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .format import Part, Savable
 from .layout import SavedCheckpoint
@@ -125,10 +126,9 @@ class BackgroundSaver:
         self._ranks = Ranks().apart(timeout)
         self.stalled = 0.0
         self._staging = Staging()
-        # A thread for each save, and its result.
-        self._pool: ThreadPoolExecutor | None = None
         self._running: Future[SavedCheckpoint] | None = None
-        self._hooks: dict[int, Any] = {}
+        # The hook of the running save.
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> "BackgroundSaver":
         return self
@@ -155,13 +155,16 @@ class BackgroundSaver:
         began = time.perf_counter()
         Ranks().all_do(self._settle)
         writing = self.store.begin(kind, step, state, metric=metric)
-        optimizers = writing.snapshot.optimizers
-        self._hook(optimizers)
         self._staging.begin(writing.layout.tensors)
-        self._pool = ThreadPoolExecutor(1)
-        self._running = self._pool.submit(self._run, writing)
-        if not optimizers:
-            # Without an optimizer hook nothing else waits before the tensors change.
+        pool = ThreadPoolExecutor(1)
+        self._running = pool.submit(self._run, writing)
+        # The thread ends with the save.
+        pool.shutdown(wait=False)
+        if writing.snapshot.optimizers:
+            # Not of these objects, which may be wrappers of those that step.
+            self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        else:
+            # Nothing else waits before the tensors change.
             self._staging.wait()
         self.stalled += time.perf_counter() - began
 
@@ -176,7 +179,7 @@ class BackgroundSaver:
         return Ranks().collect(self._settle, lambda all_: all_[0])
 
     def close(self) -> None:
-        """Finish the running save and release the thread, the hooks and the buffers."""
+        """Finish the running save and release the buffers."""
         try:
             self.finish()
         finally:
@@ -185,24 +188,16 @@ class BackgroundSaver:
     def _settle(self) -> SavedCheckpoint | None:
         running = self._running
         self._running = None
-        if running is None or self._pool is None:
-            return None
-        self._pool.shutdown()
-        return running.result()
+        self._hooks.close()
+        return None if running is None else running.result()
 
     def _release(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        if self._running is not None:
+            # Waits for the save, whose error is in the log.
+            self._running.exception()
+        self._hooks.close()
         # Frees the buffers.
         self._staging = Staging()
-
-    def _hook(self, optimizers: Sequence[Any]) -> None:
-        for optimizer in optimizers:
-            if id(optimizer) not in self._hooks:
-                self._hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
 
     def _before_step(self, *_: Any) -> None:
         self.wait_copied()
