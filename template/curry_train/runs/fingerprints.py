@@ -62,22 +62,18 @@ def record_run(
     steps: int = 3,
     level: str = "all",
     program: Sequence[str] | None = None,
-    operations_in_step: int | None = None,
-    when_enough: Callable[[], None] = lambda: None,
-    exchange: Exchange | None = None,
+    **options: Any,
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context that records the first steps of the training that runs inside of it.
 
     Level "modules" leaves out parameters, gradients and the optimizer. `program` is what `runs
-    locate --op` starts again. The others are those of `Recorder`, for that command.
+    locate --op` starts again, and `options` are those of `Recorder`, for that command.
     """
     if steps < 1:
         raise ValueError(f"record at least 1 step, got {steps}")
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
-    recorder = Recorder(
-        Path(folder), steps, level == "all", operations_in_step, when_enough, exchange
-    )
+    recorder = Recorder(Path(folder), steps, level == "all", **options)
     return recorder.running({"program": list(program) if program else None, "level": level})
 
 
@@ -272,7 +268,7 @@ class Recorder:
             name = self._name_of(root, "model" if has_parameters else type(root).__name__)
             settings = {}
             for inner, module in root.named_modules():
-                bare = bare_name(root, inner) if inner else ""
+                bare = bare_name(root, inner)
                 path = f"{name}.{bare}" if bare else name
                 if self.names.setdefault(module, path) == path:
                     settings[path] = _settings(module)
