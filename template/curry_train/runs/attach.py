@@ -92,6 +92,7 @@ class AttachedJournal(Journal):
     ) -> None:
         self._state = state
         self._data = data
+        self._policy = policy
         self._on = on
         ranks = Ranks()
         super().__init__(policy.store.files.root, rank=ranks.rank if on else 1)
@@ -177,7 +178,7 @@ class AttachedJournal(Journal):
         """Write the last event."""
         self.write("stop", step=self._state.step, reason=reason[:1000])
 
-    def saved(self, saved: Iterable[SavedCheckpoint], pruned: Iterable[SavedCheckpoint]) -> None:
+    def saved(self, saved: Iterable[SavedCheckpoint]) -> None:
         """Write an event for each committed checkpoint, and for each that retention deleted."""
         for checkpoint in saved:
             self.write(
@@ -186,13 +187,14 @@ class AttachedJournal(Journal):
                 checkpoint=checkpoint.folder,
                 num_bytes=checkpoint.num_bytes,
             )
-        for checkpoint in pruned:
+        for checkpoint in self._policy.pruned:
             self.write(
                 "prune",
                 step=self._state.step,
                 checkpoint=checkpoint.folder,
                 of_step=checkpoint.step,
             )
+        self._policy.pruned = []
 
 
 # End a training loop between two steps, on a signal or on request.
@@ -566,12 +568,12 @@ class AttachedRun:
         Raises the error again unless `spike.action` is rollback. `train_window` raises it on every
         rank.
         """
+        step = self.state.step + 1
         if self._boxes is not None:
-            step = self.state.step + 1
             self._boxes.keep(step, str(error), found_at=step)
         spike = None
         if self._watch.config.rolls_back:
-            spike = self._watch.judge(self.state.step + 1, math.nan)
+            spike = self._watch.judge(step, math.nan)
         if spike is None:
             raise error
         self._journal.spiked(spike, why=str(error))
@@ -586,7 +588,7 @@ class AttachedRun:
         try:
             self._save()
             if self.state.step:
-                self._record(self.policy.save_now(self.state.step, self.state))
+                self._journal.saved(self.policy.save_now(self.state.step, self.state))
             if self._ranks.first and reason in [number.name for number in STOP_SIGNALS]:
                 logger.warning("%s", self._stopped(reason))
             elif self._ranks.first and self.resumed and self.steps == self.resumed.saved.step:
@@ -669,20 +671,21 @@ class AttachedRun:
     def _save_noted(self, notes: StepNotes, stop: int) -> bool:
         """Write the journal, check the loss for a spike, and only then save."""
         self._journal.after_step(notes)
+        loss = notes.metrics.get("loss")
         spike = None
-        if self._boxes is not None and notes.is_step and notes.metrics.get("loss") is not None:
-            self._boxes.stepped(number_of(notes.metrics["loss"]))
+        if self._boxes is not None and notes.is_step and loss is not None:
+            self._boxes.stepped(number_of(loss))
         if notes.is_step and notes.stepped:
-            spike = self._watch.judge(self.state.step, notes.metrics.get("loss"))
+            spike = self._watch.judge(self.state.step, loss)
         if spike is not None:
             self._journal.spiked(spike)
-        if spike is not None and self._boxes is not None:
-            self._boxes.keep(spike.first, spike.words, found_at=spike.step)
-        if spike is not None and self._watch.config.rolls_back:
-            self._roll_back(spike, stop=stop)
-            return False
+            if self._boxes is not None:
+                self._boxes.keep(spike.first, spike.words, found_at=spike.step)
+            if self._watch.config.rolls_back:
+                self._roll_back(spike, stop=stop)
+                return False
 
-        self._record(self.policy.after_step(self.state.step, self.state, notes.metrics))
+        self._journal.saved(self.policy.after_step(self.state.step, self.state, notes.metrics))
         self._journal.begin_step()
         if self._boxes is not None:
             self._boxes.begin()
@@ -690,7 +693,7 @@ class AttachedRun:
 
     def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:
         """Load a state from before the spike, without whose samples the run goes on."""
-        self._record(self.policy.finish())
+        self._journal.saved(self.policy.finish())
         epoch = getattr(self._data, "epoch", 0)
         recovery = self._watch.go_back(spike, self.state, self._load)
         self._journal.went_back(spike, recovery)
@@ -701,12 +704,6 @@ class AttachedRun:
             self._journal.ended("spike")
             self._release()
             sys.exit(128 + stop if stop else RESTART_EXIT_STATUS)
-
-    def _record(self, saved: Iterable[SavedCheckpoint]) -> None:
-        """Write what was saved to the journal, and what the retention deleted after it."""
-        pruned = self.policy.pruned
-        self.policy.pruned = []
-        self._journal.saved(saved, pruned)
 
     def _warn_of_restart(self, epoch: int) -> None:
         logger.warning("start again to go on")
