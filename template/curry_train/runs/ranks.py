@@ -124,7 +124,7 @@ class Ranks:
 
         if self.size == 1:
             return self
-        members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
+        members = dist.get_process_group_ranks(self.group)
         timeout = datetime.timedelta(seconds=seconds)
         return Ranks(
             dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
@@ -199,7 +199,7 @@ class Ranks:
 
         gathered: list[Any] | None = [None] * self.size if self.first else None
         with _other_ranks_answer():
-            dist.gather_object(own, gathered, dst=self._first_rank, group=self.group)
+            dist.gather_object(own, gathered, group=self.group, group_dst=0)
         answers: list[Any] | None = None
         if gathered is not None:
             try:
@@ -211,7 +211,7 @@ class Ranks:
         answer: list[Any] = [None]
         try:
             with _other_ranks_answer():
-                dist.scatter_object_list(answer, answers, src=self._first_rank, group=self.group)
+                dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
         except OtherRank as error:
             raise own_error or error from error
         kind, value = answer[0]
@@ -235,12 +235,6 @@ class Ranks:
             words = "; ".join(f"rank {rank}: {value}" for rank, (_, value) in errors.items())
             return [(kind, words)] * self.size
         return [(None, result) for result in central([value for _, value in gathered])]
-
-    @property
-    def _first_rank(self) -> int:
-        import torch.distributed as dist
-
-        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
 
 @functools.cache
