@@ -485,8 +485,7 @@ def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -
 def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
     """Return a tensor on the current device of the kind that it was on, or on the host."""
     is_cuda = found.device == "cuda" and torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else None
-    return torch.zeros(saved.shape, dtype=saved.dtype, device=device)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
 
 
 def _once(value: Any) -> Any:

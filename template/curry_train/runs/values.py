@@ -298,7 +298,7 @@ def load(data: bytes) -> Any:
 def _here(storage: Any, location: str) -> Any:
     """Return the storage on this process's GPU if it was on one, else on the host."""
     if location.startswith("cuda") and torch.cuda.is_available():
-        return storage.cuda(torch.cuda.current_device())
+        return storage.cuda()
     return storage
 
 
