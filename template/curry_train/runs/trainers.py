@@ -267,16 +267,11 @@ def add_callback(trainer: Any, methods: type, *args: Any) -> None:
     module, _, name = path.rpartition(".")
     # The library is there, because the trainer is.
     interface = getattr(sys.modules[module], name)
-    callback = _with_methods(methods.__name__.lstrip("_"), interface, methods)(*args)
+    callback = type(methods.__name__.lstrip("_"), (methods, interface), {})(*args)
     if library == "transformers":
         trainer.add_callback(callback)
     else:
         trainer.callbacks.append(callback)
-
-
-def _with_methods(name: str, base: type, methods: type) -> Any:
-    """Return a class with the interface of a library, and the methods of one of ours."""
-    return type(name, (methods, base), {})
 
 
 class _HuggingFaceCommits:
@@ -365,7 +360,7 @@ def _commit_lightning(trainer: Any) -> None:
 def committing_io(base: Any) -> Any:
     """Return a CheckpointIO that writes through `base`, and commits."""
     interface = next(one for one in type(base).__mro__ if one.__name__ == "CheckpointIO")
-    return _with_methods("CommittingCheckpointIO", interface, _LightningCommits)(base)
+    return type("CommittingCheckpointIO", (_LightningCommits, interface), {})(base)
 
 
 class _LightningCommits:
