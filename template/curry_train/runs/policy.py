@@ -323,10 +323,7 @@ class SavingPolicy:
         if kind or (measured and self.config.best_k):
             began = time.perf_counter()
             self._begun = False
-            value = number_of(metrics[self.config.best_k_metric]) if measured else math.nan
-            taken = Ranks().all_do(state.snapshot)
-            if self._is_sound(step, taken, metrics):
-                saved = self._save_due(step, taken, kind, value)
+            saved = self._save_due(step, state, kind, metrics)
             self._cadence.waited(time.perf_counter() - began, save=self._begun)
             if self._warns and (costly := self._cadence.too_costly()):
                 logger.warning("%s", costly)
@@ -339,21 +336,7 @@ class SavingPolicy:
 
         Nothing is saved if this step is saved already, or if the state is not sound.
         """
-        taken = Ranks().all_do(state.snapshot)
-        if not self._is_sound(step, taken, {}):
-            return []
-        saved = self._save_due(step, taken, "recovery", math.nan)
-        return saved + self.finish()
-
-    def _is_sound(self, step: int, taken: Snapshot, metrics: Mapping[str, Any]) -> bool:
-        """Return whether the state of every rank may be saved; note the reason if not."""
-        judged = ("loss", self.config.best_k_metric)
-        wrong = Ranks().first_found(
-            lambda: what_is_wrong(taken, metrics, judged=judged, by_design=self._by_design)
-        )
-        if wrong:
-            self._note(f"step {step} was not saved: {wrong}")
-        return not wrong
+        return self._save_due(step, state, "recovery", {}) + self.finish()
 
     def turn_back(self, step: int) -> None:
         """Delete the states of steps beyond `step`; best-Ks stay."""
@@ -375,19 +358,30 @@ class SavingPolicy:
         self._entered = True
 
     def _save_due(
-        self, step: int, state: Savable, kind: str | None, value: float
+        self, step: int, state: Savable, kind: str | None, metrics: Mapping[str, Any]
     ) -> list[SavedCheckpoint]:
+        """Save a state as this kind and as a best-K, unless one of the ranks has damage in it."""
+        config = self.config
+        judged = ("loss", config.best_k_metric)
+        taken = Ranks().all_do(state.snapshot)
+        wrong = Ranks().first_found(
+            lambda: what_is_wrong(taken, metrics, judged=judged, by_design=self._by_design)
+        )
+        if wrong:
+            self._note(f"step {step} was not saved: {wrong}")
+            return []
         saved = self.finish()
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
-            saved += self._save(kind, step, state, None)
+            saved += self._save(kind, step, taken, None)
 
-        config = self.config
+        measured = metrics.get(config.best_k_metric)
+        value = math.nan if measured is None else number_of(measured)
         if Ranks().agree(
             lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)
         ):
             saved += self.finish() + self._save(
-                BEST_KIND, step, state, (config.best_k_metric, value)
+                BEST_KIND, step, taken, (config.best_k_metric, value)
             )
         return saved
 
