@@ -347,9 +347,9 @@ class Recorder:
         finally:
             self.in_backward = False
         gradients = {name: one.grad for name, one in self.watched.items() if one.grad is not None}
-        norms = {}
-        if self.in_replay:
-            norms = {name: float(one.double().norm()) for name, one in gradients.items()}
+        norms = {
+            name: float(one.double().norm()) for name, one in gradients.items() if self.in_replay
+        }
         self._note("gradients", "loss", gradients, norms=norms)
 
     # The optimizer.
