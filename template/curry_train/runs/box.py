@@ -139,8 +139,7 @@ class Boxes:
 
     def _gather(self, part: str, step: int) -> str | None:
         """Begin a folder with a state from before the step; return the state's own folder."""
-        if self._files.kind(part):
-            self._files.remove_folder(part)
+        self._files.remove_folder(part)
         self._files.make_folder(part)
         states = [one for one in self._store.states() if one.step < step]
         # With a good step between the state and the bad one the two can be compared.
@@ -189,8 +188,7 @@ class Boxes:
 
     def _commit(self, part: str, final: str, facts: BoxFacts) -> None:
         self._files.write(f"{part}/{FACTS_FILE_NAME}", json.dumps(asdict(facts)).encode())
-        if self._files.kind(final):
-            self._files.remove_folder(final)
+        self._files.remove_folder(final)
         self._files.rename(part, final)
         self._files.sync_folder(FOLDER)
         boxes = [f"{FOLDER}/{name}" for name in self._files.names(FOLDER) if name[0] != "."]

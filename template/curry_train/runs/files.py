@@ -115,10 +115,11 @@ class Files:
         self.path(old).rename(self.path(new))
 
     def remove_folder(self, key: str) -> None:
+        """Remove a folder if it is there."""
         path = self.path(key)
         if path.is_symlink():
             path.unlink()
-        else:
+        elif path.exists():
             shutil.rmtree(path)
 
     def names(self, key: str) -> list[str]:
