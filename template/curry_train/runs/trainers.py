@@ -340,10 +340,12 @@ def _commit_accelerator(accelerator: Any) -> None:
 
     def save_state(output_dir: str | None = None, *args: Any, **options: Any) -> str:
         names = configuration.automatic_checkpoint_naming
-        if output_dir is None and not names:
-            raise ValueError("save_state needs a folder, unless automatic_checkpoint_naming is on")
         place = output_dir
-        if output_dir is not None and not names:
+        if not names:
+            if output_dir is None:
+                raise ValueError(
+                    "save_state needs a folder, unless automatic_checkpoint_naming is on"
+                )
             final = Path(output_dir)
             place = ranks.agree(lambda: str(_hidden(final)))
         written = ranks.all_do(lambda: save(place, *args, **options))
