@@ -188,7 +188,7 @@ class Comparison:
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
-        return Located(text, {}, [*self._only_in_one(), *self._environment()], self.num_compared)
+        return Located(text, {}, list(self._of_the_runs()), self.num_compared)
 
     # The description of the first difference.
 
@@ -196,12 +196,12 @@ class Comparison:
         kind = "in_state" if one["kind"] in IN_STATE else one["kind"]
         phase, path, call, text = getattr(self, f"_{kind}")((one, other), names)
         place = {"step": one["step"], "phase": phase, "path": path, "call": call}
-        notes = [
-            *self._of_the_place(one, path),
-            *self.drawn.values(),
-            *self._only_in_one(),
-            *self._environment(),
-        ]
+        a, b = (of_run.get(path, {}) for of_run in self.settings)
+        notes = [*_changes(a, b, path)]
+        if pair := self.given.get((one["path"], one["call"])):
+            a, b = (it["values"] | {"training": it.get("training")} for it in pair)
+            notes += _changes(a, b, one["path"])
+        notes += [*self.drawn.values(), *self._of_the_runs()]
         headline = f"step {one['step']}, {phase}: {text}"
         return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared, one["kind"])
 
@@ -305,13 +305,6 @@ class Comparison:
 
     # What differs besides.
 
-    def _of_the_place(self, one: Observation, path: str) -> Iterator[str]:
-        a, b = (of_run.get(path, {}) for of_run in self.settings)
-        yield from _changes(a, b, path)
-        if pair := self.given.get((one["path"], one["call"])):
-            a, b = (it["values"] | {"training": it.get("training")} for it in pair)
-            yield from _changes(a, b, one["path"])
-
     def _note_generators(self, one: Observation, other: Observation) -> None:
         states = [it.get("generators") or {"torch": it.get("generator")} for it in (one, other)]
         for name in sorted(states[0].keys() & states[1].keys()):
@@ -320,8 +313,8 @@ class Comparison:
                 where = f"{since}, at {_call(one)} of step {one['step']}"
                 self.drawn.setdefault(name, f"the random generator of {name} differs {where}")
 
-    def _only_in_one(self) -> Iterator[str]:
-        """Yield modules that are called in one of the runs alone, and those with other names."""
+    def _of_the_runs(self) -> Iterator[str]:
+        """Yield modules that only one run calls, those with other names, and other settings."""
         a, b = map(dict[str, str], self.calls)
         for name, own, other in (("A", a, b), ("B", b, a)):
             if alone := [path for path in own if path not in other]:
@@ -329,9 +322,7 @@ class Comparison:
         names = [f"{a} is {b} in B" for b, a in self.renamed.items() if not a.endswith(" of B")]
         if names:
             yield f"renamed: {some_of(names)}"
-
-    def _environment(self) -> list[str]:
-        return list(_changes(settings_of(self.start[0]), settings_of(self.start[1]), ""))
+        yield from _changes(settings_of(self.start[0]), settings_of(self.start[1]), "")
 
 
 def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
