@@ -29,6 +29,7 @@ from ..core.digest import digest
 from ..core.generators import same_state
 from .box import BoxFacts, digest_of, read_facts, read_rank
 from .fingerprints import Range, Recorder, leaves_of
+from .layout import RESUMABLE_KINDS
 from .locate import Observation
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
@@ -75,11 +76,9 @@ class Replay:
             "not finite": None,
             "compiled": False,
         }
-        if self.facts.checkpoint is not None:
-            kind = self.facts.checkpoint.partition("/")[0]
-            (root / kind).symlink_to(Path(box, kind).absolute())
-        if (recoveries := Path(box, RECOVERIES_FILE_NAME)).is_file():
-            (root / recoveries.name).symlink_to(recoveries.absolute())
+        for name in (*RESUMABLE_KINDS, RECOVERIES_FILE_NAME):
+            if (own := Path(box, name)).exists():
+                (root / name).symlink_to(own.absolute())
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
