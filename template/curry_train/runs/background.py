@@ -209,7 +209,12 @@ class BackgroundSaver:
 
         def write() -> Part:
             tensors = self._staging.copy()
-            _yield_to_training()
+            # Training may wait for the copies, so they are made at full speed. From here on this
+            # thread gets less of the cores than those that train: on Linux it is a thread that is
+            # nice, not its process. Where a sandbox forbids it, it competes as before.
+            if sys.platform == "linux":
+                with contextlib.suppress(OSError):
+                    os.nice(5)
             return writing.write(tensors)
 
         try:
@@ -218,15 +223,3 @@ class BackgroundSaver:
             # No call may follow that raises it.
             logger.error("%s", error)
             raise
-
-
-def _yield_to_training() -> None:
-    """Give this thread, until it ends, less of the cores than the threads that train.
-
-    Before the copies are done training may wait for them, so they are made at full speed.
-    """
-    if sys.platform == "linux":
-        # A sandbox may forbid it, and then the thread competes as before.
-        with contextlib.suppress(OSError):
-            thread = threading.get_native_id()
-            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + 5)
