@@ -6,6 +6,7 @@ Steps are compared as numbers, never as text. A recovery counts as a rollback to
 Proof: `python -m pytest tests/runs/test_retention.py`.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -37,10 +38,7 @@ def to_delete(saved: Sequence[SavedCheckpoint], config: PolicyConfig) -> list[Sa
     retention = config.retention
     line = line_of(saved)
     # A rollback and a recovery of the same step hold the same state.
-    of_steps: dict[int, SavedCheckpoint] = {}
-    for one in line:
-        of_steps.setdefault(one.step, one)
-    states = list(of_steps.values())
+    states = [next(of_step) for _, of_step in itertools.groupby(line, lambda one: one.step)]
     recoveries = [one for one in line if one.kind == "recovery"]
     keep = states[: retention.rollback_keep] + recoveries[: retention.recovery_keep]
     if every := retention.keep_every:
