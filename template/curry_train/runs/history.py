@@ -155,7 +155,7 @@ class History:
         step = event.step if opens else max(0, event.step - 1)
         facts = event.facts if opens else {}
         kind = event.kind if opens else "lost"
-        self.attempts.append(Attempt(event.attempt, kind, step, event.time, facts, last_step=step))
+        self.attempts.append(Attempt(event.attempt, kind, step, event.time, facts))
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(step)
 

@@ -223,10 +223,9 @@ class AttachedWatch:
     """
 
     def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None, data: SampleStream) -> None:
-        spike = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
-        self.config = spike
+        self.config = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
         self.ranks = Ranks.on_the_host()
-        self.watchdog = SpikeWatchdog(spike)
+        self.watchdog = SpikeWatchdog(self.config)
         self._data = data
 
     def begin(self, files: Files) -> None:

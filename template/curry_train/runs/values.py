@@ -88,8 +88,7 @@ def memory_of(tensor: Tensor) -> Any:
         return object()
     return (
         data.device,
-        data.untyped_storage().data_ptr(),
-        data.storage_offset(),
+        data.data_ptr(),
         data.shape,
         data.stride(),
         data.dtype,
