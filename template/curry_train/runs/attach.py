@@ -155,13 +155,9 @@ class AttachedJournal(Journal):
             if name != "loss" and value is not None:
                 self.write("eval", step=step, metric=name, value=number_of(value))
 
-    def spiked(self, spike: Spike, *, why: str | None = None) -> None:
-        """Write a spike that the watchdog found; call after the journal has its step.
-
-        `why` describes a step that was not finite, and so has no loss.
-        """
-        facts = asdict(spike) | {"reason": why or spike.words}
-        self.write("spike", **(facts | {"loss": None} if why else facts))
+    def spiked(self, spike: Spike, **facts: Any) -> None:
+        """Write a spike that the watchdog found; call after the journal has its step."""
+        self.write("spike", **(asdict(spike) | {"reason": spike.words} | facts))
 
     def went_back(self, spike: Spike, recovery: Recovery) -> None:
         """Write the rollback, and the positions of the data that are skipped from now on."""
@@ -443,8 +439,6 @@ class AttachedRun:
         for number, epoch in enumerate(epochs):
             if number < first:
                 continue
-            if number > first:
-                position.begin_epoch(number)
             self._in_epoch = True
             yield epoch
             self._in_epoch = False
@@ -576,7 +570,8 @@ class AttachedRun:
             spike = self._watch.judge(step, math.nan)
         if spike is None:
             raise error
-        self._journal.spiked(spike, why=str(error))
+        # The step was not finite, and so it has no loss.
+        self._journal.spiked(spike, reason=str(error), loss=None)
         self._roll_back(spike)
 
     def close(self) -> None:
