@@ -126,11 +126,11 @@ class DataPosition:
 
     def advance(self) -> bool:
         """Count a batch; return whether to train on it."""
+        is_taken = not self._skips(self.position)
         self.batch += 1
         self.position += 1
-        is_skipped = self._skips(self.position - 1)
-        self._taken += not is_skipped
-        return not is_skipped
+        self._taken += is_taken
+        return is_taken
 
     def stepped(self) -> None:
         self._window = max(1, self._taken)

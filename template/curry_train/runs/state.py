@@ -233,8 +233,6 @@ def _as_json(config: Any) -> Any:
 
 # Match a checkpoint with the state of a training, and restore it.
 
-# The description of state that may have another form at each save.
-FREE = "free"
 _NO_STATE = "the saved state is not that of a training run"
 
 
@@ -462,7 +460,8 @@ class Load:
 def _description(name: str, item: Any, tensors: Mapping[str, Any]) -> str:
     """Describe what has to be equal of an entry: a shape and dtype, or a tie."""
     if name.endswith(EXTRA_STATE_SUFFIX):
-        return FREE
+        # It may have another form at each save.
+        return "free"
     if isinstance(item, Stored):
         held = tensors[item.name]
         tied = item.name != name
