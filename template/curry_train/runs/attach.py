@@ -301,10 +301,13 @@ def saving(
     stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
     store = Store(runs)
     with contextlib.ExitStack() as undo:
+        # First, so last at the end: the last save may be under way until then, and a signal must
+        # not end the process.
         undo.callback(stop.release)
         undo.callback(store.close)
         store.open(wait_seconds=WAIT_SECONDS)
-        saver = BackgroundSaver(store) if in_background else None
+        # After an exception it closes without communicating with other ranks.
+        saver = undo.enter_context(BackgroundSaver(store)) if in_background else None
         run = AttachedRun(
             state,
             data,
@@ -316,7 +319,7 @@ def saving(
             journal=journal,
             keep_settings=keep_settings,
         )
-        undo.pop_all()
+        run.resources = undo.pop_all()
     return run
 
 
@@ -352,6 +355,8 @@ class AttachedRun:
         self._stop = stop
         self._boxes: Boxes | Replay | None = None
         self._open = True
+        # The folder, the background saver and the signals, until the end.
+        self.resources = contextlib.ExitStack()
         # With a DataLoader: the number of steps at which the loop ends.
         self._until: int | None = None
         self._in_epoch = False
@@ -721,12 +726,5 @@ class AttachedRun:
 
     def _release(self, *raised: Any) -> None:
         self._open = False
-        try:
-            if self.policy.saver is not None:
-                # With an exception the saver closes without communicating with other ranks.
-                self.policy.saver.__exit__(*(raised or (None, None, None)))
-            self.store.close()
-        finally:
-            self._journal.close()
-            # Until here a signal must not end the process: the last save may be under way.
-            self._stop.release()
+        self._journal.close()
+        self.resources.__exit__(*(raised or (None, None, None)))
