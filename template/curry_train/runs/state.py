@@ -261,21 +261,19 @@ class Load:
         # This state's own tensors, by the names under which they would be saved.
         self._own = own.by_name
         with reading(_NO_STATE):
-            self._saved = self._of_this_rank()
+            values = contents.values
+            for name in ("step", "position", "threads", "world_size"):
+                if type(values[name]) is not int or values[name] < 0:
+                    raise TypeError(f"{name} is {values[name]!r:.40}")
+            # A rank that was not there at the save loads the values of rank 0.
+            self._is_new_rank = self._ranks.rank >= values["world_size"]
+            of_ranks = contents.rank_values or [{}]
+            of_rank = of_ranks[0 if self._is_new_rank else self._ranks.rank]
+            # What is saved for this rank, by its names.
+            self._saved = {**values["content"], **of_rank}
             current = {PART_PREFIX + name: 0 for name in state.parts} | current
             self._match(current, strict=strict)
             self._choose_tensors()
-
-    def _of_this_rank(self) -> dict[str, Any]:
-        """Return what is saved for this rank, by its names."""
-        values = self._contents.values
-        for name in ("step", "position", "threads", "world_size"):
-            if type(values[name]) is not int or values[name] < 0:
-                raise TypeError(f"{name} is {values[name]!r:.40}")
-        # A rank that was not there at the save loads the values of rank 0.
-        self._is_new_rank = self._ranks.rank >= values["world_size"]
-        ranks = self._contents.rank_values or [{}]
-        return {**values["content"], **ranks[0 if self._is_new_rank else self._ranks.rank]}
 
     def _match(self, current: Mapping[str, Any], *, strict: bool) -> None:
         """Compare what is saved with the current state; raise StateMismatch, or note the rest."""
