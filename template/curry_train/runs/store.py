@@ -75,7 +75,6 @@ MOST_STATE_BYTES = 2**28
 class Writing:
     """One save, prepared on all ranks: each writes its part, and then the first one commits."""
 
-    ranks: Ranks
     # What is committed in the end, without its files.
     saved: SavedCheckpoint
     snapshot: Snapshot
@@ -318,13 +317,19 @@ class Store(SavedRun):
             # An error on one rank must reach the others before they wait for it in a collective.
             snapshot = ranks.all_do(state.snapshot)
             self.open()
-            own_metric = metric and Metric(*metric)
-            location = self.files.location(final)
-            saved = SavedCheckpoint(kind, step, {}, own_metric, about, self.branches, location)
+            saved = SavedCheckpoint(
+                kind,
+                step,
+                {},
+                metric and Metric(*metric),
+                about,
+                self.branches,
+                self.files.location(final),
+            )
             folder = ranks.agree(lambda: self._prepare(final))
             new = HashingFolder(self.files, folder)
             layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
-            return Writing(ranks, saved, snapshot, new, layout(snapshot, new, ranks))
+            return Writing(saved, snapshot, new, layout(snapshot, new, ranks))
         except Exception as error:
             # A user's state may raise anything, and the unfinished folder has to go.
             failed = self.failed(ranks, final, folder, error)
@@ -340,7 +345,7 @@ class Store(SavedRun):
         write: Callable[[], Part] | None = None,
     ) -> SavedCheckpoint:
         """Let each rank `write` its part, and commit the checkpoint."""
-        ranks = ranks or writing.ranks
+        ranks = ranks or Ranks()
         try:
             return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
         except Exception as error:  # a part of the user's state may raise anything
