@@ -172,7 +172,7 @@ class Files:
             logger.warning("%s does not point to %s (%s): nothing needs it", path, target, error)
         self.sync_folder("")
 
-    def free_bytes(self, key: str = "") -> int:
+    def free_bytes(self, key: str) -> int:
         """Return the free bytes on a folder's volume; it may be a link, or not be there yet."""
         path = self.path(key).resolve()
         while not path.exists():

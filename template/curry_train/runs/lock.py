@@ -32,7 +32,7 @@ class RunLock:
         self._files = files
         self._holder: dict[str, Any] = {}
 
-    def acquire(self, *, wait_seconds: float = 0.0) -> None:
+    def acquire(self, *, wait_seconds: float) -> None:
         """Take the lock; raise LockedRun with the name of the holder if it is taken."""
         self._lock = FileLock(self._files.path(LOCK_FILE_NAME), thread_local=False)
         try:

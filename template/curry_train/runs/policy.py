@@ -110,7 +110,7 @@ class Cadence:
         if self._saves:
             self._saves[-1] += stalled
 
-    def waited(self, seconds: float, *, save: bool = False) -> None:
+    def waited(self, seconds: float, *, save: bool) -> None:
         """Record a pause of training.
 
         `save` means that the pause was a whole save, or the beginning of one in the background.
