@@ -60,7 +60,7 @@ def check_moment(owned, index, text, owners, blocks):
     assert {owner: size for owner, size, *_ in owners} == owners_of(owned, index)
     expected = {}
     for life in owned.history.alive_at(index):
-        key = owned.line(life) or "-", owned.owner(life)
+        key = life.origin.line or "-", life.owner
         expected[key] = expected.get(key, 0) + life.num_bytes
     assert len(expected) > 5
     found = {(line, owner): size for line, owner, size, _ in blocks}

@@ -22,7 +22,7 @@ def wrong_owners(owned, training):
     """Return the blocks whose owner is not that of the script."""
     found = []
     for life in owned.history.lives:
-        owner = owned.owner(life)
+        owner = life.owner
         expected = training.truth[life.address, life.born]
         if owner != expected:
             found.append((life.born, life.requested_bytes, owner, expected))
@@ -44,7 +44,7 @@ def true_owners(owned, training):
     """Return the bytes at the peak by the owners of the script."""
     found = Counter()
     for life in owned.history.alive_at(owned.history.peak_index):
-        own = owned.own_bytes(life)
+        own = life.own_bytes
         found[training.truth[life.address, life.born]] += own
         found["unsplit rests"] += life.num_bytes - own
     return {owner: size for owner, size in found.items() if size}

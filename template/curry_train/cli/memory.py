@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/cli/test_memory_snaps
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,25 +90,9 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
             *owners,
             (FREE_OWNER, history.reserved_at_peak - history.peak_allocated),
         ],
-        "lines": [
-            {
-                "owner": one.owner,
-                "line": one.line,
-                "bytes": one.num_bytes,
-                "blocks": one.num_blocks,
-            }
-            for one in owned.lines()[:100]
-        ],
+        "lines": [asdict(line) for line in owned.lines()[:100]],
         "steps": steps,
-        "levers": [
-            {
-                "owner": lever.owner,
-                "change": lever.change,
-                "allocated_saved_bytes": lever.allocated_saved,
-                "reserved_saved_bytes": lever.reserved_saved,
-            }
-            for lever in levers(owned)
-        ],
+        "levers": [asdict(lever) for lever in levers(owned)],
         "out_of_memory": [
             {
                 "event": index,

@@ -149,15 +149,15 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
         owner: numpy.zeros(len(history.record.events) + 1, numpy.int64) for owner in ALL_OWNERS
     }
     for life in history.lives:
-        own = owned.own_bytes(life)
-        for owner, size in ((owned.owner(life), own), (RESTS_OWNER, life.num_bytes - own)):
+        own = life.own_bytes
+        for owner, size in ((life.owner, own), (RESTS_OWNER, life.num_bytes - own)):
             changes[owner][life.born + 1] += size
             if life.freed is not None:
                 changes[owner][life.freed + 1] -= size
     places = numpy.array(moments) + 1
     figures = {owner: change.cumsum()[places].tolist() for owner, change in changes.items()}
     named = (
-        CourseBlock(life.born, life.freed, life.num_bytes, owned.owner(life), owned.line(life))
+        CourseBlock(life.born, life.freed, life.num_bytes, life.owner, life.origin.line)
         for life in history.lives
     )
     return MemoryCourse(

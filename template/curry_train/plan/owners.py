@@ -13,14 +13,13 @@ Proof: `python -m pytest tests/plan/test_owners.py`.
 """
 
 import bisect
-import operator
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.memory_recorder import memory_record as memory_record
-from .cuda_allocator import MIB, CudaAllocator, MemoryBlock, rounded
+from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
 from .cuda_step import HOPPER_WORKSPACE_BYTES, WORKSPACE_BYTES
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -42,7 +41,6 @@ from .snapshot import (
     BlockHistory,
     BlockLife,
     is_python,
-    origin_of,
 )
 
 WORKSPACES_OWNER = "workspaces"
@@ -92,19 +90,19 @@ MIN_LEVER_FRACTION = 0.005
 MOST_REPLAYED_EVENTS = 200_000
 
 
-def _workspaces(lives: Sequence[BlockLife]) -> set[int]:
-    """Return the ids of blocks that are workspaces of cuBLAS, by their stacks or sizes."""
+def _workspaces(lives: Sequence[BlockLife]) -> set[BlockLife]:
+    """Return the blocks that are workspaces of cuBLAS, by their stacks or sizes."""
     staying = [life for life in lives if life.freed is None]
-    found = set[int]()
+    found = set[BlockLife]()
     for life in staying:
         inner = life.stack[:INNER_FRAMES]
         if any("orkspace" in frame.function and not is_python(frame) for frame in inner):
-            found.add(id(life))
+            found.add(life)
     for size in (WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES):
         same = [life for life in staying if life.requested_bytes == size]
         # Each thread that multiplies has one; parameters of that size are more, with their state.
         if len(same) <= MOST_WORKSPACES or size == WORKSPACE_BYTES:
-            found |= {id(life) for life in same}
+            found.update(same)
     return found
 
 
@@ -117,8 +115,8 @@ class LineBytes:
 
     owner: str
     line: str
-    num_bytes: int
-    num_blocks: int
+    bytes: int
+    blocks: int
 
 
 def _next(times: Sequence[int], index: int) -> int | None:
@@ -142,29 +140,26 @@ class _Clock:
 
 
 class OwnedBlocks:
-    """The blocks of a device with their owners."""
+    """Sets the phase and the owner of each block of a device."""
 
     def __init__(self, history: BlockHistory) -> None:
         self.history = history
         made = [life for life in history.lives if life.born != AT_START]
         # Where nothing has a stack, an empty one shows nothing.
         self.has_stacks = any(life.stack for life in made)
-        self.phases = {id(life): self._phase(life) for life in made}
+        for life in made:
+            life.phase = life.origin.phase if self.has_stacks else UNKNOWN_PHASE
         self._clock = self._read_clock(made)
-        calls = [life.born for life in made if life.stack and origin_of(life.stack).in_module]
+        calls = [life.born for life in made if life.origin.in_module]
         self._first_call = min(calls, default=AT_START)
         # Sizes of blocks that were there before the model ran, such as those of parameters.
         earlier = [life for life in history.lives if life.born < self._first_call]
         self._earlier_sizes = {life.requested_bytes for life in earlier}
         self._workspaces = _workspaces(history.lives)
-        self._owner: dict[int, str] = {}
         # By the last allocation of a backward, what is released between it and the next forward.
         self._late: dict[int, list[BlockLife]] = {}
         self.logits_sizes: set[int] = set()
         self._assign(made)
-
-    def owner(self, life: BlockLife) -> str:
-        return self._owner[id(life)]
 
     @property
     def owners(self) -> dict[str, int]:
@@ -174,35 +169,31 @@ class OwnedBlocks:
     def owners_at(self, index: int) -> dict[str, int]:
         found: Counter[str] = Counter()
         for life in self.history.alive_at(index):
-            own = self.own_bytes(life)
-            found[self.owner(life)] += own
-            found[RESTS_OWNER] += life.num_bytes - own
+            found[life.owner] += life.own_bytes
+            found[RESTS_OWNER] += life.num_bytes - life.own_bytes
         return {name: size for name, size in found.most_common() if size}
 
     def lines(self) -> list[LineBytes]:
         """Return the source lines that allocated bytes of the peak, largest first."""
         sizes: dict[tuple[str, str], list[int]] = {}
         for life in self.history.alive_at(self.history.peak_index):
-            if line := self.line(life):
-                sizes.setdefault((self.owner(life), line), []).append(self.own_bytes(life))
+            if line := life.origin.line:
+                sizes.setdefault((life.owner, line), []).append(life.own_bytes)
         found = [LineBytes(*key, sum(own), len(own)) for key, own in sizes.items()]
-        return sorted(found, key=lambda one: -one.num_bytes)
-
-    def line(self, life: BlockLife) -> str:
-        return origin_of(life.stack).line if life.stack else ""
+        return sorted(found, key=lambda one: -one.bytes)
 
     @property
     def peak_phase(self) -> str:
         """The phase of the training in which the most is allocated."""
         index = self.history.peak_index
         before = [life for life in self.history.lives if AT_START < life.born <= index]
-        return self.phases[id(before[-1])] if before else UNKNOWN_PHASE
+        return before[-1].phase if before else UNKNOWN_PHASE
 
     def steps(self) -> list[tuple[int, int]]:
         """Return the first and the last event of each optimizer step, as far as it is recorded."""
         starts = [0]
         clock = self._clock
-        gradients = [life for life in self.history.lives if self.owner(life) == GRADIENTS_GROUP]
+        gradients = [life for life in self.history.lives if life.owner == GRADIENTS_GROUP]
         freed = sorted(life.freed for life in gradients if life.freed is not None)
         for start in clock.forward:
             since = starts[-1]
@@ -228,15 +219,6 @@ class OwnedBlocks:
             for name, begins, ends in zip(names, times, [*times[1:], end], strict=True):
                 yield name, begins, ends
 
-    def own_bytes(self, life: BlockLife) -> int:
-        """Return the bytes of a block without a rest that was not split off."""
-        return min(rounded(life.requested_bytes), life.num_bytes)
-
-    def _phase(self, life: BlockLife) -> str:
-        if not life.stack:
-            return BACKWARD_PHASE if self.has_stacks else UNKNOWN_PHASE
-        return origin_of(life.stack).phase
-
     def _read_clock(self, made: Sequence[BlockLife]) -> _Clock:
         events = self.history.record.events
         clock = _Clock(end=len(events))
@@ -245,8 +227,7 @@ class OwnedBlocks:
         in_forward = False
         start = 0
         for life in made:
-            phase = self.phases[id(life)]
-            if phase == FORWARD_PHASE:
+            if life.phase == FORWARD_PHASE:
                 start = start if run else life.born
                 run += 1
                 if run == FORWARD_RUN and not in_forward:
@@ -254,9 +235,9 @@ class OwnedBlocks:
                     clock.forward.append(start)
                 continue
             run = 0
-            if phase in (BACKWARD_PHASE, STEP_PHASE):
+            if life.phase in (BACKWARD_PHASE, STEP_PHASE):
                 in_forward = False
-                (clock.backward if phase == BACKWARD_PHASE else clock.step).append(life.born)
+                (clock.backward if life.phase == BACKWARD_PHASE else clock.step).append(life.born)
         return clock
 
     def _assign(self, made: Sequence[BlockLife]) -> None:
@@ -268,12 +249,11 @@ class OwnedBlocks:
             STEP_PHASE: self._of_step,
         }
         for life in made:
-            if id(life) in self._workspaces:
-                owner = WORKSPACES_OWNER
+            if life in self._workspaces:
+                life.owner = WORKSPACES_OWNER
             else:
-                rule = rules.get(self.phases[id(life)])
-                owner = rule(life) if rule else NO_STACK_OWNER
-            self._owner[id(life)] = owner
+                rule = rules.get(life.phase)
+                life.owner = rule(life) if rule else NO_STACK_OWNER
         self._find_dropped_gradients()
         self._find_logits(made)
         self._divide_earlier()
@@ -286,7 +266,7 @@ class OwnedBlocks:
             return ACTIVATIONS_GROUP if is_held else FORWARD_TEMPORARIES
         if not life.is_alive(backward):
             return FORWARD_TEMPORARIES
-        origin = origin_of(life.stack)
+        origin = life.origin
         is_outside = self._first_call != AT_START and not origin.in_module and not origin.in_loss
         return BATCH_GROUP if is_outside or self._outlives_steps(life) else ACTIVATIONS_GROUP
 
@@ -318,8 +298,8 @@ class OwnedBlocks:
         A single one is what the last operation adds to a gradient that was there before.
         """
         for released in self._late.values():
-            if len(released) > 1:
-                self._owner.update((id(life), GRADIENTS_GROUP) for life in released)
+            for life in released if len(released) > 1 else ():
+                life.owner = GRADIENTS_GROUP
 
     def _of_step(self, life: BlockLife) -> str:
         clock = self._clock
@@ -329,12 +309,11 @@ class OwnedBlocks:
 
     def _find_logits(self, made: Sequence[BlockLife]) -> None:
         """Let the loss own its tensors, and the logits that it reads."""
-        forward = [life for life in made if self.phases[id(life)] == FORWARD_PHASE and life.stack]
-        is_loss = [origin_of(life.stack).in_loss for life in forward]
+        forward = [life for life in made if life.phase == FORWARD_PHASE]
         for index, life in enumerate(forward):
-            if not is_loss[index]:
+            if not life.origin.in_loss:
                 continue
-            self._owner[id(life)] = LOGITS_OWNER
+            life.owner = LOGITS_OWNER
             size = life.requested_bytes
             if size < SMALLEST_LOGITS:
                 continue
@@ -342,8 +321,8 @@ class OwnedBlocks:
             for earlier in forward[max(index - LOGITS_WINDOW, 0) : index]:
                 # In the dtype of the model or of the loss.
                 same = earlier.requested_bytes in (size, 2 * size, size // 2)
-                if same and self._owner[id(earlier)] == ACTIVATIONS_GROUP:
-                    self._owner[id(earlier)] = LOGITS_OWNER
+                if same and earlier.owner == ACTIVATIONS_GROUP:
+                    earlier.owner = LOGITS_OWNER
 
     # Blocks that were there before the model ran.
 
@@ -355,11 +334,9 @@ class OwnedBlocks:
             if life.born >= self._first_call and life.born != AT_START:
                 continue
             owner = self._of_earlier(life)
-            if owner is not None:
-                self._owner[id(life)] = owner
-                parameters[life.requested_bytes] += owner == PARAMETERS_GROUP
-            else:
-                self._owner[id(life)] = _unrecognized(life)
+            life.owner = owner or _unrecognized(life)
+            parameters[life.requested_bytes] += owner == PARAMETERS_GROUP
+            if owner is None:
                 unclear.setdefault(life.requested_bytes, []).append(life)
         copies = _copies(gradients, unclear, parameters)
         for size, count in gradients.items():
@@ -368,19 +345,18 @@ class OwnedBlocks:
                 OPTIMIZER_STATE_GROUP: (copies - 1) * count,
             }
             for life in unclear.get(size, ()):
-                owner = self._by_size(life, room)
-                if owner in room:
-                    room[owner] -= 1
-                self._owner[id(life)] = owner
+                life.owner = self._by_size(life, room)
+                if life.owner in room:
+                    room[life.owner] -= 1
 
     def _of_earlier(self, life: BlockLife) -> str | None:
         """Return the owner that a block's own stack shows."""
-        if id(life) in self._workspaces:
+        if life in self._workspaces:
             return WORKSPACES_OWNER
         if not life.stack:
             was_kept = life.freed is not None and life.requested_bytes in self.logits_sizes
             return LOGITS_OWNER if was_kept else None
-        origin = origin_of(life.stack)
+        origin = life.origin
         if origin.phase != FORWARD_PHASE:
             groups = {STEP_PHASE: OPTIMIZER_STATE_GROUP, BACKWARD_PHASE: GRADIENTS_GROUP}
             return groups.get(origin.phase, ACTIVATIONS_GROUP)
@@ -403,7 +379,7 @@ class OwnedBlocks:
         """Count the gradients of the fullest step by their sizes."""
         by_step: dict[int, Counter[int]] = {}
         for life in self.history.lives:
-            if self._owner.get(id(life)) == GRADIENTS_GROUP:
+            if life.owner == GRADIENTS_GROUP:
                 step = bisect.bisect_right(self._clock.forward, life.born)
                 by_step.setdefault(step, Counter())[life.requested_bytes] += 1
         return max(by_step.values(), key=lambda sizes: sizes.total(), default=Counter())
@@ -436,18 +412,20 @@ class SnapshotLever:
 
     owner: str
     change: str
-    allocated_saved: int
-    reserved_saved: int
+    allocated_saved_bytes: int
+    reserved_saved_bytes: int
+
+    @property
+    def most_saved_bytes(self) -> int:
+        return max(self.allocated_saved_bytes, self.reserved_saved_bytes)
 
 
-BlockSize = Callable[[BlockLife], int]
+# The part that a change leaves of a block; others stay whole.
+Fractions = Mapping[BlockLife, float]
 
 
 def replayed_peaks(
-    history: BlockHistory,
-    size_of: BlockSize = operator.attrgetter("requested_bytes"),
-    *,
-    expandable: bool = False,
+    history: BlockHistory, fractions: Fractions, *, expandable: bool = False
 ) -> tuple[int, int]:
     """Run the recorded blocks through the model of the allocator again, with other sizes.
 
@@ -457,11 +435,11 @@ def replayed_peaks(
     start = max(AT_START, history.peak_index - MOST_REPLAYED_EVENTS)
     expandable |= record.has_expandable_segments or record.settings.expandable_segments
     allocator = CudaAllocator(replace(record.settings, expandable_segments=expandable))
-    blocks: dict[int, MemoryBlock] = {}
+    blocks: dict[BlockLife, MemoryBlock] = {}
 
     def make(life: BlockLife) -> None:
-        if size := size_of(life):
-            blocks[id(life)] = allocator.allocate(size, stream=life.stream)
+        if size := round(fractions.get(life, 1.0) * life.requested_bytes):
+            blocks[life] = allocator.allocate(size, stream=life.stream)
 
     for life in sorted(history.alive_at(start), key=lambda life: (life.born, life.address)):
         make(life)
@@ -473,7 +451,7 @@ def replayed_peaks(
         if event.action == "alloc":
             make(born[index])
         elif event.action in BLOCK_FREED and index in freed:
-            block = blocks.pop(id(freed[index]), None)
+            block = blocks.pop(freed[index], None)
             if block is not None:
                 allocator.free(block)
         elif event.action in SEGMENT_GIVEN_BACK and not given_back:
@@ -485,23 +463,23 @@ def replayed_peaks(
 def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
     """Return what lowers the peak; expandable segments first, being free, then by bytes."""
     history = owned.history
-    sizes = [
-        (owners[0], change, _scaling(owned, owners, fraction))
+    changes = [
+        (owners[0], change, _scaled(owned, owners, fraction))
         for change, owners, fraction in SCALED_LEVERS
     ]
     for change, dropped in (_recomputed(owned), _attention_scores(owned)):
         if dropped:
-            sizes.append((ACTIVATIONS_GROUP, change, _without(dropped)))
-    base = replayed_peaks(history)
+            changes.append((ACTIVATIONS_GROUP, change, dict.fromkeys(dropped, 0.0)))
+    base = replayed_peaks(history, {})
     found = []
-    for owner, change, size_of in sizes:
-        allocated, reserved = replayed_peaks(history, size_of)
+    for owner, change, fractions in changes:
+        allocated, reserved = replayed_peaks(history, fractions)
         found.append(SnapshotLever(owner, change, base[0] - allocated, base[1] - reserved))
     least = MIN_LEVER_FRACTION * history.peak_reserved
-    found = [one for one in found if max(one.allocated_saved, one.reserved_saved) > least]
-    found.sort(key=lambda one: max(one.reserved_saved, one.allocated_saved), reverse=True)
+    found = [one for one in found if one.most_saved_bytes > least]
+    found.sort(key=lambda one: -one.most_saved_bytes)
     if not history.record.has_expandable_segments:
-        allocated, reserved = replayed_peaks(history, expandable=True)
+        allocated, reserved = replayed_peaks(history, {}, expandable=True)
         saved = history.peak_reserved - reserved
         if saved > least:
             change = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -532,27 +510,20 @@ SCALED_LEVERS = (
 )
 
 
-def _scaling(owned: OwnedBlocks, owners: Sequence[str], fraction: float) -> BlockSize:
+def _scaled(owned: OwnedBlocks, owners: Sequence[str], fraction: float) -> dict[BlockLife, float]:
     # The gradient of the logits has their size.
     logits = owned.logits_sizes if LOGITS_OWNER in owners else set[int]()
-
-    def size_of(life: BlockLife) -> int:
-        owner = owned.owner(life)
-        is_gradient = owner == BACKWARD_TEMPORARIES and life.requested_bytes in logits
-        if owner in owners or is_gradient:
-            return round(fraction * life.requested_bytes)
-        return life.requested_bytes
-
-    return size_of
+    found = {}
+    for life in owned.history.lives:
+        is_gradient = life.owner == BACKWARD_TEMPORARIES and life.requested_bytes in logits
+        if life.owner in owners or is_gradient:
+            found[life] = fraction
+    return found
 
 
-def _without(dropped: set[int]) -> BlockSize:
-    return lambda life: 0 if id(life) in dropped else life.requested_bytes
-
-
-def _recomputed(owned: OwnedBlocks) -> tuple[str, set[int]]:
+def _recomputed(owned: OwnedBlocks) -> tuple[str, set[BlockLife]]:
     """Return activations of repeated blocks, but those of the last and one for each input."""
-    dropped: set[int] = set()
+    dropped: set[BlockLife] = set()
     count = 0
     for phase, begins, _ in owned.phase_spans():
         if phase == BACKWARD_PHASE:
@@ -562,12 +533,12 @@ def _recomputed(owned: OwnedBlocks) -> tuple[str, set[int]]:
     return f"recompute the {count} blocks (skill recompute)", dropped
 
 
-def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[int]]:
+def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[BlockLife]]:
     """Return the number of repeated blocks, and the activations that recompute does not keep."""
     groups: dict[tuple[str, int], list[BlockLife]] = {}
     for life in owned.history.alive_at(moment):
-        if owned.owner(life) == ACTIVATIONS_GROUP:
-            groups.setdefault((owned.line(life), life.requested_bytes), []).append(life)
+        if life.owner == ACTIVATIONS_GROUP:
+            groups.setdefault((life.origin.line, life.requested_bytes), []).append(life)
     by_count: Counter[int] = Counter()
     for (_, size), group in groups.items():
         by_count[len(group)] += size * len(group)
@@ -580,17 +551,14 @@ def _dropped_by_recompute(owned: OwnedBlocks, moment: int) -> tuple[int, set[int
     # One activation of each block is its input.
     sizes = [group[0].requested_bytes for group in repeated]
     inputs = repeated[sizes.index(statistics.median_low(sizes))]
-    kept = {id(life) for life in inputs[:: len(inputs) // count]}
-    for group in repeated:
-        kept |= {id(life) for life in group[-(len(group) // count) :]}
-    every = {id(life) for group in repeated for life in group}
-    return count, every - kept
+    dropped = {life for group in repeated for life in group[: -(len(group) // count)]}
+    return count, dropped.difference(inputs[:: len(inputs) // count])
 
 
-def _attention_scores(owned: OwnedBlocks) -> tuple[str, set[int]]:
+def _attention_scores(owned: OwnedBlocks) -> tuple[str, set[BlockLife]]:
     """Return what an attention that is written out keeps."""
     return "F.scaled_dot_product_attention in place of attention written out", {
-        id(life)
+        life
         for life in owned.history.lives
-        if owned.owner(life) == ACTIVATIONS_GROUP and "softmax" in owned.line(life).lower()
+        if life.owner == ACTIVATIONS_GROUP and "softmax" in life.origin.line.lower()
     }

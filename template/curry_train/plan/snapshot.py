@@ -71,7 +71,7 @@ class MemoryEvent(NamedTuple):
     stack: Stack
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BlockLife:
     """A block from its allocation to its release."""
 
@@ -82,9 +82,22 @@ class BlockLife:
     stack: Stack
     num_bytes: int = 0  # with the rounding, and with a rest that was not split off
     freed: int | None = None  # index of the event; None if it was alive at the end
+    # Of the training, once `OwnedBlocks` has found them.
+    phase: str = ""
+    owner: str = ""
 
     def is_alive(self, index: int) -> bool:
         return self.born <= index and (self.freed is None or self.freed > index)
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes without a rest that was not split off."""
+        return min(rounded(self.requested_bytes), self.num_bytes)
+
+    @property
+    def origin(self) -> "Origin":
+        """What the stack shows; without one it is as for a thread of autograd."""
+        return origin_of(self.stack)
 
 
 @dataclass(frozen=True, slots=True)
