@@ -196,7 +196,7 @@ def test_products_of_a_way_of_the_users_own_take_the_time_of_the_dtype_of_its_po
     ways = ((own, {}), ("fsdp2", {"precision": "bfloat16"}), ("fsdp2", {}))
     mixed, built_in, plain = (
         time_of_window(
-            step_of(kind, ranks=2, **options), PROFILES["cpu"], SLOW_LINKS, dtype="float32", steps=1
+            step_of(kind, ranks=2, **options), PROFILES["cpu"], SLOW_LINKS, steps=1
         ).compute
         for kind, options in ways
     )

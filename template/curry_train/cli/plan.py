@@ -21,7 +21,7 @@ from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import parse_links
-from ..plan.saved import NONE_KIND, OPTION_KINDS, Plan
+from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
 from ..plan.timeline import measure_timeline
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
@@ -317,7 +317,7 @@ def _find_plan(
 
         plan = planner.plan(budget_bytes, global_batch=global_batch, microbatch=microbatch)
         show_message("what owns the peak")
-        plain = planner.sketch.step(plan.microbatch, accumulated=plan.steps > 1).timeline
+        plain = planner.whole_steps.step(Candidate(plan.microbatch, plan.steps, False)).timeline
         if plot_path:
             show_message("drawing")
             plot_plan(planner, plan, plot_path)

@@ -165,7 +165,6 @@ def chain_of(
     like: StepEstimate,
     more: int,
     profile: DeviceProfile,
-    dtype: str,
 ) -> PricedChain:
     """Return the chain at a microbatch size, of the menus of blocks by their names.
 
@@ -190,7 +189,7 @@ def chain_of(
                 # A rank may not have a block.
                 return step.blocks[name].peak if name in step.blocks else last.blocks[name].peak
 
-            blocks.append(_price(name, menus[name], microbatch, steps, profile, dtype))
+            blocks.append(_price(name, menus[name], microbatch, steps, profile))
             held += float(blocks[-1].held[0])
             standing.append(moment(peak) - held)
     standing.append(moment(lambda step: step.head) - held)
@@ -199,7 +198,7 @@ def chain_of(
         tuple(blocks),
         _whole(standing),
         round(moment(lambda step: step.tail)),
-        profile.work_seconds(flops, moved, dtype=dtype),
+        profile.work_seconds(flops, moved, dtype=last.dtype),
     )
 
 
@@ -209,12 +208,11 @@ def _price(
     microbatch: int,
     steps: Sequence[StepEstimate],
     profile: DeviceProfile,
-    dtype: str,
 ) -> PricedBlock:
     """Price the menu of a block for a microbatch size."""
     work = zip(*(work_of(step, name) for step in steps), strict=True)
     flops, moved = (numpy.maximum(0.0, at_size(microbatch, *sizes)) for sizes in work)
-    plain = profile.work_seconds(flops, moved, dtype=dtype)
+    plain = profile.work_seconds(flops, moved, dtype=steps[-1].dtype)
     whole = at_size(microbatch, *(step.blocks[name].held for step in steps))
     held, transient, seconds = [], [], []
     for option, cost in menu.items():

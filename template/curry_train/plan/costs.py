@@ -210,7 +210,6 @@ def measure_menus(
     steps: Sequence[StepEstimate],
     *,
     profile: DeviceProfile,
-    dtype: str,
     offload: bool,
     without: Sequence[str] = (),
     tell: Tell = lambda message, done: None,
@@ -235,7 +234,7 @@ def measure_menus(
         for run, step in _run(step_of, large, options, left_out):
             more = more_bytes(step, steps[-1])
             for name, option in run.items():
-                slowdown = _slowdown(step, steps[-1], name, option, profile, dtype)
+                slowdown = _slowdown(step, steps[-1], name, option, profile)
                 found[name][option] = more[name], slowdown
 
     menus: dict[str, Menu] = {}
@@ -300,9 +299,9 @@ def _slowdown(
     name: str,
     option: Option,
     profile: DeviceProfile,
-    dtype: str,
 ) -> float:
     """Predict by what factor the forward and backward of a block take longer."""
+    dtype = plain.dtype
     before = profile.work_seconds(*work_of(plain, name), dtype=dtype)
     extra = EXTRA_SECONDS.get(option.kind, 0.0)
     again = numpy.array(step.blocks[name].work.in_grad_mode)

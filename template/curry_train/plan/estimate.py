@@ -165,12 +165,12 @@ class StepEstimate:
     tail: int  # most bytes alive after the backward of the last block, as in the optimizer step
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
+    dtype: str  # in which it computes: that of the parameters, or of FSDP2's policy
     trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
     # Of a rank: a microbatch before the last of a window, and when both wait for collectives.
     middle_bytes: int = 0
     course: StepCourse | None = None
     middle_course: StepCourse | None = None
-    dtype: str | None = None  # in which FSDP2 computes, if that is not the parameters' own
 
     @property
     def peak_bytes(self) -> int:
@@ -208,7 +208,6 @@ class Sketch:
         self._values = ValuesInSteps()
         # None where the second step differs from the first one.
         self._state: OptimizerState | None = None
-        self._plain: dict[tuple[int, bool, bool], StepEstimate] = {}
         self.sharding = sharding or Sharding()
         # The mesh of a sharding over several ranks.
         self._mesh: Any = None
@@ -323,22 +322,11 @@ class Sketch:
         """Estimate a step at this batch size.
 
         `accumulated`: the last microbatch of a window, which finds the gradients of earlier ones.
-        `change` modifies the model first, for example to recompute blocks; the estimate without it
-        is cached. `alone`: of the model without the sharding.
+        `change` modifies the model first, for example to recompute blocks. `alone`: of the model
+        without the sharding.
         """
-        is_rank = self.sharding.is_shared and not alone
-        estimate = self._rank_step if is_rank else self._step_alone
-        key = batch_size, accumulated, is_rank
-        if change is not None:
-            return estimate(batch_size, accumulated=accumulated, change=change)
-        if key not in self._plain:
-            self._plain[key] = estimate(batch_size, accumulated=accumulated)
-        return self._plain[key]
-
-    def _step_alone(
-        self, batch_size: int, *, accumulated: bool, change: ModelChange | None = None
-    ) -> StepEstimate:
-        """Estimate a step of the model without a sharding."""
+        if self.sharding.is_shared and not alone:
+            return self._rank_step(batch_size, accumulated=accumulated, change=change)
         batch = self.batch(batch_size)
         module = self.build()
         blocks = self.blocks(module)
@@ -358,7 +346,7 @@ class Sketch:
         return _estimate(lives, blocks, self)
 
     def _rank_step(
-        self, batch_size: int, *, accumulated: bool, change: ModelChange | None = None
+        self, batch_size: int, *, accumulated: bool, change: ModelChange | None
     ) -> StepEstimate:
         """Estimate a step of one rank of the sharding."""
         blocks: dict[str, nn.Module] = {}
@@ -441,11 +429,13 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch)
         tail=int(totals[ends:].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
         moved=numpy.array(lives.moved, dtype=numpy.float64),
+        dtype=next(
+            (str(one).removeprefix("torch.") for one in lives.dtypes if one), sketch.dtype_name
+        ),
         trace=(
             trace_of(lives, sketch.case.workload.output_until) if sketch.kernels == "cuda" else None
         ),
         course=lives.course,
-        dtype=next((str(one).removeprefix("torch.") for one in lives.dtypes if one), None),
     )
 
 
@@ -457,21 +447,16 @@ def time_of_window(
     profile: DeviceProfile,
     links: Links,
     *,
-    dtype: str,
     steps: int,
     scale: float = 1.0,
 ) -> RankSeconds:
-    """Predict the time of `steps` microbatches of a rank, and of its optimizer step.
-
-    `dtype` is that of the parameters.
-    """
-    dtype = step.dtype or dtype
+    """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
     optimizer = profile.optimizer_seconds(step.fixed, step.gradients)
     if step.course is None:
-        seconds = profile.work_seconds(step.flops, step.moved, dtype=dtype)
+        seconds = profile.work_seconds(step.flops, step.moved, dtype=step.dtype)
         return RankSeconds(steps * seconds, optimizer=optimizer)
     last, middle = (
-        time_of_course(course, profile, links, dtype=dtype, scale=scale)
+        time_of_course(course, profile, links, dtype=step.dtype, scale=scale)
         for course in (step.course, step.middle_course or step.course)
     )
     return last._replace(optimizer=optimizer).and_times(steps - 1, middle)

@@ -365,9 +365,7 @@ class _Search:
             steps,
             self.card.bytes_needed(step),
             self.card.limit()[0],
-            time_of_window(
-                step, self.card.profile, self.links, dtype=sketch.dtype_name, steps=steps
-            ),
+            time_of_window(step, self.card.profile, self.links, steps=steps),
             state + context,
         )
         if count.fits and sketch.routing is not None:

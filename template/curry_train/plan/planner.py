@@ -322,7 +322,7 @@ class Planner:
     def _runs_on_one_sample(self) -> bool:
         """Check that a step on one sample runs, which norms over the batch may refuse."""
         try:
-            self.sketch.step(1)
+            self.whole_steps.step(Candidate(1, 1, False))
         except ValueError as error:
             if NEEDS_SAMPLES_ERROR not in str(error):
                 raise

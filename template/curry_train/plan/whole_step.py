@@ -80,7 +80,6 @@ class WholeSteps:
                 like=plain,
                 more=self.bytes_needed(plain) - plain.timeline.peak.bytes_alive,
                 profile=self.profile,
-                dtype=self.sketch.dtype_name,
             )
         return self._priced[key]
 
@@ -98,7 +97,6 @@ class WholeSteps:
             self.sketch.blocks(self.sketch.build()),
             self.plain_steps(chunked=chunked),
             profile=self.profile,
-            dtype=self.sketch.dtype_name,
             **options,
         )
         return left_out
@@ -182,17 +180,9 @@ class WholeSteps:
             self.known[key] = self.recorded(candidate, alone=alone)
         return self.known[key]
 
-    def recorded(
-        self, candidate: Candidate, *, anew: bool = False, alone: bool = False
-    ) -> StepEstimate:
-        """Estimate the whole step of a candidate.
-
-        `anew`: also where the sketch has kept it, which it does with plain steps.
-        """
-        settings: dict[str, Any] = {"accumulated": candidate.steps > 1, "alone": alone}
+    def recorded(self, candidate: Candidate, *, alone: bool = False) -> StepEstimate:
+        """Estimate the whole step of a candidate."""
         chunked: list[nn.Module] = []
-        if candidate.is_plain and not anew:
-            return self.sketch.step(candidate.microbatch, **settings)
         offload = drop_saved_tensors if self.sketch.why_real is None else None
 
         def change(module: nn.Module) -> None:
@@ -201,7 +191,9 @@ class WholeSteps:
                 primitives.apply_chunked_loss(module, chunk_tokens=self.chunk_tokens)
                 chunked.append(module)
 
-        step = self.sketch.step(candidate.microbatch, change=change, **settings)
+        step = self.sketch.step(
+            candidate.microbatch, accumulated=candidate.steps > 1, change=change, alone=alone
+        )
         # The sharding of a rank may read the logits of a loss in chunks as a whole.
         for module in chunked if alone else ():
             for name, use in primitives.chunked_loss_report(module).items():
@@ -252,9 +244,7 @@ class WholeSteps:
         plain = self.step(measured)
         step = self.known.get(self._key(candidate), plain)
         scale = candidate.microbatch / measured.microbatch if step is plain else 1.0
-        window = functools.partial(
-            time_of_window, profile=self.profile, links=self.links, dtype=self.sketch.dtype_name
-        )
+        window = functools.partial(time_of_window, profile=self.profile, links=self.links)
 
         # A rank has a part of the model, or its layers' copies besides, by the plain step.
         part = window(plain, steps=1).compute / self.priced(measured).plain_seconds
@@ -275,11 +265,11 @@ class WholeSteps:
             return None
         routing = sketch.routing or ForcedRouting(even=True)
         with routing if is_measured else contextlib.nullcontext():
-            step = self.recorded(candidate, anew=True) if is_measured else self.step(candidate)
+            step = self.recorded(candidate) if is_measured else self.step(candidate)
             even = self.bytes_needed(step)
             # Now all tokens choose the same experts.
             with mock.patch.object(routing, "even", False):
-                worst = self.bytes_needed(self.recorded(candidate, anew=True))
+                worst = self.bytes_needed(self.recorded(candidate))
         return {"even_bytes": even, "worst_bytes": worst} if is_measured or even < worst else None
 
     def communication(self, candidate: Candidate) -> dict[str, Any] | None:
