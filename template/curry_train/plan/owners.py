@@ -13,10 +13,11 @@ Proof: `python -m pytest tests/plan/test_owners.py`.
 """
 
 import bisect
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..core.memory_recorder import memory_record as memory_record
 from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
@@ -33,7 +34,6 @@ from .snapshot import (
     BACKWARD_PHASE,
     BLOCK_FREED,
     FORWARD_PHASE,
-    OUT_OF_MEMORY,
     RECOMPUTE_PHASE,
     SEGMENT_GIVEN_BACK,
     STEP_PHASE,
@@ -119,24 +119,16 @@ class LineBytes:
     blocks: int
 
 
-def _next(times: Sequence[int], index: int) -> int | None:
-    place = bisect.bisect_right(times, index)
-    return times[place] if place < len(times) else None
-
-
-@dataclass
-class _Clock:
-    """When the phases of the record begin, as sorted indices of events."""
-
-    forward: list[int] = field(default_factory=list)  # a run of allocations in forward begins
-    backward: list[int] = field(default_factory=list)
-    step: list[int] = field(default_factory=list)
-    end: int = 0
-    stops: list[int] = field(default_factory=list)  # out-of-memory errors
-
-    def end_after(self, index: int) -> int:
-        stop = _next(self.stops, index)
-        return self.end if stop is None else stop
+def _forward_runs(made: Sequence[BlockLife]) -> Iterator[int]:
+    """Yield when the forward of each microbatch or step begins."""
+    in_forward = False
+    for phase, run in itertools.groupby(made, key=lambda life: life.phase):
+        lives = list(run)
+        if phase in (BACKWARD_PHASE, STEP_PHASE):
+            in_forward = False
+        elif phase == FORWARD_PHASE and not in_forward and len(lives) >= FORWARD_RUN:
+            in_forward = True
+            yield lives[0].born
 
 
 class OwnedBlocks:
@@ -149,7 +141,13 @@ class OwnedBlocks:
         self.has_stacks = any(life.stack for life in made)
         for life in made:
             life.phase = life.origin.phase if self.has_stacks else UNKNOWN_PHASE
-        self._clock = self._read_clock(made)
+        # Times of the phases, as sorted indices of events: where a run of allocations in forward
+        # begins, and each allocation in backward and in the optimizer's step.
+        self._forwards = list(_forward_runs(made))
+        self._backwards = [life.born for life in made if life.phase == BACKWARD_PHASE]
+        self._steps = [life.born for life in made if life.phase == STEP_PHASE]
+        self._stops = [index for index, _ in history.out_of_memory()]
+        self._end = len(history.record.events)
         calls = [life.born for life in made if life.origin.in_module]
         self._first_call = min(calls, default=AT_START)
         # Sizes of blocks that were there before the model ran, such as those of parameters.
@@ -192,53 +190,36 @@ class OwnedBlocks:
     def steps(self) -> list[tuple[int, int]]:
         """Return the first and the last event of each optimizer step, as far as it is recorded."""
         starts = [0]
-        clock = self._clock
         gradients = [life for life in self.history.lives if life.owner == GRADIENTS_GROUP]
         freed = sorted(life.freed for life in gradients if life.freed is not None)
-        for start in clock.forward:
+        for start in self._forwards:
             since = starts[-1]
-            between = bisect.bisect_left(clock.step, start) - bisect.bisect_left(clock.step, since)
+            has_step = self._next(self._steps, since - 1) < start
             # An optimizer that allocates nothing is known by the gradients that are dropped.
-            released = bisect.bisect_right(freed, start) > bisect.bisect_right(freed, since)
-            if (between or released) and bisect.bisect_left(clock.backward, start):
+            if (has_step or self._next(freed, since) <= start) and bisect.bisect_left(
+                self._backwards, start
+            ):
                 starts.append(start)
         ends = [start - 1 for start in starts[1:]]
-        return list(zip(starts, [*ends, clock.end - 1], strict=True))
+        return list(zip(starts, [*ends, self._end - 1], strict=True))
 
     def phase_spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield the phases of each step with their first and last event."""
-        clock = self._clock
         for start, end in self.steps():
             times = [start]
             names = [FORWARD_PHASE]
-            for name, found in ((BACKWARD_PHASE, clock.backward), (STEP_PHASE, clock.step)):
-                begins = _next(found, times[-1])
-                if begins is not None and begins <= end:
+            for name, found in ((BACKWARD_PHASE, self._backwards), (STEP_PHASE, self._steps)):
+                begins = self._next(found, times[-1])
+                if begins <= end:
                     times.append(begins)
                     names.append(name)
             for name, begins, ends in zip(names, times, [*times[1:], end], strict=True):
                 yield name, begins, ends
 
-    def _read_clock(self, made: Sequence[BlockLife]) -> _Clock:
-        events = self.history.record.events
-        clock = _Clock(end=len(events))
-        clock.stops = [index for index, event in enumerate(events) if event.action == OUT_OF_MEMORY]
-        run = 0
-        in_forward = False
-        start = 0
-        for life in made:
-            if life.phase == FORWARD_PHASE:
-                start = start if run else life.born
-                run += 1
-                if run == FORWARD_RUN and not in_forward:
-                    in_forward = True
-                    clock.forward.append(start)
-                continue
-            run = 0
-            if life.phase in (BACKWARD_PHASE, STEP_PHASE):
-                in_forward = False
-                (clock.backward if life.phase == BACKWARD_PHASE else clock.step).append(life.born)
-        return clock
+    def _next(self, times: Sequence[int], index: int) -> int:
+        """Return the first of sorted times after an event, or the end of the record."""
+        place = bisect.bisect_right(times, index)
+        return times[place] if place < len(times) else self._end
 
     def _assign(self, made: Sequence[BlockLife]) -> None:
         """Choose the owner of each block."""
@@ -259,10 +240,9 @@ class OwnedBlocks:
         self._divide_earlier()
 
     def _of_forward(self, life: BlockLife) -> str:
-        clock = self._clock
-        backward = _next(clock.backward, life.born)
-        if backward is None:
-            is_held = life.is_alive(clock.end_after(life.born) - 1)
+        backward = self._next(self._backwards, life.born)
+        if backward == self._end:
+            is_held = life.is_alive(self._next(self._stops, life.born) - 1)
             return ACTIVATIONS_GROUP if is_held else FORWARD_TEMPORARIES
         if not life.is_alive(backward):
             return FORWARD_TEMPORARIES
@@ -272,19 +252,18 @@ class OwnedBlocks:
 
     def _outlives_steps(self, life: BlockLife) -> bool:
         """Check that a block is alive in the second forward after its own."""
-        starts = self._clock.forward
+        starts = self._forwards
         place = bisect.bisect_right(starts, life.born) + 1
         return place < len(starts) and life.is_alive(starts[place])
 
     def _of_backward(self, life: BlockLife) -> str:
-        clock = self._clock
-        later = [_next(times, life.born) for times in (clock.step, clock.forward)]
-        boundary = min((time for time in later if time is not None), default=None)
-        if boundary is not None and life.is_alive(boundary):
+        end = min(self._next(times, life.born) for times in (self._steps, self._forwards))
+        if end == self._end:
+            end = self._next(self._stops, life.born)
+        elif life.is_alive(end):
             return GRADIENTS_GROUP
         # Without events of the optimizer, gradients are released between backward and forward.
-        end = clock.end_after(life.born) if boundary is None else boundary
-        last = clock.backward[bisect.bisect_left(clock.backward, end) - 1]
+        last = self._backwards[bisect.bisect_left(self._backwards, end) - 1]
         is_known = life.requested_bytes in self._earlier_sizes
         if life.is_alive(last) and (is_known or not self._earlier_sizes):
             if life.is_alive(end - 1):
@@ -302,9 +281,9 @@ class OwnedBlocks:
                 life.owner = GRADIENTS_GROUP
 
     def _of_step(self, life: BlockLife) -> str:
-        clock = self._clock
-        after = _next(clock.forward, life.born)
-        end = clock.end_after(life.born) - 1 if after is None else after
+        end = self._next(self._forwards, life.born)
+        if end == self._end:
+            end = self._next(self._stops, life.born) - 1
         return OPTIMIZER_STATE_GROUP if life.is_alive(end) else STEP_TEMPORARIES
 
     def _find_logits(self, made: Sequence[BlockLife]) -> None:
@@ -366,7 +345,7 @@ class OwnedBlocks:
 
     def _by_size(self, life: BlockLife, room: dict[str, int]) -> str:
         """Return the owner of a block with the size of a gradient."""
-        first_backward = self._clock.backward[0] if self._clock.backward else self._clock.end
+        first_backward = self._backwards[0] if self._backwards else self._end
         if life.freed is not None and life.freed < first_backward:
             return GRADIENTS_GROUP  # of the step before
         order = [PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP]
@@ -380,7 +359,7 @@ class OwnedBlocks:
         by_step: dict[int, Counter[int]] = {}
         for life in self.history.lives:
             if life.owner == GRADIENTS_GROUP:
-                step = bisect.bisect_right(self._clock.forward, life.born)
+                step = bisect.bisect_right(self._forwards, life.born)
                 by_step.setdefault(step, Counter())[life.requested_bytes] += 1
         return max(by_step.values(), key=lambda sizes: sizes.total(), default=Counter())
 
