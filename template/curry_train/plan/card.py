@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from ..core.wording import format_bytes
 from .cuda_allocator import AllocatorSettings
-from .cuda_step import CudaMemory, StepTrace, context_of, cuda_memory, workspace_of
+from .cuda_step import (
+    CONTEXT_BYTES,
+    CUDNN_BYTES,
+    CudaMemory,
+    StepTrace,
+    cuda_memory,
+    workspace_of,
+)
 from .device import DeviceProfile
 from .estimate import StepEstimate
 
@@ -48,7 +55,12 @@ class Card:
         return cuda_memory(trace, workspace_bytes=workspace, settings=settings)
 
     def context(self, trace: StepTrace | None) -> int:
-        return 0 if trace is None else context_of(trace, self.context_bytes)
+        """Return the bytes of a process besides its tensors: as measured, or as usual."""
+        if trace is None:
+            return 0
+        if self.context_bytes is not None:
+            return self.context_bytes
+        return CONTEXT_BYTES + (CUDNN_BYTES if trace.convolutions else 0)
 
     def bytes_needed(self, step: StepEstimate) -> int:
         """Return the memory that the device must have for a step."""

@@ -47,13 +47,6 @@ def workspace_of(card: str) -> int:
     return WORKSPACE_BYTES
 
 
-def context_of(trace: "StepTrace", measured: int | None = None) -> int:
-    """Return the bytes of a process besides its tensors: as measured, or as usual."""
-    if measured is not None:
-        return measured
-    return CONTEXT_BYTES + (CUDNN_BYTES if trace.convolutions else 0)
-
-
 @dataclass(frozen=True)
 class StepTrace:
     """Allocations and releases of one step, in order; a storage is named by its number."""
