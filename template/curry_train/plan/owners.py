@@ -40,7 +40,6 @@ from .snapshot import (
     UNKNOWN_PHASE,
     BlockHistory,
     BlockLife,
-    is_python,
 )
 
 WORKSPACES_OWNER = "workspaces"
@@ -96,7 +95,7 @@ def _workspaces(lives: Sequence[BlockLife]) -> set[BlockLife]:
     found = set[BlockLife]()
     for life in staying:
         inner = life.stack[:INNER_FRAMES]
-        if any("orkspace" in frame.function and not is_python(frame) for frame in inner):
+        if any("orkspace" in frame.function and not frame.path for frame in inner):
             found.add(life)
     for size in (WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES):
         same = [life for life in staying if life.requested_bytes == size]

@@ -18,7 +18,7 @@ import functools
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +56,12 @@ class Frame(NamedTuple):
     function: str
     file: str
     line: int
+
+    @property
+    def path(self) -> str:
+        """The path with the slashes of Linux; empty where the file is not of Python."""
+        path = self.file.replace("\\", "/")
+        return path if path.endswith(".py") else ""
 
 
 Stack = tuple[Frame, ...]
@@ -266,7 +272,7 @@ class BlockHistory:
             for life in self.lives:
                 life.num_bytes = life.num_bytes or rounded(life.requested_bytes)
         else:
-            _Placement(record, self.lives).place(_segments_at_start(record))
+            _Placement(record, self.lives).place()
         # Bytes after each event; the first figure is of the start.
         self.allocated, self.reserved = self._curves()
         self.peak_allocated = max(self.allocated)
@@ -349,15 +355,13 @@ class _Placement:
     """Finds the bytes of blocks that are not in the final segments."""
 
     def __init__(self, record: DeviceRecord, lives: Sequence[BlockLife]) -> None:
-        self.events = record.events
+        self.record = record
         self.lives = lives
-        self.settings = record.settings
         # Where a block must end at the latest: addresses of live blocks, and ends of segments.
-        self.bounds: list[int] = []
+        self.bounds = sorted(base + size for base, size in _segments_at_start(record).items())
 
-    def place(self, segments: Mapping[int, int]) -> None:
+    def place(self) -> None:
         """Set the bytes of each block, from the bytes of each segment at the start."""
-        self.bounds = sorted(base + size for base, size in segments.items())
         at_start = [life for life in self.lives if life.born == AT_START]
         for life in at_start:
             bisect.insort(self.bounds, life.address)
@@ -365,7 +369,7 @@ class _Placement:
         for life in at_start:
             life.num_bytes = life.num_bytes or self._at_start(life, hits)
         by_birth = {life.born: life for life in self.lives if life.born != AT_START}
-        for index, event in enumerate(self.events):
+        for index, event in enumerate(self.record.events):
             if event.action == "alloc":
                 life = by_birth[index]
                 life.num_bytes = life.num_bytes or self._block_bytes(life)
@@ -401,7 +405,7 @@ class _Placement:
         """Return the bytes of a block, given the blocks next to it."""
         size = rounded(life.requested_bytes)
         rest = self._bound(life.address) - life.address - size
-        limit = self.settings.max_split_bytes
+        limit = self.record.settings.max_split_bytes
         may_have_rest = size > LARGEST_SMALL_BLOCK and rest >= 0
         is_split = rest > LARGEST_SMALL_BLOCK and (limit is None or size < limit)
         return size + rest if may_have_rest and not is_split else size
@@ -453,20 +457,10 @@ RECOMPUTING_FUNCTIONS = {"recompute_fn", "unpack_hook", "inner_unpack"}
 MODULE_CALLS = ("_call_impl", "_wrapped_call_impl")
 
 
-def is_python(frame: Frame) -> bool:
-    return bool(_path(frame))
-
-
-def _path(frame: Frame) -> str:
-    """Return the path with the slashes of Linux; Python files only."""
-    path = frame.file.replace("\\", "/")
-    return path if path.endswith(".py") else ""
-
-
 @functools.lru_cache(maxsize=2**16)
 def origin_of(stack: Stack) -> Origin:
     """Read the phase of a training and the source line from a stack."""
-    python = [frame for frame in stack if _path(frame)]
+    python = [frame for frame in stack if frame.path]
     line = _own_lines(python)
     module_depth = _depth(stack, lambda frame: frame.function in MODULE_CALLS)
     backward_depth = _depth(stack, _is_backward)
@@ -493,14 +487,14 @@ def _depth(stack: Stack, matches: Callable[[Frame], bool]) -> int:
 
 
 def _is_backward(frame: Frame) -> bool:
-    if _path(frame):
+    if frame.path:
         return frame.function == "backward"
     name = frame.function
     return "autograd::Engine" in name or "autograd::generated" in name or "AccumulateGrad" in name
 
 
 def _is_optimizer(frame: Frame) -> bool:
-    path = _path(frame)
+    path = frame.path
     is_bookkeeping = frame.function in ("zero_grad", "__init__", "add_param_group")
     if is_bookkeeping:
         return False
@@ -513,16 +507,16 @@ def _is_optimizer(frame: Frame) -> bool:
 
 
 def _is_loss(frame: Frame) -> bool:
-    if not _path(frame):
+    if not frame.path:
         return "nll_loss" in frame.function or "log_softmax" in frame.function
     name = frame.function.lower()
-    return any(word in name for word in LOSS_WORDS) or _path(frame).endswith("/modules/loss.py")
+    return any(word in name for word in LOSS_WORDS) or frame.path.endswith("/modules/loss.py")
 
 
 def _builds(frame: Frame) -> bool:
     if frame.function in BUILDING_FUNCTIONS:
         return True
-    return frame.function == "__init__" and "/torch/nn/" in _path(frame)
+    return frame.function == "__init__" and "/torch/nn/" in frame.path
 
 
 def _own_lines(python: Sequence[Frame]) -> str:
@@ -531,7 +525,7 @@ def _own_lines(python: Sequence[Frame]) -> str:
         frame
         for frame in python
         if frame.function not in MODULE_CALLS
-        and not any(part in f"/{_path(frame)}" for part in NOT_OWN_CODE)
+        and not any(part in f"/{frame.path}" for part in NOT_OWN_CODE)
     ]
-    names = [f"{frame.function} {_path(frame).rsplit('/', 1)[-1]}:{frame.line}" for frame in own]
+    names = [f"{frame.function} {frame.path.rsplit('/', 1)[-1]}:{frame.line}" for frame in own]
     return " < ".join(names[:2])
