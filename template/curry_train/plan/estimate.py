@@ -229,7 +229,6 @@ class Sketch:
                 self.case = PretendedCase(self._load(), **self._options)
                 module = self.build()
                 if self.sharding.is_shared:
-                    self.sharding.check_way(self.case.workload.parallelize)
                     self._force_routing(module, stack)
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):

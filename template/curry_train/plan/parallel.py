@@ -155,15 +155,6 @@ class Sharding:
             )
         return [(microbatch, own // microbatch)]
 
-    def check_way(self, own: Parallelize | None = None) -> None:
-        """Raise an error where several ranks have no way to share the training."""
-        if self.is_shared and self.kind is None and own is None:
-            raise ValueError(
-                f"{self.ranks} ranks need a way to share the training: set parallel to "
-                f"{', '.join(SHARDING_KINDS)} or package.module:function, or give the Workload a "
-                "parallelize"
-            )
-
     def parallelize(
         self,
         module: nn.Module,
@@ -176,7 +167,6 @@ class Sharding:
 
         `own` is the workload's way, for a sharding that names none.
         """
-        self.check_way(own)
         if self.kind == "ddp":
             return nn.parallel.DistributedDataParallel(module)
         if self.kind in ("fsdp2", "hsdp"):
@@ -186,8 +176,13 @@ class Sharding:
             tensor_parallel(module, mesh[tensor])
             return self._fully_sharded(module, blocks, mesh[data])
         way = self.kind or own
+        if way is None:
+            raise ValueError(
+                f"{self.ranks} ranks need a way to share the training: set parallel to "
+                f"{', '.join(SHARDING_KINDS)} or package.module:function, or give the Workload a "
+                "parallelize"
+            )
         function = import_callable(way) if isinstance(way, str) else way
-        assert callable(function), "check_way has found one"
         result = _call_way(function, module, mesh, name=self.name or "parallelize")
         if result is None:
             return module
