@@ -73,7 +73,7 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     first = [one for one in record.first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
     own = dict.fromkeys(life for life, _ in first)
     lives = [*record.lives, *own]
-    numbers = {id(life): number for number, life in enumerate(lives)}
+    numbers = {life: number for number, life in enumerate(lives)}
     start = len(record.given)
     # An output that the caller holds is freed at the end of the step, or once the next one exists.
     end = record.event_ends["step"] if output_until == "next step" else None
@@ -90,21 +90,21 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     return StepTrace(
         sizes=(*map(size, record.lives), *(life.nbytes for life in own)),
-        given=tuple(numbers[id(life)] for life in dict.fromkeys([*in_order, *others])),
-        state=tuple(numbers[id(life)] for life in state if size(life)),
+        given=tuple(numbers[life] for life in dict.fromkeys([*in_order, *others])),
+        state=tuple(numbers[life] for life in state if size(life)),
         events=_numbered(record.events[start:end], numbers),
         step_start=record.event_ends["backward"] - start,
-        gradients=tuple(numbers[id(life)] for life in record.gradients if life not in record.given),
+        gradients=tuple(numbers[life] for life in record.gradients if life not in record.given),
         products=tuple(place - start for place in record.products.values()),
         first_events=_numbered(first, numbers),
-        streams=tuple(record.streams.get(id(life), 0) for life in lives),
+        streams=tuple(record.streams.get(life, 0) for life in lives),
         convolutions=tuple(replace(one, place=one.place - start) for one in record.convolutions),
         searches=torch.backends.cudnn.benchmark,
     )
 
 
-def _numbered(events: Iterable[tuple[Life, bool]], numbers: Mapping[int, int]) -> tuple[int, ...]:
-    return tuple(numbers[id(life)] if made else ~numbers[id(life)] for life, made in events)
+def _numbered(events: Iterable[tuple[Life, bool]], numbers: Mapping[Life, int]) -> tuple[int, ...]:
+    return tuple(numbers[life] if made else ~numbers[life] for life, made in events)
 
 
 def in_order_of_moving(module: nn.Module) -> Iterator[Tensor]:

@@ -161,36 +161,28 @@ class StepCourse:
     # Operations of other streams and collectives that an operation waits for.
     waits: dict[int, list[int]] = field(default_factory=dict)
 
-
-class CourseRecorder:
-    """Record a course while the operations of a rank run, without their costs."""
-
-    def __init__(self) -> None:
-        self.course = StepCourse()
-        # The operation that wrote each storage last.
-        self._writers: dict[int, int] = {}
+    # The operation that wrote each storage last.
+    writers: dict[int, int] = field(default_factory=dict)
 
     def add(self, func: Any, args: Any, kwargs: Any, out: Any, *, stream: int) -> None:
         """Add an operation that has run, in the order of the costs that are recorded with it."""
-        course = self.course
-        index = len(course.streams)
-        course.streams.append(stream)
+        index = len(self.streams)
+        self.streams.append(stream)
         inputs = _storages(args, kwargs)
         made = _storages(out) - inputs
         kind = kind_of_collective(func)
         if kind is None and not made and not func._schema.is_mutable:
             return  # a view
-        waits = {self._writers[key] for key in inputs & self._writers.keys()}
-        streams = course.streams
-        waits = {one for one in waits if one in course.collectives or streams[one] != stream}
+        waits = {self.writers[key] for key in inputs & self.writers.keys()}
+        waits = {one for one in waits if one in self.collectives or self.streams[one] != stream}
         if waits:
-            course.waits[index] = sorted(waits)
+            self.waits[index] = sorted(waits)
         arguments = [
             (argument, args[place] if place < len(args) else kwargs.get(argument.name))
             for place, argument in enumerate(func._schema.arguments)
         ]
         if kind is not None:
-            course.collectives[index] = _collective(kind, func, arguments, out)
+            self.collectives[index] = _collective(kind, func, arguments, out)
             written = inputs
         else:
             written = _storages(
@@ -200,7 +192,7 @@ class CourseRecorder:
                     if argument.alias_info is not None and argument.alias_info.is_write
                 )
             )
-        self._writers.update(dict.fromkeys(made | written, index))
+        self.writers.update(dict.fromkeys(made | written, index))
 
 
 def _storages(*values: Any) -> set[int]:

@@ -48,7 +48,7 @@ from .profiler import (
     STEP_PHASES,
     TEMPORARIES_GROUP,
 )
-from .rank_time import CourseRecorder, StepCourse
+from .rank_time import StepCourse
 from .workspaces import Convolution, convolutions_of
 
 # Storages of a program, which may be one rank among others.
@@ -77,7 +77,7 @@ class RankStorages(LiveStorages):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.streams: dict[int, int] = {}
+        self.streams: dict[Life, int] = {}
         self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
         self._is_paused = False
         self._patches = contextlib.ExitStack()
@@ -135,7 +135,7 @@ class RankStorages(LiveStorages):
         super()._watch(storage, life, counts)
         number = self.stream_number
         if number and counts:
-            self.streams[id(life)] = number
+            self.streams[life] = number
 
     @property
     def stream_number(self) -> int:
@@ -270,7 +270,7 @@ class StepLives(RankStorages):
         # Dtypes in which FSDP2 gathers parameters; None for their own.
         self.dtypes: set[torch.dtype | None] = set()
         # What one rank among others sends, and what it waits for.
-        self._recorder = CourseRecorder() if dist.is_initialized() else None
+        self._course = StepCourse() if dist.is_initialized() else None
         # FLOPs of each operation, and the bytes it reads and writes.
         self.flops: list[int] = []
         self.moved: list[int] = []
@@ -311,8 +311,8 @@ class StepLives(RankStorages):
                 self._add_work(func, args, kwargs, out, flops)
                 self.flops.append(flops)
                 self.moved.append(moved)
-                if self._recorder is not None:
-                    self._recorder.add(func, args, kwargs, out, stream=self.stream_number)
+                if self._course is not None:
+                    self._course.add(func, args, kwargs, out, stream=self.stream_number)
         return out
 
     def _add_work(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
@@ -334,10 +334,10 @@ class StepLives(RankStorages):
 
     @property
     def course(self) -> StepCourse | None:
-        if self._recorder is None:
+        if self._course is None:
             return None
         flops, moved = (numpy.array(one, dtype=numpy.float64) for one in (self.flops, self.moved))
-        return replace(self._recorder.course, flops=flops, moved=moved)
+        return replace(self._course, flops=flops, moved=moved)
 
     def follow_all(self, batch: Any, earlier: Iterable[RankStorages] = ()) -> None:
         """Count the tensors that exist before the step, and what earlier records have seen."""
