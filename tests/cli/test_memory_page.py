@@ -119,7 +119,5 @@ def test_a_long_record_is_drawn_at_its_highest_moments(page):
 
 def test_every_owner_has_a_colour(page, tmp_path):
     assert set(OWNER_COLOURS) >= set(ALL_OWNERS)
-    plot_course(
-        course_of_blocks(page[0], title="cost $1 and $2"), OWNER_COLOURS, tmp_path / "a.png"
-    )
+    plot_course(course_of_blocks(page[0], title="cost $1 and $2"), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

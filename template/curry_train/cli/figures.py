@@ -11,9 +11,9 @@ Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 
@@ -27,10 +27,8 @@ from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
 from ..runs.history import Course, History
 from ..runs.journal import printable
+from .memory_page import OWNER_COLOURS, MemoryCourse
 from .options import require_matplotlib
-
-if TYPE_CHECKING:
-    from .memory_page import MemoryCourse
 
 COLOURS = (
     *("#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#222255"),
@@ -258,7 +256,7 @@ def _draw_cells(axes: Any, grid: Any) -> Any:
 # memory: bytes by owner over a step or a record, and at its peak.
 
 
-def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | Path) -> None:
+def plot_course(course: MemoryCourse, path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
     total = max(course.totals[course.peak_place], 1)
     reserved = [size / BYTES_PER_MIB for size in course.reserved]
@@ -272,7 +270,7 @@ def plot_course(course: "MemoryCourse", colours: Mapping[str, str], path: str | 
         axes.stackplot(
             course.moments,
             [numpy.array(sizes) / BYTES_PER_MIB for sizes in course.owners.values()],
-            colors=[colours[owner] for owner in course.owners],
+            colors=[OWNER_COLOURS[owner] for owner in course.owners],
             labels=[
                 f"{owner}  {format_mebibytes(size)} ({size / total:.0%})"
                 for owner, size in at_peak.items()

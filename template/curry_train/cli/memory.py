@@ -31,7 +31,6 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_course
 from .memory_page import (
-    OWNER_COLOURS,
     MemoryCourse,
     course_of_blocks,
     course_of_timeline,
@@ -242,7 +241,7 @@ def memory_command(
         report = measure_model(str(spec), asked, on_shapes=on_shapes)
     click.echo(report.text)
     if plot_path:
-        plot_course(report.course(), OWNER_COLOURS, plot_path)
+        plot_course(report.course(), plot_path)
     if html_path:
         write_page(report.course(), html_path)
     return report.results, 0

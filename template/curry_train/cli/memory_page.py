@@ -1,6 +1,6 @@
 """Draw memory over time by owner: as a PNG, or as one page that needs no network.
 
-    plot_course(course_of_timeline(timeline), OWNER_COLOURS, "memory.png")
+    plot_course(course_of_timeline(timeline), "memory.png")
     write_page(course_of_blocks(owned, title="oom.pickle"), "memory.html")
 
 The page shows the blocks that are alive at the moment under the pointer.
