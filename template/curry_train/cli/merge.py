@@ -130,7 +130,7 @@ def compare_files(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[C
     """Compare every file that the lock records or the bundle would write now."""
     compared = []
     for path in sorted({*lock.files, *wanted}):
-        yours = _content(destination(root, path))
+        yours = content_of(destination(root, path))
         compared.append(CopiedFile(path, lock.files.get(path), yours, wanted.get(path)))
     return compared
 
@@ -152,11 +152,11 @@ def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Ch
             f"nothing was written, because files of yours are in the way: {', '.join(yours)}. Move "
             "them, or add techniques with another --into"
         )
-    before = _content(destination(root, LOCK_NAME))
+    before = content_of(destination(root, LOCK_NAME))
     return [*changes, copied(LOCK_NAME, before, replace(lock, files=bases).to_bytes())]
 
 
-def _content(place: Path) -> bytes | None:
+def content_of(place: Path) -> bytes | None:
     return place.read_bytes() if place.exists() else None
 
 

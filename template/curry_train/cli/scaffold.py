@@ -27,6 +27,7 @@ from .merge import (
     CopiedFile,
     Lock,
     compare_files,
+    content_of,
     copied,
     plan_changes,
     read_lock,
@@ -103,8 +104,7 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
         for old in root.glob(f"wheels/{PACKAGE}-*.whl")
         if old != root / path
     ]
-    before = (root / path).read_bytes() if (root / path).is_file() else None
-    return [*changes, copied(path, before, build_wheel(bundle))]
+    return [*changes, copied(path, content_of(root / path), build_wheel(bundle))]
 
 
 # add
@@ -178,20 +178,21 @@ class CopyTarget:
         return command
 
 
+def _is_root(folder: Path) -> bool:
+    return any((folder / marker).exists() for marker in PROJECT_MARKERS)
+
+
 def find_target(directory: Path) -> CopyTarget:
     """Find the project around a package's folder, which may not exist yet."""
     here = Path.cwd()
     directory = Path(os.path.abspath(directory))
-    if any((directory / marker).exists() for marker in PROJECT_MARKERS):
+    if _is_root(directory):
         raise UnusableInput(
             f"{directory} is a project's root, not a package in it; "
             f"use --into {directory / 'techniques'}"
         )
     root = here if here in directory.parents else directory.parent
-    for folder in directory.parents:
-        if any((folder / marker).exists() for marker in PROJECT_MARKERS):
-            root = folder
-            break
+    root = next(filter(_is_root, directory.parents), root)
     top = directory
     while top.parent != root and (
         (top.parent / "__init__.py").is_file() or not top.parent.exists()

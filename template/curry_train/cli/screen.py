@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -122,21 +122,16 @@ def with_place(error: Exception) -> str:
 def standard_output_kept() -> Iterator[None]:
     """Send to standard error what is printed, by a factory, a script or other processes too."""
     sys.stdout.flush()
-    try:
-        number, other = sys.stdout.fileno(), sys.stderr.fileno()
-    except (OSError, ValueError):
-        # Standard output is captured in this process.
-        with redirect_stdout(sys.stderr):
-            yield
-        return
-    kept = os.dup(number)
-    os.dup2(other, number)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, number)
-        os.close(kept)
+    with ExitStack() as stack:
+        # Standard output that is captured in this process has no number.
+        with suppress(OSError, ValueError):
+            number, other = sys.stdout.fileno(), sys.stderr.fileno()
+            kept = os.dup(number)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, number)
+            os.dup2(other, number)
+        stack.enter_context(redirect_stdout(sys.stderr))
+        yield
 
 
 class ScreenCommand(click.Command):
