@@ -16,6 +16,7 @@ Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -129,8 +130,12 @@ class CudaAllocator:
         block = self._find(pool, size)
         if block is not None:
             pool.remove(block)
+        elif self.settings.expandable_segments:
+            block = self._grow(pool, size)
         else:
-            block = self._reserve(pool, size)
+            needed = segment_size(size)
+            block = MemoryBlock(self._new_address(needed), needed, pool)
+            self._add_reserved(block.address, needed)
         self._split(block, size)
         block.free = False
         self.allocated += block.num_bytes
@@ -171,7 +176,9 @@ class CudaAllocator:
 
     def _find(self, pool: _Pool, size: int) -> MemoryBlock | None:
         if self.settings.expandable_segments:
-            return _best_expandable(pool, size)
+            # The end of the segment counts as very large.
+            two = itertools.islice(pool.at_least(size), 2)
+            return min(two, key=lambda block: block is pool.last, default=None)
         block = next(iter(pool.at_least(size)), None)
         limit = self.settings.max_split_bytes
         if block is None or limit is None or pool.small:
@@ -201,15 +208,6 @@ class CudaAllocator:
         if pool.last is block:
             pool.last = rest
         pool.add(rest)
-
-    def _reserve(self, pool: _Pool, size: int) -> MemoryBlock:
-        """Reserve memory for a block."""
-        if self.settings.expandable_segments:
-            return self._grow(pool, size)
-        needed = segment_size(size)
-        address = self._new_address(needed)
-        self._add_reserved(address, needed)
-        return MemoryBlock(address, needed, pool)
 
     def _grow(self, pool: _Pool, size: int) -> MemoryBlock:
         """Map memory for a block at the end of an expandable segment; return its last block."""
@@ -259,16 +257,6 @@ class CudaAllocator:
         spacing = 2**42 if self.settings.expandable_segments else num_bytes
         self._lowest_address -= _round_up(spacing, SEGMENT_ROUNDING)
         return self._lowest_address
-
-
-def _best_expandable(pool: _Pool, size: int) -> MemoryBlock | None:
-    """Return the smallest free block; the end of the segment counts as very large."""
-    fallback = None
-    for block in pool.at_least(size):
-        if block is not pool.last:
-            return block
-        fallback = block
-    return fallback
 
 
 def _merged(block: MemoryBlock, neighbour: MemoryBlock) -> MemoryBlock:

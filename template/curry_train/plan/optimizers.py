@@ -108,17 +108,12 @@ class ValuesInSteps:
         def leave(*_: Any) -> None:
             self._depth -= 1
 
-        hooks = [
-            register_optimizer_step_pre_hook(enter),
-            register_optimizer_step_post_hook(leave),
-        ]
-        try:
-            yield
-        finally:
-            # A step that raised an error never left.
-            self._depth = 0
-            for hook in hooks:
-                hook.remove()
+        with register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave):
+            try:
+                yield
+            finally:
+                # A step that raised an error never left.
+                self._depth = 0
 
 
 def capturable_anywhere() -> contextlib.AbstractContextManager[None]:

@@ -305,15 +305,18 @@ def _shapes(sample: Any) -> Any:
     )
 
 
-def _device_of(model: nn.Module, expected: torch.device | str | None) -> torch.device:
-    parameter = next(
-        (parameter for parameter in model.parameters() if parameter.requires_grad), None
-    )
-    if parameter is None:
+def trained_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that require grad; raise ValueError if there are none."""
+    trained: list[Tensor] = [one for one in model.parameters() if one.requires_grad]
+    if not trained:
         raise ValueError(
             f"{type(model).__name__} has no parameter that requires grad: there is nothing to train"
         )
-    device = parameter.device
+    return trained
+
+
+def _device_of(model: nn.Module, expected: torch.device | str | None) -> torch.device:
+    device = trained_parameters(model)[0].device
     if expected is not None and torch.device(expected).type != device.type:
         raise ValueError(
             f"the model is on {device}, not on {expected}: move it first with "

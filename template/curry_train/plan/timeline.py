@@ -35,6 +35,7 @@ from .profiler import (
     Peak,
     Point,
     Timeline,
+    trained_parameters,
 )
 from .record import OptimizerState, StepLives
 
@@ -58,12 +59,7 @@ def record_step_storages(
     and a step leaves no other tensors behind. `keeps_output`: the caller holds what the module
     returned until the next step, as scripts do with their logits.
     """
-    trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError(
-            f"{type(module).__name__} has no parameter that requires grad: "
-            "there is nothing to train"
-        )
+    trained = trained_parameters(module)
     optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
     stepped = _stepped_parameters(optimizer)
     if not any(id(p) in stepped for p in trained):
@@ -137,11 +133,8 @@ def holding_output(module: nn.Module, wanted: bool) -> Iterator[None]:
     def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
         held[:] = [t for t in tensors_in(output) if type(t).__module__.startswith("torch")]
 
-    handle = module.register_forward_hook(keep)
-    try:
+    with module.register_forward_hook(keep):
         yield
-    finally:
-        handle.remove()
 
 
 def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
