@@ -381,7 +381,7 @@ def one_rank(sizes: Mapping[str, int], *, rank: int = 0) -> Iterator[Any]:
 
 
 @dataclass
-class ShardChunks(Sequence[Tensor]):
+class ShardChunks:
     """The chunks of a parameter, of which only those that are read are made.
 
     FSDP2 reads the one of this rank; to make those of all ranks takes long.
@@ -391,12 +391,7 @@ class ShardChunks(Sequence[Tensor]):
     num_chunks: int
     dim: int
 
-    def __len__(self) -> int:
-        return self.num_chunks
-
-    def __getitem__(self, index: Any) -> Any:
-        if index >= self.num_chunks:
-            raise IndexError(f"chunk {index} of {self.num_chunks}")
+    def __getitem__(self, index: int) -> Tensor:
         length = self.tensor.size(self.dim)
         size = math.ceil(length / self.num_chunks)
         start = index * size
