@@ -153,10 +153,11 @@ class DeviceProfile:
                 f"the profile {self.name!r} has no rate for the dtype {dtype!r}: use one of "
                 f"{', '.join(self.flops_per_second)} (--dtype), or measure_profile on the device"
             )
-        products = numpy.asarray(flops, dtype=numpy.float64) / self.flops_per_second[dtype]
-        moves = numpy.asarray(bytes_moved, dtype=numpy.float64) / self.bytes_per_second
-        dispatch = self.dispatch_seconds + numpy.asarray(extra_seconds, dtype=numpy.float64)
-        return numpy.asarray(numpy.maximum(numpy.maximum(products, moves), dispatch))
+        products = numpy.divide(flops, self.flops_per_second[dtype])
+        moves = numpy.divide(bytes_moved, self.bytes_per_second)
+        dispatch = numpy.add(self.dispatch_seconds, extra_seconds)
+        times: NDArray[numpy.float64] = numpy.maximum(numpy.maximum(products, moves), dispatch)
+        return times
 
     def work_seconds(self, flops: Any, moved: Any, **options: Any) -> float:
         """Predict the time of all operations; views, which move no bytes, take none.

@@ -11,6 +11,7 @@ step is measured on the machines themselves.
 Proof: `python -m pytest tests/plan/test_rank_time.py`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,10 +54,7 @@ class Links:
 
     def rate(self, ranks: Sequence[int]) -> float:
         """Return the rate of a ring, in which each GPU of a node has its own way to the next."""
-        in_node: dict[int, int] = {}
-        for rank in ranks:
-            node = rank // self.gpus_per_node
-            in_node[node] = in_node.get(node, 0) + 1
+        in_node = Counter(rank // self.gpus_per_node for rank in ranks)
         if len(in_node) == 1:
             return self.within
         return min(self.within, min(in_node.values()) * self.between)
