@@ -222,6 +222,8 @@ def plot_option(text: str) -> OptionDecorator:
     return output_option(text, "--plot", "plot_path", callback=parsed(check))
 
 
+# Words of a configuration.
+WORDS_ARGUMENT = click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
 DEVICE_OPTION = click.option(
     "--device",
     type=click.Choice(["auto", "cuda", "cpu"]),

@@ -12,7 +12,7 @@ from ..config import set_words
 from ..core.wording import format_count
 from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.store import SavedRun
-from .options import RESULTS_OPTION, dtype_option
+from .options import RESULTS_OPTION, WORDS_ARGUMENT, dtype_option
 from .screen import Ended, echo_lines, screen_command, table
 
 # Bytes per parameter: the weights, and the weights with the state of AdamW.
@@ -79,7 +79,7 @@ def estimate_table(found: Mapping[str, Any]) -> str:
 @click.option(
     "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
 )
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@WORDS_ARGUMENT
 @RESULTS_OPTION
 def estimate_command(
     parameters: float, dtype: str, folder: str | None, words: tuple[str, ...]

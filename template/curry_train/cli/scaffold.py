@@ -259,9 +259,13 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 
 # update
 
+PROJECT_ARGUMENT = click.argument(
+    "directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path)
+)
+
 
 @screen_command("update", example="my-run --dry-run")
-@click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
+@PROJECT_ARGUMENT
 @flag("List what would be written; write nothing.", "--dry-run")
 def update_command(directory: Path, dry_run: bool) -> None:
     """Merge a newer release into copied files.
@@ -342,7 +346,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @screen_command("diff", example="my-run --patch")
-@click.argument("directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
+@PROJECT_ARGUMENT
 @flag("Print what turns your files into the bundle's.", "--patch")
 def diff_command(directory: Path, patch: bool) -> None:
     """Compare copied files with their origin.

@@ -31,7 +31,7 @@ from ..runs.ranks import RunError
 from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
-from .options import RESULTS_OPTION, choose_device, model_option, number_option
+from .options import RESULTS_OPTION, WORDS_ARGUMENT, choose_device, model_option, number_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
@@ -223,7 +223,7 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
     help="Keep the runs in this new folder, for `runs plot`.",
 )
 @RESULTS_OPTION
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@WORDS_ARGUMENT
 def spike_check_command(
     model: str | None,
     config: str | None,

@@ -57,6 +57,7 @@ from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
     DTYPES,
     RESULTS_OPTION,
+    WORDS_ARGUMENT,
     DeviceMissing,
     choose_device,
     model_option,
@@ -183,7 +184,7 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 @flag("Write a snapshot if a GPU is out of memory.", "--record-memory")
 @RESULTS_OPTION
 @flag("Print the complete configuration and exit.", "--show-config")
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@WORDS_ARGUMENT
 def train_command(
     path: str | None,
     resume: str | None,
