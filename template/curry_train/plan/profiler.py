@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/plan/test_profiler.py tests/plan/test_timeline.py
 import functools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -174,10 +175,10 @@ class Timeline:
             "",
             f"{'owner at the peak':<56} {'MiB':>12} {'share':>8}",
         ]
-        for group, owned in sorted(peak.owners.items(), key=lambda item: -item[1]):
+        for group, owned in Counter(peak.owners).most_common():
             lines.append(_row(group, owned, peak.bytes_alive))
             if group == ACTIVATIONS_GROUP:
-                layers = sorted(peak.layers.items(), key=lambda item: -item[1])
+                layers = Counter(peak.layers).most_common()
                 lines += [
                     _row(f"  {_shorten(name, 50)}", held, peak.bytes_alive)
                     for name, held in layers[:most]

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded
 from ..core.measure import (
@@ -34,6 +33,7 @@ from ..core.measure import (
     as_trained,
     divide,
     local_tensors,
+    operands,
 )
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
@@ -253,7 +253,7 @@ class RankKernels(KernelsAsTheyRun):
 
 def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Check whether an operation is on real tensors of int32 alone, or makes one."""
-    found = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    found = operands(args, kwargs)
     if found:
         return all(type(leaf) is Tensor and leaf.dtype is torch.int32 for leaf in found)
     return func in FACTORY_OPERATIONS and kwargs.get("dtype") is torch.int32

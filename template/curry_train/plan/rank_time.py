@@ -151,8 +151,10 @@ class Collective:
 class StepCourse:
     """Operations of forward and backward of a rank, their streams, and what they wait for."""
 
-    flops: Any = field(default_factory=lambda: numpy.zeros(0))
-    moved: Any = field(default_factory=lambda: numpy.zeros(0))
+    # Set when the step is over.
+    flops: Any = None
+    moved: Any = None
+
     streams: list[int] = field(default_factory=list)
     collectives: dict[int, Collective] = field(default_factory=dict)
 

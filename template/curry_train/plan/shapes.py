@@ -36,7 +36,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded
-from ..core.measure import local_tensors, tensors_in
+from ..core.measure import local_tensors, operands, tensors_in
 from ..core.wording import format_bytes
 from ..primitives.rerun import function_modes
 from ..workloads.optimizers import SteppedOnHost
@@ -709,7 +709,7 @@ def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
     """
     if args and isinstance(args[0], FakeTensor):
         return False
-    tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = operands(args, kwargs)
     if tensors:
         return not any(
             isinstance(local, FakeTensor) for tensor in tensors for local in local_tensors(tensor)
