@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/cli/test_memory_page.py`.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from .screen import render_template
 CONTEXT_OWNER = "context"
 # From Paul Tol's palettes for colour-blind readers. Bytes that live through the whole step are at
 # the bottom, in grey or blue.
-GROUP_COLOURS = {
+OWNER_COLOURS = {
     "parameters": "#BBBBBB",
     "buffers and batch": "#DDDDDD",
     "optimizer state": "#77AADD",
@@ -47,9 +48,6 @@ GROUP_COLOURS = {
     "gathered parameters": "#CCBB99",
     "collective buffers": "#88CCEE",
     "allocator": "#FFAABB",
-}
-OWNER_COLOURS = {
-    **GROUP_COLOURS,
     CONTEXT_OWNER: "#555555",
     EARLIER_OWNER: "#999999",
     LOGITS_OWNER: "#CC6677",
@@ -99,10 +97,10 @@ class MemoryCourse:
 
 def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> MemoryCourse:
     """Return the course of a measured step, with its storages if they are given."""
-    starts = [0]
-    for phase in STEP_PHASES:
-        starts.append(max(point.index for point in timeline.points if point.phase == phase))
-    phases = [(phase, starts[index], starts[index + 1]) for index, phase in enumerate(STEP_PHASES)]
+    ends = [
+        max(point.index for point in timeline.points if point.phase == phase)
+        for phase in STEP_PHASES
+    ]
     moments = tuple(point.index for point in timeline.points)
     peak = timeline.peak
     named = (
@@ -110,14 +108,13 @@ def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> Memory
         for life in lives
         for group, layer in [life.owner]
     )
-    drawn = [group for group in GROUP_COLOURS if any(timeline.owners.get(group, ()))]
     return MemoryCourse(
         title=f"{timeline.model} on {timeline.device}: one training step with {timeline.optimizer}",
         unit="operation",
         moments=moments,
-        owners={group: timeline.owners[group] for group in drawn},
+        owners={group: sizes for group, sizes in timeline.owners.items() if any(sizes)},
         end=timeline.num_operations - 1,
-        phases=tuple(phases),
+        phases=tuple(zip(STEP_PHASES, [0, *ends], ends, strict=False)),
         peak_place=moments.index(peak.index),
         peak_text=f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
         blocks=_largest(named),
@@ -178,9 +175,8 @@ def _moments(allocated: Sequence[int], peak_index: int) -> tuple[int, ...]:
     """Choose the highest and the last event of each of many equal ranges, and the peak."""
     num_ranges = min(len(allocated), MOST_POINTS // 2)
     chosen = {peak_index, -1, len(allocated) - 2}
-    for number in range(num_ranges):
-        start = number * len(allocated) // num_ranges
-        end = (number + 1) * len(allocated) // num_ranges
+    bounds = [number * len(allocated) // num_ranges for number in range(num_ranges + 1)]
+    for start, end in itertools.pairwise(bounds):
         chosen.add(max(range(start, end), key=allocated.__getitem__) - 1)
         chosen.add(end - 2)
     return tuple(sorted(chosen))
