@@ -263,12 +263,10 @@ def plan_command(
     return provenance(place) | results, 0
 
 
-# Options that `--fits` takes; the others belong to the plan for a budget.
-OPTIONS_OF_FITS = (
-    *("spec", "trainer", "script", "arguments", "model_config", "factory_path"),
-    *("fits", "global_batch", "dtype", "optimizer", "blocks", "seed", "parallel", "meshes"),
-    *("rank", "reshard_after_forward", "precision", "links", "json_path"),
-    *("context_bytes", "margin_percent"),
+# Options of a plan for a budget, which `--fits` does not take.
+OPTIONS_OF_BUDGET = (
+    *("budget_bytes", "microbatch", "target", "ranks", "without", "chunked_loss"),
+    *("explain", "verify", "out", "plot_path", "page_path"),
 )
 
 
@@ -282,7 +280,7 @@ def _find_fewest(
     settings: dict[str, Any],
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
-    others = [one.opts[0] for one in typed_options() if one.name not in OPTIONS_OF_FITS]
+    others = [one.opts[0] for one in typed_options() if one.name in OPTIONS_OF_BUDGET]
     if others:
         raise ValueError(f"--fits tries settings by itself: leave out {', '.join(others)}")
     with messages_on_screen() as show_message:
