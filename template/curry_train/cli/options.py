@@ -196,15 +196,11 @@ def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
     return click.option(*names, type=OutputFile(), help=text, **settings)
 
 
-def _note_path(context: click.Context, option: click.Parameter, path: str | None) -> None:
-    context.meta[JSON_KEY] = path
-
-
 # `--json`, where a `ScreenCommand` writes the results that the command returns.
 RESULTS_OPTION = output_option(
     "Write the results as JSON; - is standard output.",
     *("--json", "json_path"),
-    callback=_note_path,
+    callback=lambda context, _, path: context.meta.update({JSON_KEY: path}),
     expose_value=False,
 )
 
