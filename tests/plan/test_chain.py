@@ -150,5 +150,4 @@ def test_shifts_give_options_the_peak_of_their_whole_step():
         found, _ = small_chain(seed)
         options = found.least()
         for peak in (1, found.peak(options) - 3, found.peak(options) + 30):
-            shifted = found.shifted(found.shifts_to(options, peak))
-            assert shifted.peak(options) == peak
+            assert found.shifted_to(options, peak).peak(options) == peak

@@ -111,7 +111,7 @@ def test_a_record_that_dropped_its_first_events_shows_it(tmp_path):
         BlockHistory(read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices[0])
         for snapshot in (whole, cut)
     ]
-    assert [history.is_cut for history in histories] == [False, True]
+    assert [bool(history.of_dropped_events) for history in histories] == [False, True]
     assert histories[0].peak_allocated == histories[1].peak_allocated
 
 

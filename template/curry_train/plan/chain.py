@@ -127,17 +127,14 @@ class PricedChain:
         extra = zip(self.blocks, places, strict=True)
         return self.plain_seconds + sum(float(block.seconds[place]) for block, place in extra)
 
-    def shifted(self, shifts: Integers) -> "PricedChain":
-        """Return the chain with so many bytes more at each of its moments."""
-        return replace(self, standing=self.standing + shifts)
-
-    def shifts_to(self, options: Mapping[str, Option], peak: int) -> Integers:
-        """Return the shifts with which the peak of these options is the given one.
+    def shifted_to(self, options: Mapping[str, Option], peak: int) -> "PricedChain":
+        """Return the chain with other standing bytes, so that these options have the given peak.
 
         Moments above it are lowered to it. If all are below it, all rise by the same number.
         """
         above = self.moments(options) - peak
-        return numpy.where(above > 0, -above, max(0, -int(above.max())))
+        shifts = numpy.where(above > 0, -above, max(0, -int(above.max())))
+        return replace(self, standing=self.standing + shifts)
 
 
 def _states_to_keep(held: Integers, seconds: Floats) -> Integers:

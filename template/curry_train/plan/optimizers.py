@@ -79,17 +79,14 @@ def take_eagerly(optimizer: torch.optim.Optimizer) -> None:
 class ValuesInSteps:
     """Answers for what an optimizer's step reads off tensors without values.
 
-    A number is 1, and a condition is `condition`. Outside of a step `is_active` is False.
+    A number is 1, and a condition is `condition`. Outside of a step `num_running` is 0.
     """
 
     def __init__(self) -> None:
         self.condition = True
         self.num_conditions = 0
-        self._depth = 0
-
-    @property
-    def is_active(self) -> bool:
-        return self._depth > 0
+        # Steps that run, one of which may call another.
+        self.num_running = 0
 
     def answer(self, dtype: torch.dtype) -> bool | int | float:
         """Return the value of a tensor with one element of this dtype."""
@@ -103,17 +100,17 @@ class ValuesInSteps:
         """Be active while any optimizer steps, inside of the context."""
 
         def enter(*_: Any) -> None:
-            self._depth += 1
+            self.num_running += 1
 
         def leave(*_: Any) -> None:
-            self._depth -= 1
+            self.num_running -= 1
 
         with register_optimizer_step_pre_hook(enter), register_optimizer_step_post_hook(leave):
             try:
                 yield
             finally:
                 # A step that raised an error never left.
-                self._depth = 0
+                self.num_running = 0
 
 
 def capturable_anywhere() -> contextlib.AbstractContextManager[None]:

@@ -285,9 +285,9 @@ class BlockHistory:
         return self.reserved[self.peak_index + 1]
 
     @property
-    def is_cut(self) -> bool:
-        """Check for dropped events: a block has a stack but no recorded allocation."""
-        return any(life.born == AT_START and life.stack for life in self.lives)
+    def of_dropped_events(self) -> list[BlockLife]:
+        """The blocks that have a stack but no recorded allocation."""
+        return [life for life in self.lives if life.born == AT_START and life.stack]
 
     def alive_at(self, index: int) -> list[BlockLife]:
         return [life for life in self.lives if life.is_alive(index)]

@@ -149,7 +149,7 @@ class WholeSteps:
             if any(options == one.options for one in tried):
                 break
             tried.append(self.whole(replace(candidate, options=options)))
-            chain = chain.shifted(chain.shifts_to(options, tried[-1].peak_bytes))
+            chain = chain.shifted_to(options, tried[-1].peak_bytes)
         seen = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
         return min(seen, key=order, default=min(tried, key=lambda one: one.peak_bytes))
 
