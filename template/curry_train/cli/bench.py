@@ -39,8 +39,6 @@ from .screen import Ended, fill_screen, messages_on_screen, screen_command, tabl
 
 # Table of a benchmark, at most 80 columns wide.
 
-COLUMN_HEADS = ("", "step", "10-90%", "ratio", "95%", "{unit}/s", "MiB", "MFU", "HFU")
-
 
 def bench_table(bench: Bench) -> str:
     """Return the measured setup, the figures, remarks on them, and a legend."""
@@ -52,7 +50,7 @@ def bench_table(bench: Bench) -> str:
         f"one optimizer step is {plain.num_terms:,} {bench.unit} and "
         f"{format_count(plain.model_flops or 0)}FLOP of the model; loading data is not included",
     ]
-    heads = [head.format(unit=bench.unit) for head in COLUMN_HEADS]
+    heads = ["", "step", "10-90%", "ratio", "95%", f"{bench.unit}/s", "MiB", "MFU", "HFU"]
     rows = [row for row in bench.rows if row.outcome == MEASURED_OUTCOME]
     blocks = [
         fill_screen("\n".join(setup), indent=""),
