@@ -55,11 +55,10 @@ MOST_IN_FULL = 3
 
 def describe(program: str, num_steps: int, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the verdict first, then what failed, and what held or does not apply in a line each."""
-    of_outcome: dict[bool | None, list[Verdict]] = {True: [], False: [], None: []}
-    for verdict in verdicts:
-        short = replace(verdict, gate=verdict.gate.removeprefix("loop/"))
-        of_outcome[verdict.passed].append(short)
-    held, failed, not_applicable = of_outcome.values()
+    short = [replace(one, gate=one.gate.removeprefix("loop/")) for one in verdicts]
+    held, failed, not_applicable = (
+        [one for one in short if one.passed is outcome] for outcome in (True, False, None)
+    )
     outcome = f"{len(failed)} of {len(failed) + len(held)} checks FAILED"
     yield f"{program}, {num_steps} steps: {outcome if failed else f'{len(held)} checks held'}"
     in_full = failed if len(failed) <= MOST_IN_FULL else failed[: MOST_IN_FULL - 1]
