@@ -205,15 +205,14 @@ class OwnedBlocks:
     def phase_spans(self) -> Iterator[tuple[str, int, int]]:
         """Yield the phases of each step with their first and last event."""
         for start, end in self.steps():
-            times = [start]
-            names = [FORWARD_PHASE]
+            phase = FORWARD_PHASE
             for name, found in ((BACKWARD_PHASE, self._backwards), (STEP_PHASE, self._steps)):
-                begins = self._next(found, times[-1])
+                begins = self._next(found, start)
                 if begins <= end:
-                    times.append(begins)
-                    names.append(name)
-            for name, begins, ends in zip(names, times, [*times[1:], end], strict=True):
-                yield name, begins, ends
+                    yield phase, start, begins
+                    phase = name
+                    start = begins
+            yield phase, start, end
 
     def _next(self, times: Sequence[int], index: int) -> int:
         """Return the first of sorted times after an event, or the end of the record."""
