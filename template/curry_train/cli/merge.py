@@ -128,11 +128,12 @@ class Change(NamedTuple):
 
 def compare_files(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[CopiedFile]:
     """Compare every file that the lock records or the bundle would write now."""
-    compared = []
-    for path in sorted({*lock.files, *wanted}):
-        yours = content_of(destination(root, path))
-        compared.append(CopiedFile(path, lock.files.get(path), yours, wanted.get(path)))
-    return compared
+    return [
+        CopiedFile(
+            path, lock.files.get(path), content_of(destination(root, path)), wanted.get(path)
+        )
+        for path in sorted({*lock.files, *wanted})
+    ]
 
 
 def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Change]:
