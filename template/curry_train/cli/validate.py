@@ -321,13 +321,14 @@ def _print_settings(cases: Sequence[Case], facts: Mapping[str, Any], seed: int) 
 
 
 def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
-    of_gate: dict[str, list[str]] = {}
-    for claim in claims():
-        of_gate.setdefault(claim.gate, []).append(claim.name)
-    results = []
-    for row in rows:
-        claimed = {"claims": of_gate.get(row.verdict.gate, [])}
-        results.append({"workload": row.workload} | asdict(row.verdict) | claimed)
+    results = [
+        {
+            "workload": row.workload,
+            **asdict(row.verdict),
+            "claims": [one.name for one in claims() if one.gate == row.verdict.gate],
+        }
+        for row in rows
+    ]
     return {
         "blocks": {name: first.choice.to_json() for name, first in looks.items()},
         "findings": {name: [*map(asdict, first.findings)] for name, first in looks.items()},
