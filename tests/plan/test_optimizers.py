@@ -352,7 +352,7 @@ def test_the_class_is_replaced_where_it_is_imported_by_the_factory():
 def test_names_of_trainers_are_known_and_others_refused_in_one_line(name):
     made = make_optimizer(name, nn.Linear(2, 2))
     assert bool(made.defaults.get("fused")) == name.endswith("fused")
-    assert (getattr(made, "num_bytes", None) == 2) == name.endswith("8bit")
+    assert (made.defaults.get("num_bytes") == 2) == name.endswith("8bit")
     with pytest.raises(ValueError, match=r"'lion_32bit'; use one of .* --trainer .* optim"):
         make_optimizer("lion_32bit", nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"LBFGS needs a closure, .*: measure .*\bSGD\b"):

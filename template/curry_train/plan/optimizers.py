@@ -139,12 +139,7 @@ class BytesForEach(torch.optim.Optimizer):
     """
 
     def __init__(self, parameters: Iterable[Tensor], *, num_bytes: float) -> None:
-        self.num_bytes = num_bytes
-        super().__init__(parameters, {})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "BytesForEach":
-        parameters = [memo.get(id(p), p) for group in self.param_groups for p in group["params"]]
-        return BytesForEach(parameters, num_bytes=self.num_bytes)
+        super().__init__(parameters, {"num_bytes": num_bytes})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -153,7 +148,7 @@ class BytesForEach(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 if not self.state[parameter]:
-                    size = round(parameter.numel() * self.num_bytes)
+                    size = round(parameter.numel() * group["num_bytes"])
                     self.state[parameter]["state"] = torch.empty(
                         size, dtype=torch.uint8, device=parameter.device
                     )
