@@ -45,6 +45,7 @@ from .profiler import (
     Timeline,
 )
 from .rank_step import (
+    EXPERTS_DIMENSION,
     FROM_SHAPES_ALONE,
     ForcedRouting,
     RankKernels,
@@ -263,7 +264,11 @@ class Sketch:
         from ..primitives.routing import has_router
 
         if has_router(module):
-            self.routing = stack.enter_context(ForcedRouting.on_rank(self._mesh, even=True))
+            self.routing = stack.enter_context(ForcedRouting(even=True))
+            if EXPERTS_DIMENSION in self.sharding.mesh:
+                sharing = self._mesh[EXPERTS_DIMENSION]
+                self.routing.place = sharing.get_local_rank()
+                self.routing.places = sharing.size()
 
     def _try_optimizer(self, module: nn.Module) -> None:
         """Take a step without values; raises one of `NEEDS_VALUES_ERRORS` if it needs them."""

@@ -280,14 +280,6 @@ class ForcedRouting(TorchFunctionMode):
         self.place = place
         self.places = places
 
-    @classmethod
-    def on_rank(cls, mesh: Any, *, even: bool) -> "ForcedRouting":
-        """Make the routing for this rank of a mesh, or of a model alone."""
-        if mesh is None or EXPERTS_DIMENSION not in mesh.mesh_dim_names:
-            return cls(even=even)
-        sharing = mesh[EXPERTS_DIMENSION]
-        return cls(even=even, place=sharing.get_local_rank(), places=sharing.size())
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         scores: Any = args[0] if args else None
