@@ -3,18 +3,18 @@
 python -m pytest tests/plan/test_workspaces.py
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from curry_train.plan.card import Card
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
     CUDNN_BYTES,
     StepTrace,
     cuda_memory,
 )
-from curry_train.plan.device import find_profile
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.planner import Planner
 from curry_train.plan.workspaces import Convolution
@@ -124,7 +124,7 @@ def test_a_plan_names_the_workspace_and_the_kernels_of_cudnn():
     assert num_bytes == max(one.num_bytes for one in trace.convolutions) > 0
     assert "convolution workspace, estimated: " in " ".join(plan.explain().split())
     # A measured context wins.
-    assert Card(find_profile("h100"), 7).context(trace) == 7
+    assert replace(planner.card, context_bytes=7).context(trace) == 7
 
 
 def trace_of(model):
