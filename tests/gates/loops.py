@@ -603,7 +603,7 @@ def clipped_while_scaled():
     scaler = scaler_on_cpu()
     for inputs, labels in loader():
         optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
+        (scaler.scale(F.cross_entropy(model(inputs), labels)) / 1).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
         scaler.step(optimizer)
         scaler.update()

@@ -143,7 +143,7 @@ def _same_batch(window: Window) -> Iterator[Fault]:
     """Find backward calls of one line that add up gradients of the same batch."""
     calls = [one for one in window.calls if not one.in_step]
     lines = {one.lines for one in calls}
-    targets = {one.cause.facts.targets for one in calls if isinstance(one.cause, LossCall)}
+    targets = {one.cause.targets for one in calls if isinstance(one.cause, LossCall)}
     batches = {(id(one.module), one.digests) for one in window.forwards}
     is_added = not any(map(window.is_clean, calls[1:]))
     # Other random numbers than those of dropout are drawn for each on purpose, as of weights.
@@ -361,7 +361,7 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
     """Labels of the data are several, in each batch, and not among the inputs."""
     for of_line in grouped(calls, lambda call: call.lines):
         columns = frozenset.intersection(*(call.columns or frozenset() for call in of_line))
-        if columns and sum(call.facts.term.num_terms for call in of_line) >= FEWEST_LABELS:
+        if columns and sum(call.term.num_terms for call in of_line) >= FEWEST_LABELS:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
     labelled = [
@@ -1029,7 +1029,7 @@ def _other_batches(trace: Trace) -> Iterator[Fault]:
         calls = [one for one in window.body if isinstance(one, LossCall) and one.is_used]
         forwards = [one for one in window.forwards if one in window.body]
         inputs = set().union(*(batches[one] for each in forwards for one in each.digests))
-        targets = set().union(*(batches[call.facts.targets] for call in calls))
+        targets = set().union(*(batches[call.targets] for call in calls))
         if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
             found.append(calls[0].place if inputs.isdisjoint(targets) else "")
     if len(found) >= FEWEST_STEPS and all(found):

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..workloads.models import LIBRARIES
-from .loop_loss import nodes_behind
+from .loop_loss import nodes_behind, notes_on
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
 FIRST_STEP = 2
@@ -124,9 +124,7 @@ def _description(container: Any, num_entries: float) -> str:
 
 def mark_graph(one: Tensor, num_steps: int, line: str) -> None:
     """Note in the graph of an output or a loss after how many steps it was made, and where."""
-    node: Any = one.grad_fn  # torch annotates its property `metadata` as a method
-    if node is not None:
-        node.metadata["preflight"] = num_steps, line
+    notes_on(one)["preflight"] = num_steps, line
 
 
 def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:

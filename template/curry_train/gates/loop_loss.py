@@ -1,6 +1,6 @@
 """Read off a loss, and off its graph, what it is made of.
 
-    for term in terms_of(loss, 1.0, {}, {})[0]:
+    for term in terms_of(loss)[0]:
         print(term.name, term.reduction, term.num_terms, term.factor)
 
 Proof: `python -m pytest tests/gates/test_loop.py`.
@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,18 +57,6 @@ class Term:
 Doubt = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class LossFacts:
-    """Facts about a loss function's call."""
-
-    # The whole loss, as a part of itself.
-    term: Term
-    # What identifies the targets.
-    targets: float
-    # By the check.
-    doubts: dict[str, list[Doubt]]
-
-
 def values_of(one: Tensor) -> Tensor:
     """Return a dense tensor of this rank's values."""
     local: Tensor = getattr(one, "_local_tensor", one)
@@ -86,7 +74,8 @@ def digest(one: Tensor) -> float:
     return float((flat.double() * weights.sqrt()).sum())
 
 
-def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
+def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str, Iterable[Doubt]]]:
+    """Return the whole loss of a call, as a part of itself, and doubts about it by the check."""
     given, target = options["input"], options["target"]
     num_terms = float(target.numel() if name in ON_CLASSES else given.numel())
     if not target.is_floating_point():
@@ -102,8 +91,7 @@ def loss_facts(name: str, options: Mapping[str, Any]) -> LossFacts:
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
     term = Term(name, options["reduction"], num_terms, 1.0, (), width=width)
-    doubts = {"logits": [*_wrong_inputs(name, given, target)], "targets": wrong_targets}
-    return LossFacts(term, digest(target), doubts)
+    return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
 
 
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
@@ -246,35 +234,54 @@ def _behind_shapes(node: Any) -> Any:
 
 Added = tuple[str, float]
 
+# Names of notes on nodes: the term of the loss function that made one, the number that it adds, the
+# scale of a gradient scaler, and whether it was read as a part of a loss.
+TERM = "preflight term"
+ADDED = "preflight number"
+SCALE = "preflight scale"
+READ = "preflight read"
 
-def terms_of(
-    loss: Tensor, scale: float, calls: Mapping[Any, LossFacts], numbers: Mapping[Any, Added]
-) -> tuple[list[Term], list[Added], bool]:
-    """Return the parts of a loss, the numbers in it, and whether a part was returned before.
 
-    Factors are those without a gradient scaler's scale. `calls` and `numbers` are by the node that
-    they made. It reads what torch's nodes saved, so it must be called before the backward pass.
+def notes_on(tensor: Tensor) -> dict[str, Any]:
+    """Return the notes on the node that made a tensor; they last as long as its graph."""
+    node: Any = tensor.grad_fn  # torch annotates its property `metadata` as a method
+    return {} if node is None else node.metadata
+
+
+def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
+    """Return the parts of a loss, the numbers in it, its scale, and whether a part was read before.
+
+    Factors are those without a gradient scaler's scale. It reads what torch's nodes saved, so it
+    must be called before the backward pass.
     """
     found: list[Term] = []
     added: list[Added] = []
+    scale = 1.0
     is_second = False
-    left: list[tuple[Any, float, tuple[float, ...]]] = [(loss.grad_fn, 1 / scale, ())]
+    left: list[tuple[Any, float, tuple[float, ...]]] = []
+    # A loss may be a parameter.
+    if loss.grad_fn is not None:
+        left.append((loss.grad_fn, 1.0, ()))
     while left:
         node, factor, divisors = left.pop()
-        if node in numbers:
-            added.append(numbers[node])
-        inner = None if node is None or node in calls else _inside(node)
+        notes = node.metadata
+        if ADDED in notes:
+            added.append(notes[ADDED])
+        if SCALE in notes:
+            scale = notes[SCALE]
+            factor /= scale
+        inner = None if TERM in notes else _inside(node)
         if inner is None:
-            found.append(_term(node, factor, divisors, calls))
+            found.append(_term(node, factor, divisors))
             # A parameter's own node stays from step to step.
-            if node is not None and not operation(node).endswith("AccumulateGrad"):
-                is_second = is_second or "read" in node.metadata
-                node.metadata["read"] = True
+            if not operation(node).endswith("AccumulateGrad"):
+                is_second = is_second or READ in notes
+                notes[READ] = True
             continue
         for one, times in inner:
             by = (1 / times,) if 0 < abs(times) < 1 else ()
             left.append((one, factor * times, (*divisors, *by)))
-    return found, added, is_second
+    return found, added, scale, is_second
 
 
 def _inside(node: Any) -> list[tuple[Any, float]] | None:
@@ -321,12 +328,10 @@ def _constant(node: Any) -> float | None:
     return None
 
 
-def _term(
-    node: Any, factor: float, divisors: tuple[float, ...], calls: Mapping[Any, LossFacts]
-) -> Term:
-    if node in calls:
-        return replace(calls[node].term, factor=factor, divisors=divisors)
-    name = "" if node is None else operation(node)
+def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
+    if TERM in node.metadata:
+        return replace(node.metadata[TERM], factor=factor, divisors=divisors)
+    name = operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))
         masked = _num_masked(node.next_functions[0][0])

@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.digest import is_plain
 from ..core.measure import as_trained, heap_kept
@@ -45,14 +44,16 @@ from ..workloads.models import LIBRARIES
 from ..workloads.optimizers import parameter_ids, parameters_of
 from .loop_growth import Growth, mark_graph, users_files, users_frames
 from .loop_loss import (
+    ADDED,
     ON_CLASSES,
     ON_VALUES,
-    Added,
-    LossFacts,
+    SCALE,
+    TERM,
     Term,
     digest,
     leaves,
-    loss_facts,
+    notes_on,
+    term_of_call,
     terms_of,
     values_of,
 )
@@ -169,7 +170,10 @@ class Forward(Event):
 class LossCall(Event):
     """A call of one of torch's loss functions."""
 
-    facts: LossFacts
+    # The whole loss, as a part of itself.
+    term: Term
+    # What identifies the targets.
+    targets: float
     # Columns of the model's input that equal the labels; None if samples have not a target each.
     columns: frozenset[int] | None
     # Whether a backward pass has reached it.
@@ -518,11 +522,6 @@ class Observer:
         self.inputs: list[weakref.ref[Tensor]] = []
         # Leaves from which an input of a model was computed, by id.
         self.leaves = set[int]()
-        # The scale of each loss that a scaler returned.
-        self.scales: Any = WeakIdKeyDictionary()
-        self.losses: dict[Any, LossFacts] = {}
-        # Numbers without a gradient that were added to scalars, by the node of the sum.
-        self.numbers: dict[Any, Added] = {}
         # The last call of torch.autograd.grad whose result has no graph.
         self.cut = ""
         self.is_attack = False
@@ -731,28 +730,30 @@ class Observer:
                 values = bound.arguments["log_probs"].flatten(0, -2)
                 lengths = torch.as_tensor(bound.arguments["target_lengths"])
                 bound.arguments |= {"input": values, "target": lengths}
-            facts = loss_facts(function.__name__, bound.arguments)
-            if value.numel() == 1 and facts.term.reduction != "none":
-                self.losses[value.grad_fn] = facts
+            term, doubts = term_of_call(function.__name__, bound.arguments)
+            if value.numel() == 1 and term.reduction != "none":
+                notes_on(value)[TERM] = term
             target = bound.arguments["target"]
-            self.loss_call = self.note(LossCall, facts=facts, columns=self._columns(target))
-            for check, doubts in facts.doubts.items():
-                for measured, hint in doubts:
+            self.loss_call = self.note(
+                LossCall, term=term, targets=digest(target), columns=self._columns(target)
+            )
+            for check, of_check in doubts.items():
+                for measured, hint in of_check:
                     self.fault(check, self.loss_call.place, measured, hint)
-            self._note_use(target, facts)
+            self._note_use(target, self.loss_call.targets)
             self._mark(value, self.loss_call, "is_used")
             forward = self.last(Forward)
-            if forward is not None and facts.term.name in ("cross_entropy", "nll_loss"):
+            if forward is not None and term.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
 
-    def _note_use(self, target: Tensor, facts: LossFacts) -> None:
+    def _note_use(self, target: Tensor, digest_of_target: float) -> None:
         """Note the batches whose labels, or a part of them, are the targets of a loss."""
         is_index = target.device.type == "cpu" and not target.is_floating_point()
         at = target.data_ptr() if is_index and is_plain(target) else -1
         for fetch in self.fetched.values():
             # Other targets may be 0 as well.
-            is_same = facts.targets in fetch.digests and (facts.targets != 0 or not is_index)
+            is_same = digest_of_target in fetch.digests and (digest_of_target != 0 or not is_index)
             is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
             is_one_hot = target.dim() == 2 and target.argmax(1).tolist() == [*fetch.labels]
             fetch.is_used |= is_same or is_part or is_one_hot
@@ -838,7 +839,7 @@ class Observer:
             is_tensor = isinstance(number, Tensor)
             if not (is_tensor and (number.requires_grad or not self.cut)):
                 place = self.cut if is_tensor else users_line()
-                self.numbers[value.grad_fn] = place, float(number)
+                notes_on(value)[ADDED] = place, float(number)
         return value
 
     def _note_crossed(self, one: Tensor, other: Tensor) -> None:
@@ -918,8 +919,7 @@ class Observer:
         # Also of modules that no other one has.
         for module, _ in trace.ran[True].values():
             parameters += module.parameters(recurse=False)
-        scale = self.scales.get(loss, 1.0)
-        terms, numbers, is_second = terms_of(loss, scale, self.losses, self.numbers)
+        terms, numbers, scale, is_second = terms_of(loss)
         for place, number in numbers:
             trace.numbers[place].add(number)
         event = self.note(
@@ -969,7 +969,7 @@ class Observer:
             self.fault("scaler", event.place, measured, hint)
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
-            self.scales[value] = float(scaler.get_scale())
+            notes_on(value)[SCALE] = float(scaler.get_scale())
         elif name == "step" and not isinstance(self.trace.events[-1], Step):
             self.note(Skipped, optimizer=args[0])
         return value
@@ -1036,9 +1036,6 @@ class Observer:
                 event.rates = _rates(scheduler.optimizer)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        # A loss whose gradients autograd.grad takes keeps its graph until here.
-        self.losses.clear()
-        self.numbers.clear()
         if not self.stepping:
             self.gradient.use()
             self.state_before = _state(optimizer)
