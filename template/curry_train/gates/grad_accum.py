@@ -38,8 +38,6 @@ from .windows_by_hand import (
 )
 
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
-# Of the gradient's own norm, so that every model is clipped.
-CLIPPED_SHARE = 0.5
 # The scale of the losses under a scaler, and one under which every gradient overflows.
 LOSS_SCALE = 2.0**10
 OVERFLOWING_SCALE = 2.0**127
@@ -67,8 +65,7 @@ def short_window(case: Case, *, train_window: Train = train_window) -> Outcome:
 
 def once_per_window(case: Case, *, train_window: Train = train_window) -> Outcome:
     """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
-    is_clipped, is_scheduled = (takes(train_window, name) for name in ("clip_norm", "scheduler"))
-    if not (is_clipped or is_scheduled):
+    if not (takes(train_window, "clip_norm") or takes(train_window, "scheduler")):
         raise NotApplicable("the implementation takes neither clip_norm nor scheduler")
     return compare_windows(
         case,
@@ -76,8 +73,7 @@ def once_per_window(case: Case, *, train_window: Train = train_window) -> Outcom
         sizes=[2] * 8,
         num_steps=4,
         is_masked=True,
-        clip_share=CLIPPED_SHARE if is_clipped else None,
-        is_scheduled=is_scheduled,
+        with_options=True,
         hint="clip, step and schedule after the last microbatch of the window, never inside it",
     )
 
@@ -95,13 +91,11 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         )
     if case.device.type == "cuda" and case.dtype is torch.bfloat16:
         raise NotApplicable("torch's scaler takes no bfloat16 gradients on CUDA")
-    is_scheduled = takes(train_window, "scheduler")
     measured, required, hint = compare_windows(
         case,
         train_window,
         sizes=[2] * 4,
-        clip_share=CLIPPED_SHARE if takes(train_window, "clip_norm") else None,
-        is_scheduled=is_scheduled,
+        with_options=True,
         scaler=torch.amp.GradScaler(case.device.type, init_scale=LOSS_SCALE),
         hint="unscale once per window, after the last backward and before clipping",
     )
@@ -115,7 +109,7 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         train_window,
         lambda model, microbatch: case.workload.loss(model, microbatch) * most,
         rate=MOST_LEARNING_RATE,
-        is_scheduled=is_scheduled,
+        is_scheduled=takes(train_window, "scheduler"),
         scaler=torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE),
     )
     pairs = zip(module.parameters(), before, strict=True)

@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_grad_accum.p
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
 from ..primitives.grad_accum import GradientAccumulation, Window
 from ..workloads.workload import Case, batch_size
+from .implementation import takes
 from .verdict import NotApplicable, Outcome
 
 # If the batch summed by hand over its microbatches differs by more than this, the tolerance is so
@@ -32,6 +33,8 @@ ROUNDING_FACTOR = 4
 # Where a model does not run in float64, a difference above this is no rounding.
 COUPLED_DIFFERENCE = 1e-3
 MOST_LEARNING_RATE = 0.1
+# Of the first window's gradient norm, so that every model is clipped.
+CLIPPED_SHARE = 0.5
 
 # A `train_window`: ours, the user's, or one by hand.
 Train = Callable[..., Any]
@@ -141,15 +144,14 @@ def compare_windows(
     sizes: Sequence[int],
     num_steps: int | None = None,
     is_masked: bool = False,
-    clip_share: float | None = None,
-    is_scheduled: bool = False,
+    with_options: bool = False,
     scaler: torch.amp.GradScaler | None = None,
     hint: str,
 ) -> Outcome:
     """Compare windows of `num_steps` microbatches with large batches that are trained by hand.
 
     The sizes are those of the microbatches, of which all are one window without `num_steps`.
-    `clip_share` clips to this share of the first window's gradient norm.
+    `with_options` clips and schedules too, where the implementation takes that.
     """
     num_steps = num_steps or len(sizes)
     batch = case.batch(sum(sizes))
@@ -160,11 +162,14 @@ def compare_windows(
     check_repeats(case, module)
 
     by_hand = [microbatches[start : start + num_steps] for start in range(0, len(sizes), num_steps)]
-    gradients = _by_hand(case, by_hand[:1], {}).steps[0].gradients.values()
+    gradients = _by_hand(case, by_hand[:1]).steps[0].gradients.values()
     norm = math.hypot(*(one.norm().item() for one in gradients if one is not None))
-    clip_norm = None if clip_share is None else clip_share * norm
-    rate = _learning_rate(module, clip_norm or norm)
-    settings: dict[str, Any] = {"rate": rate, "clip_norm": clip_norm, "is_scheduled": is_scheduled}
+    clip_norm = CLIPPED_SHARE * norm if with_options and takes(train, "clip_norm") else None
+    settings: dict[str, Any] = {
+        "rate": _learning_rate(module, clip_norm or norm),
+        "clip_norm": clip_norm,
+        "is_scheduled": with_options and takes(train, "scheduler"),
+    }
     reference, tolerance = reference_by_hand(case, by_hand, batch, **settings)
     windows = [*GradientAccumulation(num_steps).windows(microbatches, count=case.workload.count)]
     module = case.build().eval()
@@ -208,10 +213,31 @@ def reference_by_hand(
     The tolerance is that of the dtype, or more for a model whose gradients differ by more than that
     when a loop by hand sums each window over its microbatches.
     """
-    whole, difference = _divided_difference(case, windows, batch, settings)
+
+    def whole_and_difference(case: Case) -> tuple[Observed, float]:
+        """Train on whole windows and on microbatches; return the first and the difference."""
+        sizes = [sum(map(batch_size, window)) for window in windows]
+        wholes = [[window] for window in case.split(case.place(batch), sizes)]
+        whole = _by_hand(case, wholes, **settings)
+        placed = [list(map(case.place, window)) for window in windows]
+        divided = _by_hand(case, placed, **settings)
+        losses = compare(whole.steps[-1], replace(whole.steps[-1], loss=divided.steps[-1].loss))
+        return whole, max(divided.compare(whole).worst, losses.worst)
+
+    def is_rounding() -> bool:
+        """Return whether the difference is much smaller in float64."""
+        try:
+            _, remaining = whole_and_difference(replace(case, dtype=torch.float64))
+        except (RuntimeError, TypeError):
+            # The model or the device computes in other dtypes alone.
+            scale = tolerance / GRADIENT_TOLERANCES[torch.float32]
+            return difference <= COUPLED_DIFFERENCE * min(scale, 100)
+        return ROUNDING_FACTOR * remaining < difference
+
+    whole, difference = whole_and_difference(case)
     check_comparable(whole.steps[-1])
     tolerance = GRADIENT_TOLERANCES[case.dtype]
-    if difference > tolerance and not _is_rounding(case, windows, batch, difference, settings):
+    if difference > tolerance and not is_rounding():
         raise NotApplicable(
             f"a batch's loss or gradient differs by {difference:.1e} from the sum over its parts, "
             "and not by rounding: the loss couples samples, or is not a sum, which a Workload has "
@@ -220,36 +246,6 @@ def reference_by_hand(
     return whole, max(tolerance, DIVIDED_BATCH_FACTOR * difference)
 
 
-def _by_hand(case: Case, windows: Sequence[Sequence[Any]], settings: Mapping[str, Any]) -> Observed:
+def _by_hand(case: Case, windows: Sequence[Sequence[Any]], **settings: Any) -> Observed:
     made = [window_by_hand(case, window) for window in windows]
     return observe(case.build().eval(), made, train_by_hand, case.workload.loss, **settings)
-
-
-def _divided_difference(
-    case: Case, windows: Sequence[Sequence[Any]], batch: Any, settings: Mapping[str, Any]
-) -> tuple[Observed, float]:
-    """Train by hand on whole windows and on microbatches; return the first and the difference."""
-    sizes = [sum(map(batch_size, window)) for window in windows]
-    whole = _by_hand(case, [[window] for window in case.split(batch, sizes)], settings)
-    divided = _by_hand(case, windows, settings)
-    losses = compare(whole.steps[-1], replace(whole.steps[-1], loss=divided.steps[-1].loss))
-    return whole, max(divided.compare(whole).worst, losses.worst)
-
-
-def _is_rounding(
-    case: Case,
-    windows: Sequence[Sequence[Any]],
-    batch: Any,
-    difference: float,
-    settings: Mapping[str, Any],
-) -> bool:
-    """Return whether a difference is much smaller in float64."""
-    precise = replace(case, dtype=torch.float64)
-    placed = [list(map(precise.place, window)) for window in windows]
-    try:
-        _, remaining = _divided_difference(precise, placed, precise.place(batch), settings)
-    except (RuntimeError, TypeError):
-        # The model or the device computes in other dtypes alone.
-        scale = GRADIENT_TOLERANCES[case.dtype] / GRADIENT_TOLERANCES[torch.float32]
-        return difference <= COUPLED_DIFFERENCE * min(scale, 100)
-    return ROUNDING_FACTOR * remaining < difference
