@@ -26,6 +26,7 @@ from ..core.measure_compiled import (
     with_own_code,
 )
 from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare
+from ..core.replaced_calls import Call, watched
 from ..core.wording import format_bytes
 from ..primitives.offload import (
     DUPLICATE_REASON,
@@ -173,21 +174,18 @@ def _host_apart(case: Case, offload: Change) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if case.device.type == "cpu" and offload is not offload_all:
             for owner, name in ((Tensor, "cpu"), (Tensor, "to"), (torch, "empty")):
-                call = _into_host_memory(getattr(owner, name), copies=owner is Tensor)
+                call = watched(_into_host_memory, getattr(owner, name))
                 stack.enter_context(mock.patch.object(owner, name, call))
         yield
 
 
-def _into_host_memory(function: Callable[..., Tensor], *, copies: bool) -> Callable[..., Tensor]:
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        out = function(*args, **kwargs)
-        if torch.is_grad_enabled() or out.layout is not torch.strided or not out.numel():
-            return out
-        # No operation of torch makes this buffer, so `LiveStorages` does not count it.
-        host = torch.frombuffer(mmap.mmap(-1, out.nbytes), dtype=out.dtype).view(out.shape)
-        return host.copy_(out) if copies else host
-
-    return call
+def _into_host_memory(function: Call, *args: Any, **kwargs: Any) -> Tensor:
+    out: Tensor = function(*args, **kwargs)
+    if torch.is_grad_enabled() or out.layout is not torch.strided or not out.numel():
+        return out
+    # No operation of torch makes this buffer, so `LiveStorages` does not count it.
+    host = torch.frombuffer(mmap.mmap(-1, out.nbytes), dtype=out.dtype).view(out.shape)
+    return host.copy_(out)
 
 
 # The compiler's memory budget: the same step from fewer saved bytes.

@@ -21,6 +21,7 @@ from ..core.blocks import find_blocks
 from ..core.generators import seeded
 from ..core.measure import forward_flops
 from ..core.parity import Parity, check_comparable, compare
+from ..core.replaced_calls import Call, watched
 from ..plan.profiler import MemoryProfiler
 from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
@@ -255,16 +256,13 @@ def _disturbed(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Ite
 def _before_topk(look: Callable[[Tensor], Any]) -> Iterator[None]:
     """Call a function with the scores before each `topk`; it may return others."""
 
-    def patched(choose: Callable[..., Any]) -> Callable[..., Any]:
-        def chosen(scores: Tensor, *args: Any, **kwargs: Any) -> Any:
-            others = look(scores)
-            return choose(scores if others is None else others, *args, **kwargs)
-
-        return chosen
+    def chosen(choose: Call, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
+        others = look(scores)
+        return choose(scores if others is None else others, *args, **kwargs)
 
     with (
-        mock.patch.object(torch, "topk", patched(torch.topk)),
-        mock.patch.object(Tensor, "topk", patched(Tensor.topk)),
+        mock.patch.object(torch, "topk", watched(chosen, torch.topk)),
+        mock.patch.object(Tensor, "topk", watched(chosen, Tensor.topk)),
     ):
         yield
 

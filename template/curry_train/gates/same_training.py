@@ -37,6 +37,7 @@ from ..core.parity import (
     record,
     record_step,
 )
+from ..core.replaced_calls import Call, watched
 from ..core.wording import some_of
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
@@ -172,16 +173,13 @@ def change_in_place(change: Change, model: nn.Module, names: Sequence[str]) -> N
     before = {module: name for name, module in model.named_modules()}
     change(model, blocks=list(names))
 
-    def renamed(named: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in named(*args, **kwargs):
-                owner, _, own = name.rpartition(".")
-                yield f"{before[model.get_submodule(owner)]}.{own}".lstrip("."), tensor
-
-        return call
+    def renamed(named: Call, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named(*args, **kwargs):
+            owner, _, own = name.rpartition(".")
+            yield f"{before[model.get_submodule(owner)]}.{own}".lstrip("."), tensor
 
     for name in ("named_parameters", "named_buffers"):
-        setattr(model, name, renamed(getattr(model, name)))
+        setattr(model, name, watched(renamed, getattr(model, name)))
 
 
 def changed(case: Case, change: Change) -> nn.Module:
