@@ -13,7 +13,7 @@ from curry_train.gates.verdict import (
     TECHNIQUES,
     Gate,
     discover,
-    shared_result,
+    shared,
     techniques_of,
 )
 from curry_train.workloads.models import load_workload
@@ -40,8 +40,9 @@ def test_gates_of_one_case_share_a_result_and_those_of_another_do_not():
     case = Case(load_workload("mlp"))
     another = replace(case, dtype=torch.bfloat16)
     calls = []
+    look = shared(calls.append)
     for one in (case, replace(case), another, case):
-        shared_result(one, "key", lambda one=one: calls.append(one))
+        look(one)
     assert calls == [case, another, case]
 
 

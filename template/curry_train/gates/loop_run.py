@@ -331,14 +331,9 @@ class ChangedFiles:
         self.is_noticing = False
         self.before: dict[Path, Path | None] = {}
 
-    @contextlib.contextmanager
-    def noticed(self) -> Iterator[None]:
+    def noticed(self) -> contextlib.AbstractContextManager[Any]:
         sys.addaudithook(self._audit)  # which can't be removed
-        self.is_noticing = True
-        try:
-            yield
-        finally:
-            self.is_noticing = False
+        return mock.patch.object(self, "is_noticing", True)
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.is_noticing:

@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_memory_plan.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
 from .same_training import Change, same_training, step_of
-from .verdict import Gate, NotApplicable, Outcome, shared_result
+from .verdict import Gate, NotApplicable, Outcome, shared
 
 # Gates of the chunked loss: the same training step, and few logits at a time.
 
@@ -268,12 +267,9 @@ class Prediction:
     blocks: str | Sequence[str] | None
 
 
+@shared
 def predict(case: Case) -> Prediction:
     """Sketch the model and plan for it, once for all gates."""
-    return shared_result(case, "memory-plan prediction", partial(_predict, case))
-
-
-def _predict(case: Case) -> Prediction:
     # Quick options; the techniques' gates check the others.
     with Planner(
         case.workload,

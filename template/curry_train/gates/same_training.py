@@ -41,7 +41,7 @@ from ..core.replaced_calls import Call, watched
 from ..core.wording import some_of
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
-from .verdict import NotApplicable, Outcome, shared_result
+from .verdict import NotApplicable, Outcome, shared
 
 NUM_STEPS = 3
 # A batch with this many held bytes is large enough for any model.
@@ -319,12 +319,8 @@ class TrainingCourse:
     left_out: tuple[str, ...] = ()
 
 
+@shared
 def _plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
-    """Return the plain training, with which all gates of a case compare."""
-    return shared_result(case, "plain training", partial(_train_plain, case))
-
-
-def _train_plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
     course = TrainingCourse()
     reasons: dict[str, None] = {}

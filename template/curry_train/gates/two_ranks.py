@@ -282,7 +282,9 @@ class RankProcesses:
         # The others lose their connection to the rank that failed first.
         failures.sort(key=lambda one: not one[0] or any(text in one[0] for text in LOST_CONNECTION))
         reason, hint = failures[0]
-        raise RankFailed(reason, hint=hint or "run it on one rank")
+        error = RankFailed(reason)
+        error.add_note(hint or "run it on one rank")
+        raise error
 
     @property
     def is_running(self) -> bool:

@@ -25,7 +25,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
 from .implementation import CONTRACTS, Implementation, load_implementation
 
+T = TypeVar("T")
 LESS_MEMORY = "try a smaller --batch-size, or --shrink"
 ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: use --shrink 2"
 
@@ -81,11 +82,7 @@ class NotApplicable(ValueError):
 
 
 class RankFailed(RuntimeError):
-    """Another process raised an error; `hint` names the line of the user that raised it, if any."""
-
-    def __init__(self, reason: str, *, hint: str) -> None:
-        super().__init__(reason)
-        self.hint = hint
+    """Another process raised an error; its note names the line of the user that raised it."""
 
 
 def not_applicable(gate: str, why: str) -> Verdict:
@@ -167,7 +164,7 @@ class Gate:
                 # Our own errors state what to do.
                 measured, hint = "could not be measured", why
                 if isinstance(error, RankFailed):
-                    measured, hint = f"raised on a rank: {why}", error.hint
+                    measured, hint = f"raised on a rank: {why}", error.__notes__[0]
                 return Verdict(self.name, False, measured, TO_RUN, hint)
         except Exception as error:  # noqa: BLE001
             # The user's model may raise anything, and the other gates must still run.
@@ -213,18 +210,23 @@ def with_calls_counted(workload: Workload) -> tuple[Workload, Counter[str]]:
     return replace(workload, build=build, loss=loss), calls
 
 
-# Results that several gates of one case share: the case, and its results by key.
+# Results that several gates of one case share: the case, and its results by their function.
 _shared_of_case: list[Any] = []
 
 
-def shared_result(case: Case, key: Any, make: Callable[[], Any]) -> Any:
-    """Make a result once for all gates of a case; the next case drops it."""
-    if not (_shared_of_case and _shared_of_case[0] == case):
-        _shared_of_case[:] = [case, {}]
-    results = _shared_of_case[1]
-    if key not in results:
-        results[key] = make()
-    return results[key]
+def shared(make: Callable[[Case], T]) -> Callable[[Case], T]:
+    """Let a function make its result once for all gates of a case; the next case drops it."""
+
+    def result(case: Case) -> T:
+        if not (_shared_of_case and _shared_of_case[0] == case):
+            _shared_of_case[:] = [case, {}]
+        results = _shared_of_case[1]
+        if make not in results:
+            results[make] = make(case)
+        found: T = results[make]
+        return found
+
+    return result
 
 
 def drop_shared_results() -> None:
@@ -333,8 +335,8 @@ def measure_rows(
     """Yield one row for each case and gate, in their order, as soon as it is there.
 
     With `implementations` the gates check these instead of ours. `num_processes` defaults to the
-    number that pays off. Worker processes look up case, gate and implementations by name, so more
-    than one process needs cases that `load_workload` made.
+    number that pays off. Worker processes look up case and implementations by name, so more than
+    one process needs cases that `load_workload` made.
     """
     if num_processes is None:
         num_processes = _processes_that_pay_off(cases, gates)
@@ -389,9 +391,7 @@ def _in_workers(
     at a time; one that even then ends its process does not apply.
     """
     named = tuple(f"{one.name}={one.spec}" for one in given)
-    tasks = [
-        (vars(case) | {"workload": case.workload.spec}, gate.name, named) for case, gate in pairs
-    ]
+    tasks = [(vars(case) | {"workload": case.workload.spec}, gate, named) for case, gate in pairs]
     first = 0
     while first < len(tasks):
         try:
@@ -421,9 +421,8 @@ def _start_worker(threads: int) -> None:
     gc.freeze()
 
 
-def _measure(settings: dict[str, Any], gate_name: str, implementations: tuple[str, ...]) -> Verdict:
+def _measure(settings: dict[str, Any], gate: Gate, implementations: tuple[str, ...]) -> Verdict:
     case = Case(**settings | {"workload": _load_workload(settings["workload"])})
-    gate = {gate.name: gate for gate in discover([gate_name])}[gate_name]
     return gate.run(case, list(map(_load_implementation, implementations)))
 
 
