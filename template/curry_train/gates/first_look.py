@@ -171,7 +171,7 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
 
 def _on_batch(batch: Any) -> Iterator[FailureCause]:
     kinds: list[bool] = []
-    map_tensors(batch, lambda tensor: kinds.append(tensor.is_nested), move=lambda value: value)
+    map_tensors(batch, lambda tensor: kinds.append(tensor.is_nested))
     if any(kinds):
         yield FailureCause(
             "the batch has nested tensors, whose saved parts can't be counted: judge a model on "
@@ -291,25 +291,29 @@ def _loss_of_call(case: Case, module: nn.Module, batch: Any) -> float:
         return case.workload.mean_loss(module, batch).item()
 
 
-def _numbers_and_generators(module: nn.Module) -> dict[str, Any]:
-    """Return numbers and states of generators in plain attributes of the modules, by name."""
-    found: dict[str, Any] = {}
+def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what the modules inside keep in plain attributes, by name."""
     for name, part in module.named_modules():
         for attribute, value in vars(part).items():
-            if isinstance(value, int | float):
-                found[f"{name}.{attribute}".removeprefix(".")] = value
-            elif isinstance(value, torch.Generator):
-                found[f"{name}.{attribute}".removeprefix(".")] = bytes(value.get_state().tolist())
-    return found
+            if attribute not in TORCH_ATTRIBUTES:
+                yield f"{name}.{attribute}".removeprefix("."), value
+
+
+def _numbers_and_generators(module: nn.Module) -> dict[str, Any]:
+    """Return numbers and states of generators in plain attributes of the modules, by name."""
+    return {
+        name: bytes(value.get_state().tolist()) if isinstance(value, torch.Generator) else value
+        for name, value in _own_attributes(module)
+        if isinstance(value, int | float | torch.Generator)
+    }
 
 
 def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
     """Return the tensors in plain attributes of the modules inside, by name."""
     return {
-        f"{name}.{attribute}{keystr(path)}".removeprefix("."): value
-        for name, part in module.named_modules()
-        for attribute in vars(part).keys() - TORCH_ATTRIBUTES
-        for path, value in tree_flatten_with_path(vars(part)[attribute])[0]
+        f"{name}{keystr(path)}": value
+        for name, kept in _own_attributes(module)
+        for path, value in tree_flatten_with_path(kept)[0]
         if isinstance(value, Tensor)
     }
 

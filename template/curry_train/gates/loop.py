@@ -212,7 +212,8 @@ def _unequal(
     if not any(abs(total - 1) < TOLERANCE for total in totals):
         # A part may weigh more than 1 by a factor of the user's.
         samples = max(1, sum(one.num_samples for one in window.forwards))
-        for total, weights, column in zip(totals, strengths, columns, strict=True):
+        parts = zip(totals, strengths, columns, divisions, strict=True)
+        for total, weights, column, times in parts:
             # A sum over the values of samples, or of positions, may be divided by their number.
             num_values = sum(term.num_terms for term in column) / samples
             is_mean = column[0].reduction == "mean" or not any(
@@ -229,7 +230,6 @@ def _unequal(
                     "the number of terms in all of them (num_items_in_batch of a Trainer); where "
                     "an epoch ends within a window, step or call zero_grad() there",
                 )
-        for total, column, times in zip(totals, columns, divisions, strict=True):
             is_twice = times > (column[0].reduction == "mean")
             # Whether a division by the ranks is one too many is seen where they are compared.
             if is_twice and number != world_size() and abs(total * number - 1) < TOLERANCE:
