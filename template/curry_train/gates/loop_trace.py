@@ -499,11 +499,11 @@ class Gradient:
         return {"made": made, "used": used, "factor": factor if is_multiplied else None}
 
 
-class Observer:
-    """The replaced calls, which write to a trace."""
+class Observer(Trace):
+    """A trace with the replaced calls that write to it."""
 
     def __init__(self, num_steps: int, when_enough: Callable[[Trace], None]) -> None:
-        self.trace = Trace()
+        super().__init__()
         self.num_steps = num_steps
         self.when_enough = when_enough
         self.began = time.monotonic()
@@ -523,7 +523,7 @@ class Observer:
         # Leaves from which an input of a model was computed, by id.
         self.leaves = set[int]()
         # The last call of torch.autograd.grad whose result has no graph.
-        self.cut = ""
+        self.grad_place = ""
         self.is_attack = False
         self.loss_call: LossCall | None = None
         # The arguments of the last forward pass, and modules that were run again with others.
@@ -544,15 +544,15 @@ class Observer:
         return max(self.num_made.values(), default=0)
 
     def last(self, kind: type[E]) -> E | None:
-        return next((one for one in reversed(self.trace.events) if isinstance(one, kind)), None)
+        return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
 
     def fault(self, check: str, *fault: str) -> None:
-        self.trace.faults[check].append(fault)
+        self.faults[check].append(fault)
 
     def note(self, kind: type[E], /, **facts: Any) -> E:
         facts.setdefault("lines", users_lines())
         event = kind(in_step=bool(self.stepping), **facts)
-        self.trace.events.append(event)
+        self.events.append(event)
         return event
 
     @contextlib.contextmanager
@@ -642,7 +642,7 @@ class Observer:
         if in_transform():
             return call(module, *args, **options)
         has_gradients = torch.is_grad_enabled()
-        ran = self.trace.ran[has_gradients]
+        ran = self.ran[has_gradients]
         if id(module) not in ran or (module.training and not ran[id(module)][1]):
             ran[id(module)] = module, users_line("checkpoint") if module.training else ""
         event = None
@@ -672,12 +672,11 @@ class Observer:
         inputs = list(_tensors(self.given))
         self.inputs += [weakref.ref(one) for one in inputs if one.requires_grad and one.is_leaf]
         self.leaves = self.leaves.union(*(leaves(one) for one in inputs if one.requires_grad))
-        trace = self.trace
         is_trained = has_gradients and any(one.requires_grad for one in module.parameters())
-        if is_trained and module not in trace.roots:
-            trace.roots.append(module)
+        if is_trained and module not in self.roots:
+            self.roots.append(module)
             for name, parameter in module.named_parameters():
-                trace.names.setdefault(id(parameter), name)
+                self.names.setdefault(id(parameter), name)
         tokens = _rows(options.get("input_ids", args[0] if args else None))
         if tokens is not None and tokens.is_floating_point():
             tokens = None
@@ -707,7 +706,7 @@ class Observer:
             passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens,
             mask=_rows(options.get("attention_mask")),
-            cause=None if module.training else trace.made.get(id(module)),
+            cause=None if module.training else self.made.get(id(module)),
         )
 
     def _note_output(self, event: Forward, output: Any) -> None:
@@ -837,8 +836,8 @@ class Observer:
         if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
             number = one if isinstance(other, Tensor) and other.requires_grad else other
             is_tensor = isinstance(number, Tensor)
-            if not (is_tensor and (number.requires_grad or not self.cut)):
-                place = self.cut if is_tensor else users_line()
+            if not (is_tensor and (number.requires_grad or not self.grad_place)):
+                place = self.grad_place if is_tensor else users_line()
                 notes_on(value)[ADDED] = place, float(number)
         return value
 
@@ -860,15 +859,15 @@ class Observer:
         is_made = self.depth or one.grad_fn is not None
         if one.requires_grad and is_made and not is_ours and not in_transform():
             place = users_line()
-            if place not in self.trace.cut:
-                self.trace.cut[place] = leaves(one)
+            if place not in self.cut:
+                self.cut[place] = leaves(one)
         return detach(one, *args, **options)
 
     def _grad(self, grad: Call, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         wanted = inputs if isinstance(inputs, Tensor) else tuple(inputs)
         if options.get("create_graph") or any(args[2:3]):
             return grad(outputs, wanted, *args, **options)
-        self.cut = users_line()
+        self.grad_place = users_line()
         # Gradients of inputs alone, as of an attack, train nothing.
         self.is_attack = not any(isinstance(one, nn.Parameter) for one in _tensors(wanted))
         try:
@@ -912,16 +911,15 @@ class Observer:
             backward(tensors, *args, **options)
             return
         mark_graph(loss, self.num_steps_made, users_line())
-        trace = self.trace
         parameters = [
-            one for owner in (*trace.roots, *trace.optimizers) for one in _parameters(owner)
+            one for owner in (*self.roots, *self.optimizers) for one in _parameters(owner)
         ]
         # Also of modules that no other one has.
-        for module, _ in trace.ran[True].values():
+        for module, _ in self.ran[True].values():
             parameters += module.parameters(recurse=False)
         terms, numbers, scale, is_second = terms_of(loss)
         for place, number in numbers:
-            trace.numbers[place].add(number)
+            self.numbers[place].add(number)
         event = self.note(
             Backward,
             value=float(loss.detach()),
@@ -942,13 +940,13 @@ class Observer:
         self.at_backward = after = _versions(parameters)
         event.reached = frozenset(key for key in after if after[key] != before[key])
         self.gradient = Gradient(one for one in parameters if id(one) in event.reached)
-        trace.with_gradient |= {key for key in after if after[key] is not None}
+        self.with_gradient |= {key for key in after if after[key] is not None}
         event.of_inputs = any(getattr(ref(), "grad", None) is not None for ref in self.inputs)
         self.inputs.clear()
         self.loss_call = None
-        self.cut = ""
-        if not self.num_made and len(trace.of(Backward)) > 50 * self.num_steps:
-            self.when_enough(trace)
+        self.grad_place = ""
+        if not self.num_made and len(self.of(Backward)) > 50 * self.num_steps:
+            self.when_enough(self)
 
     def _scaling(self, call: Call, scaler: Any, *args: Any, **options: Any) -> Any:
         if not scaler.is_enabled():
@@ -958,7 +956,7 @@ class Observer:
             self.gradient.use()
         calls = [
             one.call
-            for one in self.trace.of(Scaling)
+            for one in self.of(Scaling)
             if one.scaler is scaler and one.call in ("scale", "update")
         ]
         event = self.note(Scaling, call=name, scaler=scaler)
@@ -970,7 +968,7 @@ class Observer:
         value = call(scaler, *args, **options)
         if name == "scale" and isinstance(value, Tensor):
             notes_on(value)[SCALE] = float(scaler.get_scale())
-        elif name == "step" and not isinstance(self.trace.events[-1], Step):
+        elif name == "step" and not isinstance(self.events[-1], Step):
             self.note(Skipped, optimizer=args[0])
         return value
 
@@ -1001,10 +999,10 @@ class Observer:
 
     def _made(self, init: Call, one: Optimizer, *args: Any, **options: Any) -> None:
         init(one, *args, **options)
-        self.trace.optimizers.append(one)
+        self.optimizers.append(one)
         # Not a line of the object's own class, where that is the user's.
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
-        self.trace.made[id(one)] = Event(lines, False)
+        self.made[id(one)] = Event(lines, False)
 
     def _set(self, call: Call, one: Optimizer, name: str, value: Any) -> None:
         if name == "lr" and type(one).__module__.startswith("torch.") and value not in _rates(one):
@@ -1015,14 +1013,14 @@ class Observer:
     def _set_mode(self, call: Call, module: nn.Module, mode: bool = True) -> nn.Module:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
         if not mode:
-            self.trace.made[id(module)] = Event(users_lines(), False)
+            self.made[id(module)] = Event(users_lines(), False)
         return call(module, mode)
 
     def _schedule(self, step: Call, scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
         event = None
         caller = sys._getframe(2)
         if caller.f_code.co_name == "_initial_step":
-            self.trace.schedules.append((users_line(), scheduler.optimizer))
+            self.schedules.append((users_line(), scheduler.optimizer))
         elif not self.schedule_depth:
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
             number = world_size() if is_per_process else 1
@@ -1047,14 +1045,14 @@ class Observer:
         self.stepping.append(optimizer)
 
     def _of_roots(self, *, trained: bool) -> list[Tensor]:
-        parameters = (one for root in self.trace.roots for one in root.parameters())
+        parameters = (one for root in self.roots for one in root.parameters())
         return [one for one in parameters if one.requires_grad is trained]
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping.pop()
         if self.stepping:  # an optimizer that steps another one
             return
-        self.trace.files |= {frame.f_code.co_filename for frame in users_frames()}
+        self.files |= {frame.f_code.co_filename for frame in users_frames()}
         key = id(optimizer)
         parameters = parameters_of(optimizer)
         gradients = {id(one): one.grad for one in parameters if one.grad is not None}
@@ -1078,12 +1076,12 @@ class Observer:
             after=sum(map(digest, parameters)) if self.is_compared else 0.0,
             in_backward=in_backward(),
             generator=_generator(),
-            cause=self.trace.made.get(key),
+            cause=self.made.get(key),
         )
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", event.place, "a step on gradients that are not finite", LOOK)
         if frozen := [id(one) for one in self._of_roots(trained=False) if self._has_moved(one)]:
-            measured = f"frozen parameters move: {self.trace.named(frozen)}"
+            measured = f"frozen parameters move: {self.named(frozen)}"
             hint = "leave frozen parameters out of the optimizer"
             self.fault("moves", event.place, measured, hint)
         self.before = {}
@@ -1102,24 +1100,20 @@ class Observer:
                     isinstance(one, nn.Parameter)
                     or (
                         one._version == 0
-                        and 1 < one.grad._version < len(self.trace.of(Backward))
+                        and 1 < one.grad._version < len(self.of(Backward))
                         and id(one) not in self.leaves
                     )
                 )
             }
         if self._is_enough(self.num_made[key]):
             self.finish()
-            self.when_enough(self.trace)
+            self.when_enough(self)
 
     def _probe(self) -> None:
         """Run a model again with a part of its input changed, and compare outputs."""
         forward = self.last(Forward)
         # Targets may stand behind a call of another model, as of one that judges.
-        if (
-            forward is None
-            or forward.module not in self.trace.roots
-            or forward.module in self.probed
-        ):
+        if forward is None or forward.module not in self.roots or forward.module in self.probed:
             return
         self.probed.append(forward.module)
         # A model may refuse to run in eval mode, or have other outputs in each call.
@@ -1138,7 +1132,7 @@ class Observer:
         at = torch.arange(last + 1, device=tokens.device) % last
         both = self._outputs(module, tokens, tokens.index_select(forward.time_dim, at))
         if both[0].dim() == 3 and _differ(*(one.narrow(forward.time_dim, 0, last) for one in both)):
-            for one in self.trace.of(Targets):
+            for one in self.of(Targets):
                 if one.model is module and one.same_as_input.get(1, 0) > 0.99:
                     measured = "the model sees the tokens that it has to predict"
                     hint = "mask attention to later tokens: is_causal=True"
@@ -1246,13 +1240,12 @@ class Observer:
         is_late = world_size() > 1 or time.monotonic() - self.began > MORE_SECONDS
         if is_late or num_steps >= self.num_steps * MORE_STEPS:
             return True
-        fetches = self.trace.of(Fetch)
+        fetches = self.of(Fetch)
         batches = [one.digests for one in fetches]
         # Past the first four batches of another pass. Without a DataLoader no pass is known.
         return not all(batches) and all(batches[-4:]) and fetches[-1].loader is fetches[0].loader
 
     def finish(self) -> None:
-        trace = self.trace
         hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
         for place, measured in self.growth.growing():
             self.fault("growth", place, measured, hint)
@@ -1260,15 +1253,15 @@ class Observer:
         for place in self.growth.graphs:
             measured = "a tensor of two steps ago is still held, with its graph"
             self.fault("graph", place, measured, hint)
-        for module, _ in (trace.ran[False] | trace.ran[True]).values():
+        for module, _ in (self.ran[False] | self.ran[True]).values():
             for name, parameter in module.named_parameters(recurse=False):
-                trace.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
-        trace.bare = list(self.living.keys() - trace.names.keys() - trace.held)
-        trace.names = self.living | trace.names
-        trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
+                self.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+        self.bare = list(self.living.keys() - self.names.keys() - self.held)
+        self.names = self.living | self.names
+        trained = [one for several in map(parameters_of, self.optimizers) for one in several]
         if equal := [id(one) for one in trained if _has_equal_rows(one)]:
-            measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
-            place = "".join(one.place for one in trace.of(Step)[-1:])
+            measured = f"all rows of {self.named(equal)} are alike, and learn the same"
+            place = "".join(one.place for one in self.of(Step)[-1:])
             self.fault("moves", place, measured, "initialize weights by random numbers")
 
 
@@ -1405,9 +1398,9 @@ def observe(
     """Run a training loop until one of its optimizers has made a number of steps."""
     observer = Observer(num_steps, when_enough)
     # Those that the loop was given; it may make more.
-    observer.trace.optimizers += _living(Optimizer)
+    observer.optimizers += _living(Optimizer)
     # What is there already is not looked through after each step.
     with heap_kept(), observer.installed(), contextlib.suppress(EnoughSteps):
         train()
         observer.finish()
-    return observer.trace
+    return observer
