@@ -1017,21 +1017,20 @@ class Observer(Trace):
         return call(module, mode)
 
     def _schedule(self, step: Call, scheduler: LRScheduler, *args: Any, **options: Any) -> Any:
-        event = None
         caller = sys._getframe(2)
+        self.schedule_depth += 1
+        try:
+            value = step(scheduler, *args, **options)
+        finally:
+            self.schedule_depth -= 1
         if caller.f_code.co_name == "_initial_step":
             self.schedules.append((users_line(), scheduler.optimizer))
         elif not self.schedule_depth:
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
             number = world_size() if is_per_process else 1
-            event = self.note(Schedule, scheduler=scheduler, rates=[], num_expected=number)
-        self.schedule_depth += 1
-        try:
-            return step(scheduler, *args, **options)
-        finally:
-            self.schedule_depth -= 1
-            if event is not None:
-                event.rates = _rates(scheduler.optimizer)
+            rates = _rates(scheduler.optimizer)
+            self.note(Schedule, scheduler=scheduler, rates=rates, num_expected=number)
+        return value
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:

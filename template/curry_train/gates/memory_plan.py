@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..bench.steps import TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import seeded, untouched
+from ..core.generators import seeded
 from ..core.measure import FlopCount, Memory, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, check_comparable, compare, record_step
@@ -27,7 +27,7 @@ from ..primitives.chunked_loss import UnsuitableHead, apply_chunked_loss, chunke
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import Change, same_training, step_of
+from .same_training import Change, run_forward, same_training, step_of
 from .verdict import Gate, NotApplicable, Outcome, shared
 
 # Gates of the chunked loss: the same training step, and few logits at a time.
@@ -80,8 +80,7 @@ def find_head(case: Case) -> Head:
             "the model is compiled, and compiled code has plain logits: compile after the change"
         )
     try:
-        with untouched(module), seeded(case.seed):
-            case.workload.mean_loss(module, case.batch())
+        run_forward(case, module)
     except RuntimeError as error:
         if SECOND_DERIVATIVE_ERROR not in str(error):
             raise

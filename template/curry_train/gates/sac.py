@@ -23,6 +23,7 @@ from .same_training import (
     flops_again,
     memory_of,
     on_blocks,
+    run_forward,
     same_training,
     same_without_training,
     sample_of,
@@ -80,8 +81,7 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
         module = case.build()
         sac.apply_sac(module, policy, blocks=case.blocks)
         try:
-            with seeded(case.seed), untouched(module):
-                case.workload.mean_loss(module, case.batch()).backward()
+            run_forward(case, module).backward()
         except PolicyError as refusal:
             why = refusal.in_short
         except RuntimeError as refusal:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, measure_memory
 from ..primitives import snn_timesteps
 from ..primitives.snn_timesteps import (
@@ -29,7 +28,7 @@ from ..primitives.snn_timesteps import (
 )
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case
-from .same_training import flops_again, large_enough, same_training, sample_of
+from .same_training import flops_again, large_enough, run_forward, same_training, sample_of
 from .verdict import Gate, NotApplicable, Outcome
 
 # Takes a step, inputs, a state and what the model passes to its unroll; returns outputs and state.
@@ -84,8 +83,7 @@ def _loops(case: Case) -> list[Unrolled]:
             return plain(step, inputs, state, **options)
 
         stepper.unroll = unroll  # type: ignore[assignment]
-    with seeded(case.seed), untouched(module):
-        case.workload.mean_loss(module, case.batch())
+    run_forward(case, module)
     if not found:
         raise NotApplicable(
             "no module has a loop over time in a method unroll(step, inputs, state), so there is "
@@ -146,11 +144,8 @@ def measure_peak(
         allowed = plain.peak_bytes - round(LEAST_SAVING_SHARE * (plain.peak_bytes - allowed))
 
     _through(checkpoint_timesteps)(module, sample_of(case))
-    loss = case.workload.mean_loss
-    batch = case.batch()
-    with untouched(module):
-        loss(module, batch)  # the first call measures costs
-    found = measure_memory(module, batch, loss)
+    run_forward(case, module)  # the first call measures costs
+    found = measure_memory(module, case.batch(), case.workload.mean_loss)
     hint = ""
     if found.peak_bytes > allowed:
         hint = (
@@ -196,10 +191,7 @@ def count_timesteps(
 
     module = case.build()
     _through(checkpoint_timesteps)(module, sample_of(case))
-    with untouched(module):
-        case.workload.mean_loss(
-            module, case.batch()
-        )  # the first call also runs some steps to detect hidden state
+    run_forward(case, module)  # the first call also runs some steps to detect hidden state
     whole, stopped = (flops_again(case, module, early_stop=stops) for stops in (False, True))
     is_right = whole == expected if is_ours else 0 < whole <= most
     hint = ""
@@ -214,7 +206,7 @@ def check_hidden_state(case: Case) -> Outcome:
     found = []
     for loop in _loops(case):
         try:
-            check_step(loop.step, loop.timesteps, loop.state)
+            loop.costs()
         except HiddenState as error:
             found.append(str(error))
     measured = f"{len(found)} loops with hidden state"
