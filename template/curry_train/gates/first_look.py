@@ -214,16 +214,20 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
 
 def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
     """Compare calls of one module on one batch."""
-    loss = case.workload.mean_loss
+
+    def loss_of_call() -> float:
+        with seeded(case.seed), buffers_kept(module):
+            return case.workload.mean_loss(module, batch).item()
+
     attributes = _tensor_attributes(module)
     before = _numbers_and_generators(module)
-    values = [_loss_of_call(case, module, batch) for _ in range(2)]
+    values = [loss_of_call() for _ in range(2)]
     changing = [
         name for name, value in _numbers_and_generators(module).items() if before.get(name) != value
     ]
     # A counter may act only in each n-th call.
     while changing and len(set(values)) == 1 and len(values) < CALLS_OF_A_COUNTER:
-        values.append(_loss_of_call(case, module, batch))
+        values.append(loss_of_call())
     kept = [
         name
         for name, tensor in _tensor_attributes(module).items()
@@ -245,8 +249,8 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             (*COMPARE_STEPS, *RESUMED_GATES),
         )
     with seeded(case.seed):
-        loss(module, batch)
-    after = _loss_of_call(case, module, batch)
+        case.workload.mean_loss(module, batch)
+    after = loss_of_call()
     if values[-1] == values[0] != after:
         yield FailureCause(
             f"each call changes buffers, and with them the loss of one batch, from {values[0]:.6g} "
@@ -284,11 +288,6 @@ def _on_eval_mode(case: Case, module: nn.Module, batch: Any) -> Iterator[Failure
 
 # Calls after which a number that changes in each is taken for one that changes nothing else.
 CALLS_OF_A_COUNTER = 20
-
-
-def _loss_of_call(case: Case, module: nn.Module, batch: Any) -> float:
-    with seeded(case.seed), buffers_kept(module):
-        return case.workload.mean_loss(module, batch).item()
 
 
 def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,6 @@ class Contract:
     """A function that a user may bring, and how the gates call it."""
 
     name: str
-    technique: str
 
     # A function with the parameters that the gates pass; only its signature is used.
     call: Callable[..., Any]
@@ -38,25 +37,21 @@ CONTRACTS: Mapping[str, Contract] = {
     for contract in (
         Contract(
             "recompute_blocks",
-            "recompute",
             lambda model, *, blocks: None,
             "Make the modules with these names recompute their activations, in place.",
         ),
         Contract(
             "offload_blocks",
-            "recompute",
             lambda model, *, blocks: None,
             "Move what the modules with these names save for backward to the host, in place.",
         ),
         Contract(
             "apply_sac",
-            "sac",
             lambda model, *, blocks: None,
             "Save some outputs of the modules with these names and recompute the rest, in place.",
         ),
         Contract(
             "train_window",
-            "grad-accum",
             lambda model, window, loss, optimizer: None,
             "Take one optimizer step on window.microbatches; loss(model, microbatch) is a sum, to "
             "be divided by window.num_terms. With keywords clip_norm, scheduler or scaler, the "
@@ -64,26 +59,22 @@ CONTRACTS: Mapping[str, Contract] = {
         ),
         Contract(
             "checkpoint_timesteps",
-            "snn-timesteps",
             lambda step, inputs, state: None,
             "Run output, state = step(input, state) over time, and return the outputs and the last "
             "state. Gets the keywords that the model passes to its unroll.",
         ),
         Contract(
             "apply_chunked_loss",
-            "memory-plan",
             lambda model, *, head: None,
             "Make the loss over the output of the module with this name run in chunks, in place.",
         ),
         Contract(
             "plan",
-            "memory-plan",
             lambda workload, budget_bytes, *, global_batch, microbatch: None,
             "Return an object whose apply(model) makes a step of this batch fit the budget.",
         ),
         Contract(
             "SpikeWatchdog",
-            "loss-spike",
             lambda config: None,
             "Return an object whose observe(step, loss) is true once a spike is found.",
         ),

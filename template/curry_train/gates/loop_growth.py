@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..workloads.models import LIBRARIES
-from .loop_loss import nodes_behind, notes_on
+from .loop_loss import nodes_behind
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
 FIRST_STEP = 2
@@ -30,6 +30,8 @@ FEWEST_INTERVALS = 4
 AGE_OF_A_GRAPH = 3
 # Objects other than tensors may grow by so much in a step, as texts of a log do.
 FEWEST_BYTES = 2**16
+# Name of the note on an output or a loss: after how many steps it was made, and where.
+MADE_AT = "preflight step"
 CONTAINERS = (list, dict, set, deque)
 
 
@@ -122,18 +124,13 @@ def _description(container: Any, num_entries: float) -> str:
     return f"keeps {num_bytes / 2**20:.2g} MiB more in each step, of objects such as {kind}"
 
 
-def mark_graph(one: Tensor, num_steps: int, line: str) -> None:
-    """Note in the graph of an output or a loss after how many steps it was made, and where."""
-    notes_on(one)["preflight"] = num_steps, line
-
-
 def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:
     """Return tensors with graphs that were made up to a step, and the line by the step."""
     tensors = []
     lines: dict[int, str] = {}
     for one in gc.get_objects():
         if issubclass(type(one), Tensor) and one.grad_fn is not None:
-            marks = [node.metadata.get("preflight", (last + 1, "")) for node in nodes_behind(one)]
+            marks = [node.metadata.get(MADE_AT, (last + 1, "")) for node in nodes_behind(one)]
             if old := {step: line for step, line in marks if step <= last}:
                 tensors.append(one)
                 lines |= old

@@ -168,12 +168,12 @@ def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         time.sleep(0.05)
 
 
-def loop_verdicts(spec: str, *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
+def loop_verdicts(spec: str) -> list[Verdict]:
     """Check the loop of a workload that was read off a script or trainer, by its spec."""
     kind, _, text = spec.partition("=")
     words = shlex.split(text) if kind == "script" else [text]
     try:
-        return preflight_program(kind, words, num_steps=num_steps)
+        return preflight_program(kind, words)
     except LoopFailed as error:
         return [not_applicable("loop/run", str(error))]
 

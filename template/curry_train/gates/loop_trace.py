@@ -42,7 +42,7 @@ from ..primitives.grad_flow_probe import in_backward, in_transform
 from ..runs.fingerprints import LoaderIterator, leaves_of
 from ..workloads.models import LIBRARIES
 from ..workloads.optimizers import parameter_ids, parameters_of
-from .loop_growth import Growth, mark_graph, users_files, users_frames
+from .loop_growth import MADE_AT, Growth, users_files, users_frames
 from .loop_loss import (
     ADDED,
     ON_CLASSES,
@@ -657,7 +657,9 @@ class Observer(Trace):
         finally:
             self.depth -= 1
         if has_gradients and event is not None:
-            self._note_output(event, output)
+            for one in _tensors(output):
+                notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
+                self._mark(one, event, "is_trained_on")
             labels = _rows(options.get("labels"))
             if labels is not None and any(
                 type(one).__name__.endswith(SHIFTS) for one in module.modules()
@@ -708,12 +710,6 @@ class Observer(Trace):
             mask=_rows(options.get("attention_mask")),
             cause=None if module.training else self.made.get(id(module)),
         )
-
-    def _note_output(self, event: Forward, output: Any) -> None:
-        for one in _tensors(output):
-            if is_plain(one):
-                mark_graph(one, self.num_steps_made, users_line())
-                self._mark(one, event, "is_trained_on")
 
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
@@ -910,7 +906,7 @@ class Observer(Trace):
         if in_backward() or loss.numel() != 1:
             backward(tensors, *args, **options)
             return
-        mark_graph(loss, self.num_steps_made, users_line())
+        notes_on(loss)[MADE_AT] = self.num_steps_made, users_line()
         parameters = [
             one for owner in (*self.roots, *self.optimizers) for one in _parameters(owner)
         ]
