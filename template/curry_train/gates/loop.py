@@ -49,7 +49,7 @@ DEFAULT_STEPS = 8
 FEWEST_LABELS = 24
 
 
-Check = Callable[[Trace], Iterable[Fault]]
+Finder = Callable[[Trace], Iterable[Fault]]
 
 
 def preflight(train: Callable[[], Any], *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
@@ -60,11 +60,12 @@ def preflight(train: Callable[[], Any], *, num_steps: int = DEFAULT_STEPS) -> li
 def judge(trace: Trace) -> list[Verdict]:
     """Return the verdict of each check on what a loop did."""
     verdicts = []
-    for name, (required, check) in CHECKS.items():
+    for name, (required, *finders) in CHECKS.items():
         try:
             if not trace.of(Step) and name != "optimizer":
                 raise NotApplicable("the loop made no step of an optimizer")
-            verdicts.append(verdict_of(name, required, trace.faults[name] or check(trace)))
+            found = (fault for find in finders for fault in find(trace))
+            verdicts.append(verdict_of(name, required, trace.faults[name] or found))
         except NotApplicable as error:
             verdicts.append(not_applicable(f"loop/{name}", str(error)))
     return verdicts
@@ -83,8 +84,6 @@ def verdict_of(name: str, required: str, faults: Iterable[Fault]) -> Verdict:
 
 def accumulation(trace: Trace) -> Iterator[Fault]:
     """Each term of the losses of a window weighs as in one batch."""
-    yield from _unused(trace)
-    yield from _without_graph(trace)
     is_known = False
     for window in trace.windows:
         for call in window.calls:
@@ -480,7 +479,6 @@ def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
 def optimizer(trace: Trace) -> Iterator[Fault]:
     """The optimizers hold each parameter that gets a gradient, once."""
     steps = trace.of(Step)
-    yield from _never_steps(trace)
     if not steps:
         raise NotApplicable("the loop made no step of an optimizer")
     missing = [*_missing(trace), *trace.bare]
@@ -507,8 +505,6 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
             "give the optimizer the parameters of the model that is trained, after it is moved, "
             "wrapped or copied; freeze the others by requires_grad_(False)",
         )
-    yield from _stepped_twice(trace)
-    yield from _made_anew(trace)
 
 
 def _missing(trace: Trace) -> Iterator[int]:
@@ -598,7 +594,6 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
 
 def moves(trace: Trace) -> Iterator[Fault]:
     """Trained parameters move, and frozen ones do not."""
-    yield from _without_gradient(trace)
     if any(step.moved is None for step in trace.of(Step)):
         raise NotApplicable("too many parameters to compare")
     for windows in trace.by_optimizer:
@@ -753,7 +748,6 @@ def schedule(trace: Trace) -> Iterator[Fault]:
                 )
     for windows in trace.by_optimizer:
         yield from _without_schedule(windows, events)
-    yield from _never_stepped(trace)
     if not events:
         raise NotApplicable("no schedule of torch made a step")
 
@@ -912,19 +906,17 @@ def mode(trace: Trace) -> Iterator[Fault]:
         elif one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}:
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one.place, "an evaluation in training mode", hint
-    yield from _untrained(trace)
+
+
+def _recomputed_differently(trace: Trace) -> Iterator[Fault]:
     for window in trace.windows:
-        yield from _recomputed_differently(window)
-
-
-def _recomputed_differently(window: Window) -> Iterator[Fault]:
-    drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
-    generators = {one.generator for one in drawn}
-    places = {one.kind: one.place for one in reversed(drawn)}
-    for event in window.of(Dropout):
-        if event.kind in places and event.generator not in generators:
-            hint = "leave out preserve_rng_state=False of the checkpoint"
-            yield places[event.kind], "dropout is recomputed with other random numbers", hint
+        drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
+        generators = {one.generator for one in drawn}
+        places = {one.kind: one.place for one in reversed(drawn)}
+        for event in window.of(Dropout):
+            if event.kind in places and event.generator not in generators:
+                hint = "leave out preserve_rng_state=False of the checkpoint"
+                yield places[event.kind], "dropout is recomputed with other random numbers", hint
 
 
 def _untrained(trace: Trace) -> Iterator[Fault]:
@@ -974,12 +966,6 @@ def _trains(part: nn.Module) -> set[bool]:
 
 def data(trace: Trace) -> Iterator[Fault]:
     """Batches differ from step to step where the data has more than one."""
-    for one in trace.trained_forwards:
-        if not one.is_finite:
-            hint = "look at how the data is read and normalized"
-            yield one.place, "the model is given values that are not finite", hint
-    yield from _same_samples(trace)
-    yield from _same_randomness(trace)
     fetches = [one for one in trace.of(Fetch) if length_hint(one.loader) != 1]
     if not fetches:
         raise NotApplicable("no DataLoader of several batches is known")
@@ -993,7 +979,6 @@ def data(trace: Trace) -> Iterator[Fault]:
             measured = f"of {number} samples only the first {len(sampler.weights)} are drawn"
             hint = "give it a weight for each sample: weights[labels]"
             yield [*trace.places("WeightedRandomSampler\\("), several[0].place][0], measured, hint
-    yield from _other_batches(trace)
     windows = [[one.digests for one in window.forwards] for window in trace.windows]
     windows = [one for one in windows if any(one)]
     # A batch that the loop fetched only once is repeated on purpose.
@@ -1004,6 +989,13 @@ def data(trace: Trace) -> Iterator[Fault]:
             f"{len(windows)} steps on the same batch",
             "iterate over the loader; next(iter(loader)) begins it anew",
         )
+
+
+def _not_finite(trace: Trace) -> Iterator[Fault]:
+    for one in trace.trained_forwards:
+        if not one.is_finite:
+            hint = "look at how the data is read and normalized"
+            yield one.place, "the model is given values that are not finite", hint
 
 
 def _same_samples(trace: Trace) -> Iterator[Fault]:
@@ -1083,22 +1075,45 @@ def _same_randomness(trace: Trace) -> Iterator[Fault]:
             yield place, f"{len(several)} steps begin with the same random numbers", hint
 
 
-# By name: what is required, in words, and the check.
-CHECKS: dict[str, tuple[str, Check]] = {
-    "accumulation": ("a window's gradient is that of the same samples in one batch", accumulation),
+# By name: what is required, in words, and what finds faults, in this order.
+CHECKS: dict[str, tuple[str, *tuple[Finder, ...]]] = {
+    "accumulation": (
+        "a window's gradient is that of the same samples in one batch",
+        _unused,
+        _without_graph,
+        accumulation,
+    ),
     "sign": ("finite losses and gradients, and a loss that is made smaller", sign),
     "zeroed": ("gradients are set to zero once per step", zeroed),
-    "optimizer": ("each parameter with a gradient is in one optimizer, once", optimizer),
-    "moves": ("trained parameters move, frozen ones do not", moves),
-    "schedule": ("one step of the schedule per optimizer step, after it", schedule),
+    "optimizer": (
+        "each parameter with a gradient is in one optimizer, once",
+        _never_steps,
+        optimizer,
+        _stepped_twice,
+        _made_anew,
+    ),
+    "moves": ("trained parameters move, frozen ones do not", _without_gradient, moves),
+    "schedule": ("one step of the schedule per optimizer step, after it", _never_stepped, schedule),
     "clipping": ("clipped once, after the last backward, before the step", clipping),
     "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),
-    "autocast": ("autocast around the forward pass alone", lambda _: ()),
+    "autocast": ("autocast around the forward pass alone",),
     "logits": ("logits or log-probabilities, as the loss needs", logits),
     "targets": ("targets that are to be learned, without padding", targets),
-    "mode": ("training mode in training, and only there", mode),
-    "data": ("new samples and random numbers at each step", data),
+    "mode": (
+        "training mode in training, and only there",
+        mode,
+        _untrained,
+        _recomputed_differently,
+    ),
+    "data": (
+        "new samples and random numbers at each step",
+        _not_finite,
+        _same_samples,
+        _same_randomness,
+        data,
+        _other_batches,
+    ),
     # Seen at once.
-    "graph": ("no graph outlives its step", lambda _: ()),
-    "growth": ("nothing large and no hook more in each step", lambda _: ()),
+    "graph": ("no graph outlives its step",),
+    "growth": ("nothing large and no hook more in each step",),
 }
