@@ -182,14 +182,25 @@ def measure_chunked_memory(
     """Measure a step of the model's head and a loss, over so many tokens that logits own it."""
     required = f"at most {MOST_CHUNKED_SHARE:.0%} of plain, without the gradients"
     head = find_head(case)
+    options: dict[str, Any] = {"device": case.device, "dtype": case.dtype}
+
+    def measure(change: Change) -> Memory:
+        """Measure a step of a head like the model's, after a change of it."""
+        module = nn.Sequential(nn.Linear(head.width, head.classes, bias=head.bias, **options))
+        change(module, head="0")
+        hidden = torch.zeros(tokens, head.width, requires_grad=True, **options)
+        targets = torch.zeros(tokens, device=case.device, dtype=torch.int64)
+        return measure_memory(module, (hidden, targets), _head_loss)
+
+    changes = (lambda module, head: None, apply_chunked_loss)
     tokens = NUM_MEASURED_TOKENS
     found: list[Memory] = []
     if case.device.type != "cuda":
         with contextlib.suppress(*NEEDS_VALUES_ERRORS), pretended():
-            found = _measure_head(case, head, tokens, apply_chunked_loss)
+            found = list(map(measure, changes))
     if not found:
         tokens = _tokens_that_fit(case, head)
-        found = _measure_head(case, head, tokens, apply_chunked_loss)
+        found = list(map(measure, changes))
     plain, chunked = found
 
     # Gradients may be computed in forward, in float32, and be added up out of place in backward.
@@ -220,19 +231,6 @@ def _tokens_that_fit(case: Case, head: Head) -> int:
             f"{free / 2**30:.1f} GiB are free; measure on the CPU"
         )
     return min(NUM_MEASURED_TOKENS, free // bytes_per_token)
-
-
-def _measure_head(case: Case, head: Head, tokens: int, apply: Change) -> list[Memory]:
-    """Measure a step of a head and its loss, without and with chunks."""
-    options: dict[str, Any] = {"device": case.device, "dtype": case.dtype}
-    found = []
-    for change in (lambda module, head: None, apply):
-        module = nn.Sequential(nn.Linear(head.width, head.classes, bias=head.bias, **options))
-        change(module, head="0")
-        hidden = torch.zeros(tokens, head.width, requires_grad=True, **options)
-        targets = torch.zeros(tokens, device=case.device, dtype=torch.int64)
-        found.append(measure_memory(module, (hidden, targets), _head_loss))
-    return found
 
 
 # Gates of memory plans: exact estimates, peaks within the budget, the same training.

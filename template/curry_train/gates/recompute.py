@@ -31,7 +31,7 @@ from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .implementation import spec_of
 from .offload import OFFLOAD_GATES
-from .own_training import new_batch
+from .own_training import different_names, new_batch
 from .same_training import (
     Change,
     changed,
@@ -304,11 +304,24 @@ def _compare_on_rank(case: Case, change: str, names: Sequence[str]) -> Found:
         models = wrapped(), wrapped(), wrapped(change=recompute)
         # Wrappers of blocks may add to the names of parameters, and keep their order.
         parameters = [name for name, _ in models[0].named_parameters()]
-        plain, again, found = (_step_facts(case, one, batches, parameters) for one in models)
+
+        def step_facts(model: nn.Module) -> dict[str, str]:
+            """Return losses, gradients and the number of collectives of the batches by name."""
+            facts = {}
+            model.train()
+            with seeded(case.seed), GradientSyncs() as syncs:
+                for number, batch in enumerate(batches):
+                    loss = case.workload.mean_loss(model, batch)
+                    loss.backward()
+                    facts[f"loss {number}"] = printed_bits(loss)
+            facts["collectives"] = str(syncs.num_calls)
+            gradients = [printed_bits(one.grad) for one in model.parameters()]
+            return facts | dict(zip(parameters, gradients, strict=True))
+
+        plain, again, found = map(step_facts, models)
         if plain != again:
             return {"refused": "the step without recompute does not repeat bit for bit"}
-        wrong = [name for name, value in plain.items() if found[name] != value]
-        return differing(len(plain), wrong)
+        return differing(len(plain), different_names(found, plain))
 
     # DDP takes no reentrant checkpoint where it has to look for unused parameters.
     unused = _has_unused(case, batches)
@@ -326,22 +339,6 @@ def _has_unused(case: Case, batches: Sequence[Any]) -> bool:
             num_unused += sum(one.requires_grad and one.grad is None for one in model.parameters())
     dist.all_reduce(num_unused)
     return bool(num_unused)
-
-
-def _step_facts(
-    case: Case, model: nn.Module, batches: Sequence[Any], names: Sequence[str]
-) -> dict[str, str]:
-    """Return losses, gradients and the number of collectives of two microbatches by name."""
-    facts = {}
-    model.train()
-    with seeded(case.seed), GradientSyncs() as syncs:
-        for number, batch in enumerate(batches):
-            loss = case.workload.mean_loss(model, batch)
-            loss.backward()
-            facts[f"loss {number}"] = printed_bits(loss)
-    facts["collectives"] = str(syncs.num_calls)
-    gradients = [printed_bits(one.grad) for one in model.parameters()]
-    return facts | dict(zip(names, gradients, strict=True))
 
 
 GATES = (
