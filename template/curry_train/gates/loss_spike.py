@@ -41,6 +41,13 @@ def find_spikes(
         ]
     if not all(map(math.isfinite, losses)):
         raise NotApplicable("the model's own losses are not all finite")
+
+    def first_alarm(losses: Sequence[float]) -> int | None:
+        """Return the first step, counted from 1, at which a spike is reported, if any."""
+        watched = SpikeWatchdog(WATCHDOG_CONFIG)
+        steps = enumerate(losses, start=1)
+        return next((step for step, loss in steps if watched.observe(step, loss)), None)
+
     generator = random.Random(case.seed)
     patience = WATCHDOG_CONFIG.patience
     num_late = 0
@@ -55,13 +62,13 @@ def find_spikes(
         else:
             single = list(losses)
             single[first] += rise
-            num_false_single += _first_alarm(SpikeWatchdog, single) is not None
+            num_false_single += first_alarm(single) is not None
         allowed = patience if math.isfinite(rise) else 1
-        alarm = _first_alarm(SpikeWatchdog, [*before, *(loss + rise for loss in losses[first:])])
+        alarm = first_alarm([*before, *(loss + rise for loss in losses[first:])])
         num_missed += alarm is None
         num_late += alarm is not None and not first < alarm <= first + allowed
 
-    num_false_healthy = int(_first_alarm(SpikeWatchdog, losses) is not None)
+    num_false_healthy = int(first_alarm(losses) is not None)
     hint = ""
     if num_false_healthy or num_false_single:
         cause = "a healthy step" if num_false_healthy else "a single high loss"
@@ -78,14 +85,6 @@ def find_spikes(
         f"{num_false_healthy + num_false_single} false in {NUM_PLANTED + 1} series"
     )
     return measured, required, hint
-
-
-def _first_alarm(watchdog: Callable[[SpikeConfig], Any], losses: Sequence[float]) -> int | None:
-    """Return the first step, counted from 1, at which the watchdog reports a spike, if any."""
-    watched = watchdog(WATCHDOG_CONFIG)
-    return next(
-        (step for step, loss in enumerate(losses, start=1) if watched.observe(step, loss)), None
-    )
 
 
 GATES = (Gate("loss-spike/found", find_spikes, steps=HEALTHY_STEPS),)
