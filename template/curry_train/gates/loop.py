@@ -38,7 +38,6 @@ from .loop_trace import (
     Step,
     Targets,
     Trace,
-    Window,
     grouped,
     observe,
     world_size,
@@ -103,7 +102,7 @@ def accumulation(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("no loss of several microbatches can be read")
 
 
-def _wrong_alone(call: Backward, window: Window) -> Iterator[Fault]:
+def _wrong_alone(call: Backward, window: Step) -> Iterator[Fault]:
     if call.is_second and not window.is_clean(call):
         hint = "call backward once on each loss; a running total of losses has the earlier ones too"
         yield call.place, "the same loss a second time", hint
@@ -138,7 +137,7 @@ def _divided_by_masked(calls: Sequence[Backward]) -> Iterator[Fault]:
             yield _mean_over_masked(calls[at], column[at])
 
 
-def _same_batch(window: Window) -> Iterator[Fault]:
+def _same_batch(window: Step) -> Iterator[Fault]:
     """Find backward calls of one line that add up gradients of the same batch."""
     calls = [one for one in window.calls if not one.in_step]
     lines = {one.lines for one in calls}
@@ -155,7 +154,7 @@ def _same_batch(window: Window) -> Iterator[Fault]:
         yield window.forwards[1].place, "the microbatches of a step are the same", hint
 
 
-def _microbatches(trace: Trace, window: Window) -> Iterator[list[Backward]]:
+def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
     """Yield backward calls of the same lines that have a batch each."""
     loaders = {digest: id(one.loader) for one in trace.of(Fetch) for digest in one.digests}
     digests = [one.digests for one in window.forwards]
@@ -196,10 +195,10 @@ def totals(calls: Sequence[Backward]) -> list[float]:
 def _unequal(
     calls: Sequence[Backward],
     columns: Sequence[Sequence[Term]],
-    window: Window,
+    window: Step,
 ) -> Iterator[Fault]:
     # The loop may divide gradients in place of losses.
-    factor = window.step.factor or 1.0
+    factor = window.factor or 1.0
     strengths = [[factor * term.strength for term in column] for column in columns]
     totals = [sum(column) for column in strengths]
     number, is_alone = len(calls), world_size() == 1
@@ -255,7 +254,7 @@ def _unequal(
             )
 
 
-def _divided_for_nothing(call: Backward, window: Window) -> Iterator[Fault]:
+def _divided_for_nothing(call: Backward, window: Step) -> Iterator[Fault]:
     """Find the one loss of a step that is a mean, and is divided again."""
     if len(window.calls) > 1 or len(call.terms) != 1:
         return
@@ -268,7 +267,7 @@ def _divided_for_nothing(call: Backward, window: Window) -> Iterator[Fault]:
     if abs(term.strength * by[0] - 1) <= TOLERANCE:
         yield (
             call.place,
-            f"a mean loss is divided by {by[0]:.0f}, and the step at {window.step.place} has one "
+            f"a mean loss is divided by {by[0]:.0f}, and the step at {window.place} has one "
             "microbatch",
             "divide by the microbatches of a step, and step after that many of them",
         )
@@ -309,7 +308,7 @@ def sign(trace: Trace) -> Iterator[Fault]:
         for call in window.calls:
             is_known = all(term.name in by_loss for term in call.terms)
             if is_known and {(term.factor > 0) == is_up for term in call.terms} == {True}:
-                place = window.step.place if is_up else call.place
+                place = window.place if is_up else call.place
                 yield place, "the loss is made larger", hint
 
 
@@ -387,12 +386,12 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
 def zeroed(trace: Trace) -> Iterator[Fault]:
     """Gradients are set to zero once per window, before its first backward call."""
     for window in trace.windows:
-        calls, step = window.calls, window.step
+        calls = window.calls
         if not calls:
-            versions = window.previous and window.previous.step.versions
-            if step.versions == versions and step.has_gradients and not step.in_backward:
+            versions = window.previous and window.previous.versions
+            if window.versions == versions and window.has_gradients and not window.in_backward:
                 yield (
-                    step.place,
+                    window.place,
                     "a step on the gradients of the step before, without a backward call",
                     "call optimizer.step() once per backward of a window, then zero_grad()",
                 )
@@ -402,7 +401,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
         if not any(map(window.is_clean, calls)):
             yield (
                 # A zero_grad of this window comes too late, or leaves parameters out.
-                [step, *window.zeros][-1].place,
+                [window, *window.zeros][-1].place,
                 "a step with gradients of the step before",
                 "call optimizer.zero_grad() once per step, before the first backward",
             )
@@ -418,7 +417,7 @@ def zeroed(trace: Trace) -> Iterator[Fault]:
         yield from _of_another_loss(window, trace.held)
 
 
-def _at_other_weights(window: Window) -> Iterator[Fault]:
+def _at_other_weights(window: Step) -> Iterator[Fault]:
     """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
     weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
     # SAM changes all weights. An attack on the outputs of one layer changes that layer alone.
@@ -430,17 +429,17 @@ def _at_other_weights(window: Window) -> Iterator[Fault]:
         hint = "call zero_grad() before the second backward"
         yield calls[1].place, "gradients at two points of the weights are added", hint
     last = window.previous
-    if last is not None and abs(window.step.before - last.step.after) > 0.05 * change:
+    if last is not None and abs(window.before - last.after) > 0.05 * change:
         hint = "put the weights back before the step"
         measured = f"weights that were changed for a trial, before {calls[1].place}, stay so"
-        yield window.step.place, measured, hint
+        yield window.place, measured, hint
 
 
-def _lost(window: Window) -> Iterator[Fault]:
+def _lost(window: Step) -> Iterator[Fault]:
     """Find gradients of the window that are set to zero before its step."""
     calls, index = window.calls, window.events.index
     zeros = [one for one in window.zeros if not one.in_step]
-    if not window.step.has_gradients and any(call.value for call in calls):
+    if not window.has_gradients and any(call.value for call in calls):
         for zero in zeros:
             if index(zero) > index(calls[-1]):
                 hint = "move zero_grad() behind the step"
@@ -457,7 +456,7 @@ def _lost(window: Window) -> Iterator[Fault]:
             )
 
 
-def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
+def _of_another_loss(window: Step, held: set[int]) -> Iterator[Fault]:
     """Find gradients of a loss that another optimizer has stepped on already."""
     events, calls = window.events, window.calls
     clean = [number for number, call in enumerate(calls) if window.is_clean(call)]
@@ -469,7 +468,7 @@ def _of_another_loss(window: Window, held: set[int]) -> Iterator[Fault]:
             isinstance(one, Step) and call.reached & parameter_ids(one.optimizer) for one in between
         ):
             yield (
-                window.step.place,
+                window.place,
                 f"a step with gradients of the loss at {call.place}, which another optimizer "
                 "has used",
                 "call optimizer.zero_grad() before the backward calls of its own loss",
@@ -487,7 +486,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
     for first, *_ in trace.by_optimizer:
         # It was given what another optimizer has in place of what is missing.
         if first.own <= seen:
-            origin = first.step.origin
+            origin = first.origin
         seen |= first.own
         given = parameters_of(first.optimizer)
         # Of SGD two steps of one memory add up to that of the sum.
@@ -496,7 +495,7 @@ def optimizer(trace: Trace) -> Iterator[Fault]:
         if len(given) > len(memory):
             hint = "give each parameter once, and tie layers by head.weight = embedding.weight"
             measured = f"a parameter, or its memory, is in {type(first.optimizer).__name__} twice"
-            yield first.step.origin, measured, hint
+            yield first.origin, measured, hint
     if missing:
         yield (
             origin,
@@ -565,13 +564,13 @@ def _stepped_twice(trace: Trace) -> Iterator[Fault]:
 
 def _made_anew(trace: Trace) -> Iterator[Fault]:
     """Find moments that are lost again and again, as where an optimizer is made anew."""
-    for windows in grouped(trace.windows, lambda one: (one.step.origin, *sorted(one.own))):
+    for windows in grouped(trace.windows, lambda one: (one.origin, *sorted(one.own))):
         stages = [windows[:1]]
         # Moments that are all 0, or as after an earlier step, are lost; others the user changed.
-        states = {0.0, *(one.step.state_after for one in windows)}
+        states = {0.0, *(one.state_after for one in windows)}
         for last, window in itertools.pairwise(windows):
-            state = window.step.state_before
-            if state in states and abs(state - last.step.state_after) > 0:
+            state = window.state_before
+            if state in states and abs(state - last.state_after) > 0:
                 stages.append([])
             stages[-1].append(window)
         # In stages of a training each has data of its own, or many steps.
@@ -584,10 +583,10 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
         # One optimizer may begin anew at times; it may be loaded as it was after its first step.
         is_anew = len({id(one.optimizer) for one in windows}) > 1
         if len(stages) > 2 and (is_anew or len(stages) >= len(windows) - 1) and not is_staged:
-            step = windows[0].step
             yield (
-                step.origin,
-                f"the state of {type(step.optimizer).__name__} is lost {len(stages) - 1} times",
+                windows[0].origin,
+                f"the state of {type(windows[0].optimizer).__name__} is lost {len(stages) - 1} "
+                "times",
                 "make the optimizer once, before the loop, and let it keep its state",
             )
 
@@ -596,14 +595,13 @@ def moves(trace: Trace) -> Iterator[Fault]:
     """Trained parameters move, and frozen ones do not."""
     if any(step.moved is None for step in trace.of(Step)):
         raise NotApplicable("too many parameters to compare")
-    for windows in trace.by_optimizer:
-        yield from _still(trace, windows)
-        yield from _without_effect([window.step for window in windows])
+    for steps in trace.by_optimizer:
+        yield from _still(trace, steps)
+        yield from _without_effect(steps)
 
 
-def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
+def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
     """Find parameters of an optimizer that do not move, or that only decay moves."""
-    steps = [window.step for window in windows]
     kind = type(steps[0].optimizer).__name__
     last = steps[-1].place
     if len(steps) > 1 and not any(step.moved for step in steps):
@@ -623,7 +621,7 @@ def _still(trace: Trace, windows: Sequence[Window]) -> Iterator[Fault]:
     if len(steps) < FEWEST_STEPS:
         return
     # The last backward call, where there is one.
-    place = [steps[-1], *windows[-1].calls][-1].place
+    place = [steps[-1], *steps[-1].calls][-1].place
     graded = frozenset.intersection(*(step.graded for step in steps))
     flat = graded.intersection(*(step.without_slope for step in steps))
     if flat and not any(step.has_gradients for step in steps):
@@ -764,7 +762,7 @@ def _never_stepped(trace: Trace) -> Iterator[Fault]:
             yield place, "this schedule never makes a step", hint
 
 
-def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> Iterator[Fault]:
+def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Iterator[Fault]:
     """Find a schedule that has no effect, or that leaves no learning rate."""
     groups = windows[0].optimizer.param_groups
     own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
@@ -788,7 +786,7 @@ def _without_schedule(windows: Sequence[Window], events: Sequence[Schedule]) -> 
             "several LambdaLR set the rate of one optimizer; the last one counts",
             hint,
         )
-    rates = [window.step.rates for window in windows]
+    rates = [window.rates for window in windows]
     # A schedule by epochs leaves the rate for many steps.
     if (
         len({tuple(one.rates) for one in own}) > 2
@@ -817,7 +815,7 @@ def clipping(trace: Trace) -> Iterator[Fault]:
             yield from _clipped_too_late_or_early(window)
 
 
-def _clipped_too_late_or_early(window: Window) -> Iterator[Fault]:
+def _clipped_too_late_or_early(window: Step) -> Iterator[Fault]:
     for clip in window.of(Clip):
         at = window.events.index
         before = {call.lines for call in window.all_calls if at(call) < at(clip)}
@@ -868,7 +866,7 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
                 measured = "the optimizer steps also where scaling made gradients infinite"
             if not ("unscale_" in names and trace.places("isfinite|isinf|isnan|found_inf")):
                 hint = "call scaler.step(optimizer) in place of optimizer.step()"
-                yield window.step.place, measured, hint
+                yield window.place, measured, hint
         # A model may have a scaler of its own.
         for event in [one for one in events if one.scaler is events[-1].scaler]:
             at = window.events.index(event)
@@ -1067,7 +1065,7 @@ def _same_randomness(trace: Trace) -> Iterator[Fault]:
         equal = grouped(windows, lambda window: window.forwards[0].generator)
         # An evaluation now and then leaves other numbers to the step after it.
         several = max(equal, key=len, default=[])
-        moves = any(one.step.generator != one.forwards[0].generator for one in several[:-1])
+        moves = any(one.generator != one.forwards[0].generator for one in several[:-1])
         moves |= all(one.of(Seeding) for one in several)
         if len(several) > 2 and moves:
             place = seeds[-1].place if seeds else trace.of(Step)[0].place

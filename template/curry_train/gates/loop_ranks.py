@@ -20,8 +20,8 @@ REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync
 def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     """Return what a rank did, as JSON: for each step its line, weights, samples and syncs."""
     steps = []
-    for window in trace.windows:
-        step, forwards = window.step, window.forwards
+    for step in trace.windows:
+        forwards = step.forwards
         place = forwards[0].place if forwards else ""
         given = {number for one in forwards for number in one.digests}
         # Shards differ from rank to rank, as they should.
@@ -33,13 +33,13 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
                 "inputs": [list(one.digests) for one in forwards],
                 "input_place": place,
                 "data_place": next(
-                    (one.place for one in window.of(Fetch) if not given.isdisjoint(one.digests)),
+                    (one.place for one in step.of(Fetch) if not given.isdisjoint(one.digests)),
                     place,
                 ),
                 "syncs": [one.syncs for one in forwards],
                 "gradient": None if is_sharded else [step.made, step.used],
-                "loss_place": window.calls[-1].place if window.calls else "",
-                "totals": totals(window.calls),
+                "loss_place": step.calls[-1].place if step.calls else "",
+                "totals": totals(step.calls),
             }
         )
     return steps

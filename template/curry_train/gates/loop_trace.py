@@ -238,9 +238,18 @@ class Zero(Event):
     parameters: frozenset[int]
 
 
+class Events:
+    """Events in their order."""
+
+    events: list[Event]
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
 @dataclass(eq=False)
-class Step(Event):
-    """A step of an optimizer, with what it did to parameters."""
+class Step(Event, Events):
+    """A step of an optimizer, with what it did to parameters, and the window that it ends."""
 
     optimizer: Optimizer
     rates: list[float]
@@ -271,6 +280,48 @@ class Step(Event):
     def has_gradients(self) -> bool:
         """Whether it had gradients that are not 0."""
         return bool(self.graded - self.without_slope)
+
+    def end_window(self, events: list[Event], previous: "Step | None") -> None:
+        """Note the events that it is made of, and the step of the same optimizer before it."""
+        self.events = events
+        self.previous = previous
+        self.own = parameter_ids(self.optimizer)
+        # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
+        # microbatch without sync to itself.
+        calls = self.of(Backward)
+        lines = {one.lines for one in calls if one.reached & self.own}
+        self.all_calls = [
+            one
+            for one in calls
+            if one.reached & self.own or (not one.reached and one.lines in lines)
+        ]
+        # Without those whose gradients were set to zero before those of another loss. That of
+        # another optimizer reaches these parameters too, as a generator's does. Where each step has
+        # one call, a loop may drop the gradients of a batch.
+        self.calls = self.all_calls
+        has_one = previous and len(previous.all_calls) == 1
+        for number, call in enumerate(self.all_calls):
+            is_other = has_one or call.lines not in {one.lines for one in self.all_calls[:number]}
+            if is_other and self.is_clean(call):
+                self.calls = self.all_calls[number:]
+        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
+
+    @property
+    def body(self) -> list[Event]:
+        """The events after the last step of another optimizer before the first backward call."""
+        first = self.events.index(self.calls[0]) if self.calls else 0
+        others = [at for at in range(first) if isinstance(self.events[at], STEPS)]
+        return self.events[others[-1] + 1 if others else 0 :]
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the user made the gradients, as from those of several losses."""
+        return self.factor is None and self.has_gradients
+
+    def is_clean(self, call: Backward) -> bool:
+        """Return whether all gradients of the optimizer were None or 0 before a call."""
+        return self.own.isdisjoint(call.dirty)
 
 
 @dataclass(eq=False)
@@ -305,63 +356,6 @@ class Scaling(Event):
 @dataclass(eq=False)
 class Seeding(Event):
     """A call of torch.manual_seed."""
-
-
-class Events:
-    """Events in their order."""
-
-    events: list[Event]
-
-    def of(self, kind: type[E]) -> list[E]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-
-class Window(Events):
-    """The events that a step of an optimizer is made of; the step is the last one."""
-
-    def __init__(self, step: Step, events: list[Event], previous: "Window | None") -> None:
-        self.step = step
-        self.events = events
-        # The one of the same optimizer before it.
-        self.previous = previous
-        self.optimizer = step.optimizer
-        self.own = parameter_ids(step.optimizer)
-        # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
-        # microbatch without sync to itself.
-        calls = self.of(Backward)
-        lines = {one.lines for one in calls if one.reached & self.own}
-        self.all_calls = [
-            one
-            for one in calls
-            if one.reached & self.own or (not one.reached and one.lines in lines)
-        ]
-        # Without those whose gradients were set to zero before those of another loss. That of
-        # another optimizer reaches these parameters too, as a generator's does. Where each step has
-        # one call, a loop may drop the gradients of a batch.
-        self.calls = self.all_calls
-        has_one = previous and len(previous.all_calls) == 1
-        for number, call in enumerate(self.all_calls):
-            is_other = has_one or call.lines not in {one.lines for one in self.all_calls[:number]}
-            if is_other and self.is_clean(call):
-                self.calls = self.all_calls[number:]
-        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
-        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
-
-    @property
-    def body(self) -> list[Event]:
-        """The events after the last step of another optimizer before the first backward call."""
-        first = self.events.index(self.calls[0]) if self.calls else 0
-        others = [at for at in range(first) if isinstance(self.events[at], STEPS)]
-        return self.events[others[-1] + 1 if others else 0 :]
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Whether the user made the gradients, as from those of several losses."""
-        return self.step.factor is None and self.step.has_gradients
-
-    def is_clean(self, call: Backward) -> bool:
-        """Return whether all gradients of the optimizer were None or 0 before a call."""
-        return self.own.isdisjoint(call.dirty)
 
 
 def world_size() -> int:
@@ -445,28 +439,28 @@ class Trace(Events):
         return {number for one in self.trained_forwards for number in one.digests}
 
     @cached_property
-    def windows(self) -> list[Window]:
-        """The windows of each optimizer."""
-        windows = []
-        for steps in grouped(self.of(Step), lambda step: id(step.optimizer)):
+    def by_optimizer(self) -> list[list[Step]]:
+        """The steps of each optimizer, with their windows."""
+        found = grouped(self.of(Step), lambda step: id(step.optimizer))
+        for steps in found:
             events: list[Event] = []
-            window = None
+            previous = None
             own = parameter_ids(steps[0].optimizer)
             for event in self.events:
                 events.append(event)
                 if not isinstance(event, STEPS):
                     continue
                 if isinstance(event, Step) and event in steps:
-                    window = Window(event, events, window)
-                    windows.append(window)
+                    event.end_window(events, previous)
+                    previous = event
                 # Another optimizer may have trained the same parameters before.
                 if not own.isdisjoint(parameter_ids(event.optimizer)):
                     events = []
-        return windows
+        return found
 
     @cached_property
-    def by_optimizer(self) -> list[list[Window]]:
-        return grouped(self.windows, lambda window: id(window.optimizer))
+    def windows(self) -> list[Step]:
+        return [step for steps in self.by_optimizer for step in steps]
 
 
 class Gradient:
