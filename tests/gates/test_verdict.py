@@ -70,3 +70,11 @@ def test_shrink_1_points_to_two_layers():
     verdict = Gate("a/blocks", needs_blocks).run(Case(load_workload("shrink=1:mlp")))
     assert verdict.passed is None
     assert verdict.hint.startswith("--shrink 1 leaves one block")
+
+
+def test_an_error_without_a_text_is_reported_by_its_line():
+    def fails(case):
+        raise ValueError
+
+    verdict = Gate("a/fails", fails).run(Case(load_workload("mlp")))
+    assert verdict.hint.endswith("raise ValueError")

@@ -9,10 +9,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ..workloads.optimizers import parameters_of
-from .loop import totals, verdict_of
+from .loop import totals
 from .loop_loss import TOLERANCE
 from .loop_trace import Fault, Fetch, Trace
-from .verdict import Verdict
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
 
@@ -45,12 +44,8 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     return steps
 
 
-def judge_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Verdict:
-    """Return the verdict on all ranks; one that has not ended gave nothing."""
-    return verdict_of("ranks", REQUIRED, _faults(ranks))
-
-
-def _faults(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iterator[Fault]:
+def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iterator[Fault]:
+    """Find faults of all ranks; one that has not ended gave nothing."""
     there = [rank for rank in ranks if rank is not None]
     first = there[0]
     counts = [*map(len, there)]

@@ -36,8 +36,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
-from .loop import DEFAULT_STEPS, judge
-from .loop_ranks import judge_ranks, rank_facts
+from .loop import DEFAULT_STEPS, judge, verdict_of
+from .loop_ranks import REQUIRED, faults_of_ranks, rank_facts
 from .loop_trace import Trace, observe, world_size
 from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
@@ -86,7 +86,10 @@ def preflight_program(
         next((one for one in of_ranks if one.passed is False), of_ranks[0])
         for of_ranks in zip(*filter(None, verdicts), strict=True)
     ]
-    return [*merged, judge_ranks([one.get("ranks") for one in found])] if num_ranks > 1 else merged
+    if num_ranks > 1:
+        faults = faults_of_ranks([one.get("ranks") for one in found])
+        merged.append(verdict_of("ranks", REQUIRED, faults))
+    return merged
 
 
 Found = dict[str, Any]

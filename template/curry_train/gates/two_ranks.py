@@ -222,7 +222,8 @@ class RankProcesses:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.working_folder = Path.cwd()
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._temporary = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.folder = Path(self._temporary.name)
         self._num_calls = 0
         self._processes = [self._start(rank) for rank in range(num_ranks)]
 
@@ -236,9 +237,9 @@ class RankProcesses:
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
         }
-        with Path(self._folder.name, f"{rank}.log").open("wb") as log:
+        with Path(self.folder, f"{rank}.log").open("wb") as log:
             return subprocess.Popen(
-                [PYTHON_EXECUTABLE, "-m", str(__spec__.name), self._folder.name],
+                [PYTHON_EXECUTABLE, "-m", str(__spec__.name), str(self.folder)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -259,8 +260,7 @@ class RankProcesses:
             with contextlib.suppress(BrokenPipeError):  # it has ended, which is found below
                 process.stdin.write(job + "\n")
                 process.stdin.flush()
-        folder = Path(self._folder.name)
-        results = [folder / f"{rank}.{self._num_calls}.json" for rank in range(self.num_ranks)]
+        results = [self.folder / f"{rank}.{self._num_calls}.json" for rank in range(self.num_ranks)]
         until = time.monotonic() + timeout
         while not all(path.exists() for path in results):
             codes = [process.poll() for process in self._processes]
@@ -270,8 +270,7 @@ class RankProcesses:
         return [json.loads(path.read_text()) for path in results]
 
     def _raise(self, target: str, codes: Sequence[int | None], timeout: float) -> NoReturn:
-        folder = Path(self._folder.name)
-        failures = [_failure(folder, rank) for rank in range(self.num_ranks)]
+        failures = [_failure(self.folder, rank) for rank in range(self.num_ranks)]
         self.close()
         if all(code is None for code in codes):
             raise RuntimeError(
@@ -290,7 +289,7 @@ class RankProcesses:
     def is_running(self) -> bool:
         return (
             bool(self._processes)
-            and Path(self._folder.name).is_dir()  # the caller may have deleted its own
+            and self.folder.is_dir()  # the caller may have deleted its own
             and all(p.poll() is None for p in self._processes)
         )
 
@@ -298,7 +297,7 @@ class RankProcesses:
         while self._processes:
             with self._processes.pop() as process:
                 process.kill()
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
 
 def _failure(folder: Path, rank: int) -> tuple[str, str]:

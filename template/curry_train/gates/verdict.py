@@ -66,12 +66,6 @@ class Verdict:
     # What of the user's the gate ran, of `KINDS_THAT_RUN`.
     ran: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not self.passed and not self.hint:
-            raise ValueError(
-                f"gate {self.gate}: a verdict that does not hold needs a hint with what to do"
-            )
-
 
 # What a check returns: the measured and the required figure, and what to do, if anything.
 Outcome = tuple[str, str, str]
@@ -161,8 +155,8 @@ class Gate:
         except (RankFailed, ValueError) as error:
             why = str(error)
             if UNSAVED not in why:
-                # Our own errors state what to do.
-                measured, hint = "could not be measured", why
+                # Our own errors state what to do. The user's may have no text.
+                measured, hint = "could not be measured", why or where_to_look(error)
                 if isinstance(error, RankFailed):
                     measured, hint = f"raised on a rank: {why}", error.__notes__[0]
                 return Verdict(self.name, False, measured, TO_RUN, hint)
@@ -330,16 +324,13 @@ def measure_rows(
     gates: Sequence[Gate],
     *,
     implementations: Sequence[Implementation] = (),
-    num_processes: int | None = None,
 ) -> Iterator[GateRow]:
     """Yield one row for each case and gate, in their order, as soon as it is there.
 
-    With `implementations` the gates check these instead of ours. `num_processes` defaults to the
-    number that pays off. Worker processes look up case and implementations by name, so more than
-    one process needs cases that `load_workload` made.
+    With `implementations` the gates check these instead of ours. Worker processes look up case and
+    implementations by name, so more than one process needs cases that `load_workload` made.
     """
-    if num_processes is None:
-        num_processes = _processes_that_pay_off(cases, gates)
+    num_processes = processes_that_pay_off(cases, gates)
     pairs = [(case, gate) for case in cases for gate in gates]
     verdicts = (
         _in_processes(pairs, implementations, num_processes)
@@ -353,7 +344,7 @@ def measure_rows(
         drop_shared_results()
 
 
-def _processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
+def processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
     if any(case.device.type != "cpu" for case in cases):
         return 1
     has_affinity = hasattr(os, "sched_getaffinity")
