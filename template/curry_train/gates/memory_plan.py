@@ -280,15 +280,23 @@ def predict(case: Case) -> Prediction:
         by_reserved=False,
     ) as planner:
         sketch = planner.sketch
-        peaks = {PLAIN_VARIANT: sketch.step(case.batch_size).peak_bytes}
         blocks = sketch.case.blocks
-        recompute = _recompute_all(blocks)
+        size = case.batch_size
+        plain = sketch.step(size).peak_bytes
+        peaks = {PLAIN_VARIANT: plain}
+        plan: Plan | str = "recomputing every block does not lower the peak: something else owns it"
         try:
-            step = sketch.step(case.batch_size, change=recompute)
+            full = sketch.step(size, change=_recompute_all(blocks)).peak_bytes
+            peaks[FULL_VARIANT] = full
+            if full < plain:
+                # For half of what recompute saves.
+                budget = round(full + BUDGET_POSITION * (plain - full))
+                plan = planner.plan(budget, global_batch=size, microbatch=size)
         except NoBlocks as error:
-            return Prediction(peaks, error.in_short, sketch.why_real, blocks)
-        peaks[FULL_VARIANT] = step.peak_bytes
-        return Prediction(peaks, _plan(planner, case, peaks), sketch.why_real, blocks)
+            plan = error.in_short
+        except Infeasible as error:
+            plan = f"no plan fits: {str(error).splitlines()[0]}"
+        return Prediction(peaks, plan, sketch.why_real, blocks)
 
 
 def _recompute_all(blocks: str | Sequence[str] | None) -> ModelChange:
@@ -296,18 +304,6 @@ def _recompute_all(blocks: str | Sequence[str] | None) -> ModelChange:
         apply_options(module, dict.fromkeys(find_blocks(module, blocks), Option(FULL_KIND)))
 
     return change
-
-
-def _plan(planner: Planner, case: Case, peaks: Mapping[str, int]) -> Plan | str:
-    """Plan for half of what recompute saves, or return why nothing can be planned."""
-    plain, full = peaks[PLAIN_VARIANT], peaks[FULL_VARIANT]
-    if full >= plain:
-        return "recomputing every block does not lower the peak: something else owns it"
-    budget = round(full + BUDGET_POSITION * (plain - full))
-    try:
-        return planner.plan(budget, global_batch=case.batch_size, microbatch=case.batch_size)
-    except Infeasible as error:
-        return f"no plan fits: {str(error).splitlines()[0]}"
 
 
 def compare_estimate(case: Case) -> Outcome:
