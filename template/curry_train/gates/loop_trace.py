@@ -608,11 +608,16 @@ class Observer(Trace):
             return batch
         finally:
             if loader is not None:
+                tensors = _tensors(batch)
+                several = [one for one in tensors if one.dim() and len(one) > 1 and is_plain(one)]
+                labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
                 self.fetched[id(loader)] = self.note(
                     Fetch,
                     loader=loader,
                     epoch=epoch,
-                    **_batch_facts(batch),
+                    digests=() if batch is None else tuple(map(digest, several)) or (0.0,),
+                    labels=tuple(labels[-1].tolist()) if labels else (),
+                    address=labels[-1].data_ptr() if labels else 0,
                 )
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
@@ -688,10 +693,7 @@ class Observer(Trace):
             is_finite=all(bool(one.isfinite().all()) for one in inputs if is_plain(one)),
             # A dimension more is that of several models.
             is_one_sample=bool(inputs)
-            and all(
-                is_plain(one) and one.dim() in (2, 4) and len(one) > 1 and (one == one[:1]).all()
-                for one in inputs
-            ),
+            and all(one.dim() in (2, 4) and _has_equal_rows(one) for one in inputs),
             num_samples=len(inputs[0]) if inputs and inputs[0].dim() else 0,
             autocast=(
                 torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -1248,7 +1250,7 @@ class Observer(Trace):
         self.bare = list(self.living.keys() - self.names.keys() - self.held)
         self.names = self.living | self.names
         trained = [one for several in map(parameters_of, self.optimizers) for one in several]
-        if equal := [id(one) for one in trained if _has_equal_rows(one)]:
+        if equal := [id(one) for one in trained if _has_equal_rows(one) and one.any()]:
             measured = f"all rows of {self.named(equal)} are alike, and learn the same"
             place = "".join(one.place for one in self.of(Step)[-1:])
             self.fault("moves", place, measured, "initialize weights by random numbers")
@@ -1309,16 +1311,6 @@ def _padded(tokens: Tensor, given: Iterable[Tensor]) -> Tensor | None:
     return None
 
 
-def _batch_facts(batch: Any) -> dict[str, Any]:
-    several = [one for one in _tensors(batch) if one.dim() and len(one) > 1 and is_plain(one)]
-    labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
-    return {
-        "digests": () if batch is None else tuple(map(digest, several)) or (0.0,),
-        "labels": tuple(labels[-1].tolist()) if labels else (),
-        "address": labels[-1].data_ptr() if labels else 0,
-    }
-
-
 def _rates(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
 
@@ -1330,10 +1322,8 @@ def _state(optimizer: Optimizer) -> float:
 
 
 def _has_equal_rows(one: Tensor) -> bool:
-    """Return whether all rows of a weight are alike, and not 0."""
-    if one.dim() < 2 or len(one) < 2 or not is_plain(one):
-        return False
-    return bool((one == one[:1]).all()) and bool(one.any())
+    """Return whether there are several rows, and all are alike."""
+    return is_plain(one) and one.dim() > 1 and len(one) > 1 and bool((one == one[:1]).all())
 
 
 def _generator() -> int:
