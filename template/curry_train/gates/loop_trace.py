@@ -412,16 +412,12 @@ class Trace(Events):
 
     def places(self, pattern: str) -> list[str]:
         """Return the places of the user's lines in which a pattern occurs."""
-        return [place for place, line in self.users_code.items() if re.search(pattern, line)]
-
-    @cached_property
-    def users_code(self) -> dict[str, str]:
-        """The lines of all files of the user's that are loaded, by their places."""
-        return {
-            f"{file.rpartition(os.sep)[2]}:{number}": line
+        return [
+            f"{file.rpartition(os.sep)[2]}:{number}"
             for file in self.files.union(users_files())
             for number, line in enumerate(linecache.getlines(file), 1)
-        }
+            if re.search(pattern, line)
+        ]
 
     @cached_property
     def held(self) -> set[int]:
@@ -447,15 +443,14 @@ class Trace(Events):
             previous = None
             own = parameter_ids(steps[0].optimizer)
             for event in self.events:
-                events.append(event)
-                if not isinstance(event, STEPS):
-                    continue
                 if isinstance(event, Step) and event in steps:
                     event.end_window(events, previous)
                     previous = event
                 # Another optimizer may have trained the same parameters before.
-                if not own.isdisjoint(parameter_ids(event.optimizer)):
+                if isinstance(event, STEPS) and own & parameter_ids(event.optimizer):
                     events = []
+                else:
+                    events.append(event)
         return found
 
     @cached_property
