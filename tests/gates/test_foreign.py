@@ -53,8 +53,7 @@ RIGHT = [
 
 def verdicts_of(text, case):
     given = load_implementation(text)
-    found = [gate for gate in discover() if given.name in gate.takes]
-    return {gate.name: gate.run(case, [given]) for gate in found}
+    return {gate.name: gate.run(case, [given]) for gate in discover() if given.name in gate.takes}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:accelerate")

@@ -76,5 +76,4 @@ def test_an_error_without_a_text_is_reported_by_its_line():
     def fails(case):
         raise ValueError
 
-    verdict = Gate("a/fails", fails).run(Case(load_workload("mlp")))
-    assert verdict.hint.endswith("raise ValueError")
+    assert Gate("a/fails", fails).run(Case(load_workload("mlp"))).hint.endswith("raise ValueError")
