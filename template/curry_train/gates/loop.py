@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from ..core.digest import is_plain
@@ -46,6 +46,8 @@ from .verdict import NotApplicable, Verdict, not_applicable
 
 DEFAULT_STEPS = 8
 FEWEST_LABELS = 24
+# A larger share of weights that a step takes by decay leaves nothing of them.
+MOST_DECAY = 0.1
 
 
 Finder = Callable[[Trace], Iterable[Fault]]
@@ -370,6 +372,10 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
         and len(one.labels) > 3
         and trace.trained_on.intersection(one.digests)
     ]
+    shuffled = [one for one in calls if one.is_shuffled]
+    if len(shuffled) >= FEWEST_STEPS and not any(one.is_used for one in trace.of(Fetch)):
+        hint = "index inputs and labels by the same permutation"
+        yield shuffled[0].place, "the labels are in another order than the inputs", hint
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
         if len(set(labels)) == 1 and len(labels) >= FEWEST_LABELS:
@@ -661,6 +667,15 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
 
 def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
     """Find steps whose updates are rounded to nothing, or undone."""
+    for group in steps[0].optimizer.param_groups:
+        # Of the optimizers that multiply weights by what is left.
+        decays = group.get("decoupled_weight_decay") or isinstance(
+            steps[0].optimizer, torch.optim.SGD
+        )
+        share = float(group["lr"] * group["weight_decay"]) if decays else 0.0
+        if share > MOST_DECAY:
+            hint = "lower weight_decay, which is multiplied by the learning rate"
+            yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
     half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
     if len(half) > 1 and max(half) < 0.5:
         yield (
@@ -724,6 +739,11 @@ def schedule(trace: Trace) -> Iterator[Fault]:
         # Of one that wraps the optimizer that steps, the groups are the same.
         groups = one.optimizer.param_groups
         windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
+        if type(one) is CosineAnnealingLR and one.last_epoch > one.T_max:
+            places = [made for made, of in trace.schedules if of is one.optimizer]
+            place = own_steps[0].place
+            hint = f"give it the number of all its steps, which are made at {place}"
+            yield [place, *places][-1], f"T_max={one.T_max} is over, and the rate rises again", hint
         if not windows and len(own_steps) > 1:
             yield (
                 own_steps[0].place,

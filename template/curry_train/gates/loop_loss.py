@@ -89,6 +89,7 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
+        wrong_targets += _own_pairs(given.detach(), target)
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
     term = Term(name, options["reduction"], num_terms, 1.0, (), width=width)
     return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
@@ -168,6 +169,18 @@ def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Iterat
         yield f"a label smoothing of {smoothing:g} leaves nothing of the labels", "use 0.1"
     if not num_terms:
         yield "no target counts: all have the ignored index", "look at how labels are made"
+
+
+def _own_pairs(given: Tensor, target: Tensor) -> Iterator[Doubt]:
+    """Find similarities of samples among which is that of each sample with itself."""
+    if target.dim() != 1 or given.shape != 2 * target.shape or len(target) < 3:
+        return
+    is_symmetric = torch.allclose(given, given.T, rtol=1e-3)
+    is_largest = bool((given.diagonal() >= given.amax(1)).all())
+    own = torch.arange(len(target), device=target.device)
+    if is_symmetric and is_largest and not (target == own).any():
+        hint = "set the diagonal of the similarities to -inf before the loss"
+        yield "each sample is compared with itself, too", hint
 
 
 def _is_scrambled(given: Tensor) -> bool:

@@ -130,6 +130,8 @@ class Fetch(Event):
     # Integers of a batch, one per sample, and where they are in memory.
     labels: tuple[int, ...]
     address: int
+    # What identifies the values of samples without their fractions, if they have some.
+    whole: tuple[float, ...]
     # Whether a loss function got them as its targets.
     is_used: bool = False
 
@@ -176,6 +178,8 @@ class LossCall(Event):
     targets: float
     # Columns of the model's input that equal the labels; None if samples have not a target each.
     columns: frozenset[int] | None
+    # Whether the labels of the batch that the model was given are in another order.
+    is_shuffled: bool = False
     # Whether a backward pass has reached it.
     is_used: bool = False
 
@@ -500,6 +504,10 @@ class Observer(Trace):
         self.num_made = Counter[int]()
         # Of parameters: what changes with their gradients, after a backward call.
         self.at_backward: Versions = {}
+        # By where the values of a parameter are: where its optimizer was made. By a line that
+        # averages some with others: after which steps.
+        self.stepped: dict[int, str] = {}
+        self.averaged = defaultdict[str, set[int]](set)
         # Modules, schedules and optimizers that run.
         self.depth = 0
         self.schedule_depth = 0
@@ -606,6 +614,11 @@ class Observer(Trace):
                 tensors = _tensors(batch)
                 several = [one for one in tensors if one.dim() and len(one) > 1 and is_plain(one)]
                 labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
+                values = [
+                    one
+                    for one in several
+                    if one.dtype.is_floating_point and one.numel() == len(one)
+                ]
                 self.fetched[id(loader)] = self.note(
                     Fetch,
                     loader=loader,
@@ -613,6 +626,7 @@ class Observer(Trace):
                     digests=() if batch is None else tuple(map(digest, several)) or (0.0,),
                     labels=tuple(labels[-1].tolist()) if labels else (),
                     address=labels[-1].data_ptr() if labels else 0,
+                    whole=tuple(digest(one.trunc()) for one in values if one.frac().any()),
                 )
 
     def _seed(self, seed: Call, /, *args: Any, **options: Any) -> Any:
@@ -726,23 +740,32 @@ class Observer(Trace):
             for check, of_check in doubts.items():
                 for measured, hint in of_check:
                     self.fault(check, self.loss_call.place, measured, hint)
-            self._note_use(target, self.loss_call.targets)
+            self._note_use(target, self.loss_call)
             self._mark(value, self.loss_call, "is_used")
             forward = self.last(Forward)
             if forward is not None and term.name in ("cross_entropy", "nll_loss"):
                 self._note_targets(forward, target, bound.arguments["ignore_index"])
         return value
 
-    def _note_use(self, target: Tensor, digest_of_target: float) -> None:
+    def _note_use(self, target: Tensor, call: LossCall) -> None:
         """Note the batches whose labels, or a part of them, are the targets of a loss."""
         is_index = target.device.type == "cpu" and not target.is_floating_point()
         at = target.data_ptr() if is_index and is_plain(target) else -1
+        given = self.last(Forward)
         for fetch in self.fetched.values():
             # Other targets may be 0 as well.
-            is_same = digest_of_target in fetch.digests and (digest_of_target != 0 or not is_index)
+            is_same = call.targets in fetch.digests and (call.targets != 0 or not is_index)
             is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
             is_one_hot = target.dim() == 2 and target.argmax(1).tolist() == [*fetch.labels]
             fetch.is_used |= is_same or is_part or is_one_hot
+            if given is not None and is_index and not {*given.digests}.isdisjoint(fetch.digests):
+                labels = target.flatten().tolist(), [*fetch.labels]
+                call.is_shuffled |= labels[0] != labels[1] and sorted(labels[0]) == sorted(
+                    labels[1]
+                )
+            if call.targets in fetch.whole and call.term.name in ON_VALUES:
+                hint = "leave out the long() or int() of the targets"
+                self.fault("targets", call.place, "the targets have lost their fractions", hint)
 
     def _columns(self, target: Tensor) -> frozenset[int] | None:
         """Compare a target for each sample with what the model was given."""
@@ -799,12 +822,18 @@ class Observer(Trace):
         is_average = self.num_made and not (self.stepping or self.depth) and newest > 0
         # In the first steps an average may follow the weights.
         is_most = self.num_steps_made >= FEWEST_STEPS and MOST_OF_AVERAGE < newest < 1
-        for other in _tensors(args) if is_average and is_plain(one) else ():
+        for other in filter(is_plain, _tensors(args)) if is_average and is_plain(one) else ():
+            places = {one.data_ptr(), other.data_ptr()}
+            if one.shape == other.shape and places <= self.stepped.keys():
+                steps = self.averaged[users_line()]
+                steps.add(self.num_steps_made)
+                if len(steps) == FEWEST_STEPS and not one.is_set_to(other):
+                    measured = "this optimizer steps weights that are averages of others, too"
+                    hint = f"leave a teacher's parameters out of it; averaged at {users_line()}"
+                    self.fault("moves", self.stepped[one.data_ptr()], measured, hint)
             # Another model may share what is frozen.
-            if (
-                is_plain(other)
-                and (is_most or one.is_set_to(other))
-                and any(map(other.is_set_to, filter(is_plain, self._of_roots(trained=True))))
+            if (is_most or one.is_set_to(other)) and any(
+                map(other.is_set_to, filter(is_plain, self._of_roots(trained=True)))
             ):
                 measured = "weights are averaged with, or copied from, themselves"
                 hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
@@ -1064,6 +1093,8 @@ class Observer(Trace):
             generator=_generator(),
             cause=self.made.get(key),
         )
+        places = (one.data_ptr() for one in parameters if id(one) in gradients and is_plain(one))
+        self.stepped |= dict.fromkeys(places, event.origin)
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", event.place, "a step on gradients that are not finite", LOOK)
         if frozen := [id(one) for one in self._of_roots(trained=False) if self._has_moved(one)]:
