@@ -4,6 +4,8 @@ Chunks add the same terms in another order, so results are compared in float64 w
 tolerance of 1e-12, a few thousand times its rounding error.
 """
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -84,19 +86,74 @@ def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
     assert largest.num_products == 3 * 4
 
 
-def test_what_can_not_work_is_refused():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"chunk_tokens": 2.5},
+            "^chunk_tokens must be a whole number of at least 1, or None to choose one, got 2.5$",
+        ),
+        ({"chunk_tokens": 0}, "^chunk_tokens must be a whole number of at least 1"),
+        ({"reduction": "max"}, r"^reduction must be one of .*, got 'max'$"),
+        (
+            {"z_loss": math.inf},
+            "^label_smoothing is from 0 to 1, z_loss at least 0, softcap above 0 or None, and all "
+            "are finite; got 0.0, inf and None$",
+        ),
+        ({"softcap": 0.0}, "softcap above 0 or None, .* got 0.0, 0.0 and 0.0$"),
+        ({"label_smoothing": 2}, "from 0 to 1"),
+        ({"class_weights": torch.ones(5)}, r"class_weights must be a tensor of shape \(97,\)"),
+        (
+            {"class_weights": torch.ones(CLASSES, requires_grad=True)},
+            "without gradient, or for tokens 'probability'; got tensor",
+        ),
+        ({"class_weights": "probability"}, r"^class_weights must be a tensor of shape .97,. with"),
+        (
+            {"token_weights": torch.ones(37)},
+            r"^token_weights must be a tensor of shape \(40,\) without",
+        ),
+        (
+            {"token_weights": "loss"},
+            "For weights that are trained multiply the losses of reduction=.none. by them$",
+        ),
+        ({"bias": torch.ones(1)}, r"^bias is \(1,\) and must be \(97,\)$"),
+    ],
+)
+def test_values_that_an_option_can_not_have_are_refused(options, message):
     hidden, weight, _, targets = make_tensors()
-    with pytest.raises(ValueError, match=r"^chunk_tokens must be a whole number of at least 1"):
-        chunked_cross_entropy(hidden, weight, targets, chunk_tokens=0)
-    with pytest.raises(ValueError, match=r"^class_weights must be a tensor of shape .97,. without"):
-        chunked_cross_entropy(hidden, weight, targets, class_weights="probability")
-    with pytest.raises(ValueError, match=r"^reduction must be one of .*, got 'max'$"):
-        chunked_cross_entropy(hidden, weight, targets, reduction="max")
-    with pytest.raises(
-        ValueError,
-        match=r"^hidden is .* and must be .*: targets are .39,., weight .vocabulary, width. is",
-    ):
-        chunked_cross_entropy(hidden, weight, targets[:-1])
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(hidden, weight, targets, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda h, w, t: (h, w, t[:-1]),
+            r"^hidden is \(40, 8\) and must be \(39, 8\): targets are .39,., weight .voca",
+        ),
+        (
+            lambda h, w, t: (h, w, t.double()),
+            r"got torch.float64: convert with .long\(\), or use F.cross_entropy for class prob",
+        ),
+        (
+            lambda h, w, t: (h.float(), w, t),
+            "they must have the same floating-point dtype; cast one of them, or use autocast$",
+        ),
+        (
+            lambda h, w, t: (h.long(), w.long(), t),
+            "^hidden is torch.int64, weight and bias are torch.int64: they ",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change, message):
+    hidden, weight, _, targets = make_tensors()
+    with pytest.raises(ValueError, match=message):
+        chunked_cross_entropy(*change(hidden, weight, targets))
+
+
+def test_a_second_derivative_is_refused():
+    hidden, weight, _, targets = make_tensors()
     loss = chunked_cross_entropy(hidden, weight, targets)
     with pytest.raises(
         RuntimeError,
