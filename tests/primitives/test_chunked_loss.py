@@ -42,12 +42,12 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, to
 class Model(nn.Module):
     """A table, a block and a head with a bias."""
 
-    def __init__(self, tied=False):
+    def __init__(self, tied=False, bias=True):
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Embedding(CLASSES, 16)
         self.body = nn.Linear(16, 16)
-        self.head = nn.Linear(16, CLASSES)
+        self.head = nn.Linear(16, CLASSES, bias=bias)
         if tied:
             self.head.weight = self.table.weight
 
@@ -58,17 +58,20 @@ class Model(nn.Module):
 TOKENS = torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed(0))
 
 
-def both(loss, *, dtype=torch.float64, tied=False, chunk_tokens=20):
-    """The record of a plain step and of a changed one, and what became of the logits."""
+def both(loss, *, dtype=torch.float64, tolerance=None, **options):
+    """Compare a plain step with a changed one, and return what became of the logits."""
     records = []
     for apply in (
         lambda model: None,
-        lambda model: apply_chunked_loss(model, chunk_tokens=chunk_tokens),
+        lambda model: apply_chunked_loss(model, chunk_tokens=20),
     ):
-        model = Model(tied).to(dtype).train()
+        model = Model(**options).to(dtype).train()
         apply(model)
         records.append(record_step(model, TOKENS, loss))
-    return compare(*records, tolerance=TOLERANCE[dtype]), chunked_loss_report(model)["head"]
+    # This compares dtypes as well.
+    found = compare(*records, tolerance=tolerance or TOLERANCE[dtype])
+    assert found.holds, found.describe()
+    return chunked_loss_report(model)["head"]
 
 
 class Custom(torch.autograd.Function):
@@ -126,15 +129,13 @@ MADE = {
 
 @pytest.mark.parametrize("way", STAYS)
 def test_loss_runs_in_chunks_behind(way):
-    found, use = both(STAYS[way])
-    assert found.holds, found.describe()
+    use = both(STAYS[way])
     assert str(use) == ("2 losses in chunks" if way == "two losses" else "1 loss in chunks")
 
 
 @pytest.mark.parametrize("way", MADE)
 def test_logits_are_made_for(way):
-    found, use = both(MADE[way])
-    assert found.holds, found.describe()
+    use = both(MADE[way])
     assert use.whole, use
     if "Function" not in way:
         assert use.whole == [way]
@@ -163,8 +164,7 @@ def test_an_index_picks_the_same_logits_and_terms(name):
         targets = tokens[TARGETS.get(name, where)]
         return F.cross_entropy(logits.reshape(-1, CLASSES), targets.reshape(-1))
 
-    found, use = both(loss)
-    assert found.holds, found.describe()
+    use = both(loss)
     assert bool(use.num_chunked) is is_chunked
     assert bool(use.whole) is not is_chunked
 
@@ -213,28 +213,15 @@ def test_loss_of_half_precision_has_the_dtype_of_torchs(tied, upcast):
         logits = model(tokens).float() if upcast else model(tokens)
         return F.cross_entropy(logits.view(-1, CLASSES), tokens.view(-1))
 
-    found, use = both(loss, dtype=torch.bfloat16, tied=tied)
-    assert found.holds, found.describe()  # which holds dtypes against each other as well
-    assert use.num_chunked == 1
+    assert both(loss, dtype=torch.bfloat16, tied=tied).num_chunked == 1
 
 
 @pytest.mark.parametrize("scale", [2.0, 1 / 30, 3e-8, 1e-13])
 def test_scaled_logits_keep_every_digit_of_the_scale(scale):
-    records = []
-    for apply in (lambda model: None, apply_chunked_loss):
-        model = Model().double()
-        model.head.bias = None
-        apply(model)
-        records.append(
-            record_step(
-                model,
-                TOKENS,
-                lambda m, t: F.cross_entropy(scale * m(t).flatten(0, 1), t.flatten()),
-            )
-        )
-    found = compare(*records, tolerance=1e-12)
-    assert found.holds, found.describe()
-    assert chunked_loss_report(model)["head"].num_chunked == 1
+    def loss(model, tokens):
+        return F.cross_entropy(scale * model(tokens).flatten(0, 1), tokens.flatten())
+
+    assert both(loss, tolerance=1e-12, bias=False).num_chunked == 1
 
 
 def test_written_logits_and_their_views_stay_in_step():
@@ -246,8 +233,7 @@ def test_written_logits_and_their_views_stay_in_step():
             wide.flatten(0, 1), tokens.flatten()
         )
 
-    found, _ = both(loss, dtype=torch.bfloat16)
-    assert found.holds, found.describe()
+    both(loss, dtype=torch.bfloat16)
 
 
 def test_logits_asked_for_after_the_weight_changed_are_refused():
