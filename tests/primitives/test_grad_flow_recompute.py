@@ -95,7 +95,9 @@ def nested(run, *args):
 
 
 FORMS = {
-    "CheckpointWrapper reentrant": replaced(partial(CheckpointWrapper, use_reentrant=True)),
+    "CheckpointWrapper reentrant": replaced(
+        partial(CheckpointWrapper, use_reentrant=True, preserve_rng_state=True)
+    ),
     "blocks": recompute_blocks,
     "segments": partial(recompute_segments, num_segments=2),
     "sac": apply_sac,

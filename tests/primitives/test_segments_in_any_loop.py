@@ -103,13 +103,18 @@ BROKEN = [writes_in_place, adds_between, looks_between, drops_a_block, calls_a_b
 
 
 @pytest.mark.parametrize("loop", TRAIN_THE_SAME)
-@pytest.mark.parametrize("num_segments", [2, 3, 8])
-def test_a_chain_trains_the_same(loop, num_segments):
+@pytest.mark.parametrize(("num_segments", "num_blocks"), [(1, 0), (2, 4), (3, 6), (8, 7)])
+def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
+    loop, num_segments, num_blocks
+):
     model = Chain(loop).double()
     x = torch.randn(4, 8, dtype=torch.float64)
     expected = gradients(model, x)
-    recompute_segments(model, num_segments)
+    names = [f"layers.{index}" for index in range(num_blocks)]
+    assert recompute_segments(model, num_segments) == names
     assert all(map(torch.equal, gradients(model, x), expected))
+    remove_segments(model)
+    assert {type(layer) for layer in model.layers} == {nn.Sequential}
 
 
 @pytest.mark.parametrize("loop", BROKEN)
