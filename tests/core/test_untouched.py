@@ -69,6 +69,7 @@ def test_a_module_uses_no_cuda_generator_where_cuda_is_mapped_to_the_cpu(cuda_ge
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, numpy.random.rand])
 def test_a_snapshot_finds_that_a_generator_moved_and_draws_the_same_again(draw):
+    outside = generator_states()
     with seeded(0):
         before = generator_states()
         assert same_state(before, generator_states())
@@ -81,3 +82,4 @@ def test_a_snapshot_finds_that_a_generator_moved_and_draws_the_same_again(draw):
         third = draw()
         set_generator_states(before)
         assert [draw(), draw(), draw()] == [first, second, third]
+    assert same_state(outside, generator_states())
