@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_models import squares
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -29,16 +30,11 @@ from curry_train.bench.steps import (
 from curry_train.plan import device as peak_rate
 from curry_train.plan.device import PROFILES
 from curry_train.workloads.models import mlp, transformer
-from curry_train.workloads.workload import Case, Workload, WorkloadError, batch_size
+from curry_train.workloads.workload import Case, WorkloadError, batch_size
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
-ROWS = Workload(
-    "rows",
-    lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)),
-    lambda size: torch.randn(size, 16),
-    lambda module, batch: module(batch).square().sum(),
-)
+ROWS = squares(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), 16)
 
 
 def figures(case, *levers, **options):
@@ -57,11 +53,7 @@ def changed(name, change):
 # Of weights of 16 KiB, and a batch of 2 rows: with gradients and momentum, and compiled without.
 @pytest.mark.parametrize("lever", ["none", "compile:eager"])
 def test_the_peak_of_a_step_has_weights_gradients_and_moments_compiled_too(lever):
-    wide = replace(
-        ROWS,
-        build=lambda: nn.Linear(64, 64, bias=False),
-        batch=lambda size: torch.randn(size, 64),
-    )
+    wide = squares(lambda: nn.Linear(64, 64, bias=False), 64)
     step = TrainingStep(
         Case(wide, batch_size=2),
         find_lever(lever),

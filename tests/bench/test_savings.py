@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_models import squares
 from torch import nn
 
 from curry_train.bench.savings import (
@@ -26,21 +27,20 @@ from curry_train.cli.savings import savings_command, savings_table
 from curry_train.core.timing import Ratio, Spread
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Strategy
-from curry_train.workloads.workload import Case, Workload, WorkloadError
+from curry_train.workloads.workload import Case, WorkloadError
 
 
 def chain(depth=4, width=16):
     """Blocks of two linear layers with a GELU between them."""
-    return Workload(
-        "chain",
+    return squares(
         lambda: nn.Sequential(
             *[
                 nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
                 for _ in range(depth)
             ]
         ),
-        lambda size: torch.randn(size, width),
-        lambda module, batch: module(batch).square().sum(),
+        width,
+        name="chain",
     )
 
 
@@ -134,12 +134,7 @@ def test_a_strategy_that_fails_gets_a_row_with_the_reason(
 
 
 def test_a_model_whose_plain_step_fails_is_an_error():
-    norm = Workload(
-        "norm",
-        lambda: nn.BatchNorm1d(4),
-        lambda n: torch.randn(n, 4),
-        lambda m, batch: m(batch).sum(),
-    )
+    norm = squares(lambda: nn.BatchNorm1d(4), 4, name="norm")
     with pytest.raises(
         WorkloadError, match="norm, batch size 1: a plain step: Expected more than 1 value"
     ):

@@ -10,6 +10,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from foreign_recompute import around_blocks
+from plan_models import squares
 from saboteurs import planted
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
@@ -21,7 +22,6 @@ from curry_train.gates import offload
 from curry_train.gates import recompute as gates
 from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.workload import Workload
 
 
 def patched(around):
@@ -33,13 +33,12 @@ def rerun(run, *args, **kwargs):
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-FROZEN_START = Workload(
-    "frozen start",
+FROZEN_START = squares(
     lambda: nn.Sequential(
         *[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
     ),
-    lambda size: torch.randn(size, 8),
-    lambda module, batch: module(batch).square().sum(),
+    8,
+    name="frozen start",
 )
 
 

@@ -4,12 +4,12 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import torch
+from plan_models import squares
 from saboteurs import planted
 from torch import nn
 
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives.routing import keep_routing
-from curry_train.workloads.workload import Workload
 
 WIDTH = 16
 EXPERTS = 4
@@ -43,12 +43,7 @@ class Experts(nn.Module):
         return x + (weights[..., None] * out).sum(1)
 
 
-ROUTED = Workload(
-    "routed",
-    lambda: nn.Sequential(*(Experts() for _ in range(3))),
-    lambda size: torch.randn(size, WIDTH),
-    lambda module, x: module(x).square().sum(),
-)
+ROUTED = squares(lambda: nn.Sequential(*(Experts() for _ in range(3))), WIDTH, name="routed")
 
 
 def choices_not_kept(module):

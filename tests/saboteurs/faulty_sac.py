@@ -16,6 +16,7 @@ from foreign_sac import (
     saving,
     trains_in_eval_mode,
 )
+from plan_models import squares
 from saboteurs import planted
 from torch import nn
 from torch.nn import functional as F
@@ -23,19 +24,8 @@ from torch.nn import functional as F
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives.regions import apply_regions
 from curry_train.primitives.sac import apply_sac
-from curry_train.workloads.workload import Workload
 
 aten = torch.ops.aten
-
-
-def squared(name, build, *shape):
-    """Make a workload of a model of tensors."""
-    return Workload(
-        name,
-        build,
-        lambda size: torch.randn(size, *shape),
-        lambda module, batch: module(batch).square().sum(),
-    )
 
 
 class Noisy(nn.Module):
@@ -57,8 +47,8 @@ class ThreeProducts(nn.Sequential):
         super().__init__(*[nn.Linear(16, 16) for _ in range(3)])
 
 
-NOISY = squared("noisy", lambda: nn.Sequential(*[Noisy() for _ in range(3)]), 16)
-SQUARE = squared("square", lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]), 16)
+NOISY = squares(lambda: nn.Sequential(*[Noisy() for _ in range(3)]), 16, name="noisy")
+SQUARE = squares(lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]), 16, name="square")
 
 
 def keeps_what_is_drawn(model, *, blocks):
