@@ -1,7 +1,9 @@
 """Behaviours: ways to run backward, and what hooks and functions see."""
 
 import contextlib
+import functools
 import gc
+import re
 import weakref
 from typing import ClassVar
 
@@ -38,17 +40,21 @@ def kept_graph(model):
     return gradients(model)
 
 
+def require_error(loss, words):
+    message = ""
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        message = str(error)
+    assert re.search(words, message), "no error"
+
+
 @behaviour("a second backward through a freed graph is an error")
 def freed_graph(change):
     for model in pair(change):
         loss = loss_of(model(X))
         loss.backward()
-        message = ""
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            message = str(error)
-        assert "second time" in message or "extra time" in message, "no error"
+        require_error(loss, "second time|extra time")
 
 
 @step("gradients of gradients")
@@ -362,12 +368,7 @@ def changed_weight(change):
         loss = loss_of(model(X))
         with torch.no_grad():
             model.layers[0].last.weight.mul_(2)
-        message = ""
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            message = str(error)
-        assert "inplace operation" in message or "changed in place" in message, "no error"
+        require_error(loss, "inplace operation|changed in place")
 
 
 # What stays alive.
@@ -411,35 +412,23 @@ def dropped(change):
 
 
 class Failing(Block):
-    def forward(self, x, fails):
+    def forward(self, x, error):
         output = super().forward(x)
-        if fails:
-            raise KeyError("planned")
+        if error is not None:
+            raise error
         return output
 
 
-@step("an error in the forward of a block passes, and the next step is right", block=Failing)
-def forward_error(model):
-    with contextlib.suppress(KeyError):
-        model(X, True)
-    return train(model, False)
+def after_an_error(model, *, error):
+    with contextlib.suppress(error):
+        model(X, error)
+    return train(model, None)
 
 
-class Interrupted(Block):
-    def forward(self, x, fails):
-        output = super().forward(x)
-        if fails:
-            raise KeyboardInterrupt
-        return output
-
-
-@step(
-    "an interrupt in the forward of a block passes, and the next step is right", block=Interrupted
-)
-def interrupt(model):
-    with contextlib.suppress(KeyboardInterrupt):
-        model(X, True)
-    return train(model, False)
+for place, error in {"an error": KeyError, "an interrupt": KeyboardInterrupt}.items():
+    step(f"{place} in the forward of a block passes, and the next step is right", block=Failing)(
+        functools.partial(after_an_error, error=error)
+    )
 
 
 @step("an error in backward passes, and the next step is right")
