@@ -233,23 +233,17 @@ def figures(kind, *, recompute, rank=None):
         (window,) = GradientAccumulation(len(parts)).windows(parts)
         result = train_window(model, window, CASE.workload.mean_loss, optimizer)
     (record,) = flow.records
-    gradient = record.gradient
-    of_step = [gradient.norm, gradient.zeros, gradient.elements, result.loss, result.grad_norm]
-    found = {"": [*of_step, record.ranks]}
+    found = {"": [*sums_of(record.gradient), result.loss, result.grad_norm, record.ranks]}
     for name, layer in record.layers.items():
-        activation = layer.activation
-        gradient = layer.gradient
-        update = layer.update
-        found[name] = [activation.norm, activation.elements, activation.zeros]
-        if gradient is not None:
-            found[name] += [
-                gradient.norm,
-                gradient.elements,
-                gradient.zeros,
-                update.weight_norm,
-                update.distance,
-            ]
+        found[name] = sums_of(layer.activation)
+        if layer.gradient is not None:
+            found[name] += sums_of(layer.gradient)
+            found[name] += [layer.update.weight_norm, layer.update.distance]
     return found
+
+
+def sums_of(spread):
+    return [spread.norm, spread.elements, spread.zeros]
 
 
 def flow_on_ranks():
