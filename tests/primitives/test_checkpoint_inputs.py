@@ -101,16 +101,16 @@ def mask():
 def test_an_input_overwritten_between_forward_and_backward_is_refused(
     model, mask, change, named, container
 ):
-    plain = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
-    overwritten = gradients(
-        copy.deepcopy(model), mask.clone(), container, named=named, overwritten=True
-    )
-    assert all(map(torch.equal, plain, overwritten))  # the plain model accepts it
+    def run(overwritten):
+        copied = copy.deepcopy(model)
+        return gradients(copied, mask.clone(), container, named=named, overwritten=overwritten)
+
+    plain = run(False)
+    assert all(map(torch.equal, plain, run(True)))  # the plain model accepts it
     change(model)
-    found = gradients(copy.deepcopy(model), mask, container, named=named, overwritten=False)
-    assert all(map(torch.equal, plain, found))
+    assert all(map(torch.equal, plain, run(False)))
     with pytest.raises(RuntimeError, match=WRITTEN):
-        gradients(model, mask, container, named=named, overwritten=True)
+        run(True)
 
 
 @pytest.mark.parametrize(
