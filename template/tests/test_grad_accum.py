@@ -151,24 +151,28 @@ def test_useless_settings_and_data_are_refused():
         list(GradientAccumulation(2).windows(make_microbatches(), count=lambda microbatch: 0))
     model = make_model()
     (window,) = windows_of(make_microbatches()[:1], 1)
-    with pytest.raises(
-        ValueError,
-        match=r"^the loss must be a tensor of one number, the sum over its terms; got shape",
+    message = "^the loss must be a tensor of one number, the sum over its terms; got "
+    optimizer = torch.optim.SGD(model.parameters())
+    for loss, got in (
+        (lambda module, batch: module(batch[0]), r"shape \(7, 5\)$"),
+        (lambda *_: 1.5, "float$"),
     ):
-        train_window(
-            model,
-            window,
-            lambda module, batch: module(batch[0]),
-            torch.optim.SGD(model.parameters()),
-        )
+        with pytest.raises(ValueError, match=message + got):
+            train_window(model, window, loss, optimizer)
 
 
 def test_a_configuration_gives_the_number_of_steps():
-    for steps in (1, 4):
-        assert (
-            GradientAccumulation.from_config({"gradient_accumulation_steps": steps}).steps == steps
-        )
+    configured = {"gradient_accumulation_steps": 4}
+    assert GradientAccumulation.from_config(configured) == GradientAccumulation(4)
     assert not GradientAccumulation.from_config({}).enabled
+
+
+def test_the_first_and_the_last_microbatch_of_a_window_are_named():
     accumulation = GradientAccumulation(3)
     assert [accumulation.is_first(index) for index in range(4)] == [True, False, False, True]
     assert [accumulation.is_last(index) for index in range(4)] == [False, False, True, False]
+    decisions = [accumulation.train_step_kwargs(index) for index in range(4)]
+    assert [one["zero_grad"] for one in decisions] == [True, False, False, True]
+    assert {one["loss_divisor"] for one in decisions} == {3.0}
+    for name in ("sync_gradients", "step_optimizer", "collect_metrics"):
+        assert [one[name] for one in decisions] == [False, False, True, False]

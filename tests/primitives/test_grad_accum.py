@@ -20,17 +20,6 @@ from curry_train.primitives.grad_accum import (
     train_window,
 )
 
-# The interface.
-
-
-def test_kwargs_name_the_first_and_the_last_microbatch_of_a_window():
-    accumulation = GradientAccumulation(steps=3)
-    decisions = [accumulation.train_step_kwargs(index) for index in range(4)]
-    assert [one["zero_grad"] for one in decisions] == [True, False, False, True]
-    assert all(one["loss_divisor"] == 3.0 for one in decisions)
-    for name in ("sync_gradients", "step_optimizer", "collect_metrics"):
-        assert [one[name] for one in decisions] == [False, False, True, False]
-
 
 def test_from_config_reads_an_omegaconf_node_and_its_missing_value():
     omegaconf = pytest.importorskip("omegaconf", reason="omegaconf is not installed")
@@ -87,15 +76,6 @@ def test_a_list_is_no_window():
         TypeError, match=r"^train_window takes a window, .*count=\.\.\.\)\); got list$"
     ):
         train_window(model, [], summed_loss, torch.optim.SGD(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("loss", "got"),
-    [(lambda model, batch: model(batch), r"shape \(1, 1\)"), (lambda *_: 1.5, "float")],
-)
-def test_a_loss_that_is_not_one_number_is_refused(loss, got):
-    with pytest.raises(ValueError, match=f"must be a tensor of one number, .*got {got}$"):
-        linear_step([torch.ones(1, 2)], loss=loss)
 
 
 def test_an_optimizer_of_another_model_is_refused():
