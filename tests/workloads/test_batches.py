@@ -159,19 +159,6 @@ def reads():
     return Reads(), Movable(torch.randn(8, 3))
 
 
-def packed():
-    return nn.LSTM(8, 8, 2), pack_sequence([torch.randn(length, 8) for length in (5, 3, 3, 1)])
-
-
-@pytest.mark.parametrize("gate", ["grad-accum/equal", "grad-accum/uneven", "recompute/off"])
-def test_a_packed_sequence_is_the_input_of_a_recurrent_model(gate):
-    case = Case(load_workload(f"{__file__}:packed"))
-    (checked,) = [one for one in discover([gate]) if one.name == gate]
-    verdict = checked.run(case)
-    assert verdict.passed is not False, verdict
-    assert verdict.passed or not gate.startswith("grad-accum"), verdict
-
-
 class Applied(Movable):
     """A container that applies a function to its tensors, as PyG's data objects do."""
 
