@@ -77,6 +77,17 @@ def test_log_probabilities_of_tokens_have_a_gradient_each():
         torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
 
 
+def test_float16_gradients_do_not_overflow_with_a_loss_scale():
+    found = []
+    for dtype in (torch.float16, torch.float64):
+        tensors = make_tensors()
+        hidden, weight = (one.detach().half().to(dtype).requires_grad_() for one in tensors[:2])
+        loss = chunked_cross_entropy(hidden, weight, tensors[3], chunk_tokens=7) * 65536.0
+        found += torch.autograd.grad(loss, hidden)
+    # Half precision rounds each product once.
+    assert (found[0].double() - found[1]).norm() < 2e-3 * found[1].norm()
+
+
 def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
     hidden, weight, bias, targets = make_tensors()
     with Largest() as largest:
