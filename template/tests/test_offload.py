@@ -4,13 +4,19 @@ Offload moves bytes and computes nothing, so everything is compared bit for bit.
 copy is in the same memory as the original; the tests check that the original is freed.
 """
 
+import sys
 import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from curry_train.primitives.offload import offload_blocks, offload_report, remove_offload
+from curry_train.primitives.offload import (
+    HostMemoryShort,
+    offload_blocks,
+    offload_report,
+    remove_offload,
+)
 
 
 class Block(nn.Module):
@@ -104,9 +110,14 @@ def test_a_saved_tensor_that_is_written_in_place_is_an_error():
         loss.backward()
 
 
-def test_removal_makes_the_blocks_as_they_were():
+def test_blocks_are_offloaded_once_and_removal_makes_them_as_they_were():
     model = Model()
     names = offload_blocks(model)
+    with pytest.raises(
+        ValueError,
+        match=r"^blocks of this model are offloaded already: call remove_offload.model. first$",
+    ):
+        offload_blocks(model, blocks="layers.3", keep_last=0)
     assert remove_offload(model) == names == ["layers.0", "layers.1", "layers.2"]
     assert all(type(layer) is Block for layer in model.layers)
     with pytest.raises(
@@ -114,6 +125,19 @@ def test_removal_makes_the_blocks_as_they_were():
         match=r"^no block of this model is offloaded: call offload_blocks\(model\) first$",
     ):
         offload_report(model)
+
+
+def test_too_little_host_memory_is_an_error_where_a_step_moves_more_than_any_before(monkeypatch):
+    model = Model()
+    offload_blocks(model)
+    model(torch.randn(32, 16)).backward()
+    module = sys.modules[HostMemoryShort.__module__]
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 6 * 1024)
+    model(torch.randn(32, 16)).backward()  # no more bytes are needed
+    with pytest.raises(
+        HostMemoryShort, match=r"needs 0.0\d MiB more.*0.01 MiB is available: offload fewer blocks"
+    ):
+        model(torch.randn(128, 16))
 
 
 @pytest.mark.parametrize(
@@ -139,6 +163,7 @@ def test_blocks_inside_torch_func_are_an_error_that_says_what_to_do(transformed)
     ("options", "message"),
     [
         ({"keep_last": 4}, "^keep_last=4 leaves none of the 4 blocks to offload: lower it$"),
+        ({"keep_last": -1}, "^keep_last must be a whole number from 0 up, got -1$"),
         ({"min_bytes": -1}, "^min_bytes must be a whole number from 0 up, got -1$"),
         ({"blocks": "no_such_layer"}, "no_such_layer"),
     ],
