@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from curry_train.primitives.regions import apply_regions, remove_regions
+from curry_train.primitives.regions import _is_norm, apply_regions, remove_regions
 
 aten = torch.ops.aten
 
@@ -154,3 +154,26 @@ def test_removal_restores_the_model():
     apply_regions(model)
     assert remove_regions(model) == ["layers.0", "layers.1", "layers.2"]
     assert all(type(layer) is Block for layer in model.layers)
+
+
+def test_a_norm_that_two_blocks_share_is_put_back():
+    norm = nn.LayerNorm(8)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), norm) for _ in range(2)))
+    apply_regions(model)
+    remove_regions(model)
+    assert type(norm) is nn.LayerNorm
+
+
+@pytest.mark.parametrize(
+    ("held", "is_norm"),
+    [
+        (nn.Parameter(torch.ones(4)), True),
+        (nn.Parameter(torch.ones(4, 4)), False),
+        (nn.Buffer(torch.ones(4)), False),
+        (nn.Tanh(), False),
+    ],
+)
+def test_norms_of_others_are_known_by_their_name_and_hold_vectors_alone(held, is_norm):
+    module = type("TheirNorm", (nn.Module,), {})()
+    module.held = held
+    assert _is_norm(module) is is_norm

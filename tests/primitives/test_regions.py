@@ -21,10 +21,8 @@ from curry_train.primitives.regions import (
     NODE_RECIPES,
     RecomputedTensor,
     Replay,
-    _is_norm,
     apply_regions,
     pack,
-    remove_regions,
     unpack,
 )
 from curry_train.primitives.rerun import BlockState
@@ -93,14 +91,6 @@ def test_regions_and_recompute_share_a_model_but_not_a_block():
     assert apply_regions(model, blocks="1") == ["1"]
     with pytest.raises(ValueError, match="is wrapped already"):
         apply_regions(model, blocks="0")
-
-
-def test_a_norm_that_two_blocks_share_is_put_back():
-    norm = nn.LayerNorm(8)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), norm) for _ in range(2)))
-    apply_regions(model)
-    remove_regions(model)
-    assert type(norm) is nn.LayerNorm
 
 
 ACTIVATIONS = {
@@ -196,18 +186,6 @@ def test_a_replayed_tensor_is_freed_with_the_graph_though_the_loss_is_held():
     assert let_go() is not None  # a second backward needs it
     loss.backward()
     assert let_go() is None
-
-
-def test_norms_of_others_are_known_by_their_name_and_hold_vectors_alone():
-    for held, is_norm in (
-        (nn.Parameter(torch.ones(4)), True),
-        (nn.Parameter(torch.ones(4, 4)), False),
-        (nn.Buffer(torch.ones(4)), False),
-        (nn.Tanh(), False),
-    ):
-        module = type("TheirNorm", (nn.Module,), {})()
-        module.held = held
-        assert _is_norm(module) is is_norm
 
 
 def test_no_dispatch_mode_runs_in_forward_or_backward():
