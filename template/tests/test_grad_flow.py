@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from curry_train.primitives.grad_flow import GradFlow
+from curry_train.primitives.grad_flow import AFTER_BACKWARD, GradFlow
 
 
 class Block(nn.Module):
@@ -125,6 +125,18 @@ def test_a_dead_layer_and_a_non_finite_gradient_are_found():
         loss.backward()
         flow.step()
     assert flow.records[0].layers["layers.2.linear"].gradient.nonfinite > 0
+
+
+def test_a_model_whose_layers_are_called_one_by_one_is_probed():
+    model = Model()
+    optimizer = adam(model)
+    with GradFlow(model, optimizer, every=1) as flow:
+        nn.Sequential(*model.layers)(torch.randn(8, 16)).sum().backward()
+        optimizer.step()
+    (record,) = flow.records
+    assert record.forwards == 0
+    assert record.layers["layers.1.linear"].calls == 1
+    assert record.gradients_read == AFTER_BACKWARD
 
 
 def test_no_hook_stays_behind():

@@ -238,7 +238,10 @@ def test_weights_are_kept_while_the_optimizer_steps_and_no_longer():
     assert weights <= peaks[1] - peaks[0] <= 1.5 * weights
 
 
-def scaled_loop(model, optimizer, scaler, losses, *, given=True, early=False):
+def scaled_loop(losses, *, fused, given=True, early=False):
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with GradFlow(model, optimizer, every=1, scaler=scaler if given else None) as flow:
         for factor in losses:
             if not early:
@@ -256,10 +259,7 @@ def scaled_loop(model, optimizer, scaler, losses, *, given=True, early=False):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("early", [False, True])
 def test_a_step_that_the_scaler_skips_is_recorded_with_its_gradients(fused, early):
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    flow = scaled_loop(model, optimizer, scaler, [1.0, float("inf"), 1.0], early=early)
+    flow = scaled_loop([1.0, float("inf"), 1.0], fused=fused, early=early)
     assert [record.stepped for record in flow.records] == [True, False, True]
     assert [record.step for record in flow.records] == ([0, 1, 2] if fused else [0, 1, 1])
     assert flow.records[1].nonfinite
@@ -274,11 +274,7 @@ def test_a_step_that_the_scaler_skips_is_recorded_with_its_gradients(fused, earl
 def test_the_scale_of_a_scaler_is_removed_and_an_unnamed_scaler_is_reported(fused):
     norms = []
     for given in (True, False):
-        model = build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-        flow = scaled_loop(
-            model, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0), [1.0], given=given
-        )
+        flow = scaled_loop([1.0], fused=fused, given=given)
         norms.append(flow.records[0].gradient.norm)
         assert flow.records[0].scaled == pytest.approx(1.0 if given else 1 / 1024, rel=1e-6)
         assert ("scaled" in {finding.kind for finding in flow_findings(flow.records)}) != given
@@ -320,16 +316,6 @@ def test_an_optimizer_with_a_closure_is_probed():
     assert record.gradients_read == AT_THE_STEP
     assert record.gradient.norm == pytest.approx(norm(model))
     assert record.layers["0.0"].update.distance > 0
-
-
-def test_a_model_whose_layers_are_called_one_by_one_is_probed():
-    model = build()
-    with probed(model) as flow:
-        model[2](model[1](model[0](batch()))).sum().backward()
-    (record,) = flow.records
-    assert record.forwards == 0
-    assert record.layers["1.0"].calls == 1
-    assert record.gradients_read == AFTER_BACKWARD
 
 
 # Ranks, all with the values of this one.
