@@ -27,6 +27,12 @@ def model():
     return nn.Sequential(*layers)
 
 
+def stepping():
+    """Return a model, and the optimizer that steps inside of its backward."""
+    module = model()
+    return module, StepInBackward(module.parameters(), ADAM)
+
+
 def microbatches(count=6):
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, 4, generator=generator) for _ in range(count)]
@@ -64,8 +70,7 @@ def test_windows_train_the_same(steps):
 
 
 def test_a_state_dict_goes_on():
-    module = model()
-    optimizer = StepInBackward(module.parameters(), ADAM)
+    module, optimizer = stepping()
     train(module, optimizer)
     copied = copy.deepcopy(module)
     other = StepInBackward(copied.parameters(), ADAM)
@@ -93,8 +98,7 @@ def train_copy_for_copied_model(optimizer, module):
 
 @pytest.mark.parametrize("train_one", [train_copy, train_copy_for_copied_model])
 def test_a_copy_goes_on_with_its_own_weights_and_state(train_one):
-    module = model()
-    optimizer = StepInBackward(module.parameters(), ADAM)
+    module, optimizer = stepping()
     train(module, optimizer)
     before = [one.clone() for one in module.parameters()]
     other = train_one(optimizer, module)
@@ -114,9 +118,8 @@ def test_a_copy_goes_on_with_its_own_weights_and_state(train_one):
 )
 def test_what_needs_all_gradients_first_is_refused(options):
     """With a global clip each parameter would step before the norm is known."""
-    module = model()
-    before = copy.deepcopy(module)
-    optimizer = StepInBackward(module.parameters(), ADAM)
+    module, optimizer = stepping()
+    before = model()
     (window,) = GradientAccumulation(6).windows(microbatches())
     message = (
         f"{next(iter(options))} needs all gradients before the first step, and StepInBackward has "
@@ -128,9 +131,8 @@ def test_what_needs_all_gradients_first_is_refused(options):
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight():
-    module = model()
-    before = copy.deepcopy(module)
-    optimizer = StepInBackward(module.parameters(), ADAM)
+    module, optimizer = stepping()
+    before = model()
     bad = [*microbatches(1), torch.full((3, 4), torch.nan)]
     (window,) = GradientAccumulation(2).windows(bad)
     with pytest.raises(NonFiniteWindow, match=r"loss nan, gradient norm nan; .* microbatch 1 of 2"):
@@ -141,10 +143,10 @@ def test_a_loss_that_is_not_finite_changes_no_weight():
 def test_two_ranks_would_step_before_they_agree(pair_of_four_ranks, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     (window,) = GradientAccumulation(6).windows(microbatches())
-    module = model()
+    module, optimizer = stepping()
     with pytest.raises(
         ValueError,
         match=r"^StepInBackward steps before the ranks have agreed on a gradient: give the "
         "optimizer itself$",
     ):
-        train_window(module, window, loss, StepInBackward(module.parameters(), ADAM))
+        train_window(module, window, loss, optimizer)
