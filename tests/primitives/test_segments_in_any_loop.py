@@ -19,10 +19,10 @@ from curry_train.primitives.segments import (
 class Chain(nn.Module):
     """A model of eight blocks, called by a loop that the test chooses."""
 
-    def __init__(self, loop):
+    def __init__(self, loop, block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8))
+        self.layers = nn.ModuleList(block() for _ in range(8))
         self.loop = loop
 
     def forward(self, x):
@@ -156,8 +156,7 @@ def takes_the_weights_too(model, x):
 
 
 def test_the_first_element_of_a_tuple_goes_on_to_the_next_block():
-    model = Chain(takes_the_weights_too)
-    model.layers = nn.ModuleList(Pair() for _ in range(4))
+    model = Chain(takes_the_weights_too, Pair)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
@@ -199,8 +198,7 @@ def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused)
             x = layer(x, *arguments(index))
         return x
 
-    model = Chain(loop)
-    model.layers = nn.ModuleList(Masked() for _ in range(4))
+    model = Chain(loop, Masked)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
@@ -220,8 +218,7 @@ def test_nothing_of_a_forward_stays_alive_behind_it():
         return x
 
     masks = []
-    model = Chain(loop)
-    model.layers = nn.ModuleList(Masked() for _ in range(4))
+    model = Chain(loop, Masked)
     recompute_segments(model, 2)
     output = model(torch.randn(4, 8))
     seen = weakref.ref(output)
