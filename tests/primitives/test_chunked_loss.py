@@ -550,6 +550,14 @@ def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
+def on_meta(tokens, width, classes, dtype=torch.float32):
+    with torch.device("meta"):
+        hidden, weight = (
+            torch.zeros(rows, width, requires_grad=True, dtype=dtype) for rows in (tokens, classes)
+        )
+        return hidden, weight, torch.zeros(tokens, dtype=torch.int64)
+
+
 class CountedProducts(OperationMode):
     number = 0
 
@@ -573,12 +581,9 @@ class CountedProducts(OperationMode):
 def test_a_wide_head_is_read_for_a_quarter_of_its_width_in_tokens_at_a_time(
     tokens, width, dtype, frozen, products
 ):
-    with torch.device("meta"):
-        hidden = torch.zeros(tokens, width, requires_grad=not frozen, dtype=dtype)
-        weight = torch.zeros(128_256, width, requires_grad=True, dtype=dtype)
-        targets = torch.zeros(tokens, dtype=torch.int64)
+    hidden, weight, targets = on_meta(tokens, width, 128_256, dtype)
     with CountedProducts() as counted:
-        chunked_cross_entropy(hidden, weight, targets)
+        chunked_cross_entropy(hidden.requires_grad_(not frozen), weight, targets)
     assert counted.number == products
 
 
@@ -614,10 +619,7 @@ def test_logits_that_are_read_train_what_is_trained(needs):
     ("tokens", "width", "classes"), [(2048, 32, 512), (64, 16, 4096), (4096, 1024, 8192)]
 )
 def test_a_chunk_takes_at_most_half_of_the_gradients(tokens, width, classes):
-    with torch.device("meta"):
-        hidden = torch.zeros(tokens, width, requires_grad=True)
-        weight = torch.zeros(classes, width, requires_grad=True)
-        targets = torch.zeros(tokens, dtype=torch.int64)
+    hidden, weight, targets = on_meta(tokens, width, classes)
     with LiveStorages() as alive:
         chunked_cross_entropy(hidden, weight, targets).backward()
     gradients = 4 * (tokens + classes) * width
