@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from curry_train.core.generators import seeded
+from curry_train.core.parity import StepRecord, compare, record
+from curry_train.primitives.snn_timesteps import checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
 
 WIDTH = 6
@@ -69,3 +72,28 @@ def build(make: Callable[[], Any] = Net) -> Any:
 def currents(steps: int = 10, batch: int = 4, *, seed: int = 1) -> Tensor:
     """Make inputs with time as the first dimension."""
     return torch.randn(steps, batch, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(
+    module: Any, loop: Callable[..., Any], x: Tensor, state: Any = None, **kept: Any
+) -> tuple[StepRecord, list[Tensor]]:
+    """Train one step; return its record and the gradients of input and initial state."""
+    x = x.clone().requires_grad_()
+    state = [
+        part.clone().requires_grad_()
+        for part in (module.initial_state(x) if state is None else state)
+    ]
+    module.zero_grad()
+    with seeded(3):
+        outputs, after = loop(module.step, x, tuple(state), **kept)
+        loss = outputs.square().sum() + sum(part.square().sum() for part in after)
+        loss.backward()
+        return record(module, loss.detach()), [x.grad, *(part.grad for part in state)]
+
+
+def same(make: Callable[[], Any], x: Tensor, *, state: Any = None, **kept: Any) -> bool:
+    """Return whether chunks equal the plain loop on two modules of the same weights."""
+    outputs = {name: kept[name] for name in ("outputs", "time_dim") if name in kept}
+    plain, gradients = trained(build(make), run_timesteps, x, state, **outputs)
+    ours, found = trained(build(make), checkpoint_timesteps, x, state, **kept)
+    return compare(plain, ours).bit_equal and all(map(torch.equal, gradients, found))

@@ -14,12 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers
-from snn_models import WIDTH, Net, build, currents
+from snn_models import WIDTH, Net, build, currents, same
 from torch import nn
 
-from curry_train.core.generators import seeded
 from curry_train.core.measure import LiveStorages
-from curry_train.core.parity import compare, record
 from curry_train.gates.same_training import sample_of
 from curry_train.gates.snn_timesteps import chunks_peak_bytes
 from curry_train.primitives import snn_timesteps
@@ -36,30 +34,6 @@ from curry_train.primitives.snn_timesteps import (
 from curry_train.primitives.strategies import STRATEGIES
 from curry_train.workloads.models import mlp, snn
 from curry_train.workloads.workload import Case
-
-
-def trained(module, loop, x, state=None, **kept):
-    """Train one step; return its record and the gradients of input and initial state."""
-    x = x.clone().requires_grad_()
-    state = [
-        part.clone().requires_grad_()
-        for part in (module.initial_state(x) if state is None else state)
-    ]
-    module.zero_grad()
-    with seeded(3):
-        outputs, after = loop(module.step, x, tuple(state), **kept)
-        loss = outputs.square().sum() + sum(part.square().sum() for part in after)
-        loss.backward()
-        return record(module, loss.detach()), [x.grad, *(part.grad for part in state)]
-
-
-def same(make, x, *, state=None, **kept):
-    """Return whether chunks equal the plain loop on two modules of the same weights."""
-    outputs = {name: kept[name] for name in ("outputs", "time_dim") if name in kept}
-    plain, gradients = trained(build(make), run_timesteps, x, state, **outputs)
-    ours, found = trained(build(make), checkpoint_timesteps, x, state, **kept)
-    return compare(plain, ours).bit_equal and all(map(torch.equal, gradients, found))
-
 
 # Equality with the plain loop.
 

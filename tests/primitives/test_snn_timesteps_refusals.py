@@ -9,30 +9,16 @@ from functools import partial
 
 import pytest
 import torch
-from snn_models import WIDTH, Keeper, Net, build, currents
+from snn_models import WIDTH, Keeper, Net, build, currents, same, trained
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from curry_train.core.parity import compare, record
 from curry_train.primitives.snn_timesteps import (
     HiddenState,
     checkpoint_timesteps,
     run_timesteps,
 )
 from curry_train.workloads.models import SurrogateSpike
-
-
-def train(module, loop, x, **kept):
-    """Train one step and return its record."""
-    torch.manual_seed(3)
-    out, _ = loop(module.step, x, module.initial_state(x), **kept)
-    out.square().sum().backward()
-    return record(module, out.detach())
-
-
-def chunks(module, x, *, chunk_size=3, **kept):
-    return train(module, checkpoint_timesteps, x, chunk_size=chunk_size, **kept)
-
 
 # Steps that are refused.
 
@@ -105,10 +91,10 @@ STORED = {
 
 @pytest.mark.parametrize("kind", STORED)
 def test_state_that_a_module_stores_trains_as_in_the_plain_loop(kind):
-    plain, ours = (build(STORED[kind]) for _ in range(2))
-    x = currents()
-    assert compare(train(plain, run_timesteps, x), chunks(ours, x)).bit_equal
+    assert same(STORED[kind], currents(), chunk_size=3)
     if kind in ("counter", "list"):
+        ours = build(STORED[kind])
+        trained(ours, checkpoint_timesteps, currents(), chunk_size=3)
         assert len(ours.between.kept) == 10 if kind == "list" else ours.between.kept == 10
 
 
@@ -223,10 +209,8 @@ def test_snntorch_neurons_train_the_same_with_hidden_state_and_without():
             spikes, first = self.leaky(self.first(x), state[0])
             return spikes, (first, *state[1:])
 
-    x = currents()
     for make in (Leaky, partial(Leaky, init_hidden=True)):
-        plain = train(build(make), run_timesteps, x)
-        assert compare(plain, chunks(build(make), x)).bit_equal
+        assert same(make, currents(), chunk_size=3)
 
 
 LAZY = nn.LazyLinear(3)
