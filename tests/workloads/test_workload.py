@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_runs import ran
+from language_models import SIZES
 
 import curry_train
 from curry_train.plan.estimate import Sketch
@@ -336,12 +337,10 @@ def test_a_file_is_not_confused_with_a_module_of_the_same_name(tmp_path, monkeyp
         load_workload(f"{tmp_path / 'absent.py'}:build")
 
 
-SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
 CONFIGURATIONS = {
-    "LlamaForCausalLM": SMALL,
-    "BertForSequenceClassification": SMALL | {"id2label": {"0": "a", "1": "b", "2": "c"}},
-    "ViTForImageClassification": SMALL | {"image_size": 16, "patch_size": 8, "vocab_size": None},
+    "LlamaForCausalLM": SIZES,
+    "BertForSequenceClassification": SIZES | {"id2label": {"0": "a", "1": "b", "2": "c"}},
+    "ViTForImageClassification": SIZES | {"image_size": 16, "patch_size": 8, "vocab_size": None},
 }
 
 
