@@ -153,6 +153,26 @@ def behaviour(
     return register
 
 
+ERRORS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def error_of(behaviour, change):
+    """Return the error that a behaviour fails with, or None."""
+    try:
+        behaviour.run(change)
+    except ERRORS as error:
+        return error
+    return None
+
+
 # A model, and steps of it that are compared.
 
 
