@@ -93,32 +93,28 @@ class Out:
 
 
 class Several(nn.Module):
-    def __init__(self, kind):
+    def __init__(self, contain):
         super().__init__()
-        self.inner, self.kind = nn.Linear(4, 4), kind
+        self.inner, self.contain = nn.Linear(4, 4), contain
 
     def forward(self, x):
-        y = self.inner(x)
-        outputs = {
-            "tuple": lambda: (y, torch.arange(3), None),
-            "dict": lambda: {"hidden": y, "again": y},
-            "dataclass": lambda: Out(y, 3),
-        }
-        return outputs[self.kind]()
+        return self.contain(self.inner(x))
 
 
-@pytest.mark.parametrize("kind", ["tuple", "dict", "dataclass"])
-def test_outputs_of_every_structure_are_counted_once(kind):
-    model = nn.ModuleDict({"block": Several(kind)})
-    model.forward = lambda x: model["block"](x)
-    first = {
-        "tuple": lambda out: out[0],
-        "dict": lambda out: out["hidden"],
-    }
-    loss = first.get(kind, lambda out: out.first)
-    record = probe(model, torch.randn(2, 4), loss=lambda out: loss(out).sum(), layers="*")
-    assert record.layers["block"].activation.elements == 8
-    assert record.layers["block"].activation == record.layers["block.inner"].activation
+@pytest.mark.parametrize(
+    ("contain", "first"),
+    [
+        (lambda y: (y, torch.arange(3), None), lambda out: out[0]),
+        (lambda y: {"hidden": y, "again": y}, lambda out: out["hidden"]),
+        (lambda y: Out(y, 3), lambda out: out.first),
+    ],
+    ids=["tuple", "dict", "dataclass"],
+)
+def test_outputs_of_every_structure_are_counted_once(contain, first):
+    model = nn.Sequential(nn.Identity(), Several(contain))
+    record = probe(model, torch.randn(2, 4), loss=lambda out: first(out).sum(), layers="*")
+    assert record.layers["1"].activation.elements == 8
+    assert record.layers["1"].activation == record.layers["1.inner"].activation
 
 
 @pytest.mark.parametrize(

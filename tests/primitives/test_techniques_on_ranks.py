@@ -3,8 +3,6 @@
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,9 +49,10 @@ def compare_on_ranks(name, *techniques, report=lambda model: None):
                 [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in wrapped.parameters()]
             )
             reports.append(report(model))
+        plain, *others = gradients
         differences = [
-            max((one - other).abs().max().item() for one, other in zip(*pair, strict=True))
-            for pair in zip(itertools.repeat(gradients[0]), gradients[1:], strict=False)
+            max((one - other).abs().max().item() for one, other in zip(plain, changed, strict=True))
+            for changed in others
         ]
         found[kind] = {"syncs": syncs, "differences": differences, "reports": reports}
     return found
