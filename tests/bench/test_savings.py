@@ -29,19 +29,14 @@ from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.strategies import STRATEGIES, Strategy
 from curry_train.workloads.workload import Case, WorkloadError
 
-
-def chain(depth=4, width=16):
-    """Blocks of two linear layers with a GELU between them."""
-    return squares(
-        lambda: nn.Sequential(
-            *[
-                nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-                for _ in range(depth)
-            ]
-        ),
-        width,
-        name="chain",
-    )
+# Blocks of two linear layers with a GELU between them.
+CHAIN = squares(
+    lambda: nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)]
+    ),
+    16,
+    name="chain",
+)
 
 
 def register(monkeypatch, name, apply):
@@ -70,7 +65,7 @@ def break_later(model, sample):
 
 
 def test_figures_of_full_recompute_are_those_that_can_be_counted():
-    none, full = measure_savings(Case(chain(), batch_size=64), ["full"], repeats=1)
+    none, full = measure_savings(Case(CHAIN, batch_size=64), ["full"], repeats=1)
     # The input and output of each GELU, 64 floats a sample; the tensors between the blocks are
     # held with and without recompute.
     assert none.held_bytes - full.held_bytes == 4 * 64 * (64 + 64) * 4 == 131072
@@ -90,7 +85,7 @@ def test_figures_of_full_recompute_are_those_that_can_be_counted():
 
 def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch):
     register(monkeypatch, "halves", lambda model, sample: recompute_blocks(model, blocks="[01]"))
-    rows = measure_savings(Case(chain()), repeats=1)
+    rows = measure_savings(Case(CHAIN), repeats=1)
     assert [row.name for row in rows] == list(STRATEGIES)
     assert rows[-1].modules == ["0", "1"]
     refused = {row.name for row in rows if row.outcome != MEASURED_OUTCOME}
@@ -104,7 +99,7 @@ def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch)
 
 
 def test_weights_are_shared_and_left_as_they_were_and_so_are_the_generators(monkeypatch):
-    case, seen = Case(chain()), []
+    case, seen = Case(CHAIN), []
     register(monkeypatch, "look", lambda model, sample: seen.append(model) or [])
     before = torch.get_rng_state()
     measure_savings(case, ["look", "full"], repeats=1)
@@ -128,7 +123,7 @@ def test_a_strategy_that_fails_gets_a_row_with_the_reason(
     monkeypatch, strategy, outcome, message, wrong
 ):
     register(monkeypatch, "planted", strategy)
-    row = measure_savings(Case(chain()), ["planted"], repeats=1)[1]
+    row = measure_savings(Case(CHAIN), ["planted"], repeats=1)[1]
     assert (row.outcome, row.why, row.is_wrong) == (outcome, message, wrong)
     assert row.parity.startswith("differs: gradient 0.0.weight") == (strategy is detach)
 
@@ -143,11 +138,11 @@ def test_a_model_whose_plain_step_fails_is_an_error():
 
 def test_weights_that_are_not_finite_are_no_fault_of_a_strategy():
     def build():
-        module = chain().build()
+        module = CHAIN.build()
         module[1][0].weight.data[0, 0] = float("nan")
         return module
 
-    broken = replace(chain(), build=build)
+    broken = replace(CHAIN, build=build)
     with pytest.raises(WorkloadError, match="chain, batch size 4: the loss of a plain step is nan"):
         measure_savings(Case(broken), ["none", "full"])
 
@@ -183,16 +178,15 @@ def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
 # The table and the picture.
 
 
-def made_row(strategy, ratio=1.0, peak=1.0, *, batch_size=8, workload="net", recompute=0.5, **more):
+def made_row(strategy, ratio=1.0, peak=1.0, **more):
     step = Spread(1.0, 0.9, 1.2)
     times = None if strategy == "none" else Ratio(ratio, ratio - 0.1, ratio + 0.1, 0.95)
     size = int(peak * 2**20)
     values = dict(
         held_bytes=size, peak_bytes=size, held_ratio=peak / 9, peak_ratio=peak / 9, step=step
     )
-    values["ratio"] = times
-    values |= dict(recompute_ratio=recompute, modules=["a"], parity="bit-equal", worst_error=0.0)
-    values |= dict(workload=workload, batch_size=batch_size)
+    values |= dict(ratio=times, recompute_ratio=0.5, workload="net", batch_size=8)
+    values |= dict(modules=["a"], parity="bit-equal", worst_error=0.0)
     return SavingsRow(strategy, **(values | more))
 
 
@@ -301,7 +295,7 @@ def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path)
 
 def test_a_strategy_that_changes_the_training_ends_with_status_1(run, monkeypatch):
     register(monkeypatch, "planted", detach)
-    monkeypatch.setattr(command, "load_with_depth", lambda spec, depth: chain())
+    monkeypatch.setattr(command, "load_with_depth", lambda spec, depth: CHAIN)
     ended = run("--strategy", "planted")
     assert ended.exit_code == 1
     assert "planted" in ended.output

@@ -38,12 +38,10 @@ def block_class(disturb: Callable[[Tensor], Tensor] = lambda h: h) -> Any:
 
 
 class Net(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module], depth: int) -> None:
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.first, self.layers = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.ModuleList(block() for _ in range(depth)),
-        )
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.sigmoid(self.first(x))
@@ -52,9 +50,9 @@ class Net(nn.Module):
         return x
 
 
-def build(block: Callable[[], nn.Module], depth: int = 2) -> Net:
+def build(block: Callable[[], nn.Module]) -> Net:
     torch.manual_seed(0)
-    return Net(block, depth)
+    return Net(block)
 
 
 def rows(size: int = ROWS) -> Tensor:
@@ -70,10 +68,10 @@ def step(module: Any, batch: Tensor | None = None) -> StepRecord:
     return record_step(module, rows() if batch is None else batch, loss)
 
 
-def bounded(block: Callable[[], nn.Module], budget: float, **options: Any) -> Net:
+def bounded(block: Callable[[], nn.Module], budget: float) -> Net:
     """Return a model of such blocks with a budget."""
     model = build(block)
-    memory_budget(model, budget, backend="aot_eager", **options)
+    memory_budget(model, budget, backend="aot_eager")
     return model
 
 

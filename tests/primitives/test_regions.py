@@ -50,13 +50,13 @@ def autocast_loss(model, tokens):
         return lm_loss(model, tokens)
 
 
-def figures(build, loss, apply=lambda model: None, batch=TOKENS):
+def figures(build, loss, apply=lambda model: None):
     torch.manual_seed(0)
     model = build().train()
     apply(model)
     torch.manual_seed(0)
-    record = record_step(model, batch, loss)
-    return record, measure_memory(model, batch, loss), count_flops(model, batch, loss)
+    record = record_step(model, TOKENS, loss)
+    return record, measure_memory(model, TOKENS, loss), count_flops(model, TOKENS, loss)
 
 
 # The figures.

@@ -71,13 +71,12 @@ class ExpertsBlock(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self, router=Router, tied=True):
+    def __init__(self, router=Router):
         super().__init__()
         self.blocks = nn.ModuleList(ExpertsBlock(router) for _ in range(3))
-        if tied:
-            for block in self.blocks:
-                with torch.no_grad():
-                    block.router.score.weight[1:] = block.router.score.weight[:1]
+        for block in self.blocks:
+            with torch.no_grad():
+                block.router.score.weight[1:] = block.router.score.weight[:1]
 
     def forward(self, x):
         for block in self.blocks:

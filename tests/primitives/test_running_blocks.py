@@ -23,10 +23,10 @@ WIDTH = 16
 
 
 class FeedForward(nn.Module):
-    def __init__(self, width=WIDTH):
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
 
     def forward(self, x):
@@ -34,11 +34,11 @@ class FeedForward(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, width=WIDTH):
+    def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -48,11 +48,9 @@ class Attention(nn.Module):
 class PairsInLists(nn.Module):
     """A transformer whose layers are lists of two, as in many vision libraries."""
 
-    def __init__(self, depth=4):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleList([Attention(), FeedForward()]) for _ in range(depth)
-        )
+        self.layers = nn.ModuleList(nn.ModuleList([Attention(), FeedForward()]) for _ in range(4))
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, x):
@@ -63,10 +61,10 @@ class PairsInLists(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width=WIDTH):
+    def __init__(self):
         super().__init__()
-        self.attend = Attention(width)
-        self.feed = FeedForward(width)
+        self.attend = Attention()
+        self.feed = FeedForward()
 
     def forward(self, x):
         x = x + self.attend(x)
@@ -129,15 +127,14 @@ class UNet(nn.Module):
 class Iterated(nn.Module):
     """One block that refines its own output several times, as in RAFT."""
 
-    def __init__(self, times=6):
+    def __init__(self):
         super().__init__()
         self.encode = nn.Linear(WIDTH, WIDTH)
         self.update = FeedForward()
-        self.times = times
 
     def forward(self, x):
         x = self.encode(x)
-        for _ in range(self.times):
+        for _ in range(6):
             x = x + self.update(x)
         return x
 

@@ -106,8 +106,7 @@ def claims_by_name() -> dict[str, Claim]:
     return {claim.name: claim for claim in claims()}
 
 
-def faults(module: str | None = None) -> list[Saboteur]:
-    """Return the faults of one module, or of all."""
+def faults() -> list[Saboteur]:
+    """Return the faults of all modules."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("faulty_*.py"))
-    chosen = [module] if module else names
-    return [one for name in chosen for one in importlib.import_module(name).FAULTS]
+    return [one for name in names for one in importlib.import_module(name).FAULTS]

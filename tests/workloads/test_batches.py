@@ -54,9 +54,9 @@ class Slotted:
 
     __slots__ = ("__weakref__", "inputs", "name")
 
-    def __init__(self, inputs, name="words"):
+    def __init__(self, inputs):
         self.inputs = inputs
-        self.name = name
+        self.name = "words"
 
 
 class Nested:
