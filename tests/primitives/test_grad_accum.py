@@ -156,8 +156,8 @@ def test_ranks_with_uneven_data_or_without_a_wrapper_raise_instead_of_hanging(
         next(GradientAccumulation(2).windows(data, group=pair_of_four_ranks))
 
 
-# Terms of each microbatch of a rank, and the microbatches of both ranks.
-SIZES = ((3, 1, 4), (2, 5, 2))
+# Terms of each microbatch.
+SIZES = (3, 1, 4)
 WIDTH = 6
 
 
@@ -166,14 +166,14 @@ def make_model():
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 5)).double()
 
 
-def make_microbatches(rank):
-    generator = torch.Generator().manual_seed(rank)
+def make_microbatches():
+    generator = torch.Generator().manual_seed(0)
     return [
         (
             torch.randn(size, WIDTH, dtype=torch.float64, generator=generator),
             torch.randn(size, WIDTH, dtype=torch.float64, generator=generator),
         )
-        for size in SIZES[rank]
+        for size in SIZES
     ]
 
 
@@ -193,18 +193,13 @@ def contrastive(outputs):
 
 
 def large_batch_gradients(microbatches, *, joint):
-    """Gradients of the mean over all terms, of one large batch without ranks."""
+    """The loss and the gradients of the mean over all terms, of one large batch."""
     model = make_model()
-    total = torch.zeros((), dtype=torch.float64)
-    for of_rank in microbatches:
-        if joint:
-            inputs = tuple(map(torch.cat, zip(*of_rank, strict=True)))
-            total = total + contrastive([both_views(model, inputs)])
-        else:
-            total = total + sum(summed_loss(model, microbatch) for microbatch in of_rank)
-    num_terms = sum(len(microbatch[0]) for of_rank in microbatches for microbatch in of_rank)
-    (total / num_terms).backward()
-    return total.item() / num_terms, [parameter.grad for parameter in model.parameters()]
+    inputs = tuple(map(torch.cat, zip(*microbatches, strict=True)))
+    total = contrastive([both_views(model, inputs)]) if joint else summed_loss(model, inputs)
+    mean = total / sum(SIZES)
+    mean.backward()
+    return mean.item(), [parameter.grad for parameter in model.parameters()]
 
 
 def window_of(microbatches, **options):
@@ -223,11 +218,11 @@ def train(model, window, *, joint, **options):
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_joint_loss_couples_the_microbatches_of_a_window(joint):
     model = make_model()
-    microbatches = make_microbatches(0)
+    microbatches = make_microbatches()
     calls = []
     model.register_forward_hook(lambda *_: calls.append("forward"))
     model[0].weight.register_hook(lambda gradient: calls.append("backward"))
-    loss, expected = large_batch_gradients([microbatches], joint=joint)
+    loss, expected = large_batch_gradients(microbatches, joint=joint)
     result = train(model, window_of(microbatches), joint=joint)
     assert calls == (["forward"] * 6 + ["backward"] if joint else ["forward", "backward"] * 3)
     assert result.loss == pytest.approx(loss, rel=1e-12)
@@ -238,7 +233,7 @@ def test_a_joint_loss_couples_the_microbatches_of_a_window(joint):
 
 def test_a_joint_loss_that_is_not_finite_changes_no_weight():
     model = make_model()
-    window = window_of(make_microbatches(0))
+    window = window_of(make_microbatches())
     with pytest.raises(NonFiniteWindow, match="not finite: the joint loss"):
         train_window(
             model,
@@ -259,7 +254,7 @@ def test_a_joint_loss_that_is_not_finite_changes_no_weight():
 def test_equal_ranks_sync_as_asked_and_have_the_figures_of_one(
     pair_of_four_ranks, switch, joint, each, expected
 ):
-    model, microbatches, synced = make_model(), make_microbatches(0), []
+    model, microbatches, synced = make_model(), make_microbatches(), []
     if switch == "no_sync":
         model.no_sync = lambda: contextlib.nullcontext(synced.append(0))
         expected = [syncs for syncs in expected if not syncs]
@@ -268,7 +263,7 @@ def test_equal_ranks_sync_as_asked_and_have_the_figures_of_one(
     window = window_of(microbatches, sync_each_batch=each)
     result = train(model, window, joint=joint)
     assert synced == expected
-    loss, gradients = large_batch_gradients([microbatches], joint=joint)
+    loss, gradients = large_batch_gradients(microbatches, joint=joint)
     norm = torch.cat([one.flatten() for one in gradients]).norm().item()
     assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-12)
     assert result.num_terms == 4 * 8
@@ -276,7 +271,7 @@ def test_equal_ranks_sync_as_asked_and_have_the_figures_of_one(
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 def test_decisions_of_a_users_loop_sync_as_asked(sync_each_batch):
-    window = window_of(make_microbatches(0), sync_each_batch=sync_each_batch)
+    window = window_of(make_microbatches(), sync_each_batch=sync_each_batch)
     synced = [window.train_step_kwargs(index)["sync_gradients"] for index in range(3)]
     assert synced == [sync_each_batch, sync_each_batch, True]
     assert window.train_step_kwargs(0)["zero_grad"]
@@ -289,7 +284,7 @@ def test_decisions_of_a_users_loop_sync_as_asked(sync_each_batch):
 def test_options_that_have_no_effect_are_refused():
     with pytest.raises(ValueError, match=r"^sync_each_batch must be True or False, got 'yes'"):
         GradientAccumulation(2, sync_each_batch="yes")
-    window = window_of(make_microbatches(0), sync_each_batch=True)
+    window = window_of(make_microbatches(), sync_each_batch=True)
     with pytest.raises(
         ValueError,
         match=r"^sync_each_batch has no effect with joint_loss, which has one backward in a "
@@ -308,7 +303,7 @@ def test_a_parameter_outside_of_the_loss_does_not_decay():
     for _ in range(2):
         model.unused.grad = torch.ones(3, dtype=torch.float64)  # of another loss
         train_window(
-            model, window_of(make_microbatches(0)), lambda m, b: m[:3](b[0]).sum(), optimizer
+            model, window_of(make_microbatches()), lambda m, b: m[:3](b[0]).sum(), optimizer
         )
     assert model.unused.grad is None
     assert torch.equal(model.unused, torch.ones(3, dtype=torch.float64))
