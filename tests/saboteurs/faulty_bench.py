@@ -34,13 +34,12 @@ def no_interval(ours, theirs):
     return replace(found, lower=found.median, upper=found.median)
 
 
-def fault(claim, name, hint="", model="small", **replaced):
-    patches = [(bench, one, value) for one, value in replaced.items()]
-    return planted(f"bench.{claim}", name, patches=patches, hint=hint, model=model)
+def fault(name, interval):
+    patches = [(bench, "time_in_turns", planted_times), (bench, "paired_ratio", interval)]
+    return planted("bench.interval", name, patches=patches)
 
 
-TIMES = {"time_in_turns": planted_times}
 FAULTS = [
-    fault("interval", "one-standard-error", **TIMES, paired_ratio=one_standard_error),
-    fault("interval", "none", **TIMES, paired_ratio=no_interval),
+    fault("one-standard-error", one_standard_error),
+    fault("none", no_interval),
 ]
