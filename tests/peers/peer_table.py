@@ -127,7 +127,6 @@ class Behaviour:
     run: Callable[[Change], None]
     # By lever; `torch` is `torch.utils.checkpoint.checkpoint` around each block.
     outcomes: dict[str, Outcome]
-    # Takes seconds, so `make long` runs it.
     # Runs on two ranks, in one start for all levers.
     on_ranks: bool = False
 
