@@ -78,16 +78,6 @@ def test_verify_reads_every_byte(runs):
     assert (status, "is not a checkpoint of" in flat(output)) == (2, True)
 
 
-def test_a_missing_run_is_answered_with_the_existing_ones(runs, monkeypatch):
-    monkeypatch.chdir(runs.parent)
-    status, output = call("show", "frist-001")
-    assert (status, flat(output)) == (
-        2,
-        "Error: there is no run frist-001; did you mean first-001? runs has first-001",
-    )
-    assert "no run runs/zzz; runs has first-001" in flat(call("verify", "runs/zzz")[1])
-
-
 def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plant(tmp_path / "runs/young", last=5)
