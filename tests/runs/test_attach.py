@@ -121,16 +121,6 @@ def test_a_loader_whose_resume_is_not_exact_is_named_once_in_a_run(tmp_path, cap
     assert caplog.text.count("persistent_workers keep") == 1
 
 
-def test_a_loader_that_became_shorter_is_an_error(tmp_path):
-    with attach(tmp_path) as run:
-        go(run, "abcd")
-    with (
-        attach(tmp_path) as run,
-        pytest.raises(ValueError, match=r"4 batches of epoch 0 were taken before.* has only 2"),
-    ):
-        go(run, "ab")
-
-
 def test_finished_epochs_are_not_trained_again(tmp_path):
     with attach(tmp_path) as run:
         go(run, "ab", epochs=2)
