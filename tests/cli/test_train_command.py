@@ -78,12 +78,6 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path, train):
     )
 
 
-def test_the_resolved_configuration_is_shown(train):
-    status, out, _ = train("--show-config", "optimizer.learning_rate=3e-4")
-    assert status == 0
-    assert "learning_rate: 0.0003" in out
-
-
 def test_a_loss_that_is_not_finite_ends_with_status_1(train):
     status, _, error = train(*TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9")
     assert status == 1
@@ -111,7 +105,9 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train,
 def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path, train, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     status, _, error = train(*TINY, "log.tensorboard=true")
-    assert (status, "pip install tensorboard" in flat(error)) == (2, True), error
+    assert status == 2, error
+    message = "log.tensorboard needs the package tensorboard: pip install tensorboard"
+    assert message in flat(error)
     assert not (tmp_path / "runs").exists()
 
 
@@ -152,14 +148,6 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     assert "stopped by SIGTERM after step" in out, error
     assert list((tmp_path / "runs/run-001/recovery").glob("step-*.dcp"))
     assert process.returncode != 0
-
-
-def test_ranks_without_a_way_to_share_the_training_get_the_right_command(train, monkeypatch):
-    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
-    status, _, error = train(*TINY, "steps=1")
-    assert status != 0
-    assert "ranks were started and parallel is none" in flat(error)
 
 
 def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(train):

@@ -122,13 +122,6 @@ def test_an_invalid_file_is_refused(tmp_path, text, message):
         load_config(write(tmp_path / "c.yaml", text))
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"can't read the configuration .*none\.yaml: No such file"
-    ):
-        load_config(tmp_path / "none.yaml")
-
-
 def test_a_word_may_set_a_block_and_another_a_key_of_it():
     assert load_config(None, ["data={length: 4}", "data.length=3"]).data.length == 3
     config = load_config(None, ["spike.action=rollback", "spike={window: 16}"])

@@ -198,21 +198,10 @@ def windows(source, count):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_number_of_ranks_trains_on_the_same_samples_in_each_window(ranks):
-    alone = windows(stream(), 20)
-    shared = [windows(stream(ranks=ranks, rank=rank), 20) for rank in range(ranks)]
+    alone = windows(stream(position=40), 20)
+    shared = [windows(stream(ranks=ranks, rank=rank, position=40), 20) for rank in range(ranks)]
     for number, window in enumerate(alone):
         assert sorted(window) == sorted(chained(mine[number] for mine in shared))
-
-
-def test_a_stream_goes_on_from_a_position_with_another_number_of_ranks():
-    whole = windows(stream(), 12)
-    begun = stream()
-    windows(begun, 5)
-    assert begun.position == 40
-    rest = [windows(stream(ranks=2, rank=rank, position=begun.position), 7) for rank in range(2)]
-    assert [sorted(window) for window in whole[5:]] == [
-        sorted(a + b) for a, b in zip(*rest, strict=True)
-    ]
 
 
 def test_position_moves_with_the_last_microbatch_of_a_window():
@@ -313,14 +302,6 @@ def test_too_few_samples_to_train_on_are_refused(tmp_path):
         match=r"data\.dev_fraction=0\.05 of 1 samples leaves none to train on or to measure",
     ):
         opened("training_models:tiny", "data.source=tokens", f"data.path={tmp_path}/*.npy")
-
-
-def test_an_error_in_the_users_dataset_names_the_users_line():
-    with pytest.raises(
-        WorkloadError,
-        match="training_models:broken: the factory raised RuntimeError: no weights here",
-    ):
-        opened("training_models:tiny", "data.source=training_models:broken")
 
 
 def test_unshuffled_data_keeps_its_order():

@@ -11,6 +11,7 @@ from curry_train.trainer import train_run
 
 WORDS = (
     "model=training_models:tiny",
+    "steps=6",
     "batch_size=4",
     "microbatch=2",
     "device=cpu",
@@ -18,13 +19,9 @@ WORDS = (
 )
 
 
-def trained(runs, *words, resume=None, watch=()):
-    with open_named_run(load_config(None, [f"runs={runs}", *WORDS, *words]), resume=resume) as run:
-        return train_run(run, watch=watch)
-
-
 def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
-    done = trained(tmp_path, "steps=6")
+    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
+        done = train_run(run)
     lines = lines_of(done.folder)
     assert [line["kind"] for line in lines if line["kind"] != "save"] == [
         "start", "step", "step", "step", "step", "eval", "step", "step", "eval", "stop",

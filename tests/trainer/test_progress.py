@@ -3,7 +3,6 @@
 Run with `python -m pytest tests/trainer/test_progress.py`.
 """
 
-import builtins
 import contextlib
 import io
 
@@ -61,22 +60,3 @@ def test_tensorboard_gets_the_figures(tmp_path):
     read.Reload()
     assert [event.step for event in read.Scalars("loss")] == [1, 2, 3]
     assert read.Scalars("loss")[-1].value == pytest.approx(trained.report.last.loss)
-
-
-def test_missing_tensorboard_gets_a_message(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name == "torch.utils.tensorboard":
-            raise ImportError(name)
-        return real(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with (
-        pytest.raises(
-            ValueError,
-            match=r"log\.tensorboard needs the package tensorboard: pip install tensorboard",
-        ),
-        write_tensorboard(None),
-    ):
-        pass

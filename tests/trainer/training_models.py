@@ -47,7 +47,3 @@ def line():
             module(batch[0]), batch[1], reduction="sum"
         ),
     )
-
-
-def broken():
-    raise RuntimeError("no weights here")
