@@ -3,16 +3,18 @@
 python -m pytest tests/runs/test_trainers.py
 """
 
-import json
 import logging
 import shutil
-import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from journals import lines_of
+from library_trainers import Model, hugging_face, lightning, weights
 from store_models import flip
 from torch import nn
+from torch.utils.data import DataLoader
 
 from curry_train.cli.runs_inspect import inspect_checkpoint
 from curry_train.runs import (
@@ -23,6 +25,8 @@ from curry_train.runs import (
     record_training,
 )
 from curry_train.runs.trainers import commit_file, commit_folder
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def written(folder, value):
@@ -106,51 +110,20 @@ def test_other_objects_are_refused():
 # Hugging Face.
 
 
-class Regression(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, inputs, labels):
-        loss = (self.layer(inputs) - labels).square().mean()
-        return {"loss": loss}
-
-
-def hugging_face(folder, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from transformers import Trainer, TrainingArguments
-
-        torch.manual_seed(0)
-        data = [{"inputs": torch.randn(2), "labels": torch.randn(1)} for _ in range(8)]
-        arguments = TrainingArguments(
-            str(folder),
-            **({"max_steps": 6, "save_steps": 2, "logging_strategy": "no"} | options),
-            report_to=[],
-            use_cpu=True,
-            per_device_train_batch_size=2,
-            disable_tqdm=True,
-        )
-        return Trainer(Regression(), arguments, train_dataset=data)
-
-
-def train(trainer, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return trainer.train(**options)
+def trainer_of(folder, **options):
+    torch.manual_seed(0)
+    rows = [{"inputs": torch.randn(2), "labels": torch.randn(1)} for _ in range(8)]
+    options = {"max_steps": 6, "save_steps": 2, "logging_strategy": "no"} | options
+    return hugging_face(folder, rows, Model(nn.Linear(2, 1)), **options)
 
 
 def folders(path):
     return sorted(one.name for one in path.iterdir())
 
 
-def weights(trainer):
-    return trainer.model.layer.weight.detach().clone()
-
-
 def test_hugging_face_resumes_from_the_newest_whole_checkpoint(tmp_path):
-    straight = hugging_face(tmp_path)
-    train(commit_checkpoints(straight))
+    straight = trainer_of(tmp_path)
+    commit_checkpoints(straight).train()
     assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
@@ -159,18 +132,18 @@ def test_hugging_face_resumes_from_the_newest_whole_checkpoint(tmp_path):
     flip(model, model.stat().st_size - 2)
     chosen = newest_whole(tmp_path)
     assert chosen == str(tmp_path / "checkpoint-4")
-    resumed = commit_checkpoints(hugging_face(tmp_path))
-    train(resumed, resume_from_checkpoint=chosen)
-    assert torch.equal(weights(resumed), weights(straight))
+    resumed = commit_checkpoints(trainer_of(tmp_path))
+    resumed.train(resume_from_checkpoint=chosen)
+    assert torch.equal(weights(resumed.model), weights(straight.model))
     # Step 6 was saved again, in place of the damaged one.
     assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
 def test_a_finished_run_of_hugging_face_that_is_resumed_trains_no_step_in_silence(tmp_path, caplog):
-    train(commit_checkpoints(hugging_face(tmp_path)))
-    finished = commit_checkpoints(hugging_face(tmp_path))
-    train(finished, resume_from_checkpoint=newest_whole(tmp_path))
+    commit_checkpoints(trainer_of(tmp_path)).train()
+    finished = commit_checkpoints(trainer_of(tmp_path))
+    finished.train(resume_from_checkpoint=newest_whole(tmp_path))
     assert finished.state.global_step == 7
     assert "step 6 of 6 was saved already, and the Trainer trains step 7 now" in caplog.text
 
@@ -190,11 +163,11 @@ def dies_at(step, trainer):
 
 
 def test_a_save_over_a_committed_checkpoint_may_die(tmp_path, monkeypatch):
-    train(commit_checkpoints(hugging_face(tmp_path)))
-    again = commit_checkpoints(hugging_face(tmp_path, learning_rate=0.1))
+    commit_checkpoints(trainer_of(tmp_path)).train()
+    again = commit_checkpoints(trainer_of(tmp_path, learning_rate=0.1))
     monkeypatch.setattr(again, "_save_rng_state", dies_at(6, again))
     with pytest.raises(Killed):
-        train(again)
+        again.train()
     # The half-written folder of step 6 gives way to the one that was committed before.
     assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-4")
     shutil.rmtree(tmp_path / "checkpoint-4")
@@ -205,7 +178,7 @@ def test_a_save_over_a_committed_checkpoint_may_die(tmp_path, monkeypatch):
 
 def test_a_limit_that_is_set_later_counts_after_the_commit_and_is_given_back(tmp_path, monkeypatch):
     """With a limit of one the library alone deletes the older one before."""
-    trainer = commit_checkpoints(hugging_face(tmp_path))
+    trainer = commit_checkpoints(trainer_of(tmp_path))
     trainer.args.save_total_limit = 1
 
     def commit(path):
@@ -215,10 +188,10 @@ def test_a_limit_that_is_set_later_counts_after_the_commit_and_is_given_back(tmp
     with monkeypatch.context() as patch:
         patch.setattr("curry_train.runs.trainers.commit_folder", commit)
         with pytest.raises(Killed):
-            train(trainer)
+            trainer.train()
     assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4"]
-    train(trainer)
+    trainer.train()
     assert folders(tmp_path) == ["checkpoint-6"]
     assert trainer.args.save_total_limit == 1
 
@@ -227,16 +200,14 @@ def test_a_limit_that_is_set_later_counts_after_the_commit_and_is_given_back(tmp
 
 
 def accelerated(folder, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from accelerate import Accelerator
-        from accelerate.utils import ProjectConfiguration
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
 
-        project = ProjectConfiguration(project_dir=str(folder), **options)
-        accelerator = Accelerator(cpu=True, project_config=project)
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return commit_checkpoints(accelerator), *accelerator.prepare(model, optimizer)
+    project = ProjectConfiguration(project_dir=str(folder), **options)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return commit_checkpoints(accelerator), *accelerator.prepare(model, optimizer)
 
 
 def test_accelerate_writes_under_another_name_and_renames(tmp_path, monkeypatch):
@@ -287,49 +258,23 @@ def test_accelerates_own_naming_keeps_its_limit_after_the_commit(tmp_path):
 # Lightning.
 
 
-def lightning(folder, **options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import pytorch_lightning as pl
-
-        class Module(pl.LightningModule):
-            def __init__(self):
-                super().__init__()
-                torch.manual_seed(0)
-                self.layer = nn.Linear(2, 1)
-
-            def training_step(self, batch, _):
-                return self.layer(batch).square().mean()
-
-            def configure_optimizers(self):
-                return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-        saver = pl.callbacks.ModelCheckpoint(
-            folder, every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True
-        )
-        trainer = pl.Trainer(
-            max_steps=4,
-            accelerator="cpu",
-            callbacks=[saver],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **options,
-        )
-        return commit_checkpoints(trainer), Module()
+def linear():
+    torch.manual_seed(0)
+    return nn.Linear(2, 1)
 
 
-def fit(trainer, module, *, samples=None, **options):
+def fitted(folder, *, samples=None, change=commit_checkpoints, ckpt_path=None, **options):
+    """Train four steps, and return the model."""
+    saves = {"every_n_train_steps": 1, "save_top_k": 2, "monitor": "step", "mode": "max"}
+    saves |= {"dirpath": folder, "save_last": True}
+    trainer, module = lightning(linear, saves=saves, max_steps=4, **options)
     samples = torch.ones(16, 2) if samples is None else samples
-    data = torch.utils.data.DataLoader(samples, batch_size=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, data, **options)
+    change(trainer).fit(module, DataLoader(samples, batch_size=4), ckpt_path=ckpt_path)
+    return module.model
 
 
 def test_lightning_files_are_committed_found_and_verified(tmp_path):
-    trainer, module = lightning(tmp_path)
-    fit(trainer, module)
+    model = fitted(tmp_path)
     files = [name for name in folders(tmp_path) if name.endswith(".ckpt")]
     assert files == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     # A manifest goes with its file when Lightning deletes one.
@@ -340,47 +285,41 @@ def test_lightning_files_are_committed_found_and_verified(tmp_path):
     assert [*inspect_checkpoint(newest).hashed.values()] == [1]
 
     data = Path(newest).read_bytes()
-    place = data.index(module.layer.weight.detach().numpy().tobytes())
+    place = data.index(model.weight.detach().numpy().tobytes())
     flip(tmp_path / "last.ckpt", place)
     assert inspect_checkpoint(newest).whole is False
     assert newest_whole(tmp_path) == str(tmp_path / "epoch=0-step=4.ckpt")
-    trainer, module = lightning(tmp_path / "again")
     with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt is not what was saved"):
-        fit(trainer, module, ckpt_path=newest)
+        fitted(tmp_path / "again", ckpt_path=newest)
 
 
 # The journal.
 
 
-def events_of(folder):
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-
-
 def steps_of(folder):
-    return [(one["step"], one["loss"]) for one in events_of(folder) if one["kind"] == "step"]
+    return [(one["step"], one["loss"]) for one in lines_of(folder) if one["kind"] == "step"]
 
 
 def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back(tmp_path):
     options = {"save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
-    trainer = hugging_face(tmp_path / "out", **options, logging_nan_inf_filter=False)
+    trainer = trainer_of(tmp_path / "out", **options, logging_nan_inf_filter=False)
     trainer.train_dataset[0]["labels"].fill_(float("nan"))
-    train(record_training(trainer, tmp_path / "run", watch=SpikeConfig(action="rollback")))
+    record_training(trainer, tmp_path / "run", watch=SpikeConfig(action="rollback")).train()
     step = trainer.state.global_step
     assert step < 6
     logged = [(one["step"], float(one["loss"])) for one in trainer.state.log_history[: step - 1]]
     assert logged == steps_of(tmp_path / "run")[:-1]
-    kinds = [event["kind"] for event in events_of(tmp_path / "run")]
+    kinds = [event["kind"] for event in lines_of(tmp_path / "run")]
     assert kinds[-2:] == ["spike", "stop"]
 
 
 def test_the_journal_of_lightning_has_the_mean_loss_of_each_step(tmp_path):
     samples = torch.arange(32.0).reshape(16, 2)
-    trainer, module = lightning(tmp_path / "recorded", accumulate_grad_batches=2)
-    fit(record_training(trainer, tmp_path / "run"), module, samples=samples)
+    record = partial(record_training, folder=tmp_path / "run")
+    fitted(tmp_path / "recorded", samples=samples, change=record, accumulate_grad_batches=2)
     steps = steps_of(tmp_path / "run")
     assert [step for step, _ in steps] == [1, 2, 3, 4]
-    torch.manual_seed(0)
-    layer = nn.Linear(2, 1)
+    layer = linear()
     means = [layer(samples[start : start + 4]).square().mean().item() for start in (0, 4)]
     assert steps[0][1] == pytest.approx(sum(means) / 2, rel=1e-6)
 

@@ -8,7 +8,8 @@ import inspect
 
 import pytest
 import torch
-from language_models import language_model, transformers
+from language_models import language_model
+from library_trainers import hugging_face, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from tree import ROOT
@@ -87,23 +88,21 @@ def rows(tokens=(4, 16, 9, 12, 3, 15)):
 def change_of_weights(model, tmp_path):
     """Train with Hugging Face's trainer; return by how much the weights changed, in a row."""
     package("accelerate")
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
+    trainer = hugging_face(
+        tmp_path,
+        list(rows()),
+        model,
         num_train_epochs=1,
         learning_rate=0.01,
         optim="sgd",
         lr_scheduler_type="constant",
         per_device_train_batch_size=1,
         gradient_accumulation_steps=3,
-        report_to=[],
         save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
         dataloader_pin_memory=False,
     )
-    transformers.Trainer(model=model, args=arguments, train_dataset=list(rows())).train()
-    before, after = (nn.utils.parameters_to_vector(one.parameters()) for one in (llama(), model))
-    return (after - before).detach()
+    trainer.train()
+    return weights(model) - weights(llama())
 
 
 def test_chunked_loss_keeps_the_trainers_token_count(tmp_path):

@@ -3,12 +3,12 @@
 python -m pytest tests/trainer/test_equip.py
 """
 
-import json
-
 import pytest
 import torch
+from journals import lines_of
+from library_trainers import Model, hugging_face, lightning, weights
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from curry_train.core import memory_recorder
 from curry_train.loop import equip
@@ -37,23 +37,22 @@ class Block(nn.Module):
         return x + self.down(self.drop(torch.relu(self.up(x))))
 
 
-class Model(nn.Sequential):
-    """Three blocks; with labels it returns the loss, as Hugging Face's Trainer wants it."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(Block(), Block(), Block())
-
-    def forward(self, inputs, labels=None):
-        output = super().forward(inputs)
-        if labels is None:
-            return output
-        return {"loss": (output - labels).square().mean()}
+def model():
+    torch.manual_seed(0)
+    return Model(Block(), Block(), Block())
 
 
 def samples():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(16, WIDTH, generator=generator)
+
+
+def rows():
+    return [{"inputs": row, "labels": row} for row in samples()]
+
+
+def losses(folder):
+    return [one["loss"] for one in lines_of(folder) if one["kind"] == "step"]
 
 
 class Trained:
@@ -65,97 +64,51 @@ class Trained:
         self.seen = []
         Block.runs = 0
 
-    def hugging_face(self, **options):
-        from transformers import Trainer, TrainingArguments
-
-        arguments = TrainingArguments(
-            str(self.folder),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            **{"max_steps": STEPS, "save_steps": 2, "logging_steps": 1} | options,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-        )
-        rows = [{"inputs": row, "labels": row} for row in samples()]
-        trainer = Trainer(Model(), arguments, train_dataset=rows)
+    def hugging_face(self):
+        steps = {"max_steps": STEPS, "save_steps": 2, "logging_steps": 1}
+        trainer = hugging_face(self.folder, rows(), model(), gradient_accumulation_steps=2, **steps)
         equip(trainer, **self.added)
         trainer.train()
         return trainer.model
 
     def lightning(self):
-        import pytorch_lightning
-
-        class Module(pytorch_lightning.LightningModule):
-            def __init__(self):
-                super().__init__()
-                self.model = Model()
-
-            def training_step(self, batch, _):
-                return (self.model(batch[0]) - batch[0]).square().mean()
-
-            def configure_optimizers(self):
-                return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-        saver = pytorch_lightning.callbacks.ModelCheckpoint(self.folder, every_n_train_steps=2)
-        trainer = pytorch_lightning.Trainer(
-            max_steps=STEPS,
-            max_epochs=-1,
-            accumulate_grad_batches=2,
-            accelerator="cpu",
-            logger=False,
-            callbacks=[saver],
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        saves = {"dirpath": self.folder, "every_n_train_steps": 2}
+        steps = {"max_steps": STEPS, "max_epochs": -1, "accumulate_grad_batches": 2}
+        trainer, module = lightning(model, saves=saves, **steps)
         equip(trainer, **self.added)
         torch.manual_seed(1)
-        module = Module()
-        trainer.fit(module, DataLoader(TensorDataset(samples()), batch_size=2))
+        trainer.fit(module, DataLoader(samples(), batch_size=2))
         return module.model
 
     def accelerate(self, rate=0.01, load=None):
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        model = Model()
+        trained = model()
         equip(accelerator, **self.added)
-        model, optimizer, loader = accelerator.prepare(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=rate),
-            DataLoader(TensorDataset(samples()), batch_size=2),
+        trained, optimizer, loader = accelerator.prepare(
+            trained,
+            torch.optim.AdamW(trained.parameters(), lr=rate),
+            DataLoader(samples(), batch_size=2),
         )
         if load is not None:
             accelerator.load_state(load)
         torch.manual_seed(1)
-        for (batch,) in loader:
-            with accelerator.accumulate(model):
-                loss = (model(batch) - batch).square().mean()
+        for batch in loader:
+            with accelerator.accumulate(trained):
+                loss = trained(batch).square().mean()
                 self.seen.append(float(loss))
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    accelerator.clip_grad_norm_(trained.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.save_state(str(self.folder / "state"))
         accelerator.end_training()
-        return model
+        return trained
 
 
 LIBRARIES = ("hugging_face", "lightning", "accelerate")
-
-
-def weights(model):
-    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def events(folder):
-    lines = (folder / "journal.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def losses(folder):
-    return [one["loss"] for one in events(folder) if one["kind"] == "step"]
 
 
 def sft_trainer(folder, steps, dropout=0.1):
@@ -223,12 +176,11 @@ def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_th
     plain = weights(getattr(Trained(tmp_path / "plain"), library)())
     runs = Block.runs
     added = Trained(tmp_path / "added", journal=tmp_path / "run", **ADDED)
-    model = getattr(added, library)()
-    assert torch.equal(weights(model), plain)
+    assert torch.equal(weights(getattr(added, library)()), plain)
     # Each block runs again in backward, and its dropout draws the same.
     assert Block.runs == 2 * runs
     assert len(losses(tmp_path / "run")) == STEPS
-    assert events(tmp_path / "run")[-1]["kind"] == "stop"
+    assert lines_of(tmp_path / "run")[-1]["kind"] == "stop"
     assert newest_whole(tmp_path / "added") is not None
     assert newest_whole(tmp_path / "plain") is None
 
@@ -262,7 +214,7 @@ def test_a_plan_is_applied_as_a_strategy_is(tmp_path):
 def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):
     trained = Trained(tmp_path, journal=tmp_path / "run")
     trained.accelerate()
-    found = events(tmp_path / "run")
+    found = lines_of(tmp_path / "run")
     steps = [one for one in found if one["kind"] == "step"]
     assert [one["step"] for one in steps] == [1, 2, 3, 4]
     assert {one["learning_rate"] for one in steps} == {0.01}
@@ -277,7 +229,7 @@ def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):
 def test_a_spike_is_in_the_journal_of_a_trainer_that_is_watched(tmp_path):
     trained = Trained(tmp_path, journal=tmp_path / "run", watch=SpikeConfig())
     trained.accelerate(rate=1e30)
-    assert "spike" in {one["kind"] for one in events(tmp_path / "run")}
+    assert "spike" in {one["kind"] for one in lines_of(tmp_path / "run")}
 
 
 def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tmp_path):
@@ -285,7 +237,7 @@ def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tm
     for _ in range(2):
         Trained(tmp_path, journal=tmp_path / "run", commit=True).accelerate()
     Trained(tmp_path, journal=tmp_path / "run", commit=True).accelerate(load=state)
-    found = events(tmp_path / "run")
+    found = lines_of(tmp_path / "run")
     opened = [(one["kind"], one["step"]) for one in found if one["kind"] in ("start", "resume")]
     assert opened == [("start", 0), ("resume", 0), ("resume", 4)]
     assert [one["step"] for one in found if one["kind"] == "step"][-4:] == [5, 6, 7, 8]
@@ -316,15 +268,8 @@ def fail(model):
 
 
 def test_a_model_that_the_trainer_builds_again_is_changed_again(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no"
-    )
-    rows = [{"inputs": row, "labels": row} for row in samples()]
-    trainer = equip(
-        Trainer(model_init=Model, args=arguments, train_dataset=rows), apply=recompute_blocks
-    )
+    trainer = hugging_face(tmp_path, rows(), model_init=model, max_steps=1, save_strategy="no")
+    equip(trainer, apply=recompute_blocks)
     first = trainer.model
     Block.runs = 0
     trainer.train()
@@ -333,26 +278,10 @@ def test_a_model_that_the_trainer_builds_again_is_changed_again(tmp_path):
 
 
 def test_a_model_that_configure_model_builds_is_changed_once(tmp_path):
-    import pytorch_lightning
-
-    class Module(pytorch_lightning.LightningModule):
-        def configure_model(self):
-            if not hasattr(self, "model"):
-                self.model = Model()
-
-        def training_step(self, batch):
-            return (self.model(batch[0]) - batch[0]).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.01)
-
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    options = dict.fromkeys(quiet, False) | {"max_steps": 1, "accelerator": "cpu"}
-    trainer = pytorch_lightning.Trainer(**options)
+    trainer, module = lightning(model, late=True, max_steps=1)
     assert trainer.callbacks == []
     equip(trainer, apply=recompute_blocks, journal=tmp_path / "run")
-    module = Module()
-    loader = DataLoader(TensorDataset(samples()), batch_size=2)
+    loader = DataLoader(samples(), batch_size=2)
     Block.runs = 0
     trainer.fit(module, loader)
     trainer.fit_loop.epoch_loop.max_steps = 2
@@ -369,8 +298,8 @@ def test_what_can_not_be_added_is_refused(tmp_path):
         equip(accelerator, memory=tmp_path / "oom")
     with pytest.raises(ValueError, match="give journal=FOLDER too"):
         equip(accelerator, watch=SpikeConfig())
-    accelerator.prepare(Model())
+    accelerator.prepare(model())
     with pytest.raises(ValueError, match=r"equip the Accelerator before prepare\(\)"):
         equip(accelerator, apply=recompute_blocks)
     with pytest.raises(TypeError, match=r"a Model is no Trainer .* call saving\(\.\.\.\) in it"):
-        equip(Model(), commit=True)
+        equip(model(), commit=True)
