@@ -197,15 +197,6 @@ def test_missing_and_cut_files_of_folders_are_named(checkpoints, tmp_path):
         assert any(f"{victim.name} is missing" in one for one in found.problems)
 
 
-def test_a_flip_in_our_checkpoint_is_found(checkpoints, tmp_path):
-    folder = tmp_path / "step-00000001.dcp"
-    for name in ("state.pt", ".metadata", "manifest.json", "__0_0.distcp"):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(checkpoints / "run/rollback/step-00000001.dcp", folder)
-        flip(folder / name, 100)
-        assert inspect(folder).whole is False
-
-
 def hostile_files(tmp_path):
     """Yield a title and a hostile file, or folder, of each kind."""
     canary = str(tmp_path / "canary")

@@ -104,14 +104,6 @@ def installed(environment, clone, tmp_path_factory):
     return moved
 
 
-def test_project_installs_from_its_own_wheel_alone(environment, installed, clone):
-    code = "import curry_train; print(curry_train.__file__, curry_train.__version__)"
-    shown = shell(f'{environment}/bin/python -c "{code}"', cwd=installed).stdout.split()
-    assert Path(shown[0]).is_relative_to(environment)
-    assert shown[1] == clone.version
-    assert (environment / "bin/curry-train").is_file()
-
-
 def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     environment, installed, clone, tmp_path
 ):

@@ -4,7 +4,6 @@ python -m pytest tests/runs/test_attached_journal.py
 """
 
 import gc
-import re
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ class Interrupted(BaseException):
     """Ends a loop within its step."""
 
 
-def train(folder, *, steps=12, until=None, losses=True):
+def train(folder, *, steps=12, until=None):
     """Run a user's loop, which is interrupted after a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
@@ -36,7 +35,7 @@ def train(folder, *, steps=12, until=None, losses=True):
             loss.backward()
             optimizer.step()
             scheduler.step()
-            run.step(loss=loss if losses else None)
+            run.step(loss=loss)
             if run.steps == until:
                 raise Interrupted("within a step")
         run.measured(dev_loss=0.5)
@@ -81,11 +80,14 @@ def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_pat
     assert rates == [0.1, 0.1, 0.05, 0.05]
 
 
-def test_a_journal_needs_the_losses(tmp_path):
-    with pytest.raises(
-        ValueError, match=re.escape("call run.step(loss=loss), or leave journal out")
+@pytest.mark.parametrize("option", [{"journal": True}, {"spike": {"action": "warn"}}])
+def test_a_journal_and_a_watch_need_the_losses(tmp_path, option):
+    (name,) = option
+    with (
+        pytest.raises(ValueError, match=rf"call run.step\(loss=loss\), or leave {name} out"),
+        saving(nn.Linear(2, 1), runs=tmp_path, **option) as run,
     ):
-        train(tmp_path / "run", losses=False)
+        run.step()
 
 
 def test_the_journal_is_closed_when_the_last_save_fails(tmp_path, monkeypatch):

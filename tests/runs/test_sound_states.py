@@ -32,10 +32,7 @@ def odd_network():
 
 
 def odd_state():
-    average = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
-    state = new_state(
-        build=odd_network, extra={"x": Holder({"x": torch.ones(2)}), "average": average}
-    )
+    state = new_state(build=odd_network, extra={"x": Holder({"x": torch.ones(2)})})
     train(state, 1)
     return state
 
@@ -56,11 +53,6 @@ DAMAGE = {
     "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table has NaN"),
     "moment": (moment, math.nan, "optimizer.0.0.weight/exp_avg_sq has NaN"),
     "part": (lambda s: s.parts["extra-x"].kept["x"], math.nan, "part.extra-x/x has NaN"),
-    "average": (
-        lambda s: s.parts["extra-average"].module.weight.data,
-        math.nan,
-        "part.extra-average/module.weight has NaN",
-    ),
 }
 
 

@@ -11,8 +11,7 @@ import pytest
 
 import spike_runs
 from curry_train.runs.policy_config import SpikeConfig
-from curry_train.runs.random_state import DataPosition
-from curry_train.runs.spike import AttachedWatch, SpikeWatchdog
+from curry_train.runs.spike import SpikeWatchdog
 
 
 def alarms(losses, **config):
@@ -105,19 +104,6 @@ def test_a_watchdog_restored_from_its_state_behaves_the_same():
                 found.append(step)
             assert second.state_dict() == first.state_dict()
         assert found == whole
-
-
-@pytest.mark.parametrize(
-    ("block", "words"),
-    [
-        ({"window": 4}, "spike.window must be 16 or more; got 4"),
-        ({"least_rise": 1.5}, "spike.least_rise must be from 0 to below 1; got 1.5"),
-    ],
-)
-def test_settings_are_those_of_the_block_and_wrong_ones_are_named(block, words):
-    assert AttachedWatch({"window": 20}, DataPosition()).watchdog.config.window == 20
-    with pytest.raises(ValueError, match="^" + words.replace(".", r"\.")):
-        AttachedWatch(block, DataPosition())
 
 
 LINE = numpy.arange(49) / 10
