@@ -70,7 +70,8 @@ grad-flow --model mlp --plot nowhere/f.png  | create it first
 train stpes=3                               | Error: stpes is no key; did you mean 'steps'?
 train --config none.yaml                    | can't read the configuration none.yaml: No such file or directory
 train --resume latest                       | has a saved state to resume from
-train parallel=ddp                          | this is a single process: start it with torchrun
+train parallel=ddp                          | this is a single process: start it with torchrun --nproc-per-node 2
+train parallel=fsdp2 ranks=8 batch_size=128 | torchrun --nproc-per-node 8 train.py parallel=fsdp2
 train model=mlp                             | use data.source=workload
 memory                                      | give either --model or --snapshot
 memory --model bert                         | no workload is called 'bert'

@@ -34,21 +34,6 @@ MOST_COMMANDS = 6  # that solve a hard case
 TIMES_ALONE = 3  # as many commands as with curry-train show a case to be hard, if solved without it
 SKILLS = [skill.name for skill in skills(ROOT)]
 RECORD_KEYS = {"command", "date", "torch", "python", "curry_train", "intervals", "rows"}
-ROW_KEYS = {
-    "case",
-    "skill",
-    "agent",
-    "arm",
-    "run",
-    "status",
-    "seconds",
-    "tool_calls",
-    "tokens",
-    "score",
-    "points",
-    "transcript",
-}
-POINT_KEYS = {"name", "says", "weight", "guard", "passed", "reason"}
 # What `claude plugin eval` 2.1.330 takes in a case; its graders refuse any other key.
 GRADER_KEYS = {
     "regex": {"type", "name", "target", "pattern", "flags", "match", "weight", "arm"},
@@ -112,13 +97,10 @@ def test_graders_of_all_cases_pass_and_fail(name, record):
     assert_graders_judge(name, record[2])
 
 
-def test_a_dry_run_ends_with_0_and_records_versions_and_points(quick_record):
-    status, record, rows = quick_record
+def test_a_dry_run_ends_with_0_and_records_versions(quick_record):
+    status, record, _ = quick_record
     assert status == 0
     assert set(record) >= RECORD_KEYS
-    assert all(set(row) == ROW_KEYS for row in record["rows"])
-    points = [one for row in rows.values() for one in row["points"]]
-    assert all(set(one) == POINT_KEYS for one in points)
 
 
 def runs_of(arm, scores, tools=None):

@@ -4,9 +4,7 @@ python -m pytest tests/runs/test_attached_stream.py
 """
 
 import copy
-import json
 import os
-import shutil
 import signal
 
 import pytest
@@ -80,28 +78,12 @@ def same(first, second):
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-def events(folder, *kinds):
-    return [line for line in lines_of(folder) if line["kind"] in kinds]
-
-
-def test_a_spike_is_rolled_back_in_the_process_to_a_run_that_never_saw_its_samples(tmp_path):
-    run, weights, losses = train(tmp_path / "spiked")
-    assert run.steps == STEPS
-    assert len(losses) > STEPS
-    (recovery,) = json.loads((tmp_path / "spiked/recoveries.json").read_text())
-    assert recovery["start"] <= BAD[0] < recovery["stop"]
-    (tmp_path / "never").mkdir()
-    shutil.copy(tmp_path / "spiked/recoveries.json", tmp_path / "never")
-    _, never_weights, never_losses = train(tmp_path / "never")
-    assert len(never_losses) == STEPS
-    assert same(weights, never_weights)
-    assert not same(weights, train(tmp_path / "through", spike=None)[1])
-
-
 def test_a_step_that_is_not_finite_is_rolled_back_at_once(tmp_path):
     run, _, _ = train(tmp_path / "run", bad=(), loss_at=25)
     assert run.steps == STEPS
-    spike, rollback = events(tmp_path / "run", "spike", "rollback")
+    spike, rollback = (
+        line for line in lines_of(tmp_path / "run") if line["kind"] in ("spike", "rollback")
+    )
     assert (spike["step"], spike["reason"], spike["loss"]) == (25, "planted", None)
     assert rollback["step"] == 20
     with pytest.raises(NonFiniteWindow, match="planted"):

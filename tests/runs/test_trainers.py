@@ -102,11 +102,6 @@ def test_a_file_is_whole_before_and_after_the_moment_of_its_rename(tmp_path, mon
     assert newest_whole(tmp_path) is None
 
 
-def test_other_objects_are_refused():
-    with pytest.raises(TypeError, match="a Linear is no Trainer"):
-        commit_checkpoints(nn.Linear(1, 1))
-
-
 # Hugging Face.
 
 
