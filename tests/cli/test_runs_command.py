@@ -4,24 +4,13 @@ Run: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
 import json
-import sys
 
 import pytest
 from command_runs import call, flat
 from journals import plant
 from store_models import flip, new_state, train
-from tree import ROOT
-from warm_python import warm_python
 
 from curry_train.runs import Journal, Store
-
-TINY = [
-    "model=training_models:with_dropout",
-    "batch_size=4",
-    "microbatch=2",
-    "evaluate.samples=4",
-    "device=cpu",
-]
 
 
 @pytest.fixture
@@ -87,23 +76,6 @@ def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monk
         assert "nothing to resume from" in output
         assert "start at step 0, up to 5" in output
     assert "young" in call("list")[1]
-
-
-def test_resume_check_of_a_training_that_resumes(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/trainer"))
-    monkeypatch.setattr(sys, "executable", warm_python())
-    monkeypatch.chdir(tmp_path)
-    words = ["--steps", "6", "--kill-at", "5", *TINY, "--json", "found.json"]
-    status, output = call("resume-check", *words)
-    assert status == 0, output
-    assert output.splitlines()[:2] == [
-        "6 steps, killed in step 5, resumed after step 4",
-        "equal to the bit: 2 steps",
-    ]
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["equal"], found["resumed_from"]) == (True, 4)
-    assert {"data order", "model", "optimizer"} <= found["withheld"].keys()
-    assert not list(tmp_path.glob("runs"))
 
 
 def test_show_lists_the_attempts_with_their_events(tmp_path):
