@@ -3,10 +3,13 @@
 Proof: `python -m pytest tests/cli`.
 """
 
+import os
+import subprocess
 from typing import Any
 
 import click
 from click.testing import CliRunner, Result
+from tree import ROOT
 
 from curry_train.cli.main import main
 
@@ -32,3 +35,16 @@ def call(*words: Any) -> tuple[int, str]:
     is_short = [len(line) <= 80 or line.lstrip()[:1] == "/" for line in lines]
     assert "--json" in words or all(is_short)
     return done.exit_code, done.output
+
+
+def finished(*words: Any, cwd: Any = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a program with the package on its path, in a folder and with more variables."""
+    ours = {"PYTHONPATH": str(ROOT / "template"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        list(map(str, words)),
+        cwd=cwd,
+        env=os.environ | ours | environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )

@@ -6,12 +6,9 @@ Run: `python -m pytest tests/cli/test_cli.py`.
 import functools
 import inspect
 import json
-import os
-import subprocess
 
 import pytest
-from command_runs import flat, ran
-from tree import ROOT
+from command_runs import finished, flat, ran
 from warm_python import warm_python
 
 from curry_train.cli.validate import validate_command
@@ -223,11 +220,7 @@ if __name__ == "__main__":
 
 def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run(tmp_path):
     (tmp_path / "greedy.py").write_text(GREEDY)
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
-    command = [warm_python(), "greedy.py"]
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
+    ended = finished(warm_python(), "greedy.py", cwd=tmp_path)
     first, second, third = ended.stdout.splitlines()
     assert first == third == "True model loss implementation ", ended.stderr
     assert second.startswith("None memory ran out (the system ended the process): try a smaller")

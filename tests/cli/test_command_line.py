@@ -6,7 +6,6 @@ Run: `python -m pytest tests/cli/test_command_line.py`.
 import os
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import click
 import pytest
 import torch
 from click.testing import CliRunner
-from command_runs import ran
+from command_runs import finished, ran
 from recorded_training import recorded
 from tree import ROOT
 from warm_python import warm_python
@@ -129,21 +128,13 @@ def test_the_list_of_commands_has_the_summary_of_each_command():
         assert summary == " ".join(first.split()), name
 
 
-def in_a_new_process(code, **environment):
-    """Run code with the package on the path, in a process that has imported nothing yet."""
-    variables = os.environ | {"PYTHONPATH": str(ROOT / "template")} | environment
-    return subprocess.run(
-        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60
-    )
-
-
 def test_the_list_of_commands_is_shown_without_torch():
     code = (
         "import sys\nfrom curry_train.cli.main import main\n"
         "main(['--help'], prog_name='curry-train', standalone_mode=False)\n"
         "print('torch' in sys.modules, 'rich' in sys.modules)"
     )
-    ended = in_a_new_process(code)
+    ended = finished(sys.executable, "-c", code)
     assert ended.stdout.splitlines()[-1] == "False False", ended.stderr
     assert all(f"  {name} " in ended.stdout for name in PROMISED)
 
@@ -257,35 +248,24 @@ def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeyp
 # Ways to start it.
 
 
-def run_script(*words, folder, **environment):
-    command = [sys.executable, str(ROOT / "scripts/curry_train.py"), *words]
-    variables = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=variables | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+CLONED = str(ROOT / "scripts/curry_train.py")
 
 
 def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds(tmp_path):
     inherited = os.pathsep.join(str(ROOT / part) for part in ("scripts", "template"))
-    ended = run_script("list", folder=tmp_path, PYTHONPATH=inherited)
+    ended = finished(sys.executable, CLONED, "list", cwd=tmp_path, PYTHONPATH=inherited)
     assert ended.returncode == 0, ended.stderr
     assert "grad-accum" in ended.stdout
 
 
 def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed(tmp_path):
-    script = ROOT / "scripts/curry_train.py"
-    unknown = run_script("valdate", folder=tmp_path)
+    unknown = finished(sys.executable, CLONED, "valdate", cwd=tmp_path, PYTHONPATH="")
     assert unknown.returncode == 2
     assert "No such command 'valdate'" in unknown.stderr
-    assert f"Try 'python {script} --help'" in unknown.stderr
+    assert f"Try 'python {CLONED} --help'" in unknown.stderr
 
 
-STARTS = ([str(ROOT / "scripts/curry_train.py")], ["-m", "curry_train"])
+STARTS = ([CLONED], ["-m", "curry_train"])
 
 
 @pytest.mark.parametrize("started", STARTS, ids=str)
@@ -300,17 +280,12 @@ def test_the_main_module_can_be_imported_by_worker_processes(started):
         f"for name in ('first', '__mp_main__'):\n    runpy.{run}, run_name=name)\n"
         "    sys.modules.pop('environment', None)\nprint('imported')"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
-    ended = subprocess.run(
-        [warm_python(), "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
+    ended = finished(warm_python(), "-c", code)
     assert ended.stdout == "imported\n", ended.stderr
 
 
 def test_python_m_is_the_same_command(tmp_path):
-    command = [sys.executable, "-m", "curry_train", "--help"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = finished(sys.executable, "-m", "curry_train", "--help", cwd=tmp_path)
     assert ended.stdout == help_of().replace("curry-train", "python -m curry_train")
 
 
@@ -329,17 +304,13 @@ def test_recorded_figures_name_the_command_as_it_is_typed(monkeypatch, started, 
 # Completion in a shell.
 
 
-def complete(words, index):
-    code = "from curry_train.cli.main import main; main(prog_name='curry-train')"
-    code += "\n"
-    source = f"import sys\ntry:\n  {code}finally:\n  sys.stderr.write(str('torch' in sys.modules))"
-    return in_a_new_process(
-        source, _CURRY_TRAIN_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(index)
-    )
-
-
 def test_a_shell_completes_commands_without_importing_torch():
-    ended = complete("curry-train va", 1)
+    code = (
+        "import sys\nfrom curry_train.cli.main import main\ntry: main(prog_name='curry-train')\n"
+        "finally: sys.stderr.write(str('torch' in sys.modules))"
+    )
+    typed = {"COMP_WORDS": "curry-train va", "COMP_CWORD": "1"}
+    ended = finished(sys.executable, "-c", code, _CURRY_TRAIN_COMPLETE="bash_complete", **typed)
     assert ended.stdout.split() == ["plain,validate"]
     assert ended.stderr == "False"
 

@@ -7,13 +7,12 @@ import functools
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from command_runs import ran
+from command_runs import finished, ran
 from tree import ROOT
 from warm_python import warm_python
 
@@ -92,10 +91,7 @@ def run(repository, monkeypatch):
 def pytest_run(root, *arguments, path):
     """Run pytest as a user does: in another folder, without our plugins."""
     line = f"{warm_python()} -m pytest -p no:cacheprovider -p no:xdist -q"
-    words = [*line.split(), *arguments]
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)
-    return subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
+    return finished(*line.split(), *arguments, cwd=root, PYTHONPATH=path, PYTEST_ADDOPTS="")
 
 
 LOOP = """
@@ -200,10 +196,7 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
     path.unlink()
     command = f"{warm_python()} {ROOT / 'scripts/curry_train.py'} "
     again = shown.strip().replace("curry-train ", command, 1)
-    environment = os.environ | {"PYTHONPATH": "src"}
-    ended = subprocess.run(
-        again, shell=True, cwd=repository, env=environment, capture_output=True, text=True
-    )
+    ended = finished("sh", "-c", again, cwd=repository, PYTHONPATH="src")
     assert ended.returncode == 0, ended.stderr
     # All but the first docstring, which has the command as it was typed.
     assert path.read_text().partition('"""\n')[2] == text.partition('"""\n')[2]
@@ -262,7 +255,7 @@ def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkey
 def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path, script, shown):
     path = os.path.relpath(ROOT / "scripts" / script, tmp_path)
     command = [warm_python(), path, *shown.split()[1:], "--model", "mlp", "--out", "test_mlp.py"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    ended = finished(*command, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     text = (tmp_path / "test_mlp.py").read_text()
     assert f"    python {Path(path).parent}/{shown} \\\n" in text

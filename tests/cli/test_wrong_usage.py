@@ -4,15 +4,12 @@ python -m pytest tests/cli/test_wrong_usage.py
 """
 
 import json
-import os
 import shlex
-import subprocess
 import sys
 
 import pytest
 import torch
-from command_runs import flat, ran
-from tree import ROOT
+from command_runs import finished, flat, ran
 from warm_python import warm_python
 
 MODELS = """
@@ -210,11 +207,8 @@ def test_json_on_standard_output_is_json_alone_where_a_factory_prints(command):
 
 
 def test_json_on_standard_output_is_json_alone_where_another_process_prints(folder):
-    command = [warm_python(), "-m", "curry_train", "memory", "--model", "made.py:child"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
-    ended = subprocess.run(
-        [*command, "--json", "-"], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    words = "-m curry_train memory --model made.py:child --json -"
+    ended = finished(warm_python(), *words.split(), cwd=folder)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["command"]
     assert "building" in ended.stderr

@@ -9,8 +9,8 @@ import shlex
 import subprocess
 
 import pytest
+from command_runs import finished
 from journals import lines_of
-from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.cli.ownership import find_bundle, project_files
@@ -51,17 +51,8 @@ def project(tmp_path_factory):
     return folder
 
 
-def run(project, *command, python=None):
-    paths = os.pathsep.join([str(ROOT / "template")])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [python or warm_python(), *map(str, command)],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+def run(project, *command):
+    done = finished(warm_python(), *command, cwd=project)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
