@@ -8,10 +8,10 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
+from command_runs import finished
 from tree import ROOT
 
 PROGRAMS = {
@@ -57,13 +57,9 @@ def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     words, figures = SMALLEST[name]
     program, *part = name.split()
     paths = [str(ROOT / one) for one in ("template", "benchmarks", "tests/gates")]
-    ended = subprocess.run(
-        [sys.executable, PROGRAMS[program], *part, *words.split(), "--json", "found.json"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    words = [*part, *words.split(), "--json", "found.json"]
+    path = os.pathsep.join(paths)
+    ended = finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = json.loads((tmp_path / "found.json").read_text())

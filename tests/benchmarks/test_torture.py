@@ -8,9 +8,9 @@
 import json
 import os
 import signal
-import subprocess
 
 import pytest
+from command_runs import finished
 from store_models import new_state
 from tree import ROOT
 from warm_python import warm_python
@@ -24,11 +24,7 @@ def run(*words):
     paths = os.pathsep.join(
         [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
     )
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [warm_python(), "-m", "torture", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, env=environment, cwd=ROOT
-    )
+    done = finished(warm_python(), "-m", "torture", *words, cwd=ROOT, PYTHONPATH=paths)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -46,5 +46,4 @@ def finished(*words: Any, cwd: Any = None, **environment: str) -> subprocess.Com
         env=os.environ | ours | environment,
         capture_output=True,
         text=True,
-        timeout=400,
     )

@@ -128,17 +128,13 @@ def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path):
 
 
 @needs_proc
-def test_a_termination_ends_the_workers_too(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_termination_and_a_kill_end_the_workers_too(tmp_path, number):
     process = started(tmp_path, "supervised.py")
     wait_for((tmp_path / "started").exists)
-    os.kill(process.pid, signal.SIGTERM)
-    assert_ended(process, tmp_path, 143)
-
-
-@needs_proc
-def test_a_kill_ends_the_workers_too(tmp_path):
-    process = started(tmp_path, "supervised.py")
-    wait_for((tmp_path / "started").exists)
-    process.kill()
-    process.communicate(timeout=20)
-    wait_for(lambda: not processes_in(tmp_path))
+    process.send_signal(number)
+    if number == signal.SIGTERM:
+        assert_ended(process, tmp_path, 143)
+    else:
+        process.communicate(timeout=20)
+        wait_for(lambda: not processes_in(tmp_path))

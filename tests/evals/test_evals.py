@@ -10,13 +10,13 @@ import os
 import pickle
 import shlex
 import shutil
-import subprocess
 import sys
 import zipfile
 
 import pytest
 import varying_training
 import yaml
+from command_runs import finished
 from tree import ROOT, skills
 
 import evals
@@ -46,12 +46,9 @@ EXECUTION_KEYS = {"prompt", "max_turns", "timeout_seconds", "allowed_tools"}
 def dry_run(folder, *words):
     """Return the rows of a dry run by case and agent."""
     path = folder / "record.json"
-    ended = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/evals.py", "--dry-run", "--json", path, *words],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/house"},
-        capture_output=True,
-        text=True,
-    )
+    program = [sys.executable, ROOT / "benchmarks/evals.py", "--dry-run", "--json", path]
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/house"
+    ended = finished(*program, *words, PYTHONPATH=paths)
     assert path.exists(), ended.stdout + ended.stderr
     record = json.loads(path.read_text())
     return ended.returncode, record, {(row["case"], row["agent"]): row for row in record["rows"]}
@@ -169,9 +166,7 @@ def test_the_commands_of_a_hard_case_solve_it(name, tmp_path):
     commands = [[*programs[program], *words] for program, *words in lines]
     # The answer is written from what the commands recorded, by no more than a few lines.
     for words in [*commands, ["-c", notes["finish"]]]:
-        environment = os.environ | {"PYTHONPATH": str(ROOT / "template")}
-        words = [sys.executable, *words]
-        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        ended = finished(sys.executable, *words, cwd=tmp_path)
         # Checks end with 1 where they find something.
         assert ended.returncode < 2, ended.stdout + ended.stderr
     grades = evals_grading.grade(CASES[name].folder, tmp_path)

@@ -108,16 +108,10 @@ def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recomput
 # Bench.
 
 
-def figures(case, *levers, rounds=1, warmup=0, **options):
-    chosen = [find_lever(name) for name in levers]
-    return measure_levers(case, chosen, rounds=rounds, warmup=warmup, **options)
-
-
 def test_accumulation_with_dropout_draws_other_numbers_and_its_gate_still_holds():
     dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
-    assert "unless random numbers" in figures(Case(dropout), "accumulate=2").rows[1].notes[0]
+    lever = find_lever("accumulate=2")
+    found = measure_levers(Case(dropout), [lever], rounds=1, warmup=0)
+    assert "unless random numbers" in found.rows[1].notes[0]
     _, _, hint = grad_accum.equal_windows(Case(dropout))
     assert not hint
-
-
-# Loss spikes.
