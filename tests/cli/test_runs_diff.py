@@ -185,23 +185,6 @@ def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
     assert "losses: 20 of 20 common steps" in ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "there is no run b; runs has a"),
-        (b'{"v":7}\n', "is not a journal of a run: line 1 is no event"),
-    ],
-)
-def test_bad_input_is_status_2_and_no_traceback(run, tmp_path, content, message):
-    plant(tmp_path / "runs/a")
-    if content is not None:
-        (tmp_path / "runs/b").mkdir()
-        (tmp_path / "runs/b/journal.jsonl").write_bytes(content)
-    ended = run("a", "b", status=2)
-    assert not ended.stdout
-    assert message in flat(ended.stderr)
-
-
 def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(run, tmp_path):
     plant(tmp_path / "runs/a")
     (tmp_path / "runs/b").mkdir()

@@ -96,19 +96,6 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     assert merged == "# The project run\n\nRead my notes and config.yaml.\n"
 
 
-def test_update_refuses_files_of_the_user_in_the_way(bundle, project):
-    write(project / "data.py", "MINE = 1\n")
-    write(bundle.project / "data.py", "THEIRS = 1\n")
-    write(bundle.package / "core/blocks.py", "NEWER = 1\n")
-    before = tree(project)
-    refused = scaffold(bundle, "update", cwd=project)
-    assert (refused.returncode, "in the way: data.py" in refused.error) == (2, True)
-    assert tree(project) == before
-    (project / "data.py").unlink()
-    assert scaffold(bundle, "update", cwd=project).returncode == 0
-    assert (project / "data.py").read_text() == "THEIRS = 1\n"
-
-
 def test_update_brings_an_added_technique_with_its_new_imports(bundle, tmp_path):
     root = tmp_path / "repository"
     write(root / "setup.py", "")

@@ -125,6 +125,8 @@ preflight --script gone.py --steps 1        | --steps
 runs lsit                                   | No such command 'lsit'. Did you mean 'list'?
 runs list nowhere                           | there is no folder nowhere
 runs show nowhere                           | there is no run nowhere; runs has no runs yet
+runs diff nowhere other                     | there is no run nowhere; runs has no runs yet
+runs diff folder other                      | folder is no run
 runs estimate                               | Missing option '--parameters'
 runs estimate --parameters 0                | 0
 runs estimate --parameters 7e9 retention.rollback=1 | checkpoint.retention.rollback is no key

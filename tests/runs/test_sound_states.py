@@ -101,7 +101,6 @@ def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(tmp
     [
         ({"loss": math.inf}, "loss is inf"),
         ({"dev_loss": math.nan}, "dev_loss is nan"),
-        ({"accuracy": math.nan}, "accuracy is nan"),
         ({"loss": 1.0, "grad_norm": math.inf}, None),
         ({"loss": 1.0, "perplexity": torch.tensor(math.inf)}, None),
         ({"loss": None}, None),
