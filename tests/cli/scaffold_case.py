@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from click.testing import CliRunner
+from command_runs import finished
 
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import TECHNIQUES, Bundle
@@ -156,13 +156,9 @@ def scaffold(bundle, *arguments, cwd):
 
 def shell(command, *, cwd, **variables):
     """Run what a user would type, with this Python as `python` and no path of ours."""
-    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    # Without plugins, as for a user who has torch and pytest alone; and no threads that wait.
-    ours = {"PATH": PYTHON_FIRST, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    environment = inherited | ours | variables
-    return subprocess.run(
-        command, shell=True, cwd=cwd, env=environment, capture_output=True, text=True, check=False
-    )
+    # Without plugins, as for a user who has torch and pytest alone.
+    ours = {"PATH": PYTHON_FIRST, "PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return finished("sh", "-c", command, cwd=cwd, **ours, **variables)
 
 
 def tree(root):

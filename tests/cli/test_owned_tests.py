@@ -3,13 +3,12 @@
 All copies are tested by one run of pytest in which curry_train can't be imported.
 """
 
-import os
 import re
-import subprocess
 import sys
 from xml.etree import ElementTree
 
 import pytest
+from command_runs import finished
 from warm_python import warm_python
 
 from curry_train.cli.ownership import Kind, find_bundle, technique_files
@@ -113,15 +112,8 @@ def outcomes(tmp_path_factory):
     for copy in copies():
         own(folder, *copy)
     report = folder / "report.xml"
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [warm_python(), *PYTEST, f"--junitxml={report}", str(folder)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [*PYTEST, f"--junitxml={report}", folder]
+    run = finished(warm_python(), *words, cwd=folder, PYTHONPATH=str(folder))
     assert report.exists(), run.stdout + run.stderr
     found = {name: (0, []) for name, _, _ in copies()}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
