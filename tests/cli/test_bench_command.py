@@ -4,7 +4,6 @@ python -m pytest tests/cli/test_bench_command.py
 """
 
 import functools
-import importlib.util
 import itertools
 import json
 import sys
@@ -84,13 +83,8 @@ def test_the_table_explains_missing_utilisation_and_too_few_rounds():
     ]
 
 
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="no matplotlib"
-)
-
-
-@needs_matplotlib
 def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
     titles = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.suptitle", lambda _, text, **__: titles.append(text)
@@ -104,8 +98,8 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monk
     assert (tmp_path / "alone.png").is_file()
 
 
-@needs_matplotlib
 def test_the_command_writes_table_picture_and_json(run, tmp_path):
+    pytest.importorskip("matplotlib")
     levers = ["--lever", "full", "--lever", "timesteps"]
     levers += ["--plot", "bench.png", "--json", "bench.json"]
     run("--model", "mlp", *QUICK, *levers)

@@ -84,7 +84,7 @@ def faults_of_page(path, text):
         found = [
             number
             for number, line in enumerate(lines)
-            if f"{line} ".startswith(f"  {first(option)} ")
+            if f"{line} ".startswith(f"  {', '.join(option.opts)} ")
         ]
         described = (
             found
@@ -94,10 +94,6 @@ def faults_of_page(path, text):
         if option.hidden or not described:
             faults.append(f"no line for {option.opts[0]}")
     return faults
-
-
-def first(option):
-    return ", ".join(option.opts)
 
 
 @pytest.mark.parametrize("path", ALL_PAGES, ids=" ".join)

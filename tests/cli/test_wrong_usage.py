@@ -194,7 +194,6 @@ QUICK = {
     "bench": "bench --model made.py:loud --steps 2 --warmup 0",
     "grad-flow": "grad-flow --model made.py:loud --steps 1",
     "memory": "memory --model made.py:loud",
-    "plan": f"{PLAN} --model made.py:loud --without sac --without regions",
     "savings": "savings --model made.py:loud --strategy full --repeats 1 --out out",
     "train": "train data.source=workload steps=1 batch_size=2 microbatch=2",
     "validate": "validate --model made.py:loud --gate grad-accum/equal",
@@ -228,7 +227,7 @@ def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder,
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("command", sorted(set(QUICK) - {"plan"}))
+@pytest.mark.parametrize("command", QUICK)
 def test_a_missing_device_ends_with_status_3(command):
     ended = ran(*shlex.split(f"{QUICK[command]} --device cuda"), status=3)
     assert "no CUDA device" in ended.stderr
