@@ -140,7 +140,10 @@ REFUSED = {
         r"part.run/#0/x: a ndarray of dtype object",
     ),
     "an object as key": (lambda: {object(): 1}, r"part.run/#0/x: a dict can't be saved"),
-    "a class of tensors": (lambda: torch.ones(1).as_subclass(OwnTensor), "a OwnTensor, a tensor"),
+    "a class of tensors": (
+        lambda: torch.ones(1).as_subclass(OwnTensor),
+        "a OwnTensor, a tensor of its own class, can't .* convert",
+    ),
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(1)]), "a nested tensor"),
     "meta": (lambda: torch.ones(1, device="meta"), r"without values \(device meta\)"),
     "itself": (endless, "a value that contains itself"),
