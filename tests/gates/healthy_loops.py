@@ -16,23 +16,30 @@ from loops import (
     Signs,
     accumulate,
     adamw,
+    adversaries,
     classifier,
     climb,
     fit,
+    fit_masked,
+    fit_scaled,
+    follow,
+    half,
+    half_of_tokens_by_hand,
     headless,
     in_half,
     loader,
     of_tokens,
     padded_tokens,
+    recompute,
     scaler_on_cpu,
     sequences,
     started,
     step,
     texts,
+    together,
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
@@ -126,9 +133,8 @@ def momentum_contrast():
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
     for inputs, _ in DataLoader(data, 8, shuffle=True):
         query = F.normalize(model(inputs), dim=1)
+        follow(slow, model, 0.1)
         with torch.no_grad():
-            for old, new in zip(slow.parameters(), model.parameters(), strict=True):
-                old.mul_(0.9).add_(new, alpha=0.1)
             key = F.normalize(slow(inputs), dim=1)
         scores = torch.cat([(query * key).sum(1, keepdim=True), query @ queue.T], dim=1)
         step(optimizer, F.cross_entropy(scores / 0.1, torch.zeros(8, dtype=torch.long)))
@@ -136,8 +142,7 @@ def momentum_contrast():
 
 
 def wasserstein():
-    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-    critic = classifier(classes=1)
+    generator, critic = adversaries()
     of_generator = torch.optim.RMSprop(generator.parameters(), 1e-3)
     of_critic = torch.optim.RMSprop(critic.parameters(), 1e-3)
     for number, (real, _) in enumerate(loader()):
@@ -150,19 +155,15 @@ def wasserstein():
 
 
 def layers_dropped():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-            self.head = nn.Linear(8, 5)
-
+    class Model(nn.Sequential):
         def forward(self, inputs):
-            for layer in self.layers:
+            *layers, head = self
+            for layer in layers:
                 if not self.training or torch.rand(()) < 0.7:
                     inputs = inputs + layer(inputs).relu()
-            return self.head(inputs)
+            return head(inputs)
 
-    fit(Model())
+    fit(Model(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 5)))
 
 
 def early_stop_and_curriculum():
@@ -180,20 +181,16 @@ def early_stop_and_curriculum():
 
 
 def low_rank(begin=nn.init.normal_, factor=1):
-    class Adapter(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer = layer.requires_grad_(False)
-            self.down = nn.Linear(layer.in_features, 2, bias=False)
-            self.up = nn.Linear(2, layer.out_features, bias=False)
-            begin(self.down.weight)
-            nn.init.zeros_(self.up.weight)
-
+    class Adapter(nn.Sequential):
         def forward(self, inputs):
-            return self.layer(inputs) + factor * self.up(self.down(inputs))
+            layer, down, up = self
+            return layer(inputs) + factor * up(down(inputs))
 
     model = classifier()
-    model[0] = Adapter(model[0])
+    down, up = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
+    begin(down.weight)
+    nn.init.zeros_(up.weight)
+    model[0] = Adapter(model[0].requires_grad_(False), down, up)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
     fit(model, optimizer)
 
@@ -206,14 +203,9 @@ def embedding_alone():
 
 def sparse_embedding():
     table, head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 5)
-    optimizers = [torch.optim.SparseAdam(table.parameters()), adamw(head)]
-    for _ in range(9):
-        loss = F.cross_entropy(head(table(torch.randint(50, (8,)))), torch.randint(5, (8,)))
-        for one in optimizers:
-            one.zero_grad()
-        loss.backward()
-        for one in optimizers:
-            one.step()
+    optimizer = together(torch.optim.SparseAdam(table.parameters()), adamw(head))
+    batches = [(torch.randint(50, (8,)), labels) for _, labels in loader()]
+    fit(lambda words: head(table(words)), optimizer, batches)
 
 
 def adam_then_lbfgs():
@@ -235,31 +227,12 @@ def adam_then_lbfgs():
 
 
 def half_scaler_that_skips():
-    model, optimizer = started()
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=100)
-    for inputs, labels in loader(320):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
-            output = model(inputs)
-        scaler.scale(F.cross_entropy(output.half(), labels)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
+    fit_scaled(scaler, loader(320), dtype=torch.float16)
 
 
 def scaler_that_is_off():
-    model, optimizer = started()
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+    fit_scaled(torch.amp.GradScaler("cpu", enabled=False))
 
 
 def bfloat16():
@@ -273,14 +246,13 @@ def compiled():
 
 
 def recomputed_all_ways():
-    model, optimizer = started(Language())
-    for number in range(9):
-        tokens = torch.randint(50, (2, 9))
-        hidden = model.embed(tokens[:, :-1])
-        for layer in model.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=bool(number % 2))
-        logits = model.head(hidden).flatten(0, 1)
-        step(optimizer, F.cross_entropy(logits, tokens[:, 1:].flatten()))
+    model = Language()
+    is_reentrant = itertools.cycle([False, True])
+
+    def logits(tokens):
+        return recompute(model, tokens, is_reentrant=next(is_reentrant))
+
+    fit(logits, adamw(model), texts(9), loss=of_tokens)
 
 
 def evaluated_with_gradients():
@@ -442,20 +414,12 @@ def focal():
     fit(loss=loss)
 
 
-def masked_by_hand(shares=False):
-    model, optimizer = started(Language())
-    for _ in range(9):
-        tokens = torch.randint(1, 50, (3, 12))
-        mask = torch.ones(3, 11)
-        mask[1:, 6:] = 0
-        logits = model(tokens[:, :-1]).transpose(1, 2)
-        losses = F.cross_entropy(logits, tokens[:, 1:], reduction="none")
-        of_all, of_those = (losses * mask).mean() / mask.mean(), (losses * mask).sum() / mask.sum()
-        step(optimizer, of_all if shares else of_those)
+def masked_by_hand():
+    fit_masked(lambda losses, mask: (losses * mask).sum() / mask.sum())
 
 
 def masked_by_their_share():
-    masked_by_hand(shares=True)
+    fit_masked(lambda losses, mask: (losses * mask).mean() / mask.mean())
 
 
 def causal():
@@ -471,11 +435,7 @@ def causal():
 def tied_weights():
     model = Language()
     model.head.weight = model.embed.weight
-    optimizer = adamw(model)
-    for _ in range(9):
-        tokens = torch.randint(50, (2, 9))
-        logits = model(tokens[:, :-1]).flatten(0, 1)
-        step(optimizer, F.cross_entropy(logits, tokens[:, 1:].flatten()))
+    fit(model, None, texts(9), loss=of_tokens)
 
 
 def unfrozen_step_by_step():
@@ -585,11 +545,8 @@ def reset_between_tasks():
     for _ in range(4):
         fast = copy.deepcopy(model)
         inner = torch.optim.SGD(fast.parameters(), 0.1)
-        for inputs, labels in itertools.islice(loader(), 3):
-            step(inner, F.cross_entropy(fast(inputs), labels))
-        with torch.no_grad():
-            for one, other in zip(model.parameters(), fast.parameters(), strict=True):
-                one.lerp_(other, 0.1)
+        fit(fast, inner, itertools.islice(loader(), 3))
+        follow(model, fast, 0.1)
 
 
 def two_segments():
@@ -687,10 +644,12 @@ def physics():
 def tensors_alone():
     weight, bias = torch.zeros(8, 5, requires_grad=True), torch.zeros(5, requires_grad=True)
     optimizer = torch.optim.SGD([weight], 0.1)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(inputs @ weight + bias, labels))
+
+    def update():
         bias.data -= bias.grad
         bias.grad.zero_()
+
+    fit(lambda inputs: inputs @ weight + bias, optimizer, after=update)
 
 
 def ensemble_by_vmap():
@@ -817,13 +776,14 @@ def distilled_in_log_space():
         step(optimizer, 0.5 * F.cross_entropy(own, labels) + 0.5 * 4 * alike)
 
 
-def trial_step():
-    model, optimizer = started()
+def trial_step(model=None, *, is_zeroed=True):
+    model, optimizer = started(model)
     for inputs, labels in loader():
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         changes = climb(model)
-        optimizer.zero_grad()
+        if is_zeroed:
+            optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
         climb(model, [-one for one in changes])
         optimizer.step()
@@ -860,7 +820,7 @@ def tasks_one_after_the_other():
     optimizer = adamw(nn.ModuleList([body, heads]))
     for inputs, labels in loader():
         for head in heads:
-            (F.cross_entropy(head(body(inputs)), labels) / 2).backward()
+            half(head(body(inputs)), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -895,7 +855,7 @@ def refuses_to_be_evaluated():
 
 
 def samples_that_see_each_other():
-    fit(AmongSamples())
+    fit(AmongSamples(nn.MultiheadAttention(8, 2), nn.Linear(8, 5)))
 
 
 def losses_of_equal_gradients():
@@ -971,24 +931,18 @@ def adversarial_domains():
 
 
 def means_by_hand_of_windows_of_a_length():
-    def loss(logits, tokens):
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")
-        return losses / tokens.numel() / 2
-
     lengths = (9, 9, 17, 17, 12, 12, 5, 5)
-    accumulate(Language(), None, texts(*lengths), loss=loss)
+    accumulate(Language(), None, texts(*lengths), loss=half_of_tokens_by_hand)
 
 
 def count_of_a_window_that_equals_one_microbatch():
-    model, optimizer = started(Language())
     mask = (torch.arange(8) < 4).float()
-    for _ in range(8):
-        for tokens in torch.randint(50, (2, 3, 9)):
-            logits = model(tokens[:, :-1]).transpose(1, 2)
-            losses = F.cross_entropy(logits, tokens[:, 1:], reduction="none")
-            ((losses * mask).sum() / 24).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def loss(logits, tokens):
+        losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+        return (losses * mask).sum() / 16
+
+    accumulate(Language(), None, texts(9), loss=loss)
 
 
 def head_of_zeros_in_half():
@@ -1000,7 +954,7 @@ def head_of_zeros_in_half():
 
 def time_first_of_as_many_samples():
     model = TimeFirst(nn.TransformerEncoderLayer(16, 2, 32))
-    fit(model, None, [(torch.randn(6, 6, 8), torch.randint(5, (6,))) for _ in range(8)])
+    fit(model, None, [(torch.randn(6, 6, 8), labels) for _, labels in sequences()])
 
 
 def sees_the_past_with_time_first():
@@ -1032,18 +986,17 @@ class Tagger(Layers):
 
 def scaler_of_each_model():
     models = [classifier(), classifier()]
-    optimizers = [adamw(one) for one in models]
     scalers = [scaler_on_cpu() for _ in models]
+    several = [*zip(models, map(adamw, models), scalers, (1, 2), strict=True)]
     for number, (inputs, labels) in enumerate(loader()):
-        for model, scaler, every in zip(models, scalers, (1, 2), strict=True):
+        for model, _, scaler, every in several:
             scaler.scale(F.cross_entropy(model(inputs), labels) / every).backward()
-        for optimizer, scaler, every in zip(optimizers, scalers, (1, 2), strict=True):
-            if number % every == every - 1:
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-        for scaler, every in zip(scalers, (1, 2), strict=True):
-            if number % every == every - 1:
-                scaler.update()
+        due = several[: 1 + number % 2]
+        for _, optimizer, scaler, _ in due:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        for _, _, scaler, _ in due:
+            scaler.update()
 
 
 def losses_scaled_first():
@@ -1066,9 +1019,8 @@ def loaders_in_pairs():
 
 
 def the_next_frame():
-    model, optimizer = started(nn.Linear(8, 8))
-    for frames, after in itertools.pairwise(DataLoader(torch.randn(96, 8), 8)):
-        step(optimizer, F.mse_loss(model(frames), after))
+    frames = DataLoader(torch.randn(96, 8), 8)
+    fit(nn.Linear(8, 8), None, itertools.pairwise(frames), loss=F.mse_loss)
 
 
 def gradients_read_and_set_to_zero():

@@ -6,6 +6,7 @@ A faulty loop names the check that has to find it, and marks its wrong line with
 import copy
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -35,7 +36,9 @@ def step(optimizer, loss):
     optimizer.step()  # step
 
 
-def fit(model=None, optimizer=None, batches=None, *, loss=None, schedule=None, after=None):
+def fit(
+    model=None, optimizer=None, batches=None, *, loss=None, before=None, schedule=None, after=None
+):
     """Train a model, or a classifier, in the usual way."""
     model = model or classifier()
     optimizer = optimizer or adamw(model)
@@ -43,6 +46,8 @@ def fit(model=None, optimizer=None, batches=None, *, loss=None, schedule=None, a
     for inputs, labels in loader() if batches is None else batches:  # fetch
         optimizer.zero_grad()
         loss(model(inputs), labels).backward()  # sample
+        if before:
+            before()  # before
         optimizer.step()  # end
         if schedule:
             schedule.step()  # schedule
@@ -54,12 +59,16 @@ def half(logits, labels):
     return F.cross_entropy(logits, labels) / 2  # half
 
 
-def accumulate(model=None, optimizer=None, batches=None, *, loss=half, every=2, divisor=1):
+def accumulate(
+    model=None, optimizer=None, batches=None, *, loss=half, every=2, each=None, divisor=1
+):
     """Train on windows of microbatches."""
     model = model or classifier()
     optimizer = optimizer or adamw(model)
     for number, (inputs, labels) in enumerate(loader(96) if batches is None else batches):
         loss(model(inputs), labels).backward()  # microbatch
+        if each:
+            each()  # each
         if number % every == every - 1:
             for one in model.parameters() if divisor > 1 else ():
                 one.grad /= divisor
@@ -67,12 +76,35 @@ def accumulate(model=None, optimizer=None, batches=None, *, loss=half, every=2, 
             optimizer.zero_grad()
 
 
-def of_tokens(logits, tokens):
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # tokens
+def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscales=True, update=None):
+    """Train with a scaler, and with clipped gradients."""
+    model, optimizer = started()
+    scaler = scaler or scaler_on_cpu()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    for number, (inputs, labels) in enumerate(batches or loader()):
+        with torch.autocast("cpu", dtype=dtype, enabled=bool(dtype)):
+            loss = F.cross_entropy(model(inputs), labels) / every
+        scaler.scale(loss).backward()  # scaled
+        if number % every == every - 1:
+            if unscales:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # clip
+            scaler.step(optimizer)
+            (update or scaler.update)()
+            schedule.step()
+            optimizer.zero_grad()
+
+
+def of_tokens(logits, tokens, **options):
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), **options)  # tokens
 
 
 def half_of_tokens(logits, tokens):
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / 2  # half of tokens
+
+
+def half_of_tokens_by_hand(logits, tokens):
+    return of_tokens(logits, tokens, reduction="sum") / tokens.numel() / 2
 
 
 def texts(*lengths):
@@ -121,6 +153,20 @@ def started(model=None):
     return model, adamw(model)
 
 
+def together(*optimizers):
+    """Return several optimizers as one."""
+
+    def zero_grad():
+        for one in optimizers:
+            one.zero_grad()
+
+    def step():
+        for one in optimizers:
+            one.step()
+
+    return SimpleNamespace(zero_grad=zero_grad, step=step)
+
+
 class Language(nn.Module):
     """A small language model, which has seen each token before it predicts the next."""
 
@@ -135,6 +181,14 @@ class Language(nn.Module):
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         return self.head(hidden)
+
+
+def recompute(model, tokens, blocks=None, *, is_reentrant=True):
+    """Return the logits of a language model whose layers, or these blocks, recompute."""
+    hidden = model.embed(tokens)
+    for block in blocks or model.layers:
+        hidden = checkpoint(block, hidden, use_reentrant=is_reentrant)  # checkpoint
+    return model.head(hidden)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -211,31 +265,40 @@ class Codes(nn.Module):
         return hidden + torch.arange(len(hidden)).view(-1, 1, 1)
 
 
+@torch.no_grad()
+def follow(average, model, share):
+    for old, new in zip(average.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, share)  # average
+
+
 def keep_average(average, model, share):
     """Train a model and an average of it, of which the newest weights are a share."""
+    fit(model, after=lambda: follow(average, model, share))
 
-    @torch.no_grad()
-    def update():
-        for old, new in zip(average.parameters(), model.parameters(), strict=True):
-            old.lerp_(new, share)  # average
 
-    fit(model, after=update)
+def fit_masked(mean):
+    """Train on a mean of the losses of the tokens that a mask keeps."""
+    mask = torch.ones(2, 11)
+    mask[1:, 6:] = 0
+
+    def loss(logits, tokens):
+        losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+        return mean(losses, mask)
+
+    fit(Language(), None, texts(12), loss=loss)
 
 
 def sequences():
     return [(torch.randn(6, 11, 8), torch.randint(5, (6,))) for _ in range(8)]
 
 
-class AmongSamples(nn.Module):
+class AmongSamples(nn.Sequential):
     """Attends from each sample to the others, on purpose."""
 
-    def __init__(self):
-        super().__init__()
-        self.attention, self.head = nn.MultiheadAttention(8, 2), nn.Linear(8, 5)
-
     def forward(self, inputs):
+        attention, head = self
         hidden = inputs[:, None]
-        return self.head(self.attention(hidden, hidden, hidden, need_weights=False)[0][:, 0])
+        return head(attention(hidden, hidden, hidden, need_weights=False)[0][:, 0])
 
 
 class Reversed(torch.autograd.Function):
@@ -268,47 +331,36 @@ def accumulated():
 
 
 def tokens_weighted():
-    model, optimizer = started(Language())
-    for _ in range(4):
-        window = [torch.randint(50, (2, length)) for length in (9, 17)]
-        num_tokens = sum(one[:, 1:].numel() for one in window)
-        for tokens in window:
-            logits = model(tokens[:, :-1]).flatten(0, 1)
-            loss = F.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
-            (loss / num_tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def loss(logits, tokens):
+        return of_tokens(logits, tokens, reduction="sum") / (2 * (8 + 16))
+
+    accumulate(Language(), None, texts(9, 17), loss=loss)
 
 
 def scaled():
-    model, optimizer = started()
-    scaler = scaler_on_cpu()
-    for number, (inputs, labels) in enumerate(loader()):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(inputs), labels) / 2
-        scaler.scale(loss).backward()
-        if number % 2:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    fit_scaled(dtype=torch.bfloat16, every=2)
 
 
-def adversarial():
-    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-    judge = classifier(classes=1)
+def adversaries():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), classifier(classes=1)
+
+
+def adversarial(*, is_zeroed_late=False):
+    generator, judge = adversaries()
     of_generator, of_judge = adamw(generator), adamw(judge)
+    ones = torch.ones(8, 1)
     for real, _ in loader():
-        fake = generator(torch.randn(len(real), 4))
-        of_judge.zero_grad()
-        ones = torch.ones(len(real), 1)
+        fake = generator(torch.randn(8, 4))
+        if not is_zeroed_late:
+            of_judge.zero_grad()
         F.binary_cross_entropy_with_logits(judge(real), ones).backward()
         F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones).backward()
-        of_judge.step()
-        of_generator.zero_grad()
+        of_judge.step()  # judge
+        (of_judge if is_zeroed_late else of_generator).zero_grad()
         F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
         of_generator.step()
+        if is_zeroed_late:
+            of_generator.zero_grad()
 
 
 def averaged():
@@ -318,8 +370,7 @@ def averaged():
     for number, (inputs, labels) in enumerate(loader()):
         model.train()
         step(optimizer, F.cross_entropy(model(inputs), labels))
-        for mean, new in zip(average.parameters(), model.parameters(), strict=True):
-            mean.lerp_(new.detach(), 10 / (10 + number))
+        follow(average, model, 10 / (10 + number))
         model.eval()
         with torch.no_grad():
             model(inputs)
@@ -351,16 +402,8 @@ def frozen_backbone():
 
 
 def recomputed():
-    model, optimizer = started(Language())
-    for _ in range(4):
-        tokens = torch.randint(50, (2, 9))
-        hidden = model.embed(tokens[:, :-1])
-        for layer in model.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=True)
-        loss = F.cross_entropy(model.head(hidden).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = Language()
+    fit(lambda tokens: recompute(model, tokens), adamw(model), texts(9), loss=of_tokens)
 
 
 def penalized():
@@ -378,21 +421,15 @@ def masked_tokens():
         tokens = torch.randint(50, (3, 12))
         hidden = torch.rand(tokens.shape) < 0.15
         hidden[:, 0] = True
-        labels = tokens.masked_fill(~hidden, -100)
         logits = model(tokens.masked_fill(hidden, 0))
-        step(optimizer, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        step(optimizer, of_tokens(logits, tokens.masked_fill(~hidden, -100)))
 
 
 def two_optimizers():
     model = Language()
     of_table = torch.optim.SGD(model.embed.parameters(), 0.1)
     of_rest = torch.optim.AdamW([*model.layers.parameters(), *model.head.parameters()])
-    for _ in range(4):
-        tokens = torch.randint(50, (2, 9))
-        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
-        for optimizer in (of_table, of_rest):
-            optimizer.step()
-            optimizer.zero_grad()
+    fit(model, together(of_table, of_rest), texts(9), loss=of_tokens)
 
 
 def perceptual():
@@ -463,10 +500,8 @@ def warmed_up_from_zero():
     model, optimizer = started()
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10))
     rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], [10])
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        scheduler.step()
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], [10])
+    fit(model, optimizer, schedule=schedule)
 
 
 HEALTHY = [
@@ -497,19 +532,17 @@ def never_zeroed():
 
 def zeroed_per_microbatch():
     model, optimizer = started()
-    for number, (inputs, labels) in enumerate(loader()):
+
+    def loss(logits, labels):
         optimizer.zero_grad()  # here
-        (F.cross_entropy(model(inputs), labels) / 2).backward()
-        if number % 2:
-            optimizer.step()
+        return half(logits, labels)
+
+    accumulate(model, optimizer, loss=loss)
 
 
 def zeroed_before_the_step():
     model, optimizer = started()
-    for inputs, labels in loader():
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.zero_grad()  # here
-        optimizer.step()
+    fit(model, optimizer, before=optimizer.zero_grad)  # here: before
 
 
 def one_layer_in_the_optimizer():
@@ -532,15 +565,7 @@ def frozen_input_of_reentrant_checkpoints():
     model = Language()
     model.embed.requires_grad_(False)
     optimizer = adamw(model)
-    for _ in range(4):
-        tokens = torch.randint(50, (2, 9))
-        hidden = model.embed(tokens[:, :-1])
-        for layer in model.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=True)  # here
-        logits = model.head(hidden).flatten(0, 1)
-        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(lambda one: recompute(model, one), optimizer, texts(9), loss=of_tokens)  # here: checkpoint
 
 
 def scheduled_per_microbatch():
@@ -562,40 +587,25 @@ def scheduled_per_microbatch():
 
 def scheduled_first():
     model, optimizer = started()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        scheduler.step()  # here
-        optimizer.step()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    fit(model, optimizer, before=schedule.step)  # here: before
 
 
 def clipped_after_the_step():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+    model = classifier()
+    fit(model, after=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # here
 
 
 def clipped_per_microbatch():
-    model, optimizer = started()
-    for number, (inputs, labels) in enumerate(loader()):
-        (F.cross_entropy(model(inputs), labels) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    model = classifier()
+    accumulate(model, each=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # here
 
 
 def clipped_nothing():
     model = classifier()
     parameters = model.parameters()
     optimizer = torch.optim.AdamW(parameters)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)  # here
-        optimizer.step()
+    fit(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(parameters, 1.0))  # here
 
 
 def clipped_while_scaled():
@@ -661,34 +671,27 @@ def padding_counts():
         mask[1:, 7:] = 0
         tokens = tokens * mask
         logits = model(tokens, attention_mask=mask)[:, :-1]
-        step(optimizer, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))  # here
+        step(optimizer, of_tokens(logits, tokens[:, 1:]))  # here: tokens
 
 
 def left_in_eval_mode():
-    model, optimizer = started(classifier(dropout=0.2))
-    for number, (inputs, labels) in enumerate(loader()):
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        if number == 1:
-            model.eval()  # here
+    model = classifier(dropout=0.2)
+    fit(model, after=model.eval)  # here: after
 
 
 def first_batch_for_ever():
-    model, optimizer = started()
     batches = loader(shuffle=False)
-    for _ in range(4):
-        inputs, labels = next(iter(batches))  # here
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    fit(batches=(next(iter(batches)) for _ in range(4)))  # here
 
 
 def losses_with_graphs():
-    model, optimizer = started()
     losses = []
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss)  # here
+
+    def loss(logits, labels):
+        losses.append(F.cross_entropy(logits, labels))  # here
+        return losses[-1]
+
+    fit(loss=loss)
 
 
 def divided_by_too_few():
@@ -697,49 +700,33 @@ def divided_by_too_few():
 
 def stepped_per_microbatch():
     model, optimizer = started()
-    for number, (inputs, labels) in enumerate(loader()):
-        (F.cross_entropy(model(inputs), labels) / 2).backward()
-        optimizer.step()  # here
-        if number % 2:
-            optimizer.zero_grad()
+    only_zeroes = SimpleNamespace(step=list, zero_grad=optimizer.zero_grad)
+    accumulate(model, only_zeroes, each=optimizer.step)  # here: each
 
 
 def encoder_without_gradients():
-    model, optimizer = started(Language())
-    for _ in range(4):
-        tokens = torch.randint(50, (2, 9))
+    model = Language()
+
+    def logits(tokens):
         with torch.no_grad():
-            hidden = model.layers[0](model.embed(tokens[:, :-1]))  # here
-        logits = model.head(hidden).flatten(0, 1)
-        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            hidden = model.layers[0](model.embed(tokens))  # here
+        return model.head(hidden)
+
+    fit(logits, adamw(model), texts(9), loss=of_tokens)
 
 
 def detached_loss():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels).detach().requires_grad_())  # here
+    fit(loss=lambda one, labels: F.cross_entropy(one, labels).detach().requires_grad_())  # here
 
 
 def clipped_another_model():
-    model, optimizer = started()
-    other = copy.deepcopy(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # here
-        optimizer.step()
+    other = classifier()
+    fit(before=lambda: nn.utils.clip_grad_norm_(other.parameters(), 1.0))  # here
 
 
 def scale_never_updated():
-    model, optimizer = started()
     scaler = scaler_on_cpu()
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        scaler.scale(F.cross_entropy(model(inputs), labels)).backward()  # here
-        scaler.step(optimizer)
-        scaler._per_optimizer_states.clear()
+    fit_scaled(scaler, update=lambda: scaler._per_optimizer_states.clear())  # here: scaled
 
 
 FAULTY = {
