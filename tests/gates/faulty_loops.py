@@ -16,10 +16,14 @@ from loops import (
     Layers,
     accumulate,
     adamw,
+    adversarial,
     classifier,
     climb,
+    completions,
     fit,
+    fit_masked,
     half,
+    half_of_tokens_by_hand,
     in_half,
     keep_average,
     loader,
@@ -30,6 +34,8 @@ from loops import (
     started,
     step,
     texts,
+    together,
+    trial_step,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -65,38 +71,21 @@ def mean_divided_by_the_batch_size():
 
 
 def mean_over_padding():
-    model, optimizer = started(Language())
-    for _ in range(4):
-        tokens = torch.randint(1, 50, (3, 12))
-        mask = torch.ones(3, 11)
-        mask[1:, 6:] = 0
-        logits = model(tokens[:, :-1]).transpose(1, 2)
-        losses = F.cross_entropy(logits, tokens[:, 1:], reduction="none")
-        step(optimizer, (losses * mask).mean())  # here: backward
+    fit_masked(lambda losses, mask: (losses * mask).mean())  # here: masked
 
 
 def mean_over_ignored_targets():
-    model, optimizer = started(Language())
-    for number in range(48):
-        tokens = torch.randint(1, 50, (3, 12))
-        labels = tokens[:, 1:].clone()
-        labels[1:, 6:] = -100
-        logits = model(tokens[:, :-1]).transpose(1, 2)
-        (F.cross_entropy(logits, labels, reduction="none").mean() / 12).backward()  # here
-        if number % 12 == 11:
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss(logits, labels):
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean() / 12  # here
+
+    accumulate(Language(), None, completions([15, 6] * 24), loss=loss, every=12)
 
 
 def window_over_the_end_of_an_epoch():
     model, optimizer = started()
     data = short()
     for _ in range(8):
-        for number, (inputs, labels) in enumerate(data):
-            (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+        accumulate(model, optimizer, data)  # here: half
 
 
 def end_of_an_epoch_lost():
@@ -104,29 +93,21 @@ def end_of_an_epoch_lost():
     data = short()
     for _ in range(8):
         optimizer.zero_grad()  # here
-        for number, (inputs, labels) in enumerate(data):
-            (F.cross_entropy(model(inputs), labels) / 2).backward()
-            if number % 2:
-                optimizer.step()
-                optimizer.zero_grad()
+        accumulate(model, optimizer, data)
 
 
 def sums_over_own_tokens():
-    def loss(logits, tokens):
-        losses = F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), reduction="sum")  # here
-        return losses / tokens.numel() / 2
-
-    accumulate(Language(), None, texts(9, 17), loss=loss)
+    lengths = texts(9, 17)
+    accumulate(Language(), None, lengths, loss=half_of_tokens_by_hand)  # here: tokens
 
 
 def backward_twice():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), labels)
-        loss.backward(retain_graph=True)
-        loss.backward()  # here
-        optimizer.step()
+    def loss(logits, labels):
+        value = F.cross_entropy(logits, labels)
+        value.backward(retain_graph=True)
+        return value
+
+    fit(loss=loss)  # here: sample
 
 
 def last_loss_alone():
@@ -164,29 +145,18 @@ def stepped_twice():
 
 
 def zeroed_by_hand_per_microbatch():
-    model, optimizer = started()
-    for number, (inputs, labels) in enumerate(loader()):
+    model = classifier()
+
+    def loss(logits, labels):
         for one in model.parameters():
             one.grad = None
-        (F.cross_entropy(model(inputs), labels) / 2).backward()  # here
-        if number % 2:
-            optimizer.step()
+        return half(logits, labels)
+
+    accumulate(model, loss=loss)  # here: half
 
 
 def gradients_of_the_generator():
-    generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8))
-    judge = classifier(classes=1)
-    of_generator, of_judge = adamw(generator), adamw(judge)
-    ones = torch.ones(8, 1)
-    for real, _ in loader():
-        fake = generator(torch.randn(8, 4))
-        F.binary_cross_entropy_with_logits(judge(real), ones).backward()
-        F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones).backward()
-        of_judge.step()  # here
-        of_judge.zero_grad()
-        F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
-        of_generator.step()
-        of_generator.zero_grad()
+    adversarial(is_zeroed_late=True)  # here: judge
 
 
 # Optimizers.
@@ -194,12 +164,7 @@ def gradients_of_the_generator():
 
 def two_optimizers_for_one_layer():
     model = classifier()
-    optimizer, of_head = adamw(model), torch.optim.SGD(model[3].parameters(), 0.1)  # here
-    for inputs, labels in loader():
-        F.cross_entropy(model(inputs), labels).backward()
-        optimizer.step()
-        of_head.step()
-        model.zero_grad()
+    fit(model, together(adamw(model), torch.optim.SGD(model[3].parameters(), 0.1)))  # here
 
 
 def made_in_each_epoch():
@@ -216,18 +181,15 @@ def tied_by_their_data():
 
 
 def layers_in_a_list():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = [nn.Linear(8, 8) for _ in range(2)]
-            self.head = nn.Linear(8, 5)
-
+    class Model(nn.Linear):
         def forward(self, inputs):
             for layer in self.layers:
                 inputs = layer(inputs).relu()
-            return self.head(inputs)
+            return super().forward(inputs)
 
-    fit(Model())  # here: made
+    model = Model(8, 5)
+    model.layers = [nn.Linear(8, 8) for _ in range(2)]
+    fit(model)  # here: made
 
 
 def unfrozen_but_not_added():
@@ -256,16 +218,12 @@ def updates_below_the_precision():
 
 
 def encoder_data():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encoder, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
-
+    class Model(nn.Sequential):
         def forward(self, inputs):
-            hidden = self.encoder(inputs).data  # here
-            return self.head(hidden)
+            encoder, head = self
+            return head(encoder(inputs).data)  # here
 
-    fit(Model())
+    fit(Model(nn.Linear(8, 16), nn.Linear(16, 5)))
 
 
 def weights_loaded_in_each_step():
@@ -318,19 +276,18 @@ def one_of_two_losses_scaled():
         scaler.update()
 
 
-class WithInputs(nn.Sequential):
-    def forward(self, inputs):
-        return inputs, super().forward(inputs)
-
-
 def half_without_a_scaler():
-    model, optimizer = started(WithInputs(classifier()))
-    for inputs, labels in loader():
-        optimizer.zero_grad()
+    class Model(nn.Sequential):
+        def forward(self, inputs):
+            return inputs, super().forward(inputs)
+
+    model = Model(classifier())
+
+    def logits(inputs):
         with torch.autocast("cpu", dtype=torch.float16):
-            _, output = model(inputs)
-        F.cross_entropy(output.float(), labels).backward()  # here
-        optimizer.step()
+            return model(inputs)[1].float()
+
+    fit(logits, adamw(model))  # here: sample
 
 
 # Losses and targets.
@@ -415,15 +372,11 @@ def evaluated_in_training_mode():
 
 
 def dropout_in_evaluation():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = classifier()
-
+    class Model(nn.Sequential):
         def forward(self, inputs):
-            return F.dropout(self.body(inputs), 0.1)  # here
+            return F.dropout(super().forward(inputs), 0.1)  # here
 
-    model, optimizer = started(Model())
+    model, optimizer = started(Model(classifier()))
     for _ in range(8):
         model.train()
         fit(model, optimizer, short())
@@ -469,13 +422,13 @@ def inputs_not_finite():
 
 
 def cache_of_outputs():
-    model, optimizer = started()
     outputs = []
-    for _ in range(8):
-        for inputs, labels in short():
-            output = model(inputs)
-            step(optimizer, F.cross_entropy(output, labels))
-            outputs.append(output.detach())  # here
+
+    def loss(logits, labels):
+        outputs.append(logits.detach())  # here
+        return F.cross_entropy(logits, labels)
+
+    fit(batches=loader(320), loss=loss)
 
 
 def hook_in_each_step():
@@ -505,13 +458,15 @@ def callback_that_keeps_activations():
 
 
 def total_loss_with_its_graph():
-    model, optimizer = started()
     total = 0
-    for _ in range(8):
-        for inputs, labels in short():
-            loss = F.cross_entropy(model(inputs), labels)
-            step(optimizer, loss)
-            total += loss  # here
+
+    def loss(logits, labels):
+        nonlocal total
+        value = F.cross_entropy(logits, labels)
+        total += value  # here
+        return value
+
+    fit(loss=loss)
 
 
 def running_total():
@@ -552,10 +507,8 @@ def extra_parameter_never_zeroed():
     model = classifier()
     temperature = nn.Parameter(torch.ones(()))
     optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.01)
-    for inputs, labels in loader():
-        model.zero_grad()  # here
-        F.cross_entropy(model(inputs) * temperature, labels).backward()
-        optimizer.step()
+    zeroes = SimpleNamespace(zero_grad=model.zero_grad, step=optimizer.step)
+    fit(lambda inputs: model(inputs) * temperature, zeroes)  # here: zeroed
 
 
 def scaled(scales):
@@ -647,11 +600,7 @@ def rate_set_over_the_schedule():
 def clipped_to_nothing():
     model = classifier()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.0)  # here
-        optimizer.step()
+    fit(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.0))  # here
 
 
 def targets_out_of_reach():
@@ -707,21 +656,19 @@ def dropout_recomputed_anew():
 
 
 def arrays_of_outputs():
-    model, optimizer = started()
-    outputs = []
-    for inputs, labels in loader():
-        logits = model(inputs)
-        step(optimizer, F.cross_entropy(logits, labels))
-        outputs.append(logits.detach().numpy().repeat(9000, axis=0))  # here
+    arrays = []
+
+    def loss(logits, labels):
+        arrays.append(logits.detach().numpy().repeat(9000, axis=0))  # here
+        return F.cross_entropy(logits, labels)
+
+    fit(loss=loss)
 
 
 def same_batch_in_a_window():
-    model, optimizer = started(nn.LSTM(8, 5, 2, dropout=0.1))
-    for inputs, labels in loader():
-        for _ in range(2):
-            half(model(inputs)[0], labels).backward()  # here
-        optimizer.step()
-        optimizer.zero_grad()
+    model = nn.LSTM(8, 5, 2, dropout=0.1)
+    batches = (batch for batch in loader() for _ in range(2))
+    accumulate(lambda inputs: model(inputs)[0], adamw(model), batches)  # here
 
 
 def part_of_the_loss_as_a_number():
@@ -759,14 +706,7 @@ def masked_values_over_all():
 def trial_gradients_added():
     model = classifier()
     model[-1].requires_grad_(False)
-    optimizer = adamw(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        changes = climb(model)
-        F.cross_entropy(model(inputs), labels).backward()  # here
-        climb(model, [-one for one in changes])
-        optimizer.step()
+    trial_step(model, is_zeroed=False)  # here: second
 
 
 def trial_weights_stay():
@@ -798,22 +738,18 @@ def group_without_a_rate_after_the_first_step():
     fit(model, optimizer, after=update)  # here: end
 
 
-def two_heads():
-    return started(nn.ModuleList([nn.Linear(8, 5), nn.Linear(8, 5)]))
+def weighed(weigh):
+    values, gate = nn.Linear(8, 5), nn.Linear(8, 5)
+    optimizer = adamw(nn.ModuleList([values, gate]))
+    fit(lambda inputs: values(inputs) * weigh(gate(inputs)), optimizer)
 
 
 def gate_detached():
-    model, optimizer = two_heads()
-    for inputs, labels in loader():
-        logits = model[0](inputs) * model[1](inputs).sigmoid().detach()  # here
-        step(optimizer, F.cross_entropy(logits, labels))
+    weighed(lambda logits: logits.sigmoid().detach())  # here
 
 
 def chosen_by_argmax():
-    model, optimizer = two_heads()
-    for inputs, labels in loader():
-        logits = model[0](inputs) * model[1](inputs).argmax(1, True)  # here
-        step(optimizer, F.cross_entropy(logits, labels))
+    weighed(lambda logits: logits.argmax(1, True))  # here
 
 
 def targets_with_a_gradient():
@@ -888,12 +824,15 @@ def clipped_before_its_backward():
 
 
 def scalars_with_a_graph():
-    model, optimizer = started()
+    model = classifier()
     penalties = []
-    for inputs, labels in loader():
+
+    def logits(inputs):
         hidden = model[0](inputs)
         penalties.append(hidden.square().mean())  # here
-        step(optimizer, F.cross_entropy(model[1:](hidden), labels))
+        return model[1:](hidden)
+
+    fit(logits, adamw(model))
 
 
 def targets_of_the_batch_before():
@@ -924,14 +863,10 @@ def schedule_of_epochs():
     fit(model, optimizer, schedule=schedule)  # here: schedule
 
 
-class Remade(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.scale = classifier(), nn.Parameter(torch.ones(5))
-
+class Remade(nn.Linear):
     def forward(self, inputs):
-        self.scale = nn.Parameter(self.scale.clamp(0, 2))
-        return self.body(inputs) * self.scale
+        self.bias = nn.Parameter(self.bias.clamp(-2, 2))
+        return super().forward(inputs)
 
 
 def state_loaded_in_each_step():
@@ -946,7 +881,7 @@ def state_loaded_in_each_step():
 
 
 def parameters_made_in_forward():
-    fit(Remade())  # here: made
+    fit(Remade(8, 5))  # here: made
 
 
 def gradients_divided_too():
@@ -987,21 +922,14 @@ def never_stepped():
 
 def network_in_no_optimizer():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = adamw(head)
-    of_encoder = torch.optim.SGD(head.parameters())  # here
-    for _ in range(9):
-        inputs, labels = torch.randn(8, 8), torch.randint(5, (8,))
-        step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
-        of_encoder.step()
+    optimizer = together(adamw(head), torch.optim.SGD(head.parameters()))  # here
+    fit(lambda inputs: head(encoder(inputs).relu()), optimizer)
 
 
 def optimizer_that_never_steps():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = adamw(head)
     of_encoder = torch.optim.Adam(encoder.parameters())  # here
-    for inputs, labels in loader():
-        of_encoder.zero_grad()
-        step(optimizer, F.cross_entropy(head(encoder(inputs).relu()), labels))
+    fit(lambda one: head(encoder(one).relu()), adamw(head), after=of_encoder.zero_grad)
 
 
 def average_of_itself():
@@ -1037,10 +965,7 @@ def rate_of_zero_after_a_warm_up():
 def two_schedules_of_one_optimizer():
     model, optimizer = started()
     schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) for _ in "ab"]
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-        for one in schedules:
-            one.step()  # here
+    fit(model, optimizer, schedule=schedules[0], after=schedules[1].step)  # here: after
 
 
 FAULTY = {

@@ -18,7 +18,6 @@ from loops import (
     adamw,
     adversaries,
     classifier,
-    climb,
     fit,
     fit_masked,
     fit_scaled,
@@ -774,19 +773,6 @@ def distilled_in_log_space():
         own = model(inputs)
         alike = F.kl_div((own / 2).log_softmax(1), soft, reduction="batchmean", log_target=True)
         step(optimizer, 0.5 * F.cross_entropy(own, labels) + 0.5 * 4 * alike)
-
-
-def trial_step(model=None, *, is_zeroed=True):
-    model, optimizer = started(model)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        changes = climb(model)
-        if is_zeroed:
-            optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        climb(model, [-one for one in changes])
-        optimizer.step()
 
 
 def attention_with_a_mask():

@@ -7,31 +7,17 @@ import torch
 from loops import (
     Language,
     accumulate,
-    adamw,
     classifier,
+    completions,
     fit,
     half,
     half_of_tokens,
-    loader,
     of_tokens,
+    recompute,
+    texts,
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-
-
-def completions(lengths, width=17):
-    """Yield tokens and labels; those of the prompt and the padding are ignored."""
-    for length in lengths:
-        tokens = torch.randint(50, (2, width))
-        labels = tokens[:, 1:].clone()
-        labels[:, length:] = -100
-        yield tokens[:, :-1], labels
-
-
-def step(optimizer):
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def trl_2617():
@@ -45,17 +31,13 @@ def trl_2617():
 
 def trl_6024():
     """A sum over all tokens of the window, divided by the number of microbatches too."""
-    model = Language()
-    optimizer = adamw(model)
-    for _ in range(4):
-        window = list(completions((15, 3, 9, 4)))
-        num_items = sum(int((labels != -100).sum()) for _, labels in window)
-        for tokens, labels in window:
-            logits = model(tokens).transpose(1, 2)
-            losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
-            loss = (losses * (labels != -100)).sum() / num_items
-            (loss / 4).backward()  # here
-        step(optimizer)
+
+    def loss(logits, labels):
+        losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(0), reduction="none")  # here
+        return (losses * (labels != -100)).sum() / (2 * (15 + 3 + 9 + 4)) / 4
+
+    completed = completions((15, 3, 9, 4) * 4)
+    accumulate(Language(), None, completed, loss=loss, every=4)
 
 
 def trl_6700():
@@ -63,10 +45,7 @@ def trl_6700():
     model, adapter = classifier().requires_grad_(False), nn.Linear(5, 5)
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW([{"params": trained}])  # here
-    for inputs, labels in loader():
-        F.cross_entropy(adapter(model(inputs)), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit(lambda inputs: adapter(model(inputs)), optimizer)
 
 
 def accelerate_3877():
@@ -92,19 +71,16 @@ def transformers_42489():
     nn.init.zeros_(adapters[1].weight)
     model.head.requires_grad_(True)
     optimizer = torch.optim.AdamW([*adapters.parameters(), *model.head.parameters()])
-    for _ in range(4):
-        tokens = torch.randint(50, (2, 9))
-        hidden = model.embed(tokens[:, :-1])
-        for layer, adapter in zip(model.layers, adapters, strict=True):
 
-            def block(given, layer=layer, adapter=adapter):
-                return given + layer(given) + adapter(given)
+    def adapted(layer, adapter):
+        return lambda given: given + layer(given) + adapter(given)
 
-            hidden = checkpoint(block, hidden, use_reentrant=True)  # here
-        logits = model.head(hidden).flatten(0, 1)
-        F.cross_entropy(logits, tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    blocks = [*map(adapted, model.layers, adapters)]
+
+    def logits(tokens):
+        return recompute(model, tokens, blocks)
+
+    fit(logits, optimizer, texts(9), loss=of_tokens)  # here: checkpoint
 
 
 def unsloth_3006():

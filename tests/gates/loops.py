@@ -44,7 +44,7 @@ def fit(
     optimizer = optimizer or adamw(model)
     loss = loss or F.cross_entropy
     for inputs, labels in loader() if batches is None else batches:  # fetch
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # zeroed
         loss(model(inputs), labels).backward()  # sample
         if before:
             before()  # before
@@ -111,6 +111,15 @@ def texts(*lengths):
     """Return tokens and those after them, of these lengths in turn."""
     several = [torch.randint(50, (2, length)) for length in lengths * (8 // len(lengths))]
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
+
+
+def completions(lengths, width=17):
+    """Yield tokens and labels; those of the prompt and the padding are ignored."""
+    for length in lengths:
+        tokens = torch.randint(50, (2, width))
+        labels = tokens[:, 1:].clone()
+        labels[:, length:] = -100
+        yield tokens[:, :-1], labels
 
 
 def headless():
@@ -282,7 +291,7 @@ def fit_masked(mean):
     mask[1:, 6:] = 0
 
     def loss(logits, tokens):
-        losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+        losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")  # masked
         return mean(losses, mask)
 
     fit(Language(), None, texts(12), loss=loss)
@@ -504,11 +513,24 @@ def warmed_up_from_zero():
     fit(model, optimizer, schedule=schedule)
 
 
+def trial_step(model=None, *, is_zeroed=True):
+    model, optimizer = started(model)
+    for inputs, labels in loader():
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        changes = climb(model)
+        if is_zeroed:
+            optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()  # second
+        climb(model, [-one for one in changes])
+        optimizer.step()
+
+
 HEALTHY = [
     two_optimizers, perceptual, policy_by_minibatches,
     contrastive_with_cached_gradients, steps_in_hooks, experts, warmed_up_from_zero,
     plain, accumulated, tokens_weighted, scaled, adversarial, averaged, with_closure,
-    frozen_backbone, recomputed, penalized, masked_tokens,
+    frozen_backbone, recomputed, penalized, masked_tokens, trial_step,
 ]  # fmt: skip
 
 
