@@ -8,12 +8,13 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from healthy_loops import low_rank, short
+from healthy_loops import low_rank, short, unfrozen_step_by_step
 from loops import (
     Attention,
     Codes,
     Language,
     Layers,
+    Seeing,
     accumulate,
     adamw,
     adversarial,
@@ -21,6 +22,7 @@ from loops import (
     climb,
     completions,
     fit,
+    fit_and_evaluate,
     fit_masked,
     half,
     half_of_tokens_by_hand,
@@ -34,6 +36,7 @@ from loops import (
     started,
     step,
     texts,
+    texts_with_time_first,
     together,
     trial_step,
 )
@@ -193,13 +196,7 @@ def layers_in_a_list():
 
 
 def unfrozen_but_not_added():
-    model = classifier()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])  # here
-    for number, (inputs, labels) in enumerate(loader()):
-        if number == 2:
-            model[0].requires_grad_(True)
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+    unfrozen_step_by_step(is_added=False)  # here: first
 
 
 def one_parameter_twice():
@@ -311,26 +308,14 @@ def softmax_over_the_batch():
 
 
 def sees_the_future():
-    class Model(Language):
-        def forward(self, tokens):
-            hidden = self.embed(tokens)
-            return self.head(hidden + F.scaled_dot_product_attention(hidden, hidden, hidden))
-
     def loss(logits, tokens):
         return of_tokens(logits, tokens) + F.cross_entropy(logits[:, 0], tokens[:, 3])
 
-    fit(Model(), None, texts(9), loss=loss)  # here: tokens
+    fit(Seeing(), None, texts(9), loss=loss)  # here: tokens
 
 
 def sees_the_future_with_time_first():
-    class Model(Language):
-        def forward(self, tokens):
-            hidden = self.embed(tokens.T)
-            hidden = hidden + F.scaled_dot_product_attention(hidden, hidden, hidden)
-            return self.head(hidden).transpose(0, 1)
-
-    batches = [(one.T, other.T) for one, other in texts(9)]
-    fit(Model(), None, batches, loss=of_tokens)  # here: tokens
+    fit(Seeing(time=0), None, texts_with_time_first(), loss=of_tokens)  # here: tokens
 
 
 def one_label():
@@ -349,26 +334,12 @@ def sorted_by_class():
 
 
 def eval_after_the_first_epoch():
-    model, optimizer = started(
-        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
-    )
-    model.train()
-    for _ in range(8):
-        fit(model, optimizer, short())
-        model.eval()  # here
-        with torch.no_grad():
-            for inputs, _ in short(2):
-                model(inputs)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
+    fit_and_evaluate(model, train=lambda _: None)  # here: eval
 
 
 def evaluated_in_training_mode():
-    model, optimizer = started(classifier(dropout=0.2))
-    training, validation = short(), short(2)
-    for _ in range(8):
-        fit(model, optimizer, training)
-        with torch.no_grad():
-            for inputs, _ in validation:
-                model(inputs)  # here
+    fit_and_evaluate(classifier(dropout=0.2), evaluate=lambda _: None)  # here: validation
 
 
 def dropout_in_evaluation():
@@ -376,13 +347,7 @@ def dropout_in_evaluation():
         def forward(self, inputs):
             return F.dropout(super().forward(inputs), 0.1)  # here
 
-    model, optimizer = started(Model(classifier()))
-    for _ in range(8):
-        model.train()
-        fit(model, optimizer, short())
-        model.eval()
-        with torch.no_grad():
-            model(torch.randn(8, 8))
+    fit_and_evaluate(Model(classifier()))
 
 
 def seeded_in_each_epoch():

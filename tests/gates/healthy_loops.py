@@ -13,6 +13,7 @@ from loops import (
     Layers,
     Lookahead,
     Reversed,
+    Seeing,
     Signs,
     accumulate,
     adamw,
@@ -21,6 +22,7 @@ from loops import (
     fit,
     fit_masked,
     fit_scaled,
+    fit_with_closures,
     follow,
     half,
     half_of_tokens_by_hand,
@@ -35,6 +37,7 @@ from loops import (
     started,
     step,
     texts,
+    texts_with_time_first,
     together,
 )
 from torch import nn
@@ -86,7 +89,7 @@ def last_batch_short():
 
 def several_tasks_several_loaders():
     body, heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 5) for _ in range(2))
-    optimizer = torch.optim.AdamW([*body.parameters(), *heads.parameters()])
+    optimizer = adamw(nn.ModuleList([body, heads]))
     for batches in zip(loader(), loader(), strict=True):
         optimizer.zero_grad()
         for head, (inputs, labels) in zip(heads, batches, strict=True):
@@ -102,14 +105,14 @@ def half_by_division():
     fit(classifier(classes=1), loss=lambda one, wanted: (one[:, 0] - wanted).square().mean() / 2)
 
 
-def distilled():
-    teacher = classifier(width=32).eval()
-    model, optimizer = started()
+def distilled(soften=F.softmax, **options):
+    teacher = classifier(dropout=0.1).eval()
+    model, optimizer = started(classifier(dropout=0.1))
     for inputs, labels in loader():
         with torch.no_grad():
-            wanted = F.softmax(teacher(inputs) / 2, dim=1)
+            wanted = soften(teacher(inputs) / 2, 1)
         output = model(inputs)
-        soft = F.kl_div(F.log_softmax(output / 2, dim=1), wanted, reduction="batchmean")
+        soft = F.kl_div(F.log_softmax(output / 2, 1), wanted, reduction="batchmean", **options)
         step(optimizer, 0.5 * F.cross_entropy(output, labels) + 0.5 * 4 * soft)
 
 
@@ -210,19 +213,10 @@ def sparse_embedding():
 def adam_then_lbfgs():
     model = classifier(classes=1)
     inputs = torch.randn(16, 8)
-    first = adamw(model)
-    for _ in range(6):
-        step(first, F.mse_loss(model(inputs), inputs[:, :1]))
-    second = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
-
-    def closure():
-        second.zero_grad()
-        loss = F.mse_loss(model(inputs), inputs[:, :1])
-        loss.backward()
-        return loss
-
-    for _ in range(6):
-        second.step(closure)
+    batch = inputs, inputs[:, :1]
+    fit(model, None, [batch] * 6, loss=F.mse_loss)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
+    fit_with_closures(model, optimizer, [batch] * 6, loss=F.mse_loss)
 
 
 def half_scaler_that_skips():
@@ -364,7 +358,7 @@ def evolution():
 
 def recurrent_by_parts():
     model, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 5)
-    optimizer = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    optimizer = adamw(nn.ModuleList([model, head]))
     state = None
     for inputs, labels in loader():
         output, state = model(inputs[:, None], state)
@@ -422,13 +416,7 @@ def masked_by_their_share():
 
 
 def causal():
-    class Model(Language):
-        def forward(self, tokens):
-            hidden = self.embed(tokens)
-            seen = F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
-            return self.head(hidden + seen)
-
-    fit(Model(), None, texts(9), loss=of_tokens)
+    fit(Seeing(is_causal=True), None, texts(9), loss=of_tokens)
 
 
 def tied_weights():
@@ -437,14 +425,15 @@ def tied_weights():
     fit(model, None, texts(9), loss=of_tokens)
 
 
-def unfrozen_step_by_step():
+def unfrozen_step_by_step(*, is_added=True):
     model = classifier()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW(model[3].parameters())
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])  # first
     for number, (inputs, labels) in enumerate(loader()):
         if number == 3:
             model[0].requires_grad_(True)
-            optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
+            if is_added:
+                optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
         step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
@@ -490,9 +479,9 @@ def images_into_images():
     model, optimizer = started(
         nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
     )
-    data = torch.rand(40, 1, 8, 8)
+    images = torch.rand(40, 1, 8, 8)
     for _ in range(5):
-        for (clean,) in DataLoader(TensorDataset(data), 8, shuffle=True):
+        for clean in DataLoader(images, 8, shuffle=True):
             noise = torch.randn_like(clean)
             step(optimizer, F.mse_loss(model(clean + noise), noise))
 
@@ -765,14 +754,7 @@ def last_layer_of_zeros():
 
 
 def distilled_in_log_space():
-    teacher = classifier(dropout=0.1).eval()
-    model, optimizer = started(classifier(dropout=0.1))
-    for inputs, labels in loader():
-        with torch.no_grad():
-            soft = (teacher(inputs) / 2).log_softmax(1)
-        own = model(inputs)
-        alike = F.kl_div((own / 2).log_softmax(1), soft, reduction="batchmean", log_target=True)
-        step(optimizer, 0.5 * F.cross_entropy(own, labels) + 0.5 * 4 * alike)
+    distilled(F.log_softmax, log_target=True)
 
 
 def attention_with_a_mask():
@@ -944,14 +926,7 @@ def time_first_of_as_many_samples():
 
 
 def sees_the_past_with_time_first():
-    class Model(Language):
-        def forward(self, tokens):
-            hidden = self.embed(tokens.T)
-            past = F.scaled_dot_product_attention(hidden, hidden, hidden, is_causal=True)
-            return self.head(hidden + past).transpose(0, 1)
-
-    batches = [(one.T, other.T) for one, other in texts(9)]
-    fit(Model(), None, batches, loss=of_tokens)
+    fit(Seeing(is_causal=True, time=0), None, texts_with_time_first(), loss=of_tokens)
 
 
 class TimeFirst(Layers):

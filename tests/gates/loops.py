@@ -76,6 +76,18 @@ def accumulate(
             optimizer.zero_grad()
 
 
+def fit_with_closures(model, optimizer, batches, *, loss):
+    for inputs, labels in batches:
+
+        def closure(inputs=inputs, labels=labels):
+            optimizer.zero_grad()
+            value = loss(model(inputs), labels)
+            value.backward()
+            return value
+
+        optimizer.step(closure)
+
+
 def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscales=True, update=None):
     """Train with a scaler, and with clipped gradients."""
     model, optimizer = started()
@@ -113,6 +125,10 @@ def texts(*lengths):
     return [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
 
 
+def texts_with_time_first():
+    return [(tokens.T, targets.T) for tokens, targets in texts(9)]
+
+
 def completions(lengths, width=17):
     """Yield tokens and labels; those of the prompt and the padding are ignored."""
     for length in lengths:
@@ -147,9 +163,13 @@ def wrong_line(train):
 
 
 def wrong_line_of(role):
-    lines = Path(__file__).read_text().splitlines()
-    (number,) = [at for at, line in enumerate(lines, 1) if line.endswith(f"  # {role}")]
-    return f"loops.py:{number}"
+    (place,) = [
+        f"{path.name}:{number}"
+        for path in Path(__file__).parent.glob("*loops.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.endswith(f"  # {role}")
+    ]
+    return place
 
 
 def adamw(model, rate=1e-2):
@@ -190,6 +210,21 @@ class Language(nn.Module):
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         return self.head(hidden)
+
+
+class Seeing(Language):
+    """Adds to each token those before it, or all; with time as the first dimension, or not."""
+
+    def __init__(self, *, is_causal=False, time=1):
+        super().__init__()
+        self.is_causal, self.time = is_causal, time
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens.movedim(self.time, 1))
+        hidden = hidden + F.scaled_dot_product_attention(
+            hidden, hidden, hidden, is_causal=self.is_causal
+        )
+        return self.head(hidden).movedim(1, self.time)
 
 
 def recompute(model, tokens, blocks=None, *, is_reentrant=True):
@@ -297,6 +332,19 @@ def fit_masked(mean):
     fit(Language(), None, texts(12), loss=loss)
 
 
+def fit_and_evaluate(model, *, train=nn.Module.train, evaluate=nn.Module.eval):
+    """Train with an evaluation after each epoch, and set the mode before either."""
+    optimizer = adamw(model)
+    training, validation = loader(40), loader(16)
+    for _ in range(8):
+        train(model)
+        fit(model, optimizer, training)
+        evaluate(model)  # eval
+        with torch.no_grad():
+            for inputs, _ in validation:
+                model(inputs)  # validation
+
+
 def sequences():
     return [(torch.randn(6, 11, 8), torch.randint(5, (6,))) for _ in range(8)]
 
@@ -388,15 +436,7 @@ def averaged():
 def with_closure():
     model = classifier()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-    for inputs, labels in loader():
-
-        def closure(inputs=inputs, labels=labels):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(inputs), labels)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    fit_with_closures(model, optimizer, loader(), loss=F.cross_entropy)
 
 
 def frozen_backbone():
