@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.timeline import measure_timeline
+from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case, Workload
 
 # Estimates against real steps.
@@ -53,6 +54,12 @@ def check_workload(workload, *, changes=(None,), **options):
     return sketch
 
 
+def built(name, **options):
+    """Return the module, the batch and the loss of a built-in workload."""
+    case = Case(load_workload(name), **options)
+    return case.build(), case.batch(), case.workload.mean_loss
+
+
 # Models.
 
 
@@ -65,6 +72,17 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Runs(nn.Module):
+    """A model that calls a function with some modules."""
+
+    def __init__(self, run, *modules):
+        super().__init__()
+        self.run, self.inner = run, nn.ModuleList(modules)
+
+    def forward(self, x):
+        return self.run(self.inner, x)
 
 
 class Net(nn.Module):

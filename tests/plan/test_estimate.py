@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from language_models import language_model
-from plan_models import check, check_workload, measured
+from plan_models import Runs, check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -84,17 +84,6 @@ def test_half_precision():
     assert found.why_real is None
 
 
-class Runs(nn.Module):
-    """A model that calls a function with some modules."""
-
-    def __init__(self, run, *modules):
-        super().__init__()
-        self.run, self.inner = run, nn.ModuleList(modules)
-
-    def forward(self, x):
-        return self.run(self.inner, x)
-
-
 class Averages(nn.Module):
     """A model with a buffer that it assigns, and a cache that the first step makes."""
 
@@ -111,17 +100,11 @@ class Averages(nn.Module):
         return y - self.mean + self.places
 
 
-class SkipsLayers(nn.Module):
-    """A model that chooses the layers to run by Python's random numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) if random.random() < 0.5 else x
-        return self.layers[0](x)
+def skips_layers(inner, x):
+    """Choose the layers to run by Python's random numbers."""
+    for layer in inner:
+        x = torch.tanh(layer(x)) if random.random() < 0.5 else x
+    return inner[0](x)
 
 
 def attention(mask):
@@ -162,7 +145,7 @@ MODELS = {
     ),
     "unused": lambda: Runs(lambda inner, x: inner[0](x), nn.Linear(16, 16), nn.Linear(16, 16)),
     "averages": Averages,
-    "skips-layers": SkipsLayers,
+    "skips-layers": lambda: Runs(skips_layers, *(nn.Linear(16, 16) for _ in range(6))),
     "attention-bool-mask": lambda: attention(lambda x: torch.ones(12, 12, dtype=torch.bool).tril()),
     "attention-float-mask": lambda: attention(lambda x: x.new_zeros(1, 1, 12, 12)),
     "user-checkpoint": lambda: Runs(

@@ -3,10 +3,12 @@
 python -m pytest tests/plan/test_estimate_models.py
 """
 
+import itertools
+
 import pytest
 import torch
 from language_models import language_model
-from plan_models import check_workload, measured, squares
+from plan_models import Runs, check_workload, measured, squares
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration
 
@@ -111,24 +113,27 @@ def opt(layerdrop):
     )
 
 
+def skipping(runs):
+    """Return a workload whose layers run where a function of their number returns so."""
+
+    def run(inner, x):
+        *layers, head = inner
+        for number, layer in enumerate(layers):
+            if runs(number):
+                x = x + layer(x)
+        return head(x)
+
+    def build():
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6))
+        return Runs(run, *layers, nn.Linear(16, 4))
+
+    return squares(build, 16)
+
+
 def kept_by_chance(probability):
     """Skip a layer where the drawn number is above a probability, not below one."""
 
-    class Skips(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)
-            )
-            self.head = nn.Linear(16, 4)
-
-        def forward(self, x):
-            for layer in self.layers:
-                if torch.rand(1).item() < probability:
-                    x = x + layer(x)
-            return self.head(x)
-
-    return squares(Skips, 16)
+    return skipping(lambda number: torch.rand(1).item() < probability)
 
 
 SKIPPING = {
@@ -147,25 +152,10 @@ def test_skipped_layers_are_planned_as_if_they_always_ran(name):
     assert plan.why.endswith(EVERY_LAYER_NOTE)
 
 
-class OtherDraws(nn.Module):
-    """Skip layers by numbers from a generator of its own, which no seed makes repeatable."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
-        self.head = nn.Linear(16, 4)
-        self.calls = 0
-
-    def forward(self, x):
-        type(self).total = getattr(type(self), "total", 0) + 1
-        for number, layer in enumerate(self.layers):
-            if (number + self.total) % 4:
-                x = x + layer(x)
-        return self.head(x)
-
-
 def test_layers_that_run_by_chance_in_some_measurements_alone_do_not_end_the_planner():
-    with Planner(squares(OtherDraws, 16)) as planner:
+    # Each layer is skipped in every fourth call, whatever the seed.
+    calls = itertools.count()
+    with Planner(skipping(lambda number: (next(calls) // 6 + number) % 4)) as planner:
         plan = planner.plan(2**20, global_batch=SIZE)
     assert plan.peak_bytes <= 2**20
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from plan_models import squares
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -31,7 +32,7 @@ from curry_train.primitives import recompute
 from curry_train.primitives.regions import Replay
 from curry_train.primitives.rerun import BlockState
 from curry_train.workloads.models import llama_8b
-from curry_train.workloads.workload import IndivisibleBatch, Workload, WorkloadError
+from curry_train.workloads.workload import IndivisibleBatch, WorkloadError
 
 TEMPLATE = Path(curry_train.__file__).parents[1]
 
@@ -168,7 +169,7 @@ def test_dropout_keeps_a_byte_for_each_number(entry):
 
 def test_torchs_checkpoint_recomputes_an_rms_norm_as_it_ran():
     layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.GELU())
-    shapes_alone = Workload("own", lambda: Checkpointed(layer), rows_of_64, square)
+    shapes_alone = squares(lambda: Checkpointed(layer), 64)
     with Sketch(shapes_alone, kernels="cuda") as sketch:
         held = sketch.step(4).timeline.after["forward"]
         plain = sketch.step(4, change=lambda module: setattr(module, "recomputes", False))
@@ -189,10 +190,6 @@ class Checkpointed(nn.Module):
     def forward(self, x):
         x = x * 1
         return checkpoint(self.layer, x, use_reentrant=False) if self.recomputes else self.layer(x)
-
-
-def rows_of_64(size):
-    return torch.randn(size, 64)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -262,22 +259,12 @@ def with_replay(forward, x):
     return Replay(BlockState([]), forward, (x,), {}).first()
 
 
-def check_mode(run):
+@pytest.mark.parametrize("run", [with_checkpoint, with_replay])
+def test_recomputation_runs_under_the_modes_of_forward(run):
     mode = Notes()
     with mode:
         run(lambda x: torch.sigmoid(x * 2), torch.ones(3, requires_grad=True)).sum().backward()
     assert mode.found.count(torch.sigmoid) == 2
-
-
-RECOMPUTES = {
-    "mode": lambda: check_mode(with_checkpoint),
-    "mode-replay": lambda: check_mode(with_replay),
-}
-
-
-@pytest.mark.parametrize("name", RECOMPUTES)
-def test_recomputation_runs_under_the_modes_of_forward(name):
-    RECOMPUTES[name]()
 
 
 # State that is restored, and limits of torch.
@@ -372,20 +359,10 @@ FACTORIES = {
 }
 
 
-def rows(size):
-    return torch.randn(size, 16)
-
-
-def square(module, batch):
-    return module(batch).float().square().sum()
-
-
 @pytest.mark.parametrize("name", FACTORIES)
 def test_factories_of_any_kind(name):
     build, before = FACTORIES[name], [tensor.clone() for tensor in (SHARED, WHOLE.weight)]
-    with Sketch(
-        Workload("own", build, rows, square), dtype=torch.bfloat16, kernels="cuda"
-    ) as sketch:
+    with Sketch(squares(build, 16), dtype=torch.bfloat16, kernels="cuda") as sketch:
         step = sketch.step(4)
         module = sketch.build()
         assert all(

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from plan_models import built
 from torch import nn
 from unchanged import unchanged
 
@@ -17,8 +18,7 @@ from curry_train.core.measure import (
 )
 from curry_train.plan.profiler import MemoryProfiler
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
-from curry_train.workloads.workload import Case
+from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 MIB = 2**20
 
@@ -84,10 +84,7 @@ def test_held_bytes_of_every_layer_by_hand():
 
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_the_layers_add_up_to_what_the_model_holds(name):
-    case = Case(load_workload(name))
-    module = case.build()
-    batch = case.batch()
-    loss = case.workload.mean_loss
+    module, batch, loss = built(name)
     report = MemoryProfiler(module).profile(batch, loss=loss)
     assert report.held_bytes == sum(layer.bytes for layer in report.layers)
     assert report.held_bytes == measure_memory(module, batch, loss).held_bytes
@@ -96,10 +93,7 @@ def test_the_layers_add_up_to_what_the_model_holds(name):
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])
 def test_recomputing_the_recommended_layers_frees_the_predicted_bytes(name):
-    case = Case(load_workload(name))
-    module = case.build()
-    batch = case.batch()
-    loss = case.workload.mean_loss
+    module, batch, loss = built(name)
     report = profile(module, batch, loss=loss)
     budget = 0.8 * report.held_bytes
     names = report.recommend_layers(budget / MIB)
@@ -113,10 +107,7 @@ def test_recomputing_the_recommended_layers_frees_the_predicted_bytes(name):
 
 
 def test_a_layer_that_is_recomputed_already_is_not_recommended():
-    case = Case(transformer())
-    module = case.build()
-    batch = case.batch()
-    loss = case.workload.mean_loss
+    module, batch, loss = built("transformer")
     recompute_blocks(module, blocks=["layers.0", "layers.1"])
     saving = [
         layer.name for layer in profile(module, batch, loss=loss).layers if layer.saving_bytes > 0
@@ -318,10 +309,7 @@ def test_a_lack_of_memory_is_not_taken_for_wrong_input():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_on_cuda_the_layers_add_up_to_the_allocator_and_repeat(name):
-    case = Case(load_workload(name), device=torch.device("cuda"), batch_size=32)
-    module = case.build()
-    batch = case.batch()
-    loss = case.workload.mean_loss
+    module, batch, loss = built(name, device=torch.device("cuda"), batch_size=32)
     report = MemoryProfiler(module, "cuda").profile(batch, loss=loss)
     assert sum(layer.bytes for layer in report.layers) == report.held_bytes
     assert report.held_bytes == measure_memory(module, batch, loss).held_bytes

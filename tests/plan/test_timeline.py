@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from command_runs import ran
+from plan_models import built
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unchanged import unchanged
@@ -18,8 +19,7 @@ from unchanged import unchanged
 from curry_train.core.measure import REST_LAYER, measure_memory
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 OTHER = nn.Linear(8, 8)
 BEFORE = ("parameters", "buffers and batch", "optimizer state")
@@ -35,11 +35,6 @@ def small_step(optimizer=None):
     return measure_timeline(
         module, torch.randn(4, 8), square_sum, optimizer=optimizer and optimizer(module)
     )
-
-
-def case_of(name):
-    case = Case(load_workload(name))
-    return case.build(), case.batch(), case.workload.mean_loss
 
 
 def at(timeline, point):
@@ -82,7 +77,7 @@ def test_a_small_step_by_hand():
 
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_the_owners_add_up_at_every_point_to_what_measure_memory_has(name):
-    module, batch, loss = case_of(name)
+    module, batch, loss = built(name)
     recompute_blocks(module)
     timeline = measure_timeline(module, batch, loss)
     assert len(timeline.points) > 50
@@ -143,7 +138,7 @@ def test_sparse_gradients_are_gradients():
 
 @pytest.mark.parametrize("way", ["recompute_blocks", "checkpoint"])
 def test_recomputed_tensors_are_activations_of_their_layer(way):
-    module, batch, loss = case_of("transformer")
+    module, batch, loss = built("transformer")
     if way == "recompute_blocks":
         recompute_blocks(module)
     else:
@@ -165,7 +160,7 @@ def test_recomputed_tensors_are_activations_of_their_layer(way):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_weights_gradients_and_the_optimizer_are_unchanged(fails):
-    module, batch, loss = case_of("resnet")
+    module, batch, loss = built("resnet")
     module.eval()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
     loss(module, batch).backward()
@@ -209,10 +204,7 @@ def test_wrong_input_is_refused(module, options, message):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_the_points_are_the_allocators():
-    case = Case(load_workload("transformer"), device=torch.device("cuda"), batch_size=32)
-    module = case.build()
-    batch = case.batch()
-    loss = case.workload.mean_loss
+    module, batch, loss = built("transformer", device=torch.device("cuda"), batch_size=32)
     timeline = measure_timeline(module, batch, loss)
     for place, point in enumerate(timeline.points):
         assert sum(figures[place] for figures in timeline.owners.values()) == point.bytes_alive

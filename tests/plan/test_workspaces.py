@@ -35,8 +35,7 @@ def images(module, *, channels=3, memory_format=torch.contiguous_format):
 
 def workspaces(workload, **options):
     """Return the kind and the workspace of each call in a step of two images."""
-    with Sketch(workload, kernels="cuda", **options) as sketch:
-        trace = sketch.step(2).trace
+    trace = trace_of(workload, **options)
     return [(one.call[0], one.num_bytes) for one in trace.convolutions]
 
 
@@ -127,6 +126,6 @@ def test_a_plan_names_the_workspace_and_the_kernels_of_cudnn():
     assert replace(planner.card, context_bytes=7).context(trace) == 7
 
 
-def trace_of(model):
-    with Sketch(model, kernels="cuda") as sketch:
+def trace_of(model, **options):
+    with Sketch(model, kernels="cuda", **options) as sketch:
         return sketch.step(2).trace
