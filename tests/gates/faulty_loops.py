@@ -42,6 +42,8 @@ from loops import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     ConcatDataset,
@@ -167,14 +169,14 @@ def gradients_of_the_generator():
 
 def two_optimizers_for_one_layer():
     model = classifier()
-    fit(model, together(adamw(model), torch.optim.SGD(model[3].parameters(), 0.1)))  # here
+    fit(model, together(adamw(model), SGD(model[3].parameters(), 0.1)))  # here
 
 
 def made_in_each_epoch():
     model = classifier()
     data = loader(16).dataset
     for _ in range(4):
-        fit(model, torch.optim.AdamW(model.parameters()), DataLoader(data, 8))  # here
+        fit(model, AdamW(model.parameters()), DataLoader(data, 8))  # here
 
 
 def tied_by_their_data():
@@ -201,7 +203,7 @@ def unfrozen_but_not_added():
 
 def one_parameter_twice():
     model = classifier()
-    optimizer = torch.optim.SGD([*model.parameters(), *model[3].parameters()], 0.1)  # here
+    optimizer = SGD([*model.parameters(), *model[3].parameters()], 0.1)  # here
     fit(model, optimizer)
 
 
@@ -210,7 +212,7 @@ def one_parameter_twice():
 
 def updates_below_the_precision():
     model = classifier(width=32).bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-5)  # here
+    optimizer = SGD(model.parameters(), 1e-5)  # here
     fit(model, optimizer, in_half())
 
 
@@ -231,7 +233,7 @@ def weights_loaded_in_each_step():
 
 def frozen_by_decay():
     model = classifier()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = AdamW(model.parameters(), 1e-2)
     for number, (inputs, labels) in enumerate(loader()):
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()  # here
@@ -245,7 +247,7 @@ def frozen_by_decay():
 
 def schedule_of_an_older_optimizer():
     model = classifier()
-    schedule = torch.optim.lr_scheduler.LambdaLR(adamw(model), lambda step: 0.9**step)
+    schedule = LambdaLR(adamw(model), lambda step: 0.9**step)
     fit(model, schedule=schedule)  # here: schedule
 
 
@@ -471,7 +473,7 @@ def second_loss_forgotten():
 def extra_parameter_never_zeroed():
     model = classifier()
     temperature = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), temperature], 0.01)
+    optimizer = SGD([*model.parameters(), temperature], 0.01)
     zeroes = SimpleNamespace(zero_grad=model.zero_grad, step=optimizer.step)
     fit(lambda inputs: model(inputs) * temperature, zeroes)  # here: zeroed
 
@@ -545,26 +547,26 @@ def same_weights_everywhere():
 
 def maximized():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, maximize=True)
+    optimizer = SGD(model.parameters(), 0.1, maximize=True)
     fit(model, optimizer)  # here: end
 
 
 def schedule_made_in_each_step():
     model, optimizer = started()
-    make = torch.optim.lr_scheduler.CosineAnnealingLR
+    make = CosineAnnealingLR
     fit(model, optimizer, after=lambda: make(optimizer, 100).step())  # here
 
 
 def rate_set_over_the_schedule():
     model, optimizer = started()
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    schedule = CosineAnnealingLR(optimizer, 20)
     group = optimizer.param_groups[0]
     fit(model, optimizer, schedule=schedule, after=lambda: group.update(lr=1e-2))  # here: schedule
 
 
 def clipped_to_nothing():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     fit(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.0))  # here
 
 
@@ -694,7 +696,7 @@ def frozen_after_the_first_step():
 def group_without_a_rate_after_the_first_step():
     model = classifier()
     groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "scale": 0}]
-    optimizer = torch.optim.AdamW(groups)
+    optimizer = AdamW(groups)
 
     def update():
         for group in optimizer.param_groups:
@@ -824,7 +826,7 @@ def attention_over_the_batch():
 
 def schedule_of_epochs():
     model, optimizer = started()
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    schedule = ExponentialLR(optimizer, 0.1)
     fit(model, optimizer, schedule=schedule)  # here: schedule
 
 
@@ -887,13 +889,13 @@ def never_stepped():
 
 def network_in_no_optimizer():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    optimizer = together(adamw(head), torch.optim.SGD(head.parameters()))  # here
+    optimizer = together(adamw(head), SGD(head.parameters()))  # here
     fit(lambda inputs: head(encoder(inputs).relu()), optimizer)
 
 
 def optimizer_that_never_steps():
     encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
-    of_encoder = torch.optim.Adam(encoder.parameters())  # here
+    of_encoder = Adam(encoder.parameters())  # here
     fit(lambda one: head(encoder(one).relu()), adamw(head), after=of_encoder.zero_grad)
 
 
@@ -923,13 +925,13 @@ def weights_of_classes_drawn():
 
 def rate_of_zero_after_a_warm_up():
     model, optimizer = started()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number == 1))
+    schedule = LambdaLR(optimizer, lambda number: float(number == 1))
     fit(model, optimizer, schedule=schedule)  # here: schedule
 
 
 def two_schedules_of_one_optimizer():
     model, optimizer = started()
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step) for _ in "ab"]
+    schedules = [LambdaLR(optimizer, lambda step: 0.9**step) for _ in "ab"]
     fit(model, optimizer, schedule=schedules[0], after=schedules[1].step)  # here: after
 
 

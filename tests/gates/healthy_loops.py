@@ -42,6 +42,13 @@ from loops import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
@@ -63,7 +70,7 @@ def last_window_short():
 
 def cycle_of_epochs():
     model, optimizer = started()
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 40)
+    schedule = OneCycleLR(optimizer, 0.1, 40)
     for _ in range(6):
         fit(model, optimizer, loader(40))
         schedule.step()
@@ -72,9 +79,9 @@ def cycle_of_epochs():
 def head_of_a_constant_rate():
     model = classifier()
     groups = [{"params": one.parameters()} for one in (model[0], model[3])]
-    optimizer = torch.optim.AdamW(groups, 1e-2)
+    optimizer = AdamW(groups, 1e-2)
     rates = [lambda number: 0.9**number, lambda _: 1.0]
-    fit(model, optimizer, schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, rates))
+    fit(model, optimizer, schedule=LambdaLR(optimizer, rates))
 
 
 def compared_each_with_each():
@@ -118,7 +125,7 @@ def distilled(soften=F.softmax, **options):
 
 def self_supervised_without_gradient():
     body, head = classifier(classes=8), nn.Linear(8, 8)
-    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.05)
+    optimizer = SGD([*body.parameters(), *head.parameters()], 0.05)
     for inputs, _ in loader():
         one, other = (body(inputs + 0.1 * torch.randn_like(inputs)) for _ in range(2))
         loss = -F.cosine_similarity(head(one), other.detach()).mean() / 2
@@ -129,7 +136,7 @@ def self_supervised_without_gradient():
 def momentum_contrast():
     model = classifier(classes=8)
     slow = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    optimizer = SGD(model.parameters(), 0.05)
     queue = F.normalize(torch.randn(32, 8), dim=1)
     # Labels that nobody reads.
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
@@ -145,8 +152,8 @@ def momentum_contrast():
 
 def wasserstein():
     generator, critic = adversaries()
-    of_generator = torch.optim.RMSprop(generator.parameters(), 1e-3)
-    of_critic = torch.optim.RMSprop(critic.parameters(), 1e-3)
+    of_generator = RMSprop(generator.parameters(), 1e-3)
+    of_critic = RMSprop(critic.parameters(), 1e-3)
     for number, (real, _) in enumerate(loader()):
         fake = generator(torch.randn(8, 4)).detach()
         step(of_critic, critic(fake).mean() - critic(real).mean())
@@ -193,7 +200,7 @@ def low_rank(begin=nn.init.normal_, factor=1):
     begin(down.weight)
     nn.init.zeros_(up.weight)
     model[0] = Adapter(model[0].requires_grad_(False), down, up)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = AdamW([one for one in model.parameters() if one.requires_grad])
     fit(model, optimizer)
 
 
@@ -205,7 +212,7 @@ def embedding_alone():
 
 def sparse_embedding():
     table, head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 5)
-    optimizer = together(torch.optim.SparseAdam(table.parameters()), adamw(head))
+    optimizer = together(SparseAdam(table.parameters()), adamw(head))
     batches = [(torch.randint(50, (8,)), labels) for _, labels in loader()]
     fit(lambda words: head(table(words)), optimizer, batches)
 
@@ -215,7 +222,7 @@ def adam_then_lbfgs():
     inputs = torch.randn(16, 8)
     batch = inputs, inputs[:, :1]
     fit(model, None, [batch] * 6, loss=F.mse_loss)
-    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
+    optimizer = LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=3)
     fit_with_closures(model, optimizer, [batch] * 6, loss=F.mse_loss)
 
 
@@ -291,7 +298,7 @@ def part_in_eval_mode_from_the_start():
 
 def meta_learned():
     model = classifier()
-    outer = torch.optim.SGD(model.parameters(), 0.1)
+    outer = SGD(model.parameters(), 0.1)
     for _ in range(5):
         outer.zero_grad()
         for inputs, labels in itertools.islice(loader(), 2):
@@ -310,7 +317,7 @@ def meta_learned():
 
 def sharpness_aware():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     for inputs, labels in loader():
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
@@ -343,7 +350,7 @@ def surgery_of_gradients():
 
 def evolution():
     model = nn.Linear(8, 5).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     for inputs, labels in loader():
         for one in model.parameters():
             noise = torch.randn_like(one)
@@ -428,7 +435,7 @@ def tied_weights():
 def unfrozen_step_by_step(*, is_added=True):
     model = classifier()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])  # first
+    optimizer = AdamW([one for one in model.parameters() if one.requires_grad])  # first
     for number, (inputs, labels) in enumerate(loader()):
         if number == 3:
             model[0].requires_grad_(True)
@@ -439,7 +446,7 @@ def unfrozen_step_by_step(*, is_added=True):
 
 def schedule_per_epoch_and_plateau():
     model, optimizer = started()
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    scheduler = ReduceLROnPlateau(optimizer)
     for _ in range(6):
         for inputs, labels in short():
             optimizer.zero_grad()
@@ -453,7 +460,7 @@ def schedule_per_epoch_and_plateau():
 
 def averaged_by_torch():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     average = torch.optim.swa_utils.AveragedModel(model)
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(model(inputs), labels))
@@ -504,7 +511,7 @@ def style_of_an_image():
     network = nn.Conv2d(3, 8, 3)
     wanted = network(torch.rand(1, 3, 8, 8)).detach()
     image = torch.rand(1, 3, 8, 8, requires_grad=True)
-    optimizer = torch.optim.Adam([image], 0.05)
+    optimizer = Adam([image], 0.05)
     for _ in range(9):
         step(optimizer, F.mse_loss(network(image), wanted))
 
@@ -532,7 +539,7 @@ def reset_between_tasks():
     model = classifier()
     for _ in range(4):
         fast = copy.deepcopy(model)
-        inner = torch.optim.SGD(fast.parameters(), 0.1)
+        inner = SGD(fast.parameters(), 0.1)
         fit(fast, inner, itertools.islice(loader(), 3))
         follow(model, fast, 0.1)
 
@@ -631,7 +638,7 @@ def physics():
 
 def tensors_alone():
     weight, bias = torch.zeros(8, 5, requires_grad=True), torch.zeros(5, requires_grad=True)
-    optimizer = torch.optim.SGD([weight], 0.1)
+    optimizer = SGD([weight], 0.1)
 
     def update():
         bias.data -= bias.grad
@@ -644,7 +651,7 @@ def ensemble_by_vmap():
     models = [classifier() for _ in range(3)]
     parameters, buffers = torch.func.stack_module_state(models)
     base = copy.deepcopy(models[0]).to("meta")
-    optimizer = torch.optim.Adam(list(parameters.values()), 1e-2)
+    optimizer = Adam(list(parameters.values()), 1e-2)
 
     def loss(own, others, inputs, labels):
         return F.cross_entropy(torch.func.functional_call(base, (own, others), inputs), labels)
@@ -660,7 +667,7 @@ def ensemble_by_vmap():
 
 def optimizer_around_another():
     model = classifier()
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), 0.1))
+    optimizer = Lookahead(SGD(model.parameters(), 0.1))
     fit(model, optimizer)
 
 
@@ -672,7 +679,7 @@ def own_optimizer():
 
 def differentially_private():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = SGD(model.parameters(), 0.1)
     for inputs, labels in loader():
         sums = [torch.zeros_like(one) for one in model.parameters()]
         for given, label in zip(inputs, labels, strict=True):
@@ -689,7 +696,7 @@ def differentially_private():
 def masters_in_full_precision(rate=1e-3):
     model = classifier().bfloat16()
     masters = [one.detach().float().clone().requires_grad_() for one in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, rate)
+    optimizer = AdamW(masters, rate)
     for inputs, labels in loader():
         model.zero_grad()
         F.cross_entropy(model(inputs.bfloat16()).float(), labels).backward()
@@ -726,8 +733,8 @@ def boxes():
 
 def restarts_by_parts_of_an_epoch():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 1)
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    scheduler = CosineAnnealingWarmRestarts(optimizer, 1)
     batches = loader(40)
     for epoch in range(4):
         for number, (inputs, labels) in enumerate(batches):
@@ -767,7 +774,7 @@ def attention_with_a_mask():
 
 def biases_before_a_norm():
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
     fit(model, optimizer)
 
 
@@ -838,15 +845,15 @@ def losses_of_equal_gradients():
 
 def range_of_rates():
     model = classifier()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 ** (step / 2))
+    optimizer = SGD(model.parameters(), 1e-6)
+    schedule = LambdaLR(optimizer, lambda step: 10 ** (step / 2))
     fit(model, optimizer, schedule=schedule)
 
 
 def one_schedule_after_another():
     model, optimizer = started()
     for _ in range(2):
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        schedule = LambdaLR(optimizer, lambda step: 0.9**step)
         fit(model, optimizer, schedule=schedule)
 
 
@@ -916,7 +923,7 @@ def count_of_a_window_that_equals_one_microbatch():
 def head_of_zeros_in_half():
     model = headless().bfloat16()
     optimizer = adamw(model, 3e-4)
-    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 2000))
+    warm = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 2000))
     fit(model, optimizer, in_half(), schedule=warm)
 
 
@@ -1126,8 +1133,8 @@ def teacher_with_the_same_frozen_stem():
 def frozen_part_in_eval_mode_a_part_that_waits_and_a_list_with_a_limit():
     frozen = classifier(dropout=0.2).requires_grad_(False)
     model = nn.Sequential(frozen, nn.Linear(5, 9), nn.Linear(9, 5)).eval()
-    optimizer = torch.optim.AdamW([{"params": layer.parameters()} for layer in model[1:]])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: step > 20, lambda _: 1])
+    optimizer = AdamW([{"params": layer.parameters()} for layer in model[1:]])
+    schedule = LambdaLR(optimizer, [lambda step: step > 20, lambda _: 1])
     recent = []
     for batch, labels in loader(160):
         recent.append(batch)

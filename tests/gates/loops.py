@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,7 +94,7 @@ def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscales=True,
     """Train with a scaler, and with clipped gradients."""
     model, optimizer = started()
     scaler = scaler or scaler_on_cpu()
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    schedule = CosineAnnealingLR(optimizer, 100)
     for number, (inputs, labels) in enumerate(batches or loader()):
         with torch.autocast("cpu", dtype=dtype, enabled=bool(dtype)):
             loss = F.cross_entropy(model(inputs), labels) / every
@@ -173,7 +175,7 @@ def wrong_line_of(role):
 
 
 def adamw(model, rate=1e-2):
-    return torch.optim.AdamW(model.parameters(), rate)  # made
+    return AdamW(model.parameters(), rate)  # made
 
 
 def started(model=None):
@@ -235,7 +237,7 @@ def recompute(model, tokens, blocks=None, *, is_reentrant=True):
     return model.head(hidden)
 
 
-class Lookahead(torch.optim.Optimizer):
+class Lookahead(Optimizer):
     def __init__(self, inner):
         self.inner, self.number = inner, 0
         super().__init__(inner.param_groups, {})
@@ -251,7 +253,7 @@ class Lookahead(torch.optim.Optimizer):
                     fast.copy_(slow)
 
 
-class Signs(torch.optim.Optimizer):
+class Signs(Optimizer):
     def __init__(self, parameters, lr):
         super().__init__(parameters, {"lr": lr})
 
@@ -377,7 +379,7 @@ def plain():
 
 def accumulated():
     model, optimizer = started()
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 2))
+    scheduler = LambdaLR(optimizer, lambda step: min(1, step / 2))
     for number, (inputs, labels) in enumerate(loader()):
         (nn.CrossEntropyLoss()(model(inputs), labels) / 2).backward()
         if number % 2:
@@ -435,14 +437,14 @@ def averaged():
 
 def with_closure():
     model = classifier()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    optimizer = LBFGS(model.parameters(), max_iter=4)
     fit_with_closures(model, optimizer, loader(), loss=F.cross_entropy)
 
 
 def frozen_backbone():
     model = classifier()
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[3].parameters(), 0.1)
+    optimizer = SGD(model[3].parameters(), 0.1)
     for inputs, labels in loader():
         optimizer.zero_grad(set_to_none=False)
         F.cross_entropy(model(inputs), labels).backward()
@@ -476,8 +478,8 @@ def masked_tokens():
 
 def two_optimizers():
     model = Language()
-    of_table = torch.optim.SGD(model.embed.parameters(), 0.1)
-    of_rest = torch.optim.AdamW([*model.layers.parameters(), *model.head.parameters()])
+    of_table = SGD(model.embed.parameters(), 0.1)
+    of_rest = AdamW([*model.layers.parameters(), *model.head.parameters()])
     fit(model, together(of_table, of_rest), texts(9), loss=of_tokens)
 
 
@@ -490,7 +492,7 @@ def perceptual():
 
 def policy_by_minibatches():
     model, value = classifier(), classifier(classes=1)
-    optimizer = torch.optim.Adam([*model.parameters(), *value.parameters()], 1e-3)
+    optimizer = Adam([*model.parameters(), *value.parameters()], 1e-3)
     for states, _ in loader():
         with torch.no_grad():
             actions = torch.distributions.Categorical(logits=model(states)).sample()
@@ -522,7 +524,7 @@ def contrastive_with_cached_gradients():
 
 def steps_in_hooks():
     model = classifier()
-    of_each = {one: torch.optim.SGD([one], 0.1) for one in model.parameters()}
+    of_each = {one: SGD([one], 0.1) for one in model.parameters()}
 
     def step(parameter):
         of_each[parameter].step()
@@ -547,9 +549,9 @@ def experts():
 
 def warmed_up_from_zero():
     model, optimizer = started()
-    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10))
-    rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], [10])
+    warm = LambdaLR(optimizer, lambda step: min(1, step / 10))
+    rest = CosineAnnealingLR(optimizer, 100)
+    schedule = SequentialLR(optimizer, [warm, rest], [10])
     fit(model, optimizer, schedule=schedule)
 
 
@@ -609,7 +611,7 @@ def zeroed_before_the_step():
 
 def one_layer_in_the_optimizer():
     model = classifier()
-    fit(model, torch.optim.SGD(model[3].parameters(), 0.1))  # here
+    fit(model, SGD(model[3].parameters(), 0.1))  # here
 
 
 def optimizer_of_a_copy():
@@ -633,7 +635,7 @@ def frozen_input_of_reentrant_checkpoints():
 def scheduled_per_microbatch():
     models = [classifier(), classifier()]
     optimizers = [adamw(model) for model in models]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizers[0], lambda step: 0.9**step)
+    scheduler = LambdaLR(optimizers[0], lambda step: 0.9**step)
     scaler = scaler_on_cpu()
     for number, (inputs, labels) in enumerate(loader()):
         for model in models:
@@ -649,7 +651,7 @@ def scheduled_per_microbatch():
 
 def scheduled_first():
     model, optimizer = started()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    schedule = LambdaLR(optimizer, lambda step: 0.9**step)
     fit(model, optimizer, before=schedule.step)  # here: before
 
 
@@ -666,7 +668,7 @@ def clipped_per_microbatch():
 def clipped_nothing():
     model = classifier()
     parameters = model.parameters()
-    optimizer = torch.optim.AdamW(parameters)
+    optimizer = AdamW(parameters)
     fit(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(parameters, 1.0))  # here
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from plan_models import MomentsMadeAnew, measured
 from torch import nn
+from torch.optim import ASGD, LBFGS, SGD, Adagrad, AdamW, Muon, NAdam, Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 from transformers.optimization import Adafactor
@@ -25,7 +26,7 @@ WORKLOAD = mlp(depth=2, width=64)
 STATE = "optimizer state"
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(Optimizer):
     """Sign of a moving average; it keeps an attribute besides its groups and its state."""
 
     def __init__(self, parameters, lr=1e-4, slow=0.99):
@@ -73,7 +74,7 @@ class ByteState(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, func(*opened, **(kwargs or {})))
 
 
-class SmallMomentum(torch.optim.Optimizer):
+class SmallMomentum(Optimizer):
     """Momentum in one byte for each element."""
 
     def __init__(self, parameters):
@@ -91,7 +92,7 @@ class SmallMomentum(torch.optim.Optimizer):
             parameter.sub_(moment, alpha=1e-3)
 
 
-class Clipping(torch.optim.Optimizer):
+class Clipping(Optimizer):
     """Copy a gradient where its norm is above a limit."""
 
     def __init__(self, parameters):
@@ -121,17 +122,17 @@ def of(kind, **options):
 
 
 def matrices(module):
-    return torch.optim.Muon([one for one in module.parameters() if one.dim() == 2])
+    return Muon([one for one in module.parameters() if one.dim() == 2])
 
 
 OPTIMIZERS = {
-    "adagrad": of(torch.optim.Adagrad),
-    "asgd": of(torch.optim.ASGD),
+    "adagrad": of(Adagrad),
+    "asgd": of(ASGD),
     "adafactor": of(torch.optim.Adafactor),
     "muon": matrices,
-    "tensor rate": lambda module: torch.optim.AdamW(module.parameters(), lr=torch.tensor(1e-3)),
-    "foreach": of(torch.optim.NAdam, foreach=True),
-    "fused": of(torch.optim.AdamW, fused=True),
+    "tensor rate": lambda module: AdamW(module.parameters(), lr=torch.tensor(1e-3)),
+    "foreach": of(NAdam, foreach=True),
+    "fused": of(AdamW, fused=True),
     "hugging face": of(Adafactor),
     "lion": of(Lion),
     "small": of(SmallMomentum),
@@ -170,11 +171,11 @@ def test_a_step_that_needs_values_is_measured():
 
 def test_capturable_is_estimated_for_a_device_that_allows_it():
     """Its step counts are on the device."""
-    _, step = predicted(of(torch.optim.AdamW, capturable=True), kernels="cuda")
-    _, plain = predicted(of(torch.optim.AdamW), kernels="cuda")
+    _, step = predicted(of(AdamW, capturable=True), kernels="cuda")
+    _, plain = predicted(of(AdamW), kernels="cuda")
     assert len(step.trace.state) > len(plain.trace.state)
     with pytest.raises(AssertionError, match="capturable"):
-        measured(WORKLOAD, 4, optimizer=of(torch.optim.AdamW, capturable=True))
+        measured(WORKLOAD, 4, optimizer=of(AdamW, capturable=True))
 
 
 def test_a_copy_has_the_attributes_of_its_class_and_steps_itself():
@@ -248,7 +249,7 @@ def test_a_quantised_base_counts_its_bytes_and_its_scales():
 
 
 def in_backward(module):
-    return StepInBackward(list(module.parameters()), torch.optim.AdamW)
+    return StepInBackward(list(module.parameters()), AdamW)
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
@@ -280,7 +281,7 @@ def test_the_name_is_an_optimizer_and_the_original_steps_on():
 # Optimizers that step on the host.
 
 
-class CPUOffloadOptimizer(torch.optim.Optimizer):
+class CPUOffloadOptimizer(Optimizer):
     """Refuse a computer without a GPU, as the one of torchao does."""
 
     __module__ = "torchao.optim.cpu_offload"
@@ -333,19 +334,19 @@ def test_gradients_that_are_moved_away_are_not_added_up():
 
 def test_the_class_is_replaced_where_it_is_imported_by_the_factory():
     def make(module):
-        class CPUOffloadOptimizer(torch.optim.Optimizer):
+        class CPUOffloadOptimizer(Optimizer):
             __module__ = "torchao.optim.cpu_offload"
 
             def __init__(self, parameters, optimizer_class, **options):
                 raise AssertionError
 
-        return CPUOffloadOptimizer(module.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        return CPUOffloadOptimizer(module.parameters(), SGD, lr=0.1, momentum=0.9)
 
     before = CPUOffloadOptimizer.__init__
     made = make_optimizer(make, WORKLOAD.build())
     assert made.param_groups[0]["momentum"] == 0.9
     assert CPUOffloadOptimizer.__init__ is before
-    assert "__init_subclass__" not in vars(torch.optim.Optimizer)
+    assert "__init_subclass__" not in vars(Optimizer)
 
 
 @pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "paged_adamw_8bit"])
@@ -356,4 +357,4 @@ def test_names_of_trainers_are_known_and_others_refused_in_one_line(name):
     with pytest.raises(ValueError, match=r"'lion_32bit'; use one of .* --trainer .* optim"):
         make_optimizer("lion_32bit", nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"LBFGS needs a closure, .*: measure .*\bSGD\b"):
-        make_optimizer(lambda module: torch.optim.LBFGS(module.parameters()), nn.Linear(4, 4))
+        make_optimizer(lambda module: LBFGS(module.parameters()), nn.Linear(4, 4))
