@@ -4,6 +4,7 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import copy
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from loops import (
     adamw,
     adversarial,
     classifier,
-    climb,
     completions,
     fit,
     fit_and_evaluate,
     fit_masked,
+    fit_scaled,
+    fit_to,
     half,
     half_of_tokens_by_hand,
     in_half,
@@ -252,16 +254,7 @@ def schedule_of_an_older_optimizer():
 
 
 def unscaled_per_microbatch():
-    model, optimizer = started()
-    scaler = scaler_on_cpu()
-    for number, (inputs, labels) in enumerate(loader()):
-        scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
-        if number % 2 == 0:
-            scaler.unscale_(optimizer)  # here
-        if number % 2:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    fit_scaled(every=2)  # here: unscaled
 
 
 def one_of_two_losses_scaled():
@@ -616,10 +609,12 @@ def inputs_divided_to_zero():
 
 def dropout_recomputed_anew():
     first, second = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5)), nn.Linear(16, 5)
-    optimizer = adamw(nn.ModuleList([first, second]))
-    for inputs, labels in loader():
+
+    def logits(inputs):
         hidden = checkpoint(first, inputs, use_reentrant=False, preserve_rng_state=False)  # here
-        step(optimizer, F.cross_entropy(second(hidden), labels))
+        return second(hidden)
+
+    fit(logits, adamw(nn.ModuleList([first, second])))
 
 
 def arrays_of_outputs():
@@ -661,13 +656,14 @@ def penalty_in_each_microbatch():
 
 
 def masked_values_over_all():
-    model, optimizer = started(Language())
-    for length in range(4, 14):
-        tokens = torch.randint(50, (4, 14))
-        logits = model(tokens[:, :-1]).log_softmax(-1)
-        values = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        mask = torch.arange(13) < length
-        step(optimizer, (-(values * mask).sum() / values.numel()))  # here: backward
+    lengths = itertools.count(4)
+
+    def loss(logits, tokens):
+        values = logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+        mask = torch.arange(13) < next(lengths)
+        return -(values * mask).sum() / values.numel()
+
+    fit(Language(), None, texts(14), loss=loss)  # here: sample
 
 
 def trial_gradients_added():
@@ -677,13 +673,7 @@ def trial_gradients_added():
 
 
 def trial_weights_stay():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        step_to = F.cross_entropy(model(inputs), labels)
-        step_to.backward()
-        climb(model)
-        step(optimizer, F.cross_entropy(model(inputs), labels))  # here: step
-        optimizer.zero_grad()
+    trial_step(is_restored=False)  # here: of a trial
 
 
 def frozen_after_the_first_step():
@@ -720,12 +710,14 @@ def chosen_by_argmax():
 
 
 def targets_with_a_gradient():
-    model, optimizer = started()
-    for inputs, actions in loader():
-        values = model(inputs).gather(1, actions[:, None]).squeeze(1)
+    model = classifier()
+
+    def loss(logits, actions):
+        values = logits.gather(1, actions[:, None]).squeeze(1)
         wanted = torch.randn(8) + 0.9 * model(torch.randn(8, 8)).max(1).values
-        loss = F.smooth_l1_loss(values, wanted)  # here
-        step(optimizer, loss)
+        return F.smooth_l1_loss(values, wanted)  # here
+
+    fit(model, loss=loss)
 
 
 def mask_inverted():
@@ -752,12 +744,7 @@ def probabilities_for_ctc():
 
 
 def teacher_in_training_mode():
-    teacher = classifier(dropout=0.1)
-    model, optimizer = started()
-    for inputs, _ in loader():
-        with torch.no_grad():
-            wanted = teacher(inputs)  # here
-        step(optimizer, F.mse_loss(model(inputs), wanted))
+    fit_to(classifier(dropout=0.1))  # here: teacher
 
 
 class Dropping(nn.Linear):

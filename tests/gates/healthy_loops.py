@@ -22,6 +22,7 @@ from loops import (
     fit,
     fit_masked,
     fit_scaled,
+    fit_to,
     fit_with_closures,
     follow,
     half,
@@ -39,6 +40,7 @@ from loops import (
     texts,
     texts_with_time_first,
     together,
+    trial_step,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -316,21 +318,14 @@ def meta_learned():
 
 
 def sharpness_aware():
-    model = classifier()
-    optimizer = SGD(model.parameters(), 0.1)
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        with torch.no_grad():
-            moved = [0.05 * one.grad / (one.grad.norm() + 1e-6) for one in model.parameters()]
-            for one, by in zip(model.parameters(), moved, strict=True):
-                one.add_(by)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        with torch.no_grad():
-            for one, by in zip(model.parameters(), moved, strict=True):
-                one.sub_(by)
-        optimizer.step()
+    @torch.no_grad()
+    def move(model):
+        changes = [0.05 * one.grad / (one.grad.norm() + 1e-6) for one in model.parameters()]
+        for one, change in zip(model.parameters(), changes, strict=True):
+            one.add_(change)
+        return changes
+
+    trial_step(move=move)
 
 
 def surgery_of_gradients():
@@ -460,13 +455,14 @@ def schedule_per_epoch_and_plateau():
 
 def averaged_by_torch():
     model = classifier()
-    optimizer = SGD(model.parameters(), 0.1)
     average = torch.optim.swa_utils.AveragedModel(model)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+
+    def update():
         average.update_parameters(model)
         with torch.no_grad():
-            average(inputs)
+            average(torch.randn(8, 8))
+
+    fit(model, SGD(model.parameters(), 0.1), after=update)
 
 
 def hooks_and_histories():
@@ -502,18 +498,16 @@ def nested_batches():
             return {"inputs": torch.randn(8), "targets": {"label": index % 5, "name": str(index)}}
 
     model, optimizer = started()
+    batches = DataLoader(Rows(), 8, shuffle=True)
     for _ in range(3):
-        for batch in DataLoader(Rows(), 8, shuffle=True):
-            step(optimizer, F.cross_entropy(model(batch["inputs"]), batch["targets"]["label"]))
+        fit(model, optimizer, ((one["inputs"], one["targets"]["label"]) for one in batches))
 
 
 def style_of_an_image():
     network = nn.Conv2d(3, 8, 3)
     wanted = network(torch.rand(1, 3, 8, 8)).detach()
     image = torch.rand(1, 3, 8, 8, requires_grad=True)
-    optimizer = Adam([image], 0.05)
-    for _ in range(9):
-        step(optimizer, F.mse_loss(network(image), wanted))
+    fit(network, Adam([image], 0.05), [(image, wanted)] * 9, loss=F.mse_loss)
 
 
 def preferred():
@@ -781,13 +775,12 @@ def biases_before_a_norm():
 def averaged_teacher_in_training_mode():
     model = classifier(dropout=0.1)
     teacher = copy.deepcopy(model)
-    optimizer = adamw(model)
-    for inputs, _ in loader():
-        with torch.no_grad():
-            wanted = teacher(inputs)
-        step(optimizer, F.mse_loss(model(inputs), wanted))
+
+    def update():
         for one, new in zip(teacher.parameters(), model.parameters(), strict=True):
             one.data.lerp_(new.data, 0.1)
+
+    fit_to(teacher, model, update)
 
 
 def tasks_one_after_the_other():
@@ -1056,13 +1049,12 @@ def two_steps_of_the_actor():
 
 
 def sums_over_values():
-    model, optimizer = started(nn.Linear(8, 2))
-    for inputs, _ in loader():
-        for part in inputs.chunk(4):
-            loss = F.mse_loss(model(part), part[:, :2], reduction="sum")
-            (loss / len(inputs)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    parts = [(part, part[:, :2]) for inputs, _ in loader() for part in inputs.chunk(4)]
+
+    def loss(values, wanted):
+        return F.mse_loss(values, wanted, reduction="sum") / 8
+
+    accumulate(nn.Linear(8, 2), None, parts, loss=loss, every=4)
 
 
 def weights_drawn_twice_for_a_batch():

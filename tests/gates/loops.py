@@ -90,8 +90,8 @@ def fit_with_closures(model, optimizer, batches, *, loss):
         optimizer.step(closure)
 
 
-def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscales=True, update=None):
-    """Train with a scaler, and with clipped gradients."""
+def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscale_at=0, update=None):
+    """Train with a scaler, and with clipped gradients, unscaled after a microbatch of a window."""
     model, optimizer = started()
     scaler = scaler or scaler_on_cpu()
     schedule = CosineAnnealingLR(optimizer, 100)
@@ -99,9 +99,9 @@ def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscales=True,
         with torch.autocast("cpu", dtype=dtype, enabled=bool(dtype)):
             loss = F.cross_entropy(model(inputs), labels) / every
         scaler.scale(loss).backward()  # scaled
+        if number % every == unscale_at:
+            scaler.unscale_(optimizer)  # unscaled
         if number % every == every - 1:
-            if unscales:
-                scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # clip
             scaler.step(optimizer)
             (update or scaler.update)()
@@ -347,6 +347,17 @@ def fit_and_evaluate(model, *, train=nn.Module.train, evaluate=nn.Module.eval):
                 model(inputs)  # validation
 
 
+def fit_to(teacher, model=None, after=None):
+    """Train a model on the outputs of another one."""
+    model, optimizer = started(model)
+    for inputs, _ in loader():
+        with torch.no_grad():
+            wanted = teacher(inputs)  # teacher
+        step(optimizer, F.mse_loss(model(inputs), wanted))
+        if after:
+            after()
+
+
 def sequences():
     return [(torch.randn(6, 11, 8), torch.randint(5, (6,))) for _ in range(8)]
 
@@ -397,7 +408,7 @@ def tokens_weighted():
 
 
 def scaled():
-    fit_scaled(dtype=torch.bfloat16, every=2)
+    fit_scaled(dtype=torch.bfloat16, every=2, unscale_at=1)
 
 
 def adversaries():
@@ -555,17 +566,18 @@ def warmed_up_from_zero():
     fit(model, optimizer, schedule=schedule)
 
 
-def trial_step(model=None, *, is_zeroed=True):
+def trial_step(model=None, *, move=climb, is_zeroed=True, is_restored=True):
     model, optimizer = started(model)
     for inputs, labels in loader():
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()
-        changes = climb(model)
+        changes = move(model)  # trial
         if is_zeroed:
             optimizer.zero_grad()
         F.cross_entropy(model(inputs), labels).backward()  # second
-        climb(model, [-one for one in changes])
-        optimizer.step()
+        if is_restored:
+            climb(model, [-one for one in changes])
+        optimizer.step()  # of a trial
 
 
 HEALTHY = [
