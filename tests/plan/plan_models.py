@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from curry_train.plan.cuda_step import StepTrace
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.timeline import measure_timeline
@@ -52,6 +53,12 @@ def check_workload(workload, *, changes=(None,), **options):
         for change, timeline in real.items():
             check(sketch, timeline, 3, change=change)
     return sketch
+
+
+def trace_of_sizes(sizes, events, **others):
+    """Return the trace of a step without gradients and optimizer, by the sizes of its tensors."""
+    empty = dict.fromkeys(("given", "state", "gradients", "products"), ())
+    return StepTrace(sizes=sizes, events=events, step_start=len(events), **empty | others)
 
 
 def built(name, **options):
@@ -134,29 +141,32 @@ class Routed(nn.Module):
 ROUTED = squares(Routed, 8, name="routed")
 
 
-class MomentsMadeAnew(torch.optim.Optimizer):
-    """Replace both moments in each step instead of changing them in place."""
+class ByParameter(torch.optim.Optimizer):
+    """Update one parameter of a module after another."""
 
     def __init__(self, module):
-        super().__init__(module.parameters(), {})
+        super().__init__(module.parameters(), {"lr": 1e-4})
 
     @torch.no_grad()
     def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            for name in ("first", "second"):
-                before = state.get(name, torch.zeros_like(parameter))
-                state[name] = 0.9 * before + parameter.grad
-            parameter -= state["first"]
+            self.update(parameter, self.state[parameter])
 
 
-class MomentsInATuple(MomentsMadeAnew):
+class MomentsMadeAnew(ByParameter):
+    """Replace both moments in each step instead of changing them in place."""
+
+    def update(self, parameter, state):
+        for name in ("first", "second"):
+            before = state.get(name, torch.zeros_like(parameter))
+            state[name] = 0.9 * before + parameter.grad
+        parameter -= state["first"]
+
+
+class MomentsInATuple(ByParameter):
     """Keep both moments in a tuple."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            before = state.get("moments") or (torch.zeros_like(parameter),) * 2
-            state["moments"] = tuple(0.9 * one + parameter.grad for one in before)
-            parameter -= state["moments"][0]
+    def update(self, parameter, state):
+        before = state.get("moments") or (torch.zeros_like(parameter),) * 2
+        state["moments"] = tuple(0.9 * one + parameter.grad for one in before)
+        parameter -= state["moments"][0]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from command_runs import ran
-from plan_models import MomentsInATuple, MomentsMadeAnew
+from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of_sizes
 from torch import nn
 
 from curry_train.plan.cuda_allocator import CudaAllocator
@@ -17,7 +17,6 @@ from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
     HOPPER_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
-    StepTrace,
     TrainingReplay,
     cuda_memory,
     in_order_of_moving,
@@ -74,15 +73,7 @@ def torch_sgd(module):
 
 
 def test_sizes_are_rounded_and_each_thread_has_a_workspace():
-    trace = StepTrace(
-        sizes=(1000, 100),
-        given=(0,),
-        state=(),
-        events=(1, ~1),
-        step_start=2,
-        gradients=(),
-        products=(0, 1),
-    )
+    trace = trace_of_sizes((1000, 100), (1, ~1), given=(0,), products=(0, 1))
     found = cuda_memory(trace)
     assert found.allocated_bytes == 1024 + 512 + 2 * WORKSPACE_BYTES
     assert workspace_of("rtx4090") == WORKSPACE_BYTES
@@ -94,17 +85,8 @@ def test_sizes_are_rounded_and_each_thread_has_a_workspace():
 
 def test_the_callers_output_lives_until_the_next_one():
     """Two outputs are there at once in the second forward, as in a script that rebinds logits."""
-    trace = StepTrace(
-        sizes=(4 * MIB,),
-        given=(),
-        state=(),
-        events=(0,),
-        step_start=1,
-        gradients=(),
-        products=(),
-    )
     allocator = CudaAllocator()
-    replay = TrainingReplay(trace, allocator)
+    replay = TrainingReplay(trace_of_sizes((4 * MIB,), (0,)), allocator)
     replay.step()
     assert (allocator.allocated, allocator.peak_allocated) == (4 * MIB, 4 * MIB)
     replay.step()

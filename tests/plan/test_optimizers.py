@@ -5,7 +5,7 @@ python -m pytest tests/plan/test_optimizers.py
 
 import pytest
 import torch
-from plan_models import MomentsMadeAnew, measured
+from plan_models import ByParameter, MomentsMadeAnew, measured
 from torch import nn
 from torch.optim import ASGD, LBFGS, SGD, Adagrad, AdamW, Muon, NAdam, Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -74,47 +74,34 @@ class ByteState(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, func(*opened, **(kwargs or {})))
 
 
-class SmallMomentum(Optimizer):
+class SmallMomentum(ByParameter):
     """Momentum in one byte for each element."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            if not state:
-                codes = torch.zeros_like(parameter, dtype=torch.int8)
-                state["moment"] = ByteState(codes, torch.zeros(()))
-            moment = torch.lerp(parameter.grad, state["moment"], 0.9)
-            state["moment"].copy_(moment)
-            parameter.sub_(moment, alpha=1e-3)
+    def update(self, parameter, state):
+        if not state:
+            codes = torch.zeros_like(parameter, dtype=torch.int8)
+            state["moment"] = ByteState(codes, torch.zeros(()))
+        moment = torch.lerp(parameter.grad, state["moment"], 0.9)
+        state["moment"].copy_(moment)
+        parameter.sub_(moment, alpha=1e-3)
 
 
-class Clipping(Optimizer):
+class Clipping(ByParameter):
     """Copy a gradient where its norm is above a limit."""
 
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            gradient = parameter.grad
-            if gradient.norm() < 1e9:
-                gradient = gradient * 0.1
-            parameter.sub_(gradient, alpha=1e-3)
+    def update(self, parameter, state):
+        gradient = parameter.grad
+        if gradient.norm() < 1e9:
+            gradient = gradient * 0.1
+        parameter.sub_(gradient, alpha=1e-3)
 
 
-class Sparse(Clipping):
+class Sparse(ByParameter):
     """Step on the elements above zero, whose number is not known from shapes."""
 
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            chosen = parameter.grad.flatten().nonzero()
-            parameter.flatten()[chosen] -= 1e-3
+    def update(self, parameter, state):
+        chosen = parameter.grad.flatten().nonzero()
+        parameter.flatten()[chosen] -= 1e-3
 
 
 def of(kind, **options):
@@ -135,8 +122,8 @@ OPTIMIZERS = {
     "fused": of(AdamW, fused=True),
     "hugging face": of(Adafactor),
     "lion": of(Lion),
-    "small": of(SmallMomentum),
-    "condition": of(Clipping),
+    "small": SmallMomentum,
+    "condition": Clipping,
     "made anew": MomentsMadeAnew,
 }
 
@@ -164,9 +151,9 @@ def test_a_state_of_one_byte_counts_one_byte():
 
 
 def test_a_step_that_needs_values_is_measured():
-    sketch, step = predicted(of(Sparse))
+    sketch, step = predicted(Sparse)
     assert "nonzero" in sketch.why_real
-    assert step.peak_bytes == measured(WORKLOAD, 4, optimizer=of(Sparse)).peak.bytes_alive
+    assert step.peak_bytes == measured(WORKLOAD, 4, optimizer=Sparse).peak.bytes_alive
 
 
 def test_capturable_is_estimated_for_a_device_that_allows_it():

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_models import trace_of_sizes
 from torch import nn
 
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
     CUDNN_BYTES,
-    StepTrace,
     cuda_memory,
 )
 from curry_train.plan.estimate import Sketch
@@ -74,16 +74,8 @@ def test_no_copies_where_a_kernel_needs_none(workload):
 
 def test_a_workspace_is_reserved_and_free_again():
     """A call of 30 MiB and one of 1 MiB, and after them a tensor of 20 MiB in their place."""
-    trace = StepTrace(
-        sizes=(MIB, 20 * MIB),
-        given=(0,),
-        state=(),
-        events=(1, ~1),
-        step_start=2,
-        gradients=(),
-        products=(),
-        convolutions=(Convolution(0, "input", 30 * MIB), Convolution(0, "weight", MIB)),
-    )
+    calls = Convolution(0, "input", 30 * MIB), Convolution(0, "weight", MIB)
+    trace = trace_of_sizes((MIB, 20 * MIB), (1, ~1), given=(0,), convolutions=calls)
     found = cuda_memory(trace)
     assert found.reserved_bytes == 32 * MIB
     assert found.allocated_bytes == 31 * MIB
@@ -92,17 +84,9 @@ def test_a_workspace_is_reserved_and_free_again():
 @pytest.mark.parametrize(("searches", "reserved"), [(False, 100 * MIB), (True, 60 * MIB)])
 def test_a_search_gives_the_cache_back_before_the_first_call(searches, reserved):
     """A tensor of 40 MiB dies before the call, and one of 60 MiB is made after it."""
-    trace = StepTrace(
-        sizes=(40 * MIB, 60 * MIB),
-        given=(),
-        state=(),
-        events=(0, ~0, 1, ~1),
-        step_start=4,
-        gradients=(),
-        products=(),
-        convolutions=(Convolution(2, "forward", 0),),
-        searches=searches,
-    )
+    calls = (Convolution(2, "forward", 0),)
+    sizes = 40 * MIB, 60 * MIB
+    trace = trace_of_sizes(sizes, (0, ~0, 1, ~1), convolutions=calls, searches=searches)
     assert cuda_memory(trace).reserved_bytes == reserved
 
 
