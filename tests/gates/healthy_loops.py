@@ -20,12 +20,13 @@ from loops import (
     adversaries,
     classifier,
     fit,
+    fit_and_evaluate,
+    fit_heads,
     fit_masked,
     fit_scaled,
     fit_to,
     fit_with_closures,
     follow,
-    half,
     half_of_tokens_by_hand,
     headless,
     in_half,
@@ -97,13 +98,7 @@ def last_batch_short():
 
 
 def several_tasks_several_loaders():
-    body, heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 5) for _ in range(2))
-    optimizer = adamw(nn.ModuleList([body, heads]))
-    for batches in zip(loader(), loader(), strict=True):
-        optimizer.zero_grad()
-        for head, (inputs, labels) in zip(heads, batches, strict=True):
-            F.cross_entropy(head(body(inputs).relu()), labels).backward()
-        optimizer.step()
+    fit_heads(zip(loader(), loader(), strict=True), 1)
 
 
 def half_of_the_square():
@@ -258,17 +253,7 @@ def recomputed_all_ways():
 
 
 def evaluated_with_gradients():
-    model, optimizer = started(classifier(dropout=0.2))
-    training, validation = short(), short(2)
-    for _ in range(8):
-        model.train()
-        fit(model, optimizer, training)
-        model.eval()
-        right = 0
-        for inputs, labels in validation:
-            output = model(inputs)
-            right += int((output.argmax(1) == labels).sum())
-            F.cross_entropy(output, labels).item()
+    fit_and_evaluate(classifier(dropout=0.2), has_graph=True)
 
 
 def predictions_of_an_epoch():
@@ -587,15 +572,15 @@ def vector_quantized():
         step(optimizer, loss)
 
 
-def speech():
+def speech(activate=lambda values: values.log_softmax(2)):
     model = nn.LSTM(8, 12, batch_first=True)
     head = nn.Linear(12, 6)
     optimizer = adamw(nn.ModuleList([model, head]))
-    for _ in range(6):
-        sounds = torch.randn(4, 20, 8)
-        logs = head(model(sounds)[0]).log_softmax(2).transpose(0, 1)
+    for _ in range(8):
+        logs = activate(head(model(torch.randn(4, 20, 8))[0])).transpose(0, 1)
         texts = torch.randint(1, 6, (4, 5))
-        step(optimizer, F.ctc_loss(logs, texts, torch.full((4,), 20), torch.full((4,), 5)))
+        loss = F.ctc_loss(logs, texts, torch.full((4,), 20), torch.full((4,), 5))  # ctc
+        step(optimizer, loss)
 
 
 def nodes_of_one_graph():
@@ -784,13 +769,7 @@ def averaged_teacher_in_training_mode():
 
 
 def tasks_one_after_the_other():
-    body, heads = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 5) for _ in range(2))
-    optimizer = adamw(nn.ModuleList([body, heads]))
-    for inputs, labels in loader():
-        for head in heads:
-            half(head(body(inputs)), labels).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    fit_heads(([batch, batch] for batch in loader()), 0.5)
 
 
 def gradients_divided_by_hand():

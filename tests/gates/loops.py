@@ -334,7 +334,7 @@ def fit_masked(mean):
     fit(Language(), None, texts(12), loss=loss)
 
 
-def fit_and_evaluate(model, *, train=nn.Module.train, evaluate=nn.Module.eval):
+def fit_and_evaluate(model, *, train=nn.Module.train, evaluate=nn.Module.eval, has_graph=False):
     """Train with an evaluation after each epoch, and set the mode before either."""
     optimizer = adamw(model)
     training, validation = loader(40), loader(16)
@@ -342,9 +342,9 @@ def fit_and_evaluate(model, *, train=nn.Module.train, evaluate=nn.Module.eval):
         train(model)
         fit(model, optimizer, training)
         evaluate(model)  # eval
-        with torch.no_grad():
-            for inputs, _ in validation:
-                model(inputs)  # validation
+        with torch.set_grad_enabled(has_graph):
+            for inputs, labels in validation:
+                F.cross_entropy(model(inputs), labels).item()  # validation
 
 
 def fit_to(teacher, model=None, after=None):
@@ -356,6 +356,17 @@ def fit_to(teacher, model=None, after=None):
         step(optimizer, F.mse_loss(model(inputs), wanted))
         if after:
             after()
+
+
+def fit_heads(several, weight):
+    """Train a head on each of several batches, with a body for all."""
+    body, heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 5) for _ in range(2))
+    optimizer = adamw(nn.ModuleList([body, heads]))
+    for batches in several:
+        for head, (inputs, labels) in zip(heads, batches, strict=True):
+            (weight * F.cross_entropy(head(body(inputs).relu()), labels)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def sequences():
