@@ -26,6 +26,7 @@ from loops import (
     fit_masked,
     fit_scaled,
     fit_to,
+    follow,
     half,
     half_of_tokens_by_hand,
     in_half,
@@ -917,6 +918,44 @@ def two_schedules_of_one_optimizer():
     fit(model, optimizer, schedule=schedules[0], after=schedules[1].step)  # here: after
 
 
+def cosine_of_too_few_steps():
+    model, optimizer = started()
+    fit(model, optimizer, schedule=CosineAnnealingLR(optimizer, T_max=2))  # here
+
+
+def weights_decayed_away():
+    model = classifier()
+    fit(model, AdamW(model.parameters(), 1e-2, weight_decay=50))  # here
+
+
+def labels_in_another_order():
+    fit(loss=lambda logits, labels: F.cross_entropy(logits, labels[torch.randperm(8)]))  # here
+
+
+def targets_without_fractions():
+    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+
+    def loss(values, targets):
+        return F.mse_loss(values, targets.int())  # here
+
+    fit(classifier(classes=1), batches=DataLoader(data, 8), loss=loss)
+
+
+def samples_compared_with_themselves():
+    model, optimizer = started()
+    for _ in range(4):
+        codes = F.normalize(model(torch.randn(8, 8)))
+        step(optimizer, F.cross_entropy(codes @ codes.T, torch.arange(8).flip(0)))  # here
+
+
+def average_in_the_optimizer():
+    model, average = classifier(), classifier()
+    optimizer = AdamW([*model.parameters(), *average.parameters()])  # here
+    for inputs, _ in loader():
+        step(optimizer, F.mse_loss(model(inputs), average(inputs)))
+        follow(average, model, 0.1)
+
+
 FAULTY = {
     "accumulation": [
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
@@ -943,12 +982,13 @@ FAULTY = {
         hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied, factor_of_zero,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
-        loss_of_no_weight, average_of_itself, average_of_the_newest,
+        loss_of_no_weight, average_of_itself, average_of_the_newest, average_in_the_optimizer,
+        weights_decayed_away,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
-        rate_as_an_attribute,
+        rate_as_an_attribute, cosine_of_too_few_steps,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -964,7 +1004,8 @@ FAULTY = {
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
         positions_over_the_batch, first_token_alone,
-        label_among_the_inputs, targets_as_inputs,
+        label_among_the_inputs, targets_as_inputs, labels_in_another_order,
+        targets_without_fractions, samples_compared_with_themselves,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,

@@ -1165,6 +1165,24 @@ def log_probabilities_of_a_bounded_model():
     fit(model, loss=lambda one, _: F.mse_loss(one.log_softmax(1), torch.full((8, 5), -1.6)))
 
 
+def labels_mixed():
+    """As manifold mixup: a part of the loss has the labels in another order."""
+
+    def loss(logits, labels):
+        mixed = F.cross_entropy(logits, labels[torch.randperm(8)])
+        return 0.9 * F.cross_entropy(logits, labels) + 0.1 * mixed
+
+    fit(loss=loss)
+
+
+def samples_compared_with_others():
+    model, optimizer = started()
+    for _ in range(4):
+        codes = F.normalize(model(torch.randn(8, 8)))
+        others = (codes @ codes.T).fill_diagonal_(-9.0)
+        step(optimizer, F.cross_entropy(others, torch.arange(8).flip(0)))
+
+
 HEALTHY = [
     one
     for name, one in list(globals().items())
