@@ -25,15 +25,15 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 # its folder has become lighter; a capability that is added takes out what it makes superfluous.
 BUDGETS = {
     f"{PACKAGE}/core": 14,
-    f"{PACKAGE}/primitives": 43,
-    f"{PACKAGE}/runs": 51,
+    f"{PACKAGE}/primitives": 42,
+    f"{PACKAGE}/runs": 50,
     f"{PACKAGE}/workloads": 20,
-    f"{PACKAGE}/plan": 51,
+    f"{PACKAGE}/plan": 50,
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 52,
     f"{PACKAGE}/cli": 48,
-    PACKAGE: 293,
-    "tests": 298,
+    PACKAGE: 289,
+    "tests": 290,
     "benchmarks": 59,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
