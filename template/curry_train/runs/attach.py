@@ -726,5 +726,6 @@ class AttachedRun:
 
     def _release(self, *raised: Any) -> None:
         self._open = False
-        self._journal.close()
+        # First, and also where it fails the others follow.
+        self.resources.callback(self._journal.close)
         self.resources.__exit__(*(raised or (None, None, None)))
