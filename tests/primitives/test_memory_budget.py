@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from tree import ROOT
 from warm_python import warm_python
 
+from curry_train.core.blocks import plain_blocks
 from curry_train.core.measure import FlopCount, LiveStorages
 from curry_train.core.measure_compiled import (
     BudgetUnsafe,
@@ -123,6 +124,10 @@ def test_names_state_copies_and_pickles_are_those_of_the_bare_model():
             for one in (other, plain)
         )
         assert held < 0.5 * most
+        with plain_blocks():
+            assert (
+                measure_allocated(other, case.batch(), case.workload.mean_loss).held_bytes == most
+            )
         assert remove_memory_budget(other) == [f"layers.{index}" for index in range(4)]
         assert type(other.layers[0]) is type(plain.layers[0])
 

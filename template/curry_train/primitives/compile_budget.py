@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..core.blocks import Derived, become, find_blocks, restore
+from ..core.blocks import Derived, become, find_blocks, is_active, restore
 from ..core.generators import seeded, untouched
 from ..core.measure import Loss
 from ..core.measure_compiled import (
@@ -206,7 +206,7 @@ class Budgeted(Derived):
         reason="the block is compiled by itself, with its memory budget"
     )
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if not is_active(self):
             return super().forward(*args, **kwargs)
         return _compiled(_bare_forward(self), self._technique)(self, *args, **kwargs)
 
