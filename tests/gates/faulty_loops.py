@@ -45,6 +45,7 @@ from loops import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
 from torch.utils.checkpoint import checkpoint
@@ -735,6 +736,10 @@ def padding_counts_without_a_mask():
     fit(Language(), None, batches, loss=of_tokens)  # here: tokens
 
 
+def probabilities_for_an_imported_loss():
+    fit(loss=lambda logits, labels: cross_entropy(logits.softmax(1), labels))  # here
+
+
 def probabilities_for_ctc():
     speech(lambda values: values.softmax(2))  # here: ctc
 
@@ -996,7 +1001,7 @@ FAULTY = {
     ],
     "logits": [
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, softmax_over_the_batch,
-        viewed_instead_of_transposed, probabilities_for_ctc,
+        probabilities_for_an_imported_loss, viewed_instead_of_transposed, probabilities_for_ctc,
     ],
     "targets": [
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,

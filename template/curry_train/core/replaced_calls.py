@@ -21,19 +21,33 @@ from torch.optim.optimizer import (
 )
 
 Call = Callable[..., Any]
+# Packages whose own calls are not replaced but at their owners.
+SKIPPED = ("torch", __name__.partition(".")[0])
 
 
 @contextlib.contextmanager
 def replaced_calls(
     replacements: Iterable[tuple[Any, str, Call]], before_step: Call, after_step: Call
 ) -> Iterator[None]:
-    """Replace attributes of classes and modules, given with their owners, and watch steps."""
+    """Replace attributes of classes and modules, given with their owners, and watch steps.
+
+    Other modules than torch's, which may have imported a function, get what replaces it too.
+    """
+    functions: dict[int, tuple[Any, Any]] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(_of_training(before_step)).remove)
         stack.callback(register_optimizer_step_post_hook(_of_training(after_step)).remove)
         for owner, name, watch in replacements:
-            function = watched(watch, getattr(owner, name))
+            call = getattr(owner, name)
+            function = watched(watch, call)
+            functions[id(call)] = call, function
             stack.enter_context(mock.patch.object(owner, name, function))
+        for module in [*sys.modules.values()]:
+            if getattr(module, "__name__", "torch").partition(".")[0] not in SKIPPED:
+                for name, value in [*vars(module).items()]:
+                    if id(value) in functions:
+                        _, function = functions[id(value)]
+                        stack.enter_context(mock.patch.object(module, name, function))
         yield
 
 
