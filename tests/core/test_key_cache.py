@@ -5,6 +5,7 @@ python -m pytest tests/core/test_key_cache.py
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from language_models import language_model
 from torch import nn
 from transformers import (
     DynamicCache,
+    EncoderDecoderCache,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -108,6 +110,37 @@ def test_a_filled_cache_is_refused():
         match=r"that holds keys already, and a block that .*: train without past_key_values",
     ):
         model(input_ids=TOKENS, labels=TOKENS, past_key_values=prefix)
+
+
+def cache_of(*layers):
+    cache = DynamicCache()
+    cache.layers = layers
+    return cache
+
+
+EMPTY = SimpleNamespace(keys=None)
+FILLED = SimpleNamespace(keys=TOKENS)
+CROSSED = EncoderDecoderCache(cache_of(), cache_of())
+CROSSED.cross_attention_cache.layers = [FILLED]
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_filled"),
+    [
+        (cache_of(EMPTY, FILLED), False),
+        (cache_of(FILLED), True),
+        (cache_of(SimpleNamespace(has_previous_state=True)), True),
+        (cache_of(SimpleNamespace(has_previous_state={0: False, 1: True})), True),
+        (CROSSED, True),
+    ],
+)
+def test_a_cache_is_left_out_unless_the_layer_of_the_block_is_filled(cache, is_filled):
+    block = nn.Linear(1, 1)
+    if is_filled:
+        with pytest.raises(ValueError, match="that holds keys already"):
+            recompute.leave_out_caches(block, (cache,), {})
+    else:
+        assert recompute.leave_out_caches(block, (cache,), {}) == ((None,), {})
 
 
 @pytest.mark.parametrize("change", [recompute_blocks, offload_blocks])
