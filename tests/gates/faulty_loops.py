@@ -736,6 +736,19 @@ def padding_counts_without_a_mask():
     fit(Language(), None, batches, loss=of_tokens)  # here: tokens
 
 
+class ModelForCausalLM(Language):
+    """Shifts the labels itself, as those of Hugging Face."""
+
+    def forward(self, tokens, labels):
+        return of_tokens(super().forward(tokens), F.pad(labels, (0, 1), value=-100)[:, 1:])
+
+
+def labels_shifted_before_a_model_that_shifts_them():
+    model, optimizer = started(ModelForCausalLM())
+    for tokens, labels in texts(12):
+        step(optimizer, model(tokens, labels=labels))  # here: tokens
+
+
 def probabilities_for_an_imported_loss():
     fit(loss=lambda logits, labels: cross_entropy(logits.softmax(1), labels))  # here
 
@@ -1010,7 +1023,8 @@ FAULTY = {
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
         positions_over_the_batch, first_token_alone,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
-        targets_without_fractions, samples_compared_with_themselves,
+        targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
+        samples_compared_with_themselves,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,

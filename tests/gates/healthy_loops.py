@@ -1183,6 +1183,28 @@ def samples_compared_with_others():
         step(optimizer, F.cross_entropy(others, torch.arange(8).flip(0)))
 
 
+class Recurrent(nn.Module):
+    """A recurrent language model, whose outputs have time as their last dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.layer = nn.GRU(16, 50, batch_first=True)
+
+    def forward(self, tokens):
+        return self.layer(self.embed(tokens))[0].transpose(1, 2)
+
+
+def causal_with_time_last():
+    fit(Recurrent(), batches=texts(12), loss=F.cross_entropy)
+
+
+def rate_of_a_measure_that_stays():
+    model, optimizer = started()
+    schedule = ReduceLROnPlateau(optimizer, factor=0.01, patience=0)
+    fit(model, optimizer, after=lambda: schedule.step(1.0))
+
+
 HEALTHY = [
     one
     for name, one in list(globals().items())

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from ..core.digest import is_plain
@@ -816,7 +816,9 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> It
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
-    if own and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
+    # One of a measure falls as long as that stays.
+    is_planned = own and not isinstance(own[0].scheduler, ReduceLROnPlateau)
+    if is_planned and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
         hint = "count the steps of the optimizer for the length of the schedule, not epochs"
         yield own[0].place, f"the rate has fallen to {recent:.1g}, and steps go on", hint
 

@@ -782,8 +782,10 @@ class Observer(Trace):
 
     def _find_tokens(self, forward: Forward, target: Tensor, ignored: int) -> None:
         """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
+        labels = self.given[1].get("labels")
         for one in _tensors(self.given):
-            if one.dim() == 2 and one.numel() == target.numel() and one.device == target.device:
+            is_like = one.dim() == 2 and one.numel() == target.numel()
+            if is_like and one is not labels and one.device == target.device:
                 targets = target.reshape(one.shape)
                 for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
                     if _same_as_input(others, others != ignored, rows).get(1, 0) > 0.99:
@@ -1148,11 +1150,14 @@ class Observer(Trace):
         # The first token in place of the last one.
         at = torch.arange(last + 1, device=tokens.device) % last
         both = self._outputs(module, tokens, tokens.index_select(forward.time_dim, at))
-        if both[0].dim() == 3 and _differ(*(one.narrow(forward.time_dim, 0, last) for one in both)):
+        # Cross-entropy takes outputs whose last dimension is time, too.
+        shape = both[0].shape
+        dims = [dim for dim in (forward.time_dim, 2) if len(shape) == 3 and shape[dim] == last + 1]
+        if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
             for one in self.of(Targets):
                 if one.model is module and one.same_as_input.get(1, 0) > 0.99:
                     measured = "the model sees the tokens that it has to predict"
-                    hint = "mask attention to later tokens: is_causal=True"
+                    hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
                     self.fault("targets", one.place, measured, hint)
         # The later tokens of another sample.
         mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
