@@ -207,7 +207,7 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
 
 @screen_command(
     "spike-check",
-    example="--steps 18 batch_size=4",
+    example="--steps 60",
 )
 @model_option("model", more=". Same as model=.")
 @click.option(
