@@ -130,7 +130,7 @@ class Fetch(Event):
     # Integers of a batch, one per sample, and where they are in memory.
     labels: tuple[int, ...]
     address: int
-    # What identifies the values of samples without their fractions, if they have some.
+    # Digests of values, one per sample, that are rounded towards 0; only of those with fractions.
     whole: tuple[float, ...]
     # Whether a loss function got them as its targets.
     is_used: bool = False
@@ -174,7 +174,7 @@ class LossCall(Event):
 
     # The whole loss, as a part of itself.
     term: Term
-    # What identifies the targets.
+    # A digest of the targets.
     targets: float
     # Columns of the model's input that equal the labels; None if samples have not a target each.
     columns: frozenset[int] | None

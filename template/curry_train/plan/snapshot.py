@@ -102,7 +102,7 @@ class BlockLife:
 
     @property
     def origin(self) -> "Origin":
-        """What the stack shows; without one it is as for a thread of autograd."""
+        """The origin that the stack shows: an empty one is of a thread of autograd."""
         return origin_of(self.stack)
 
 

@@ -135,7 +135,7 @@ class BlockState:
         self.states: dict[nn.Module, SimpleNamespace]
         # The block's own generators, and those it was called with, with their states.
         self.generators: list[tuple[Generator, Tensor]]
-        # What ends each second call that runs now.
+        # Of each second call that runs now: a stack that restores the state at its end.
         self.ends: list[contextlib.ExitStack] = []
         self.modes = function_modes()
 

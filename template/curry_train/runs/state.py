@@ -269,7 +269,7 @@ class Load:
             self._is_new_rank = self._ranks.rank >= values["world_size"]
             of_ranks = contents.rank_values or [{}]
             of_rank = of_ranks[0 if self._is_new_rank else self._ranks.rank]
-            # What is saved for this rank, by its names.
+            # The saved values of this rank, by name.
             self._saved = {**values["content"], **of_rank}
             current = {PART_PREFIX + name: 0 for name in state.parts} | current
             self._match(current, strict=strict)
