@@ -82,7 +82,7 @@ class Segment:
                     ValueError,
                     torch.jit.Error,
                 ) as error:
-                    # The first forward passed here, so an error of a recomputed one has another cause.
+                    # An error of a recomputed forward has another cause: the first one passed.
                     if number == 0 or num_recomputed[0] or is_out_of_memory(error):
                         raise
                     raise ChainBroken(
