@@ -212,8 +212,9 @@ from curry_train.runs import saving
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 5)
 optimizer = torch.optim.AdamW(model.parameters())
+data = torch.randn(4, 4, 8)  # before a resume restores the generators
 with saving(model, optimizer, runs="run", rollback_every=1, box=True) as run:
-    for batch in run.batches(torch.randn(4, 4, 8)):
+    for batch in run.batches(data):
         # NaN in the third step and the one after it.
         loss = model(batch).square().mean() * torch.tensor(1.5 - run.steps).sqrt()
         loss.backward()
