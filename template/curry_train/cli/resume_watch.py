@@ -162,7 +162,12 @@ class StateWatch:
             # A model that was called before may have changed its buffers.
             self._now["model"] = self._states("model") | self._now["model"]
         leaves, form = tree_flatten((args, options))
-        tensors = [number for number, one in enumerate(leaves) if isinstance(one, Tensor)]
+        # What another module has computed is no data.
+        tensors = [
+            number
+            for number, one in enumerate(leaves)
+            if isinstance(one, Tensor) and one.grad_fn is None
+        ]
         inputs = self.fresh["data order"]
         step = len(self.steps)
         number = len(self._now["data order"])
