@@ -200,6 +200,7 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
             image = _draw_cells(axes, numpy.array(cells, dtype=float))
             bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
             bar.set_label(label, fontsize=10)
+            bar.ax.xaxis.set_minor_formatter("")  # over about a decade its labels overlap
             axes.set(xlabel="step")
             axes.grid(False)
             places = [0, len(records) - 1]
