@@ -58,6 +58,8 @@ class Model(nn.Module):
         self.extra = nn.Identity()
         self.register_buffer("empty", torch.ones(0))
         self.calls_extra = fault == "more modules"
+        if fault == "inserted":
+            self.h.insert(2, nn.Identity())
         self.head = nn.Linear(16, 4)
 
     def forward(self, x):
@@ -68,22 +70,27 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def train(fault="", *, steps=3):
-    """Train, and return the losses; a name of a fault plants it."""
-    torch.manual_seed(1 if fault == "seed" else 0)
-    model = Model(fault)
-    if fault == "weight":
-        with torch.no_grad():
-            model.h[1].down.weight[0, 0] += 1e-6
-    model.h[1].ln.bias.requires_grad_(fault != "frozen")
-    eps = 1e-7 if fault == "optimizer" else 1e-8
-    optimizer = torch.optim.AdamW(model.parameters(), eps=eps, foreach=True)
+def _optimizer(model, fault):
     if fault == "hooked":
 
         def longer(parameter):
             parameter.grad.mul_(1.5)
 
         model.head.bias.register_post_accumulate_grad_hook(longer)
+    eps = 1e-7 if fault == "optimizer" else 1e-8
+    adam = torch.optim.Adam if fault == "other optimizer" else torch.optim.AdamW
+    return adam(model.parameters(), eps=eps, foreach=True)
+
+
+def train(fault="", *, steps=3):
+    """Train, and return the losses; a name of a fault plants it."""
+    torch.manual_seed(fault == "seed")
+    model = Model(fault)
+    if fault == "weight":
+        with torch.no_grad():
+            model.h[1].down.weight[0, 0] += 1e-6
+    model.h[1].ln.bias.requires_grad_(fault != "frozen")
+    optimizer = _optimizer(model, fault)
     inputs, labels = torch.randn(64, 16), torch.randint(4, (64,))
     order = torch.Generator().manual_seed(3 if fault == "order" else 2)
     data = DataLoader(TensorDataset(inputs, labels), 8, shuffle=True, generator=order)
@@ -105,7 +112,8 @@ def train(fault="", *, steps=3):
         if is_second and fault == "flipped moment":
             moment = optimizer.state[model.head.weight]["exp_avg"]
             moment.view(torch.int32)[0, 0] ^= 1
-        optimizer.step()
+        for _ in range(1 + is_second * (fault == "two steps")):
+            optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses

@@ -29,6 +29,8 @@ stale weight   | 2 | state     | model.h.0.up.weight | since the step before (in
 made anew      | 2 | optimizer | model.h.0.down.bias | in A alone: exp_avg of model.h.0.down.bias
 optimizer      | 1 | optimizer | model.h.0.ln.weight | eps of group 0 of AdamW is 1e-08 in A
 flipped moment | 2 | optimizer | model.head.weight | exp_avg of model.head.weight differs
+other optimizer | 1 | optimizer | model.h.0.ln.weight | renamed: AdamW is Adam in B
+two steps      | 3 | backward  | model.h.0.ln.weight | 1 times before this step in A and 0 in B
 clipped        | 1 | gradients | model.h.0.ln.weight | clipping or scaling
 hooked         | 1 | gradients | model.head.bias | accumulation, a hook
 loss           | 1 | loss      | loop           | the loss is
@@ -108,10 +110,13 @@ def odd_record(folder, fault):
         if fault == "inserted":
             model.mlp.insert(0, nn.Identity())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        criterion = nn.MSELoss()
 
         def closure():
             optimizer.zero_grad()
-            loss = model(torch.randn(8, 4)).square().mean()
+            output = model(torch.randn(8, 4))
+            output = output * 1.01 if fault == "scaled" else output
+            loss = criterion(output, torch.ones(8, 4))
             loss.backward(retain_graph=True)
             loss.backward()
             if fault == "clipped":
@@ -133,6 +138,7 @@ uncalled  | backward  | model.pair        | gradient of model.pair.inner.weight
 one more  | forward   | model.pair        | is given input 2 in one run alone and another output 0
 shared    | backward  | model             | another gradient of output 0 of model.shared
 clipped   | gradients | model.norm.weight | clipping or scaling
+scaled    | loop      | loop              | own code after model, call 0: another input of MSELoss
 """
 
 
@@ -156,7 +162,7 @@ def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("fault", ["", "more modules", "renamed", "recompute"])
+@pytest.mark.parametrize("fault", ["", "more modules", "renamed", "recompute", "inserted"])
 def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fault):
     found, pair = located(tmp_path, fault)
     assert found.is_equal, found
@@ -166,6 +172,7 @@ def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fa
     text = "\n".join(found.notes)
     assert ("called in B alone: model.extra" in text) == (fault == "more modules")
     assert ("model.h.0.up is model.h.0.widen in B" in text) == (fault == "renamed")
+    assert ("model.h.2 is model.h.3 in B" in text) == (fault == "inserted")
 
 
 class Deep(nn.Module):

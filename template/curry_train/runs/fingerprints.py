@@ -41,7 +41,7 @@ from .values import floats_of
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
 # Of what a record holds: one of another version can't be compared.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -240,7 +240,11 @@ class Recorder:
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
         inputs = leaves_of({**dict(enumerate(args)), **options})
-        self._note("enter", path, inputs, call=number, phase=phase, training=module.training)
+        made = [
+            name for name, one in inputs.items() if isinstance(one, Tensor) and one.requires_grad
+        ]
+        facts = {"phase": phase, "training": module.training, "made": made}
+        self._note("enter", path, inputs, call=number, **facts)
         if phase == "forward":
             self._watch(inputs, path, number, is_output=False)
         self.calls.append((path, number))
@@ -389,7 +393,7 @@ class Recorder:
                 if one.grad is not None
             }
             found |= state
-        self._note("update", path, found)
+        self._note("update", path, found, backward_calls=self.counts["loss", "loss"])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping -= 1

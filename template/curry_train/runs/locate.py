@@ -14,6 +14,7 @@ Proof: `python -m pytest tests/runs/test_locate.py`.
 import difflib
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -124,15 +125,16 @@ class Comparison:
         self.most_terms = max(map(num_elements, digests), default=0) if noises else 0
         self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
-        b = _in_names_of_a(b, self.renamed)
-        self.in_b = _by_place(b)
-        self.settings = _settings_of(a), _settings_of(b)
-        self.calls = _calls(a), _calls(b)
+        self.b = _in_names_of_a(b, self.renamed)
+        self.in_b = _by_place(self.b)
+        self.settings = _settings_of(a), _settings_of(self.b)
+        self.calls = _calls(a), _calls(self.b)
         # What both runs have, though one of their optimizers may lack it.
-        self.known = _names_of(a) & _names_of(b)
+        self.known = _names_of(a) & _names_of(self.b)
         self.num_compared = 0
         self.last: Observation | None = None
-        # For each random generator the first observation where it differs, after an equal one.
+        # The random generators that were equal once, and where they differ for the first time.
+        self.seen_equal: set[str] = set()
         self.drawn: dict[str, str] = {}
         # What calls and optimizers were given, by path and number.
         self.given: dict[tuple[str, int], Pair] = {}
@@ -182,13 +184,33 @@ class Comparison:
             if names:
                 return self._describe(one, other, names)
             num_rounded += bool(others)
-            self.last = one
+            if one["kind"] != "state":
+                self.last = one
         if self.last is None:
             return Located("the records have nothing in common", {"phase": "nothing"})
+        if headline := self._more_steps():
+            return Located(headline, {"phase": "optimizer"}, [], self.num_compared)
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
         return Located(text, {}, list(self._of_the_runs()), self.num_compared)
+
+    def _more_steps(self) -> str:
+        """Name an optimizer that steps more often in one of two runs with equal values."""
+        ends = [(run[-1].get("step", 0), run[-1]["kind"]) for run in (self.a, self.b)]
+        # Where a record ended early, steps of another optimizer may be missing.
+        last = min(ends)[0] - ({*ends} != {(ends[0][0], "end")})
+        steps = [
+            Counter((it["step"], it["path"]) for it in run if it["kind"] == "update")
+            for run in (self.a, self.b)
+        ]
+        paths = [{path for _, path in of_run} for of_run in steps]
+        for step, path in sorted(steps[0].keys() | steps[1].keys()):
+            more = steps[1][step, path] - steps[0][step, path]
+            if more and step <= last and path in paths[0] & paths[1]:
+                runs = "B than in A" if more > 0 else "A than in B"
+                return f"step {step}, optimizer: {path} makes more steps in {runs}"
+        return ""
 
     # The description of the first difference.
 
@@ -198,6 +220,9 @@ class Comparison:
         place = {"step": one["step"], "phase": phase, "path": path, "call": call}
         a, b = (of_run.get(path, {}) for of_run in self.settings)
         notes = [*_changes(a, b, path)]
+        what = {"enter": "input ", "exit": "output "}.get(one["kind"], "") + names[0]
+        a, b = (it["digests"].get(names[0], "").partition(":")[0] for it in (one, other))
+        notes += _changes({f"type of {what}": a}, {f"type of {what}": b}, "")
         if pair := self.given.get((one["path"], one["call"])):
             a, b = (it["values"] | {"training": it.get("training")} for it in pair)
             notes += _changes(a, b, one["path"])
@@ -207,7 +232,8 @@ class Comparison:
 
     def _batch(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
-        text = f"batch {one['call']} of {one['path']} {self._rows(pair)}"
+        entries = f" in {some_of(names)}" if len(names) < len(one["digests"]) else ""
+        text = f"batch {one['call']} of {one['path']} {self._rows(pair)}{entries}"
         return "data", one["path"], one["call"], text
 
     def _rows(self, pair: Pair) -> str:
@@ -227,12 +253,21 @@ class Comparison:
         if one["within"] is not None:
             path, call = one["within"]
             own = f"{path}, call {call}, in its own code{self._after(path)}"
+            if alone := self._given_alone(path, call):
+                own = f"{path}, call {call}, {alone}"
             return one["phase"], path, call, f"{own}: another input {names[0]} of {_call(one)}"
-        if self.last is not None and self.last["kind"] == "exit":
-            text = f"the loop's own code after {_call(self.last)}: another input of {_call(one)}"
-            return "loop", "loop", 0, text
+        # Data has no gradient.
+        if names[0] in one["made"]:
+            after = f" after {_call(self.last)}" if self.last else ""
+            return "loop", "loop", 0, f"the loop's own code{after}: another input of {_call(one)}"
         text = f"the loop gives other data: input {names[0]} of {_call(one)} {self._rows(pair)}"
         return "data", "loop", one["call"], text
+
+    def _given_alone(self, path: str, call: int) -> str:
+        """Say what a call was given in one run alone, if anything."""
+        pair = self.given.get((path, call))
+        alone = sorted(pair[0]["digests"].keys() ^ pair[1]["digests"].keys()) if pair else []
+        return f"is given input {some_of(alone, 1)} in one run alone" if alone else ""
 
     def _after(self, path: str) -> str:
         """Name the last call inside of a module, if there was one."""
@@ -249,8 +284,7 @@ class Comparison:
         what = "has equal inputs"
         if given and given[0]["generator"] not in (given[1]["generator"], one["generator"]):
             what += ", draws from a random generator that differs,"
-        if given and (alone := given[0]["digests"].keys() ^ given[1]["digests"].keys()):
-            what = f"is given input {some_of(sorted(alone), 1)} in one run alone"
+        what = self._given_alone(one["path"], one["call"]) or what
         text = f"{_call(one)}{own} {what} and another output {some_of(names, 1)}"
         return one["phase"], one["path"], one["call"], text
 
@@ -299,6 +333,11 @@ class Comparison:
         for run, without in ("A", other), ("B", one):
             if names[0] not in without["digests"]:
                 text = f"in {run} alone: {{what}}"
+                names = [name for name in names if name not in without["digests"]]
+        calls = [it.get("backward_calls") for it in pair]
+        if calls[0] != calls[1]:
+            phase = "backward"
+            text = f"backward runs {calls[0]} times before this step in A and {calls[1]} in B"
         when = "before the first step" if one["step"] == 1 else "since the step before"
         text = text.format(what=some_of(names, 1), when=when, path=one["path"])
         return phase, path, one["call"], text
@@ -308,10 +347,14 @@ class Comparison:
     def _note_generators(self, one: Observation, other: Observation) -> None:
         states = [it.get("generators") or {"torch": it.get("generator")} for it in (one, other)]
         for name in sorted(states[0].keys() & states[1].keys()):
-            if states[0][name] != states[1][name]:
-                since = f"after {_call(self.last)}" if self.last else "from the start"
-                where = f"{since}, at {_call(one)} of step {one['step']}"
-                self.drawn.setdefault(name, f"the random generator of {name} differs {where}")
+            if states[0][name] == states[1][name]:
+                self.seen_equal.add(name)
+                continue
+            where = "from the start"
+            if name in self.seen_equal:
+                after = f"after {_call(self.last)}, " if self.last else ""
+                where = f"{after}at {_call(one)} of step {one['step']}"
+            self.drawn.setdefault(name, f"the random generator of {name} differs {where}")
 
     def _of_the_runs(self) -> Iterator[str]:
         """Yield modules that only one run calls, those with other names, and other settings."""
@@ -441,22 +484,53 @@ def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any
 
 
 def _calls(observations: Sequence[Observation]) -> list[tuple[str, str]]:
-    """Return path and class of the calls of the first step, in order."""
+    """Return path and class of what is called in the first step, in order."""
     settings = _settings_of(observations)
     return [
         (one["path"], settings.get(one["path"], {}).get("class", ""))
         for one in observations
-        if one["kind"] == "enter" and one["step"] == 1
+        if one["kind"] in ("enter", "update") and one["step"] == 1
     ]
 
 
 def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
-    """Return the path in A for each path of B that A does not have so, by class and order."""
+    """Return the path in A for each path of B that A does not have so.
+
+    Modules are matched in order: by path and class or, where more of the initial state is equal
+    then, by class and initial state.
+    """
     calls = [list(dict.fromkeys(_calls(one))) for one in (a, b)]
     known = {*calls[0]} & {*calls[1]}
-    names = [
+    by_path = [
         [path if (path, kind) in known else f"({kind})" for path, kind in one] for one in calls
     ]
+    initial = [_initial_state(one) for one in (a, b)]
+    by_state = [
+        [
+            kind + "".join(it for name, it in state.items() if name.startswith(f"{path}."))
+            for path, kind in one
+        ]
+        for one, state in zip(calls, initial, strict=True)
+    ]
+
+    def num_equal(renamed: Mapping[str, str]) -> int:
+        (in_b,) = _in_names_of_a([{"digests": initial[1]}], renamed)
+        return sum(initial[0].get(name) == it for name, it in in_b["digests"].items())
+
+    return max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
+
+
+def _initial_state(observations: Sequence[Observation]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for one in observations:
+        if (one["kind"], one.get("step")) == ("state", 1):
+            found |= one["digests"]
+    return found
+
+
+def _matched(
+    calls: Sequence[Sequence[tuple[str, str]]], names: Sequence[Sequence[str]]
+) -> dict[str, str]:
     found = {}
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
     for place_a, place_b, size in matcher.get_matching_blocks():
