@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import expected_values, locate
-from curry_train.runs.rounding import Exchange, NoisyOperations, distances_of, is_rounding
+from curry_train.runs.rounding import Exchange, distances_of, is_rounding
 
 
 def in_two_sums(module, inputs):
@@ -109,7 +109,7 @@ def test_noise_reaches_what_cancels_inside_of_a_module(tmp_path):
         return torch.autograd.grad(attended.square().sum(), bias)[0]
 
     exact = gradient()
-    with NoisyOperations(Exchange(tmp_path, noise=0), lambda: True):
+    with record_run(tmp_path, exchange=Exchange(tmp_path, noise=0)):
         noisy = gradient()
         counts = torch.arange(5).add(1)
         copied = values.clone()[0].zero_().add_(1)
@@ -125,7 +125,7 @@ def test_noise_has_the_precision_of_the_coarser_run(tmp_path, kept):
     given = expected[json.dumps(["enter", 1, "forward", "model.head", 0, []])]
     assert given["0"][1] == 2.0**-7
     (tmp_path / "rank-0.json").write_text(json.dumps(expected))
-    with NoisyOperations(Exchange(tmp_path, expected=tmp_path, noise=0), lambda: True):
+    with record_run(tmp_path, exchange=Exchange(tmp_path, expected=tmp_path, noise=0)):
         noise = torch.ones(999).mul(1).sub_(1)
     assert 1e-3 < noise.abs().max() <= 2.0**-7
     # In one direction it would excuse more of a sum.

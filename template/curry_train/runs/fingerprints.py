@@ -35,7 +35,7 @@ from ..core.replaced_calls import replaced_calls
 from .history import run_facts
 from .parameters import bare_name, inside_wrappers
 from .ranks import RunError
-from .rounding import Exchange, NoisyOperations
+from .rounding import Exchange
 from .values import floats_of
 
 # Iterators of a DataLoader have this class, which has no public name.
@@ -93,8 +93,6 @@ class Recorder:
     # Whether `begin` begins each step, with all operations and the ranges of values.
     in_replay: bool = False
     is_on: bool = False
-    # Whether digests are computed just now, which are no operations of the training.
-    is_noting: bool = False
     # The step that is made now, from 1 on, and the steps of each optimizer.
     step: int = 1
     num_made: Counter[str] = field(default_factory=Counter)
@@ -130,12 +128,9 @@ class Recorder:
             ]
             steps = self._before_step, self._after_step
             stack.enter_context(replaced_calls(calls, *steps))
-            if self.in_replay or self.operations_in_step is not None:
+            is_noisy = self.exchange is not None and self.exchange.noise is not None
+            if self.in_replay or self.operations_in_step is not None or is_noisy:
                 stack.enter_context(Operations(self))
-            if self.exchange is not None and self.exchange.noise is not None:
-                stack.enter_context(
-                    NoisyOperations(self.exchange, lambda: self.is_on and not self.is_noting)
-                )
             self.is_on = not self.in_replay
             stack.callback(self._end)
             yield
@@ -175,7 +170,9 @@ class Recorder:
         one |= {"within": self._within(), **facts}
         tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
         replaced: dict[str, Tensor] = {}
-        self.is_noting = True
+        # What is computed for a record is no part of the training.
+        was_on = self.is_on
+        self.is_on = False
         try:
             digests = {name: digest(it) for name, it in tensors.items()}
             one["digests"] = digests
@@ -195,7 +192,7 @@ class Recorder:
                     if 0 not in tensors[name].stride():
                         tensors[name].data.copy_(replaced[name])
         finally:
-            self.is_noting = False
+            self.is_on = was_on
         others = {name: it for name, it in values.items() if name not in digests}
         self._write({**one, "values": others})
         return replaced
@@ -439,7 +436,10 @@ class Recorder:
 
 
 class Operations(TorchDispatchMode):
-    """Records each operation of a step: its arguments, its results and the line that led to it."""
+    """Records each operation of a step: its arguments, its results and the line that led to it.
+
+    Those of the other steps get noise, where the exchange has some.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -453,8 +453,11 @@ class Operations(TorchDispatchMode):
         recorder = self.recorder
         options = kwargs or {}
         is_asked = recorder.in_replay or recorder.step == recorder.operations_in_step
-        if recorder.is_noting or not recorder.is_on or not is_asked:
-            return func(*args, **options)
+        if not recorder.is_on or not is_asked:
+            output = func(*args, **options)
+            if recorder.is_on and recorder.exchange is not None:
+                recorder.exchange.add_noise(func, output)
+            return output
         given = leaves_of({**dict(enumerate(args)), **options})
         # New memory, and so its views, has any values; what a collective receives comes later. The
         # same bytes as another type are other values.

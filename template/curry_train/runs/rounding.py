@@ -11,13 +11,12 @@ Proof: `python -m pytest tests/runs/test_rounding.py`.
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..core.digest import is_plain
@@ -105,28 +104,17 @@ class Exchange:
         draws = torch.rand(value.shape, dtype=torch.float64, generator=self.generator)
         return value.double() * (1 + epsilon * (2 * draws.to(value.device) - 1))
 
-    def add_noise(self, results: Sequence[Tensor]) -> None:
+    def add_noise(self, func: Any, output: Any) -> None:
         """Change what an operation has computed by the precision of its type, or of B's."""
-        for one in results:
-            if one.is_floating_point() and is_plain(one) and 0 not in one.stride():
-                one.copy_(self._noisy(one, max(torch.finfo(one.dtype).eps, self.coarser)))
-
-
-class NoisyOperations(TorchDispatchMode):
-    """Adds noise to what each operation computes, forward and backward, while `is_on`."""
-
-    def __init__(self, exchange: Exchange, is_on: Callable[[], bool]) -> None:
-        super().__init__()
-        self.exchange = exchange
-        self.is_on = is_on
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
         has_own_memory = all(one.alias_info is None for one in func._schema.returns)
-        if self.is_on() and has_own_memory and not any(word in name for word in NOT_ROUNDED):
-            self.exchange.add_noise([one for one in tree_leaves(output) if isinstance(one, Tensor)])
-        return output
+        is_exact = any(word in name for word in NOT_ROUNDED)
+        if self.noise is None or is_exact or not has_own_memory:
+            return
+        for one in tree_leaves(output):
+            is_float = isinstance(one, Tensor) and one.is_floating_point()
+            if is_float and is_plain(one) and 0 not in one.stride():
+                one.copy_(self._noisy(one, max(torch.finfo(one.dtype).eps, self.coarser)))
 
 
 def distances_of(tensor: Tensor, value: Tensor) -> Distances:
