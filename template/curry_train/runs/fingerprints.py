@@ -99,10 +99,9 @@ class Recorder:
     # Numbers of what happened in this step, by kind and place.
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     watched: dict[str, Tensor] = field(default_factory=dict)
-    # Names of modules, parameters, optimizers and loaders, which are equal to themselves alone.
+    # Names of modules, parameters and loaders, which are equal to themselves alone, and of
+    # optimizers by class and parameters.
     names: dict[Any, str] = field(default_factory=dict)
-    # Names of optimizers, by class and parameters.
-    optimizers: dict[str, str] = field(default_factory=dict)
     # The calls of modules that run now, one inside of the other: path and number.
     calls: list[tuple[str, int]] = field(default_factory=list)
     in_backward: bool = False
@@ -415,7 +414,7 @@ class Recorder:
         """Return a name, which is that of an earlier one that had the same parameters."""
         kind = type(optimizer).__name__
         ids = [id(one) for group in optimizer.param_groups for one in group["params"]]
-        return self.optimizers.setdefault(f"{kind} {ids}", self._name_of(optimizer, kind))
+        return self._name_of((kind, *ids), kind)
 
     def _of_optimizer(
         self, optimizer: Optimizer, path: str
