@@ -36,7 +36,6 @@ MOST_NAMED_RUNS = 10
 _FOLDER_PATTERN = re.compile(
     r"(?:rollback/|recovery/|best-k/[A-Za-z]\w*--?\d[\d.]*(?:e[+-]\d+)?-)step-(\d{8,18})\.dcp"
 )
-_LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
 
 
 class Metric(NamedTuple):
@@ -64,11 +63,6 @@ def step_of(folder: str) -> int | None:
     """Return the step of a checkpoint's folder in its run, or None if it is of no checkpoint."""
     found = _FOLDER_PATTERN.fullmatch(folder)
     return int(found[1]) if found else None
-
-
-def is_leftover(name: str) -> bool:
-    """Return whether a name is that of an uncommitted folder, or of one that is being removed."""
-    return _LEFTOVER_PATTERN.fullmatch(name) is not None
 
 
 def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Path:

@@ -13,6 +13,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,6 @@ from .layout import (
     Metric,
     SavedCheckpoint,
     folder_name,
-    is_leftover,
     read_manifest,
     step_of,
     verify_files,
@@ -69,6 +69,8 @@ from .values import dump, load_foreign
 STATE_FILE_NAME = "state.pt"
 # The values beside the tensors, and the tensors' index; large arrays are among the tensors.
 MOST_STATE_BYTES = 2**28
+# The names of an uncommitted folder, and of one that is being removed.
+LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -452,7 +454,7 @@ class Store(SavedRun):
         """Remove the leftovers of interrupted saves and deletions. Damaged checkpoints stay."""
         for kind in CHECKPOINT_KINDS:
             for name in self.files.names(kind):
-                if is_leftover(name):
+                if LEFTOVER_PATTERN.fullmatch(name):
                     self.files.remove_folder(f"{kind}/{name}")
         self._point()
 
