@@ -123,7 +123,7 @@ class BackgroundSaver:
     def __init__(self, store: Store, *, timeout: float = 1800.0) -> None:
         self.store = store
         # Only the threads of the saves use this group.
-        self._ranks = Ranks().apart(timeout)
+        self._ranks = Ranks.on_the_host(timeout=timeout)
         self.stalled = 0.0
         self._staging = Staging()
         self._running: Future[SavedCheckpoint] | None = None

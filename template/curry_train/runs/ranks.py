@@ -109,26 +109,18 @@ class Ranks:
             _wait_at_exit()
 
     @classmethod
-    def on_the_host(cls) -> "Ranks":
-        """Return all ranks in a group that does not wait for a GPU; every rank must call this."""
+    def on_the_host(cls, *, timeout: float | None = None) -> "Ranks":
+        """Return all ranks in a group that does not wait for a GPU; every rank must call this.
+
+        With a timeout in seconds it is a group of its own, which another thread may use.
+        """
         import torch.distributed as dist
 
         ranks = cls()
-        if ranks.size > 1 and dist.get_backend() == "nccl":
-            return cls(dist.new_group(backend="gloo"))
-        return ranks
-
-    def apart(self, seconds: float) -> "Ranks":
-        """Return these ranks in a group that another thread may use; every rank must call this."""
-        import torch.distributed as dist
-
-        if self.size == 1:
-            return self
-        members = dist.get_process_group_ranks(self.group)
-        timeout = datetime.timedelta(seconds=seconds)
-        return Ranks(
-            dist.new_group(members, timeout, backend="gloo", use_local_synchronization=True)
-        )
+        if ranks.size == 1 or (timeout is None and dist.get_backend() != "nccl"):
+            return ranks
+        limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+        return cls(dist.new_group(timeout=limit, backend="gloo"))
 
     @property
     def first(self) -> bool:
