@@ -51,7 +51,7 @@ from .layout import SavedCheckpoint
 from .policy import SavingPolicy, number_of
 from .policy_config import BoxConfig, PolicyConfig, SpikeConfig, read_fields
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
-from .ranks import Ranks, report_in_one_line
+from .ranks import Ranks
 from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
 from .spike import AttachedWatch, Recovery, SampleStream, Spike
@@ -272,7 +272,6 @@ def saving(
     keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
     differ.
     """
-    report_in_one_line()
     boxes: BoxConfig | Replay | None = None
     if Replay.current is not None:
         boxes, runs, resume = Replay.current, Replay.current.root, Replay.current.resume

@@ -11,10 +11,8 @@ import atexit
 import contextlib
 import datetime
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 # Errors of saving and loading; every message names the problem, the place and the remedy.
@@ -65,23 +63,6 @@ def reading(what: str, *others: type[Exception]) -> Iterator[None]:
         raise
     except DAMAGE + others as error:
         raise DamagedCheckpoint(f"{what} ({type(error).__name__}: {error!s:.200})") from error
-
-
-@functools.cache
-def report_in_one_line() -> None:
-    """Print these errors without a traceback where a script does not catch them.
-
-    Their message says what to do next; other errors are printed as before.
-    """
-    before = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, at: TracebackType | None) -> None:
-        if isinstance(error, RunError | StateMismatch):
-            print(f"{kind.__name__}: {error}", file=sys.stderr)
-        else:
-            before(kind, error, at)
-
-    sys.excepthook = report
 
 
 # Decisions of the ranks that save and load together.
