@@ -69,7 +69,6 @@ class Replay:
         self._is_recorded = record is not None
         self._recorder = Recorder(Path(record or root), in_replay=True)
         self._recording = contextlib.ExitStack()
-        self._batches: list[Any] | None = None
         self.found: dict[str, Any] = {
             "steps": {},
             "notes": [],
@@ -121,13 +120,12 @@ class Replay:
             if not all(same_state(now[name], saved[name]) for name in now.keys() & saved.keys()):
                 self.found["notes"].append("the generators were in another state before the step")
             restore_random_state(saved, generators)
-        self._batches = self._content["batches"] and list(self._content["batches"])
 
     def hand_out(self, batch: Any) -> Any:
         """Return the batch that the step had in the run."""
         self.begin()
-        if self._begun == self.facts.step and self._batches:
-            kept = self._batches.pop(0)
+        if self._begun == self.facts.step and self._content["batches"]:
+            kept = self._content["batches"].pop(0)
             if _digests(kept) != _digests(batch):
                 self.found["notes"].append("the script's own batch is another one than the box's")
             batch = kept
