@@ -328,7 +328,7 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
     step = step_of(f"{kind}/{path.name}")
     if step is not None:
         return (None, resume) if kind == BEST_KIND else (path.parent.parent, str(step))
-    place, inside = split_request(resume)
+    place, inside = split_request(resume, root=root)
     if place == "latest":
         runs = [path for _, path in sorted(_runs_of(root, config.name)) if _is_run(path)]
         if not runs:

@@ -33,10 +33,12 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     runs = [new_run(config(tmp_path)) for _ in range(3)]
     saved(runs[0], 90)
     saved(runs[1], 100)
-    saved(new_run(config(tmp_path, "name=other")), 5)
+    other = new_run(config(tmp_path, "name=o@ther"))
+    saved(other, 5)
     assert run_to_resume(config(tmp_path), "latest") == (runs[1], "latest")
     assert run_to_resume(config(tmp_path), "run-001") == (runs[0], "latest")
     assert run_to_resume(config(tmp_path), str(runs[0])) == (runs[0], "latest")
+    assert run_to_resume(config(tmp_path), "o@ther-001") == (other, "latest")
     assert run_to_resume(config(tmp_path), "run-001@90") == (runs[0], "90")
     assert run_to_resume(config(tmp_path), str(runs[1] / "recovery/step-00000100.dcp")) == (
         runs[1],

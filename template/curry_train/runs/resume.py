@@ -134,10 +134,11 @@ def choose(
     )
 
 
-def split_request(text: str) -> tuple[str, str]:
-    """Return the path and the request of `runs/x@best`; a path may have an @ of its own."""
+def split_request(text: str, *, root: StrPath = "") -> tuple[str, str]:
+    """Return the path and the request of `runs/x@best`; a path or name may have an @ of its own."""
     place, _, inside = text.rpartition("@")
-    is_whole = not place or "/" in inside or Path(text).exists()
+    exists = Path(text).exists() or Path(root, text).exists()
+    is_whole = not place or "/" in inside or exists
     return (text, "") if is_whole else (place, inside)
 
 
