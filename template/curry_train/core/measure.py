@@ -561,15 +561,15 @@ class Boundaries(RunningLayers):
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
         super().__init__(model, layers)
-        self.lives_of: Callable[[Tensor], list[Life]] = lambda tensor: []
+        self.storages = LiveStorages(owner=lambda: self.current, device=_device(model))
         self._inputs: dict[str, set[Life]] = defaultdict(set)
         self._outputs: dict[str, set[Life]] = defaultdict(set)
 
     def entered(self, layer: str, inputs: Any) -> None:
-        self._inputs[layer].update(*map(self.lives_of, tensors_in(inputs)))
+        self._inputs[layer].update(*map(self.storages.lives_of, tensors_in(inputs)))
 
     def left(self, layer: str, output: Any) -> None:
-        self._outputs[layer].update(*map(self.lives_of, tensors_in(output)))
+        self._outputs[layer].update(*map(self.storages.lives_of, tensors_in(output)))
 
     def stays(self, layer: str, counted: set[Life]) -> int:
         """Return the bytes that stay held if the layer is recomputed.
@@ -631,13 +631,11 @@ def measure_layers(
         before = requested_bytes(device)
 
     running = Boundaries(model, layers)
-    storages = LiveStorages(owner=lambda: running.current, device=device)
-    running.lives_of = storages.lives_of
-    with seeded(0), torch.enable_grad(), running, storages:
+    with seeded(0), torch.enable_grad(), running, running.storages:
         value = loss(model, batch)
         gc.collect()  # what only a reference cycle holds is not held for backward
         held = dict.fromkeys([*layers, REST_LAYER], 0)
-        for life in storages.lives:
+        for life in running.storages.lives:
             held[life.owner] += life.nbytes if life.died is None else 0
         if cuda:
             # The libraries' workspaces belong to no layer.
