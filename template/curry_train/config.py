@@ -44,8 +44,6 @@ class DataConfig:
     path: str | None = None
     # Tokens per sample; None takes the length of the model's own batch.
     length: int | None = None
-    # Whether FILE.documents.npy marks where documents begin.
-    documents: bool = False
     # Whether FILE.mask.npy marks the tokens to learn.
     mask: bool = False
     shuffle: bool = True
@@ -60,9 +58,7 @@ class DataConfig:
         of_tokens = self.source == "tokens"
         path_fits = (self.path is not None) == of_tokens
         require(path_fits, "path", self.path, "a glob where source is tokens")
-        for name in ("documents", "mask"):
-            fits = not getattr(self, name) or of_tokens
-            require(fits, name, True, "false unless source is tokens")
+        require(not self.mask or of_tokens, "mask", True, "false unless source is tokens")
         require_least(self, 1, "length")
         require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
         are_ranges = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)

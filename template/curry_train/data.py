@@ -14,7 +14,6 @@ import numpy
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from .primitives.cross_entropy import IGNORED_TARGET
@@ -73,8 +72,8 @@ def split_dev(dataset: Dataset, dev_fraction: float) -> tuple[Dataset, Dataset |
 
 # Lay out tokens and targets as the batch that a model takes, copied from an example batch.
 
-# Makes a batch from tokens, targets, and a mask of the tokens that are not padding.
-Layout = Callable[[Tensor, Tensor, Tensor], Any]
+# Makes a batch from tokens and targets.
+Layout = Callable[[Tensor, Tensor], Any]
 
 
 def layout_of(example: Any) -> tuple[Layout, int]:
@@ -86,7 +85,7 @@ def layout_of(example: Any) -> tuple[Layout, int]:
     keys = set(example) if isinstance(example, Mapping) else set()
     if {"tokens", "targets"} <= keys:
 
-        def tokens_and_targets(tokens: Tensor, targets: Tensor, present: Tensor) -> dict[str, Any]:
+        def tokens_and_targets(tokens: Tensor, targets: Tensor) -> dict[str, Any]:
             return {"tokens": tokens, "targets": targets}
 
         return tokens_and_targets, example["tokens"].shape[1]
@@ -103,11 +102,12 @@ def layout_of(example: Any) -> tuple[Layout, int]:
 
     settings = {key: value for key, value in example.items() if not isinstance(value, Tensor)}
 
-    def hugging_face(tokens: Tensor, targets: Tensor, present: Tensor) -> dict[str, Any]:
+    def hugging_face(tokens: Tensor, targets: Tensor) -> dict[str, Any]:
         labels = torch.cat(
             [torch.full_like(targets[:, :1], IGNORED_TARGET), targets[:, :-1]], dim=1
         )
-        mask = {"attention_mask": present.long()} if "attention_mask" in keys else {}
+        # No token is padding.
+        mask = {"attention_mask": torch.ones_like(tokens)} if "attention_mask" in keys else {}
         return settings | {"input_ids": tokens, "labels": labels} | mask
 
     return hugging_face, example["input_ids"].shape[1]
@@ -282,7 +282,7 @@ def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
     return tuple(merged)
 
 
-# Token datasets: fixed-length stretches of text, or documents, from memory or files.
+# Token datasets: fixed-length stretches of text, from memory or files.
 
 Array = NDArray[Any]
 # The dtype of a .bin file; an .npy file records its own.
@@ -292,8 +292,7 @@ BIN_FILE_DTYPE = numpy.dtype("uint16")
 class Tokens:
     """A dataset over arrays of tokens; no sample spans two arrays.
 
-    `documents` holds the start positions of the documents in each array; a long document becomes
-    several samples. `masks` holds a 1 for every token of each array that counts in the loss.
+    `masks` holds a 1 for every token of each array that counts in the loss.
     """
 
     def __init__(
@@ -302,7 +301,6 @@ class Tokens:
         *,
         length: int,
         layout: Layout,
-        documents: Sequence[Array] | None = None,
         masks: Sequence[Array] | None = None,
         vocabulary: int | None = None,
         names: Sequence[str] | None = None,
@@ -322,9 +320,9 @@ class Tokens:
                     f"{len(masks[number])}: write a mask of the same length"
                 )
 
-        starts = [self._starts(number, documents) for number in range(len(self.arrays))]
-        self._starts_of = starts
-        self._ends = numpy.cumsum([len(begin) for begin, _ in starts])
+        # The last token of an array is a target alone.
+        counts = [max(0, (len(array) - 1) // length) for array in self.arrays]
+        self._ends = numpy.cumsum(counts)
         if not len(self):
             sizes = ", ".join(
                 f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True)
@@ -338,43 +336,16 @@ class Tokens:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def batch(self, samples: Sequence[int]) -> Any:
-        """Return a batch of these samples, padded to the longest of them."""
+        """Return a batch of these samples."""
         rows = [self._sample(int(sample)) for sample in samples]
-        inputs, targets = map(list[Tensor], zip(*rows, strict=True))
-        present = [torch.ones_like(one, dtype=torch.bool) for one in inputs]
-        pad = functools.partial(pad_sequence, batch_first=True)
-        return self.layout(pad(inputs), pad(targets, padding_value=IGNORED_TARGET), pad(present))
-
-    def _starts(
-        self, number: int, documents: Sequence[Array] | None
-    ) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the start of every sample of an array, and the end of its last target."""
-        size = len(self.arrays[number])
-        if documents is None:
-            count = max(0, (size - 1) // self.length)
-            begins = range(0, count * self.length, self.length)
-            return begins, range(self.length + 1, (count + 1) * self.length + 1, self.length)
-
-        edges = numpy.append(numpy.asarray(documents[number], dtype=numpy.int64), size)
-        if edges[0] < 0 or (numpy.diff(edges) < 0).any():
-            raise ValueError(
-                f"the documents of {self.names[number]} must begin in rising order inside its "
-                f"{size} tokens"
-            )
-
-        # The number of samples of each document: its targets divided by the length, rounded up.
-        counts = numpy.maximum(0, -((1 - numpy.diff(edges)) // self.length))
-        first: Array = numpy.repeat(edges[:-1], counts)
-        within = numpy.arange(counts.sum()) - numpy.repeat(numpy.cumsum(counts) - counts, counts)
-        starts: Any = first + within * self.length
-        return starts, numpy.minimum(starts + self.length + 1, numpy.repeat(edges[1:], counts))
+        inputs, targets = zip(*rows, strict=True)
+        return self.layout(torch.stack(inputs), torch.stack(targets))
 
     def _sample(self, sample: int) -> tuple[Tensor, Tensor]:
         """Return the inputs of a sample and their targets."""
         number = int(numpy.searchsorted(self._ends, sample, side="right"))
-        begins, ends = self._starts_of[number]
         place = sample - (int(self._ends[number - 1]) if number else 0)
-        span = slice(int(begins[place]), int(ends[place]))
+        span = slice(place * self.length, (place + 1) * self.length + 1)
         tokens = self.arrays[number][span]
         if self.vocabulary is not None and (largest := int(tokens.max())) >= self.vocabulary:
             raise ValueError(
@@ -395,31 +366,28 @@ def open_tokens(
     *,
     length: int,
     layout: Layout,
-    documents: bool = False,
     mask: bool = False,
     **options: Any,
 ) -> Tokens:
     """Open the token files that match a glob, memory-mapped.
 
-    They are `.npy` files, or `.bin` files of unsigned 16-bit numbers. With `documents` and `mask`,
-    `a.documents.npy` and `a.mask.npy` are opened with `a.npy`. `options` are those of `Tokens`.
+    They are `.npy` files, or `.bin` files of unsigned 16-bit numbers. With `mask`, `a.mask.npy` is
+    opened with `a.npy`. `options` are those of `Tokens`.
     """
     root = Path(Path(pattern).anchor or ".")
     matches = sorted(root.glob(str(Path(pattern).relative_to(root))))
-    paths = [path for path in matches if not path.name.endswith((".documents.npy", ".mask.npy"))]
+    paths = [path for path in matches if not path.name.endswith(".mask.npy")]
     if not paths:
         raise ValueError(
             f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)"
         )
 
     arrays = [_mapped(path) for path in paths]
-    starts = [_mapped(path.with_suffix(".documents.npy")) for path in paths if documents]
     masks = [_mapped(path.with_suffix(".mask.npy")) for path in paths if mask]
     return Tokens(
         arrays,
         length=length,
         layout=layout,
-        documents=starts or None,
         masks=masks or None,
         names=[str(path) for path in paths],
         **options,

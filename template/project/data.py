@@ -29,7 +29,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     }
     if config.source == "tokens":
         assert config.path is not None  # the configuration was checked
-        dataset = open_tokens(config.path, documents=config.documents, mask=config.mask, **settings)
+        dataset = open_tokens(config.path, mask=config.mask, **settings)
     elif config.source == "text":
         dataset = Tokens([read_library_text()], names=["the library's text"], **settings)
     else:
@@ -40,6 +40,6 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     return split_dev(dataset, config.dev_fraction)
 
 
-def layout(tokens: Tensor, targets: Tensor, present: Tensor) -> dict[str, Tensor]:
-    """Arrange a batch as `model.py` takes it; `present` is False where a sample is padded."""
+def layout(tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Arrange a batch as `model.py` takes it."""
     return {"tokens": tokens, "targets": targets}

@@ -1,4 +1,4 @@
-"""Datasets of tokens: samples, documents, masks, and files.
+"""Datasets of tokens: samples, masks, and files.
 
 Run with `python -m pytest tests/trainer/test_data.py`.
 """
@@ -56,16 +56,6 @@ def test_samples_do_not_cross_from_one_array_to_the_next():
     ]
 
 
-def test_documents_are_padded_and_no_target_is_from_the_next_one():
-    data = tokens(range(12), documents=[[0, 3, 4]])
-    batch = data.batch([0, 1, 2])
-    assert (
-        len(data) == 3
-    )  # the documents of 3 and 8 tokens, the latter in two samples; a single token has no target
-    assert batch["tokens"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7], [8, 9, 10, 0]]
-    assert batch["targets"].tolist() == [[1, 2, -100, -100], [5, 6, 7, 8], [9, 10, 11, -100]]
-
-
 def test_targets_outside_of_the_mask_are_not_learned():
     data = tokens(range(9), masks=[numpy.array([0, 0, 1, 1, 0, 1, 0, 0, 1])])
     assert data.batch([0, 1])["targets"].tolist() == [[-100, 2, 3, -100], [5, -100, -100, 8]]
@@ -74,14 +64,12 @@ def test_targets_outside_of_the_mask_are_not_learned():
 def test_hugging_face_gets_labels_that_it_shifts_itself():
     example = {"input_ids": EXAMPLE["tokens"], "labels": EXAMPLE["tokens"], "use_cache": False}
     layout, length = layout_of(example | {"attention_mask": EXAMPLE["tokens"]})
-    batch = Tokens([numpy.arange(12)], length=length, layout=layout, documents=[[0, 3, 4]]).batch(
-        [0, 1]
-    )
+    batch = Tokens([numpy.arange(12)], length=length, layout=layout).batch([0, 1])
     assert batch["use_cache"] is False
-    assert batch["input_ids"].tolist() == [[0, 1, 0, 0], [4, 5, 6, 7]]
-    assert batch["labels"].tolist() == [[-100, 1, 2, -100], [-100, 5, 6, 7]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 1]]
-    assert "attention_mask" not in layout_of(example)[0](*[EXAMPLE["tokens"]] * 3)
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert batch["labels"].tolist() == [[-100, 1, 2, 3], [-100, 5, 6, 7]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    assert "attention_mask" not in layout_of(example)[0](*[EXAMPLE["tokens"]] * 2)
 
 
 def test_a_model_without_token_input_is_refused_with_its_input():
@@ -98,19 +86,18 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place():
         tokens([1, 2, 3, 9, 4], vocabulary=9).batch([0])
 
 
-def test_files_are_mapped_in_order_with_their_masks_and_documents(tmp_path):
+def test_files_are_mapped_in_order_with_their_masks(tmp_path):
     numpy.save(tmp_path / "b.npy", numpy.arange(100, 109, dtype="uint16"))
     numpy.save(tmp_path / "a.npy", numpy.arange(9, dtype="uint32"))
     for name in "ab":
-        numpy.save(tmp_path / f"{name}.documents.npy", numpy.array([0, 5]))
         numpy.save(tmp_path / f"{name}.mask.npy", numpy.ones(9, dtype=bool))
-    data = open_tokens(str(tmp_path / "*.npy"), length=4, layout=LAYOUT, documents=True, mask=True)
+    data = open_tokens(str(tmp_path / "*.npy"), length=4, layout=LAYOUT, mask=True)
     assert [type(array) for array in data.arrays] == [numpy.memmap] * 2
     assert data.batch(range(4))["tokens"].tolist() == [
         [0, 1, 2, 3],
-        [5, 6, 7, 0],
+        [4, 5, 6, 7],
         [100, 101, 102, 103],
-        [105, 106, 107, 0],
+        [104, 105, 106, 107],
     ]
 
 
@@ -143,13 +130,9 @@ def test_invalid_token_files_are_refused(tmp_path, write, options, message):
         open_tokens(str(tmp_path / "0.npy"), length=4, layout=LAYOUT, **options)
 
 
-def test_mask_of_another_length_and_documents_out_of_order_are_refused():
+def test_a_mask_of_another_length_is_refused():
     with pytest.raises(ValueError, match="array 0 has 9 tokens, but its mask has 8"):
         tokens(range(9), masks=[numpy.ones(8)])
-    with pytest.raises(ValueError, match="must begin in rising order inside its 9 tokens"):
-        tokens(range(9), documents=[[0, 7, 3]])
-    with pytest.raises(ValueError, match="must begin in rising order"):
-        tokens(range(9), documents=[[0, 12]])
 
 
 def test_library_text_is_that_of_this_python():

@@ -115,25 +115,21 @@ def stopped(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory):
-    """Words for a run on documents of 2 to 40 tokens, of which about half are learned."""
-    folder = tmp_path_factory.mktemp("documents")
-    lengths = numpy.random.default_rng(0).integers(2, 40, size=60)
-    numpy.save(
-        folder / "a.npy",
-        numpy.random.default_rng(1).integers(256, size=lengths.sum(), dtype="uint16"),
-    )
-    numpy.save(folder / "a.documents.npy", numpy.cumsum(lengths) - lengths)
-    numpy.save(folder / "a.mask.npy", numpy.random.default_rng(2).random(lengths.sum()) < 0.5)
-    return [f"data={{source: tokens, path: '{folder}/*.npy', documents: true, mask: true}}"]
+def masked(tmp_path_factory):
+    """Words for a run on tokens of which about half are learned."""
+    folder = tmp_path_factory.mktemp("masked")
+    generator = numpy.random.default_rng(1)
+    numpy.save(folder / "a.npy", generator.integers(256, size=1200, dtype="uint16"))
+    numpy.save(folder / "a.mask.npy", generator.random(1200) < 0.5)
+    return [f"data={{source: tokens, path: '{folder}/*.npy', mask: true}}"]
 
 
 @pytest.fixture(scope="module")
-def ranked(tmp_path_factory, stopped, documents):
+def ranked(tmp_path_factory, stopped, masked):
     """Train each configuration on two ranks, one after another, and resume the stopped run."""
     runs, kinds = (
         str(tmp_path_factory.mktemp("ranked")),
-        ON_RANKS | {"documents": ["parallel=fsdp2", *documents]},
+        ON_RANKS | {"masked": ["parallel=fsdp2", *masked]},
     )
     return run_on_ranks(
         f"{__file__}:on_ranks", runs=runs, kinds=kinds, saved=stopped[1].saved.location
@@ -170,13 +166,11 @@ def test_losses_in_half_precision_stay_near_those_in_float32(tmp_path, ranked, p
         assert found != plain
 
 
-def test_ranks_with_different_numbers_of_tokens_weigh_each_token_equally(
-    tmp_path, ranked, documents
-):
+def test_ranks_with_different_numbers_of_tokens_weigh_each_token_equally(tmp_path, ranked, masked):
     """Give ranks different numbers of terms: a mean of means would be off by percents."""
-    alone, _ = losses(tmp_path, *documents)
-    whole, _ = losses(tmp_path, *documents, "microbatch=8")
-    assert ranked[0]["documents"]["losses"] == pytest.approx(alone, rel=1e-6)
+    alone, _ = losses(tmp_path, *masked)
+    whole, _ = losses(tmp_path, *masked, "microbatch=8")
+    assert ranked[0]["masked"]["losses"] == pytest.approx(alone, rel=1e-6)
     assert whole == pytest.approx(alone, rel=1e-6)
 
 
