@@ -44,8 +44,6 @@ class DataConfig:
     path: str | None = None
     # Tokens per sample; None takes the length of the model's own batch.
     length: int | None = None
-    # Whether FILE.mask.npy marks the tokens to learn.
-    mask: bool = False
     shuffle: bool = True
     # Fraction of the samples, at the end, that is never trained on.
     dev_fraction: float = 0.05
@@ -55,10 +53,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         is_known = self.source in ("text", "tokens", "workload") or ":" in self.source
         require(is_known, "source", self.source, "text, tokens, workload or pkg.module:factory")
-        of_tokens = self.source == "tokens"
-        path_fits = (self.path is not None) == of_tokens
+        path_fits = (self.path is not None) == (self.source == "tokens")
         require(path_fits, "path", self.path, "a glob where source is tokens")
-        require(not self.mask or of_tokens, "mask", True, "false unless source is tokens")
         require_least(self, 1, "length")
         require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
         are_ranges = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)

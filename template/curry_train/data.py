@@ -290,10 +290,7 @@ BIN_FILE_DTYPE = numpy.dtype("uint16")
 
 
 class Tokens:
-    """A dataset over arrays of tokens; no sample spans two arrays.
-
-    `masks` holds a 1 for every token of each array that counts in the loss.
-    """
+    """A dataset over arrays of tokens; no sample spans two arrays."""
 
     def __init__(
         self,
@@ -301,7 +298,6 @@ class Tokens:
         *,
         length: int,
         layout: Layout,
-        masks: Sequence[Array] | None = None,
         vocabulary: int | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
@@ -310,16 +306,8 @@ class Tokens:
         self.arrays = list(arrays)
         self.length = length
         self.layout = layout
-        self.masks = masks
         self.vocabulary = vocabulary
         self.names = list(names or (f"array {number}" for number in range(len(self.arrays))))
-        for number, name in enumerate(self.names):
-            if masks is not None and len(masks[number]) != len(self.arrays[number]):
-                raise ValueError(
-                    f"{name} has {len(self.arrays[number])} tokens, but its mask has "
-                    f"{len(masks[number])}: write a mask of the same length"
-                )
-
         # The last token of an array is a target alone.
         counts = [max(0, (len(array) - 1) // length) for array in self.arrays]
         self._ends = numpy.cumsum(counts)
@@ -354,49 +342,33 @@ class Tokens:
                 f"{self.vocabulary} tokens: use text that was tokenized for this model"
             )
         sequence = torch.from_numpy(tokens.astype(numpy.int64))
-        targets = sequence[1:]
-        if self.masks is not None:
-            counts = torch.from_numpy(self.masks[number][span][1:].astype(bool))
-            targets = targets.masked_fill(~counts, IGNORED_TARGET)
-        return sequence[:-1], targets
+        return sequence[:-1], sequence[1:]
 
 
-def open_tokens(
-    pattern: str,
-    *,
-    length: int,
-    layout: Layout,
-    mask: bool = False,
-    **options: Any,
-) -> Tokens:
+def open_tokens(pattern: str, *, length: int, layout: Layout, **options: Any) -> Tokens:
     """Open the token files that match a glob, memory-mapped.
 
-    They are `.npy` files, or `.bin` files of unsigned 16-bit numbers. With `mask`, `a.mask.npy` is
-    opened with `a.npy`. `options` are those of `Tokens`.
+    They are `.npy` files, or `.bin` files of unsigned 16-bit numbers. `options` are those of
+    `Tokens`.
     """
     root = Path(Path(pattern).anchor or ".")
-    matches = sorted(root.glob(str(Path(pattern).relative_to(root))))
-    paths = [path for path in matches if not path.name.endswith(".mask.npy")]
+    paths = sorted(root.glob(str(Path(pattern).relative_to(root))))
     if not paths:
         raise ValueError(
             f"no token file matches {pattern!r}: write one with numpy.save('data/0.npy', ids)"
         )
 
     arrays = [_mapped(path) for path in paths]
-    masks = [_mapped(path.with_suffix(".mask.npy")) for path in paths if mask]
     return Tokens(
         arrays,
         length=length,
         layout=layout,
-        masks=masks or None,
         names=[str(path) for path in paths],
         **options,
     )
 
 
 def _mapped(path: Path) -> Array:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: write it next to its token file")
     array: Array
     try:
         if path.suffix == ".bin":

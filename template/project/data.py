@@ -29,7 +29,7 @@ def open_data(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     }
     if config.source == "tokens":
         assert config.path is not None  # the configuration was checked
-        dataset = open_tokens(config.path, mask=config.mask, **settings)
+        dataset = open_tokens(config.path, **settings)
     elif config.source == "text":
         dataset = Tokens([read_library_text()], names=["the library's text"], **settings)
     else:

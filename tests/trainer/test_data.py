@@ -1,4 +1,4 @@
-"""Datasets of tokens: samples, masks, and files.
+"""Datasets of tokens: samples and files.
 
 Run with `python -m pytest tests/trainer/test_data.py`.
 """
@@ -56,11 +56,6 @@ def test_samples_do_not_cross_from_one_array_to_the_next():
     ]
 
 
-def test_targets_outside_of_the_mask_are_not_learned():
-    data = tokens(range(9), masks=[numpy.array([0, 0, 1, 1, 0, 1, 0, 0, 1])])
-    assert data.batch([0, 1])["targets"].tolist() == [[-100, 2, 3, -100], [5, -100, -100, 8]]
-
-
 def test_hugging_face_gets_labels_that_it_shifts_itself():
     example = {"input_ids": EXAMPLE["tokens"], "labels": EXAMPLE["tokens"], "use_cache": False}
     layout, length = layout_of(example | {"attention_mask": EXAMPLE["tokens"]})
@@ -86,12 +81,10 @@ def test_a_token_outside_of_the_vocabulary_is_named_with_its_place():
         tokens([1, 2, 3, 9, 4], vocabulary=9).batch([0])
 
 
-def test_files_are_mapped_in_order_with_their_masks(tmp_path):
+def test_files_are_mapped_in_order(tmp_path):
     numpy.save(tmp_path / "b.npy", numpy.arange(100, 109, dtype="uint16"))
     numpy.save(tmp_path / "a.npy", numpy.arange(9, dtype="uint32"))
-    for name in "ab":
-        numpy.save(tmp_path / f"{name}.mask.npy", numpy.ones(9, dtype=bool))
-    data = open_tokens(str(tmp_path / "*.npy"), length=4, layout=LAYOUT, mask=True)
+    data = open_tokens(str(tmp_path / "*.npy"), length=4, layout=LAYOUT)
     assert [type(array) for array in data.arrays] == [numpy.memmap] * 2
     assert data.batch(range(4))["tokens"].tolist() == [
         [0, 1, 2, 3],
@@ -110,29 +103,22 @@ def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("write", "options", "message"),
+    ("write", "message"),
     [
-        (None, {}, r"no token file matches .*numpy\.save"),
-        (numpy.arange(4), {}, r"for a sample of 4 tokens and a target: .*0\.npy 4"),
+        (None, r"no token file matches .*numpy\.save"),
+        (numpy.arange(4), r"for a sample of 4 tokens and a target: .*0\.npy 4"),
         (
             numpy.ones(9),
-            {},
             r"0\.npy holds float64 of shape \(9,\): tokens must be a one-dimensional array",
         ),
-        (numpy.arange(9), {"mask": True}, r"0\.mask\.npy does not exist"),
-        (numpy.array([{}]), {}, "holds no array that can be mapped"),
+        (numpy.array([{}]), "holds no array that can be mapped"),
     ],
 )
-def test_invalid_token_files_are_refused(tmp_path, write, options, message):
+def test_invalid_token_files_are_refused(tmp_path, write, message):
     if write is not None:
         numpy.save(tmp_path / "0.npy", write, allow_pickle=True)
     with pytest.raises(ValueError, match=message):
-        open_tokens(str(tmp_path / "0.npy"), length=4, layout=LAYOUT, **options)
-
-
-def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="array 0 has 9 tokens, but its mask has 8"):
-        tokens(range(9), masks=[numpy.ones(8)])
+        open_tokens(str(tmp_path / "0.npy"), length=4, layout=LAYOUT)
 
 
 def test_library_text_is_that_of_this_python():

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 
-import numpy
 import pytest
 import torch
 from rank_calls import run_on_ranks
@@ -100,11 +99,13 @@ def test_recompute_that_would_change_nothing_is_refused(tmp_path):
         losses(tmp_path, "recompute={strategy: selective, memory_threshold_mb: 1000}")
 
 
+HALF_LEARNED = "data.source=training_models:half_learned"
 ON_RANKS = {
     "ddp": ["parallel=ddp"],
     "fsdp2": ["parallel=fsdp2"],
     "fsdp2, bfloat16": ["parallel=fsdp2", "precision=bfloat16"],
     "fsdp2, float16": ["parallel=fsdp2", "precision=float16"],
+    "half": ["parallel=fsdp2", HALF_LEARNED],
 }
 
 
@@ -115,24 +116,11 @@ def stopped(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def masked(tmp_path_factory):
-    """Words for a run on tokens of which about half are learned."""
-    folder = tmp_path_factory.mktemp("masked")
-    generator = numpy.random.default_rng(1)
-    numpy.save(folder / "a.npy", generator.integers(256, size=1200, dtype="uint16"))
-    numpy.save(folder / "a.mask.npy", generator.random(1200) < 0.5)
-    return [f"data={{source: tokens, path: '{folder}/*.npy', mask: true}}"]
-
-
-@pytest.fixture(scope="module")
-def ranked(tmp_path_factory, stopped, masked):
+def ranked(tmp_path_factory, stopped):
     """Train each configuration on two ranks, one after another, and resume the stopped run."""
-    runs, kinds = (
-        str(tmp_path_factory.mktemp("ranked")),
-        ON_RANKS | {"masked": ["parallel=fsdp2", *masked]},
-    )
+    runs = str(tmp_path_factory.mktemp("ranked"))
     return run_on_ranks(
-        f"{__file__}:on_ranks", runs=runs, kinds=kinds, saved=stopped[1].saved.location
+        f"{__file__}:on_ranks", runs=runs, kinds=ON_RANKS, saved=stopped[1].saved.location
     )
 
 
@@ -166,11 +154,11 @@ def test_losses_in_half_precision_stay_near_those_in_float32(tmp_path, ranked, p
         assert found != plain
 
 
-def test_ranks_with_different_numbers_of_tokens_weigh_each_token_equally(tmp_path, ranked, masked):
+def test_ranks_with_different_numbers_of_tokens_weigh_each_token_equally(tmp_path, ranked):
     """Give ranks different numbers of terms: a mean of means would be off by percents."""
-    alone, _ = losses(tmp_path, *masked)
-    whole, _ = losses(tmp_path, *masked, "microbatch=8")
-    assert ranked[0]["masked"]["losses"] == pytest.approx(alone, rel=1e-6)
+    alone, _ = losses(tmp_path, HALF_LEARNED)
+    whole, _ = losses(tmp_path, HALF_LEARNED, "microbatch=8")
+    assert ranked[0]["half"]["losses"] == pytest.approx(alone, rel=1e-6)
     assert whole == pytest.approx(alone, rel=1e-6)
 
 

@@ -35,6 +35,18 @@ def points():
     return Points()
 
 
+class HalfLearned(Points):
+    """Random tokens, of which about half are learned."""
+
+    def __getitem__(self, index):
+        tokens = torch.randint(256, (17,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": tokens[:-1], "targets": tokens[1:].where(tokens[1:] > 127, -100)}
+
+
+def half_learned():
+    return HalfLearned()
+
+
 def line():
     """Build a classifier of points; its loss is not its output, so it is a Workload."""
     from curry_train.workloads.workload import Workload

@@ -144,7 +144,6 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
             length=length,
             layout=layout,
             vocabulary=vocabulary,
-            mask=config.mask,
         )
     if vocabulary is not None and vocabulary < BYTE_VOCABULARY_SIZE:
         raise WorkloadError(
