@@ -298,14 +298,6 @@ def new_run(config: Config) -> Path:
         return folder
 
 
-def note_resumed(folder: Path, config: Config, *, step: int) -> None:
-    """Write the configuration of a resumed run next to the first one, if they differ."""
-    text = config.to_yaml()
-    first = folder / "config.yaml"
-    if not first.is_file() or first.read_text(encoding="utf-8") != text:
-        (folder / f"config-from-step-{step:08d}.yaml").write_text(text, encoding="utf-8")
-
-
 def how_to_continue(run: AttachedRun, folder: Path, config: str, words: Sequence[str]) -> str:
     """Return the command that resumes a project's run with the words of its start."""
     size = Ranks().size
@@ -484,8 +476,6 @@ def open_run(
     options = saving_options(config, folder)
     attached = saving(model, optimizer, scaler=scaler, stream=stream, resume=state, **options)
     with attached:
-        if attached.resumed is not None and ranks.first:
-            note_resumed(folder, config, step=attached.steps)
         yield TrainingRun(
             folder,
             config,

@@ -124,7 +124,6 @@ def open_run(training: Training, resume: str | None) -> tuple[Path, AttachedRun]
     if run.resumed is not None and training.ranks.first:
         left = "" if run.steps < config.steps else ": nothing is left to train"
         print(f"resuming {folder.name} at step {run.steps}{left}\n{run.resumed.words}")
-        trainer.note_resumed(folder, config, step=run.steps)
     return folder, run
 
 

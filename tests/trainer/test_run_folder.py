@@ -7,7 +7,7 @@ import torch
 
 from curry_train.config import load_config
 from curry_train.runs import Store, TrainingState
-from curry_train.trainer import new_run, note_resumed, run_to_resume
+from curry_train.trainer import new_run, run_to_resume
 
 
 def config(tmp_path, *words):
@@ -50,11 +50,3 @@ def test_resuming_from_the_best_parameters_starts_a_new_run(tmp_path):
     folder = new_run(config(tmp_path))
     saved(folder, 1)
     assert run_to_resume(config(tmp_path), "run-001@best") == (None, f"{folder}@best")
-
-
-def test_a_changed_configuration_is_saved_beside_the_first(tmp_path):
-    folder = new_run(config(tmp_path))
-    note_resumed(folder, config(tmp_path), step=5)
-    assert [path.name for path in folder.iterdir()] == ["config.yaml"]
-    note_resumed(folder, config(tmp_path, "steps=9"), step=5)
-    assert load_config(folder / "config-from-step-00000005.yaml").steps == 9
