@@ -3,7 +3,9 @@
 Proof: `python -m pytest tests/trainer`.
 """
 
+import bisect
 import functools
+import itertools
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -310,7 +312,8 @@ class Tokens:
         self.names = list(names or (f"array {number}" for number in range(len(self.arrays))))
         # The last token of an array is a target alone.
         counts = [max(0, (len(array) - 1) // length) for array in self.arrays]
-        self._ends = numpy.cumsum(counts)
+        # The number of the first sample of each array, and of all samples.
+        self._firsts = [0, *itertools.accumulate(counts)]
         if not len(self):
             sizes = ", ".join(
                 f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True)
@@ -321,7 +324,7 @@ class Tokens:
             )
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._firsts[-1]
 
     def batch(self, samples: Sequence[int]) -> Any:
         """Return a batch of these samples."""
@@ -331,8 +334,8 @@ class Tokens:
 
     def _sample(self, sample: int) -> tuple[Tensor, Tensor]:
         """Return the inputs of a sample and their targets."""
-        number = int(numpy.searchsorted(self._ends, sample, side="right"))
-        place = sample - (int(self._ends[number - 1]) if number else 0)
+        number = bisect.bisect_right(self._firsts, sample) - 1
+        place = sample - self._firsts[number]
         span = slice(place * self.length, (place + 1) * self.length + 1)
         tokens = self.arrays[number][span]
         if self.vocabulary is not None and (largest := int(tokens.max())) >= self.vocabulary:
