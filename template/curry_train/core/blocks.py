@@ -154,6 +154,14 @@ def is_active(module: nn.Module | None = None) -> bool:
 # Repeated blocks of a model, found in its containers or selected by name patterns.
 
 
+class Unsuitable(ValueError):
+    """A model or a setting that a technique can't work with; `in_short` has the reason."""
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(f"{reason}; {advice}" if advice else reason)
+        self.in_short = reason
+
+
 class NoBlocks(ValueError):
     """The model repeats no block, and none was named."""
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..core.blocks import Derived, become, match_names, restore
+from ..core.blocks import Derived, Unsuitable, become, match_names, restore
 from .cross_entropy import (
     REDUCTIONS,
     TARGET_DTYPES,
@@ -544,12 +544,8 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
     }
 
 
-class UnsuitableHead(ValueError):
-    """Raised for a model whose head's loss can't run in chunks; `in_short` has the reason."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"{reason}; {advice}")
-        self.in_short = reason
+class UnsuitableHead(Unsuitable):
+    """Raised for a model whose head's loss can't run in chunks."""
 
 
 def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:

@@ -24,7 +24,7 @@ from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ..core.blocks import become, find_blocks, restore
+from ..core.blocks import Unsuitable, become, find_blocks, restore
 from .recompute import Checkpointed, Pair, RecomputeOptions
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
@@ -149,12 +149,8 @@ _NORMALIZATIONS = _overloads(
 # Policies of selective recompute: which outputs of a block are saved.
 
 
-class PolicyError(ValueError):
-    """A policy that is unknown or would not save memory as intended; `in_short` has the reason."""
-
-    def __init__(self, reason: str, advice: str = "") -> None:
-        super().__init__(f"{reason}; {advice}" if advice else reason)
-        self.in_short = reason
+class PolicyError(Unsuitable):
+    """A policy that is unknown or would not save memory as intended."""
 
 
 @dataclass(frozen=True)
