@@ -255,16 +255,19 @@ def mean_loss(
 # Add the same to the loop of another trainer.
 
 
-class Applicable(Protocol):
-    """A plan, which changes a model in place."""
+class LoadedPlan(Protocol):
+    """A plan of strategies for the blocks of a model, read from a file."""
 
-    def apply(self, model: nn.Module) -> Any: ...
+    @property
+    def microbatch(self) -> int: ...
+
+    def apply(self, model: nn.Module) -> list[str]: ...
 
 
 def equip(
     trainer: Any,
     *,
-    apply: Callable[[nn.Module], Any] | Applicable | None = None,
+    apply: Callable[[nn.Module], Any] | LoadedPlan | None = None,
     journal: str | Path | None = None,
     watch: SpikeConfig | None = None,
     commit: bool = False,

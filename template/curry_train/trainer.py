@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from .core.measure import Loss
 from .core.memory_recorder import memory_record
 from .core.timing import find_device
 from .data import Dataset, Stream
-from .loop import RunReport, StepReport, mean_loss, run_training_steps
+from .loop import LoadedPlan, RunReport, StepReport, mean_loss, run_training_steps
 from .primitives import apply_config
 from .primitives.grad_accum import GradientAccumulation
 from .runs.attach import AttachedRun, saving
@@ -183,15 +183,6 @@ class TrainingTask:
     dev: Dataset | None = None
     # Moves a batch to the device of the module.
     place: Callable[[Any], Any] = lambda batch: batch
-
-
-class LoadedPlan(Protocol):
-    """A plan of strategies for the blocks of a model, read from a file."""
-
-    @property
-    def microbatch(self) -> int: ...
-
-    def apply(self, model: nn.Module) -> list[str]: ...
 
 
 def training_stream(config: Config, dataset: Dataset, ranks: Ranks) -> Stream:
