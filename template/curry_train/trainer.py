@@ -34,7 +34,6 @@ from .config import Config, OptimizerConfig
 from .core.blocks import blocks_if_any
 from .core.generators import seed_generators, untouched
 from .core.measure import Loss
-from .core.memory_recorder import memory_record
 from .core.timing import find_device
 from .data import Dataset, Stream
 from .loop import LoadedPlan, RunReport, StepReport, mean_loss, run_training_steps
@@ -133,20 +132,6 @@ def _check_launch(parallel: str, size: int, ranks: int | None) -> None:
             f"started: use --nproc-per-node {ranks}, or set ranks={size} (batch_size counts the "
             "samples of all ranks together)"
         )
-
-
-def recorded(
-    config: Config, device: torch.device, wanted: bool
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context that writes a memory snapshot among the runs if the device is full."""
-    if not wanted:
-        return contextlib.nullcontext()
-    if device.type != "cuda":
-        raise ValueError(
-            f"--record-memory records the memory of a GPU, and this training is on {device}: "
-            "leave it out"
-        )
-    return memory_record(Path(config.runs) / f"{config.name}-oom")
 
 
 def leave(status: int) -> NoReturn:

@@ -219,7 +219,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="over config.yaml")
     parser.add_argument("--config", default="config.yaml", help="default: config.yaml")
     parser.add_argument("--resume", help="latest, RUN, RUN@STEP, RUN@before-STEP or RUN@best")
-    parser.add_argument("--record-memory", action="store_true", help="snapshot of a full GPU")
     parser.add_argument("--show-config", action="store_true", help="print every key and exit")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -228,15 +227,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(config.to_yaml(), end="")
             return 0
         started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
-        with started as (ranks, device), trainer.recorded(config, device, options.record_memory):
+        with started as (ranks, device):
             training = build_training(config, ranks, device)
             folder, run = open_run(training, options.resume)
             with run:
                 train(training, run, Log(folder, config, ranks))
             if ranks.first:
                 print(f"ended after step {run.steps} ({run.ended_by}), saved in {folder}")
-                words = options.words + ["--record-memory"] * options.record_memory
-                print(trainer.how_to_continue(run, folder, options.config, words))
+                print(trainer.how_to_continue(run, folder, options.config, options.words))
             return run.exit_status
     except (ValueError, NoSuchDevice, NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         print(f"Error: {error}", file=sys.stderr)

@@ -13,13 +13,10 @@ import pytest
 import snapshot_files
 import torch
 from click.testing import CliRunner
-from command_runs import ran
 
 from curry_train.cli.main import main
-from curry_train.config import load_config
 from curry_train.core import memory_recorder
 from curry_train.plan import memory_record
-from curry_train.trainer import recorded
 
 
 class Recorder:
@@ -123,29 +120,16 @@ def test_a_full_disk_and_a_missing_command_are_a_line_each(recorder, tmp_path, m
     assert f"curry-train memory --snapshot {tmp_path / 'oom.pickle'}" in shown
 
 
-def test_without_a_gpu_nothing_is_recorded_and_the_option_is_refused(tmp_path, capsys, config):
+def test_without_a_gpu_nothing_is_recorded(tmp_path, capsys):
     with memory_record(tmp_path / "oom"):
         pass
     assert "no CUDA device, so no memory is recorded" in capsys.readouterr().err
-    with recorded(config, torch.device("cpu"), False):
-        pass
-    with pytest.raises(ValueError, match="--record-memory records the memory of a GPU"):
-        recorded(config, torch.device("cpu"), True)
 
 
-@pytest.fixture
-def config(tmp_path):
-    return load_config(None, ["name=mine", f"runs={tmp_path / 'runs'}", "steps=1"])
-
-
-def test_train_refuses_the_option_on_a_cpu_and_names_a_full_device(tmp_path, monkeypatch):
-    words = ["train", "--model", "mlp", "--device", "cpu", f"runs={tmp_path / 'runs'}", "steps=1"]
-    refused = ran(*words, "--record-memory", status=2)
-    assert "--record-memory records the memory of a GPU" in refused.stderr
-
+def test_train_names_a_full_device(monkeypatch):
     def fill(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("curry_train.cli.train.open_named_run", fill)
-    full = CliRunner().invoke(main, words)
+    full = CliRunner().invoke(main, ["train", "--device", "cpu"])
     assert (full.exit_code, full.stderr) == (1, "Error: CUDA out of memory\n")

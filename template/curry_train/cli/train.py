@@ -48,7 +48,6 @@ from ..trainer import (
     Watch,
     leave,
     open_run,
-    recorded,
     start_ranks,
     train_run,
 )
@@ -86,16 +85,13 @@ class DrawnSamples:
 
 
 @contextlib.contextmanager
-def open_named_run(
-    config: Config, *, resume: str | None = None, record_memory: bool = False
-) -> Iterator[TrainingRun]:
+def open_named_run(config: Config, *, resume: str | None = None) -> Iterator[TrainingRun]:
     """Join the ranks and open the run of a configuration that names its model and its data.
 
-    `resume` is `latest`, the name of a run, or a saved state. `record_memory` is for a snapshot
-    where a GPU is out of memory.
+    `resume` is `latest`, the name of a run, or a saved state.
     """
     started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
-    with started as (ranks, device), recorded(config, device, record_memory):
+    with started as (ranks, device):
         workload = load_workload(config.model)
         dtype = TRAINING_DTYPES[config.dtype]
         case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
@@ -179,14 +175,12 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
-@flag("Write a snapshot if a GPU is out of memory.", "--record-memory")
 @RESULTS_OPTION
 @flag("Print the complete configuration and exit.", "--show-config")
 @WORDS_ARGUMENT
 def train_command(
     path: str | None,
     resume: str | None,
-    record_memory: bool,
     show_config: bool,
     words: tuple[str, ...],
     **same_as_words: Any,
@@ -199,7 +193,6 @@ def train_command(
     """
     given = [f"{key}={value}" for key, value in same_as_words.items() if value is not None]
     start = [*(["--config", path] if path else []), *words, *given]
-    start += ["--record-memory"] * record_memory
     if path is None and Path("config.yaml").is_file():
         path = "config.yaml"
     try:
@@ -213,8 +206,7 @@ def train_command(
                 if config.log.tensorboard:
                     require_tensorboard()
                     watch.append(write_tensorboard)
-                opening = open_named_run(config, resume=resume, record_memory=record_memory)
-                run = opened.enter_context(opening)
+                run = opened.enter_context(open_named_run(config, resume=resume))
             except torch.OutOfMemoryError:
                 raise
             except NoSuchDevice as error:
