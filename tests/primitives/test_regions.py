@@ -201,3 +201,12 @@ def test_no_dispatch_mode_runs_in_forward_or_backward():
         block.ln_2.register_full_backward_hook(note)
     lm_loss(model, TOKENS).backward()
     assert modes == [None] * 6
+
+
+def test_a_frozen_norm_takes_a_tensor_of_inference_mode():
+    block = nn.Sequential(nn.LayerNorm(4).requires_grad_(False), nn.Linear(4, 4))
+    apply_regions(nn.Sequential(block), blocks="0")
+    with torch.inference_mode():
+        features = torch.ones(2, 4)
+    block(features).sum().backward()
+    assert block[1].weight.grad is not None
