@@ -378,7 +378,7 @@ def _mapped(path: Path) -> Array:
             array = numpy.memmap(path, dtype=BIN_FILE_DTYPE, mode="r")
         else:
             array = numpy.load(path, mmap_mode="r")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} holds no array that can be mapped ({error}): write it with numpy.save"
         ) from error
