@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from curry_train.core.measure import count_flops, measure_memory, recompute_flops
+from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import sac
 from curry_train.primitives.regions import apply_regions
@@ -48,7 +48,7 @@ def test_each_attention_kernel_of_cuda_is_kept(backend):
         model = case.build()
         before = count_flops(model, case.batch(), LOSS)
         apply_sac(model, "save_matmuls_and_attention")
-        assert recompute_flops(before, count_flops(model, case.batch(), LOSS)) == 0
+        assert count_flops(model, case.batch(), LOSS).backward == before.backward
 
 
 # What is refused.

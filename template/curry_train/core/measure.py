@@ -440,11 +440,6 @@ def count_flops(module: nn.Module, batch: Any, loss: Loss) -> Flops:
         return Flops(forward.flops, backward.flops)
 
 
-def recompute_flops(plain: Flops, technique: Flops) -> int:
-    """Return the FLOPs that a technique recomputes in backward."""
-    return technique.backward - plain.backward
-
-
 def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import LiveStorages, Memory, count_flops, measure_memory, recompute_flops
+from ..core.measure import LiveStorages, Memory, count_flops, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,
@@ -205,7 +205,7 @@ def flops_again(case: Case, module: nn.Module, *, early_stop: bool = False) -> i
     loss = case.workload.mean_loss
     plain = count_flops(case.build(), case.batch(), loss)
     with set_checkpoint_early_stop(early_stop):
-        return recompute_flops(plain, count_flops(module, case.batch(), loss))
+        return count_flops(module, case.batch(), loss).backward - plain.backward
 
 
 # The same where nothing is trained.
