@@ -21,7 +21,7 @@ import tomllib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -332,15 +332,17 @@ def measure_rows(
     """
     num_processes = processes_that_pay_off(cases, gates)
     pairs = [(case, gate) for case in cases for gate in gates]
-    verdicts = (
-        _in_processes(pairs, implementations, num_processes)
-        if num_processes > 1
-        else (gate.run(case, implementations) for case, gate in pairs)
+    # Gates on ranks run in this process, so that all use the same ranks.
+    in_workers = _in_workers(
+        [(case, gate) for case, gate in pairs if not gate.on_ranks], implementations, num_processes
     )
     try:
-        for (case, _), verdict in zip(pairs, verdicts, strict=True):
+        for case, gate in pairs:
+            is_here = gate.on_ranks or num_processes < 2
+            verdict = gate.run(case, implementations) if is_here else next(in_workers)
             yield GateRow(case.workload.name, verdict)
     finally:
+        in_workers.close()
         drop_shared_results()
 
 
@@ -350,27 +352,6 @@ def processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     return min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, cores)
-
-
-def _in_processes(
-    pairs: Sequence[tuple[Case, Gate]], given: Sequence[Implementation], num_processes: int
-) -> Iterator[Verdict]:
-    """Yield the verdict of each gate on its case, in order.
-
-    Gates on ranks run in a thread of this process, one after the other, so that all use the same
-    ranks. The others run in worker processes.
-    """
-    with ThreadPoolExecutor(1) as thread:
-        on_ranks = [thread.submit(gate.run, case, given) for case, gate in pairs if gate.on_ranks]
-        in_workers = _in_workers(
-            [(case, gate) for case, gate in pairs if not gate.on_ranks], given, num_processes
-        )
-        try:
-            for _, gate in pairs:
-                yield on_ranks.pop(0).result() if gate.on_ranks else next(in_workers)
-        finally:
-            in_workers.close()
-            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _in_workers(
