@@ -19,9 +19,7 @@ from torch.optim import Optimizer
 
 from ..core.generators import seeded
 from ..runs.attach import saving
-from ..workloads.models import import_callable
 from ..workloads.workload import Case
-from .implementation import spec_of
 from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
 from .two_ranks import Found, Wrapped, compare_on_ranks, differing, under_both
 from .verdict import Gate, Outcome
@@ -66,16 +64,16 @@ def compare_resumed_ranks(case: Case, *, attach: Callable[..., Any] = saving) ->
     case.workload.batch(case.batch_size)
     with tempfile.TemporaryDirectory(prefix="two-ranks-") as folder:
         return compare_on_ranks(
-            f"{__name__}:_resume_on_rank",
+            _resume_on_rank,
             case,
             required=f"state of step {NUM_STEPS} equal to the bit on each rank",
             hint="save the shards and the generators of every rank, and load each into its own",
             folder=folder,
-            attach=spec_of(attach),
+            attach=attach,
         )
 
 
-def _resume_on_rank(case: Case, folder: str, attach: str) -> Found:
+def _resume_on_rank(case: Case, folder: str, attach: Callable[..., Any]) -> Found:
     """Compare a resumed training on this rank with one that was not stopped."""
 
     def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
@@ -88,8 +86,7 @@ def _resume_on_rank(case: Case, folder: str, attach: str) -> Found:
                     parameter.zero_()
             seed = case.seed + dist.get_rank() + 10 * resumes
             runs = Path(folder, kind, name)
-            own = import_callable(attach)
-            return _train(case, model, optimizer, own, runs, until=until, seed=seed)
+            return _train(case, model, optimizer, attach, runs, until=until, seed=seed)
 
         expected = train("straight", until=NUM_STEPS)
         train("resumed", until=STOPPED_AFTER)

@@ -20,9 +20,8 @@ from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES
 from ..primitives.grad_accum import GradientAccumulation, train_window
 from ..workloads.from_script import launcher_variables
-from ..workloads.models import import_callable
 from ..workloads.workload import Case
-from .implementation import spec_of, takes
+from .implementation import takes
 from .two_ranks import Found, GradientSyncs, Wrapped, compare_on_ranks, under_both
 from .verdict import Gate, NotApplicable, Outcome
 from .windows_by_hand import (
@@ -166,17 +165,17 @@ def two_ranks(case: Case, *, train_window: Train = train_window) -> Outcome:
     batch = case.batch(2 * sum(RANK_SIZES))
     reference_by_hand(case, [case.split(batch, 2 * RANK_SIZES)], batch)
     return compare_on_ranks(
-        f"{__name__}:_compare_on_rank",
+        _compare_on_rank,
         case,
         required=f"{GRADIENT_TOLERANCES[case.dtype]:.0e} or {DIVIDED_BATCH_FACTOR} times that of a "
         "loop by hand; 1 sync a window",
         hint="divide by the terms of all ranks; use no_sync or set_requires_gradient_sync until "
         "the window's last microbatch",
-        train=spec_of(train_window),
+        train=train_window,
     )
 
 
-def _compare_on_rank(case: Case, train: str) -> Found:
+def _compare_on_rank(case: Case, train: Train) -> Found:
     """Train this rank's part of an uneven masked window, and compare it with the whole batch."""
     # A loss may take derivatives of the model, also where only its forward is looked at.
     loss = torch.enable_grad()(case.workload.loss)
@@ -206,7 +205,7 @@ def _compare_on_rank(case: Case, train: str) -> Found:
         error_by_hand, syncs_by_hand = measure_window(train_by_hand)
         # An implementation may read what torchrun sets.
         with patch.dict(os.environ, launcher_variables(rank, num_ranks)):
-            error, num_syncs = measure_window(import_callable(train))
+            error, num_syncs = measure_window(train)
         if error_by_hand > tolerance:
             return {"refused": f"a loop by hand under {kind} differs by {error_by_hand:.1e}"}
         syncs = num_syncs / syncs_by_hand

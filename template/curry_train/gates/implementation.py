@@ -96,6 +96,11 @@ class Implementation:
         self.num_calls += 1
         return self.function(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Callable[[str], "Implementation"], tuple[str]]:
+        """Let another process load it by its name, where it is called."""
+        self.num_calls += 1
+        return load_implementation, (f"{self.name}={self.spec}",)
+
 
 class WrongImplementation(ValueError):
     """Raised for an implementation that can't be loaded or called; the message is one line."""
@@ -151,11 +156,3 @@ def takes(function: Callable[..., Any], keyword: str) -> bool:
     except TypeError:
         return False
     return True
-
-
-def spec_of(function: Callable[..., Any]) -> str:
-    """Return the text by which another process loads a function, ours or the user's."""
-    if isinstance(function, Implementation):
-        function.num_calls += 1  # it runs in the other process
-        return function.spec
-    return f"{function.__module__}:{function.__qualname__}"

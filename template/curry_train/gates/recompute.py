@@ -27,9 +27,7 @@ from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.segments import recompute_segments
 from ..primitives.strategies import STRATEGIES, Sample, choose_segments
-from ..workloads.models import import_callable
 from ..workloads.workload import Case
-from .implementation import spec_of
 from .offload import OFFLOAD_GATES
 from .own_training import different_names, new_batch
 from .same_training import (
@@ -285,18 +283,18 @@ NUM_MICROBATCHES = 2
 def compare_ranks(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
     """Recompute the blocks before they are wrapped, and compare gradients and collectives."""
     return compare_on_ranks(
-        f"{__name__}:_compare_on_rank",
+        _compare_on_rank,
         case,
         required="gradients of each rank equal to the bit, and as many collectives in backward",
         hint="use the parameters that FSDP2 gathers for the recompute, and mark each gradient once",
-        change=spec_of(recompute_blocks),
+        change=recompute_blocks,
         names=list(find_blocks(case.build(), case.blocks)),
     )
 
 
-def _compare_on_rank(case: Case, change: str, names: Sequence[str]) -> Found:
+def _compare_on_rank(case: Case, change: Change, names: Sequence[str]) -> Found:
     """Compare steps of this rank with recompute and without, on batches of its own."""
-    recompute = partial(import_callable(change), blocks=names)
+    recompute = partial(change, blocks=names)
     with seeded(case.seed + dist.get_rank()):
         batches = [new_batch(case) for _ in range(NUM_MICROBATCHES)]
 

@@ -10,12 +10,14 @@ import contextlib
 import functools
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -34,9 +36,16 @@ from ..core.blocks import find_blocks
 from ..core.digest import digest
 from ..core.generators import seeded
 from ..workloads.from_script import LAUNCHER_VARIABLES, launcher_variables
-from ..workloads.models import import_callable, load_workload
+from ..workloads.models import import_callable
 from ..workloads.workload import Case
-from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
+from .verdict import (
+    NotApplicable,
+    Outcome,
+    RankFailed,
+    error_in_a_line,
+    run_pickled,
+    where_to_look,
+)
 
 # Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that.
 Wrapped = Callable[..., nn.Module]
@@ -55,13 +64,13 @@ PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
 
 def compare_on_ranks(
-    target: str, case: Case, *, required: str, hint: str, **arguments: Any
+    check: Callable[..., Found], case: Case, *, required: str, hint: str, **arguments: Any
 ) -> Outcome:
-    """Call `target(case, **arguments)` on two ranks, by its name, and join what they found.
+    """Call `check(case, **arguments)` on two ranks, and join what they found.
 
-    Arguments are passed as JSON. A wrapper that refuses the model on any rank is named.
+    A wrapper that refuses the model on any rank is named.
     """
-    results = _on_two_ranks(target, case, arguments)
+    results = _on_two_ranks(check, case, arguments)
     figures = []
     refused = []
     is_right = True
@@ -87,7 +96,9 @@ def differing(number: int, wrong: Sequence[str]) -> dict[str, Any]:
     return {"measured": measured, "is_wrong": bool(wrong)}
 
 
-def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list[Found]:
+def _on_two_ranks(
+    check: Callable[..., Found], case: Case, arguments: Mapping[str, Any]
+) -> list[Found]:
     if not case.workload.spec:
         raise NotApplicable("the workload has no name, by which other processes could load it")
     started = time.monotonic()
@@ -99,14 +110,9 @@ def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list
         _ranks.pop().close()
     if not _ranks:
         _ranks.append(RankProcesses(2))
+    of_rank = functools.partial(check, replace(case, device=torch.device("cpu")), **arguments)
     given = {
-        "of_rank": target,
-        "spec": case.workload.spec,
-        "seed": case.seed,
-        "batch_size": case.batch_size,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "blocks": case.blocks,
-        "arguments": arguments,
+        "job": pickle.dumps(of_rank).hex(),
         # A rank loads the workload with this process's values.
         "environment": {
             name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ
@@ -120,20 +126,12 @@ def _on_two_ranks(target: str, case: Case, arguments: Mapping[str, Any]) -> list
 _ranks: list["RankProcesses"] = []
 
 
-def _on_this_rank(
-    of_rank: str,
-    spec: str,
-    dtype: str,
-    arguments: Mapping[str, Any],
-    environment: Mapping[str, str],
-    **options: Any,
-) -> Found:
+def _on_this_rank(job: str, environment: Mapping[str, str]) -> Any:
     # A trainer that saw a launcher would give each rank a part of the data.
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(environment)
-    case = Case(load_workload(spec), dtype=getattr(torch, dtype), **options)
-    return import_callable(of_rank)(case, **arguments)
+    return run_pickled(bytes.fromhex(job))
 
 
 def under_both(

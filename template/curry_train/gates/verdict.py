@@ -10,6 +10,7 @@ out the same for every user is a test of this package.
 Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 """
 
+import copyreg
 import fnmatch
 import functools
 import gc
@@ -17,6 +18,7 @@ import importlib
 import inspect
 import multiprocessing
 import os
+import pickle
 import tomllib
 import traceback
 from collections import Counter
@@ -34,7 +36,7 @@ from ..core.wording import did_you_mean
 from ..workloads.models import load_workload, users_frames
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
-from .implementation import CONTRACTS, Implementation, load_implementation
+from .implementation import CONTRACTS, Implementation
 
 T = TypeVar("T")
 LESS_MEMORY = "try a smaller --batch-size, or --shrink"
@@ -362,16 +364,15 @@ def _in_workers(
     Where memory runs out the system ends a process. The gates that have no verdict by then run one
     at a time; one that even then ends its process does not apply.
     """
-    named = tuple(f"{one.name}={one.spec}" for one in given)
-    tasks = [(vars(case) | {"workload": case.workload.spec}, gate, named) for case, gate in pairs]
+    jobs = [pickle.dumps(functools.partial(gate.run, case, given)) for case, gate in pairs]
     first = 0
-    while first < len(tasks):
+    while first < len(jobs):
         try:
             # Spawn, because a fork of a process that has used threads may hang.
             context = multiprocessing.get_context("spawn")
             threads = max(1, torch.get_num_threads() // num_processes)
             with ProcessPoolExecutor(num_processes, context, _start_worker, (threads,)) as pool:
-                for verdict in pool.map(_measure, *zip(*tasks[first:], strict=True)):
+                for verdict in pool.map(run_pickled, jobs[first:]):
                     first += 1
                     yield verdict
         except BrokenProcessPool:
@@ -393,11 +394,16 @@ def _start_worker(threads: int) -> None:
     gc.freeze()
 
 
-def _measure(settings: dict[str, Any], gate: Gate, implementations: tuple[str, ...]) -> Verdict:
-    case = Case(**settings | {"workload": _load_workload(settings["workload"])})
-    return gate.run(case, list(map(_load_implementation, implementations)))
+def run_pickled(job: bytes) -> Any:
+    """Call a function of no arguments that another process has pickled."""
+    return pickle.loads(job)()
 
 
-# Once per process, for all gates.
-_load_workload = functools.cache(load_workload)
-_load_implementation = functools.cache(load_implementation)
+@functools.cache
+def _loaded(spec: str) -> Workload:
+    """Load a workload, once per process for all gates."""
+    return load_workload(spec)
+
+
+# Functions of the user's can't be pickled, so a workload is by its name.
+copyreg.pickle(Workload, lambda workload: (_loaded, (workload.spec,)))
