@@ -17,7 +17,7 @@ REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync
 
 
 def rank_facts(trace: Trace) -> list[dict[str, Any]]:
-    """Return what a rank did, as JSON: for each step its line, weights, samples and syncs."""
+    """Return what a rank did: for each step its line, weights, samples and syncs."""
     steps = []
     for step in trace.windows:
         forwards = step.forwards
@@ -29,7 +29,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
             {
                 "place": step.place,
                 "weights": None if is_sharded or step.moved is None else step.after,
-                "inputs": [list(one.digests) for one in forwards],
+                "inputs": [one.digests for one in forwards],
                 "input_place": place,
                 "data_place": next(
                     (one.place for one in step.of(Fetch) if not given.isdisjoint(one.digests)),

@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -77,14 +76,11 @@ def preflight_program(
     """
     job = functools.partial(_check, num_steps, num_layers)
     found = run_ranks(job, [kind, *words], num_ranks=num_ranks)
-    verdicts = [
-        [Verdict(**verdict | {"ran": tuple(verdict["ran"])}) for verdict in one.get("verdicts", ())]
-        for one in found
-    ]
+    verdicts = [one["verdicts"] for one in found if one]
     # The first rank with a fault has the verdict.
-    merged = [
+    merged: list[Verdict] = [
         next((one for one in of_ranks if one.passed is False), of_ranks[0])
-        for of_ranks in zip(*filter(None, verdicts), strict=True)
+        for of_ranks in zip(*verdicts, strict=True)
     ]
     if num_ranks > 1:
         faults = faults_of_ranks([one.get("ranks") for one in found])
@@ -111,7 +107,7 @@ def run_ranks(
     that were changed are put back when all processes have ended; with `undo` the caller does it.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
-        results = [Path(folder, f"found_{rank}.json") for rank in range(num_ranks)]
+        results = [Path(folder, f"found_{rank}") for rank in range(num_ranks)]
         Path(folder, "job").write_bytes(pickle.dumps((job, program, options)))
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
@@ -134,7 +130,7 @@ def run_ranks(
                 one.wait()
             if options.get("undo") is None:
                 put_back(Path(folder))
-        found = [json.loads(one.read_text()) if one.exists() else {} for one in results]
+        found = [pickle.loads(one.read_bytes()) if one.exists() else {} for one in results]
     for one in found:
         if "error" in one:
             raise LoopFailed(one["error"])
@@ -210,7 +206,7 @@ def run_watched(
 
     def end(found: Found) -> NoReturn:
         unfinished = Path(f"{result}.part")
-        unfinished.write_text(json.dumps(found))
+        unfinished.write_bytes(pickle.dumps(found))
         unfinished.rename(result)
         if undo is not None:
             time.sleep(SECONDS_BEFORE_KILL)
@@ -244,8 +240,7 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             end({"error": NOT_SHRUNK})
         for note in notes:
             print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
-        verdicts = [asdict(verdict) for verdict in judge(trace)]
-        end({"verdicts": verdicts, "ranks": rank_facts(trace)})
+        end({"verdicts": judge(trace), "ranks": rank_facts(trace)})
 
     small: Any = contextlib.nullcontext()
     if num_layers:
