@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.generators import seeded
+from ..plan.optimizers import make_optimizer
 from ..runs.attach import saving
 from ..workloads.workload import Case
 from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
@@ -79,10 +80,9 @@ def _resume_on_rank(case: Case, folder: str, attach: Callable[..., Any]) -> Foun
     def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
         def train(name: str, *, until: int, resumes: bool = False) -> dict[str, str]:
             model = wrapped()
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            optimizer = torch.optim.AdamW(trained, lr=1e-3)
+            optimizer = make_optimizer("adamw", model)
             with torch.no_grad():
-                for parameter in trained if resumes else ():
+                for parameter in model.parameters() if resumes else ():
                     parameter.zero_()
             seed = case.seed + dist.get_rank() + 10 * resumes
             runs = Path(folder, kind, name)

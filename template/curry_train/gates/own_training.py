@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from ..plan.optimizers import make_optimizer
 from ..workloads.workload import Case
 from .same_training import REFUSALS
 from .two_ranks import printed_bits
@@ -21,14 +21,12 @@ from .verdict import NotApplicable
 def new_training(case: Case, *, seed: int) -> tuple[nn.Module, Optimizer]:
     """Build the model with the values of a seed, and the user's optimizer or AdamW."""
     model = replace(case, seed=seed).build()
-    if case.workload.optimizer is not None:
-        optimizer = case.workload.optimizer(model)
-        for group in optimizer.param_groups:
-            # Left by a schedule, which no gate steps.
-            group.pop("initial_lr", None)
-        return model, optimizer
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return model, torch.optim.AdamW(trained, lr=1e-3)
+    own = case.workload.optimizer
+    optimizer = make_optimizer("adamw", model) if own is None else own(model)
+    for group in optimizer.param_groups:
+        # Left by a schedule, which no gate steps.
+        group.pop("initial_lr", None)
+    return model, optimizer
 
 
 def new_batch(case: Case) -> Any:
