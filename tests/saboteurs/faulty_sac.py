@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 import torch
 from foreign_sac import (
     PRODUCTS,
-    by_checkpoint,
     checkpointed,
     counts_on_in_the_second_run,
     does_nothing,
@@ -152,5 +151,11 @@ FAULTS = [
         model="dropout",
         hint="a policy: ",
     ),
-    planted("sac.off", "regions-in-eval", apply=by_checkpoint, hint="regions: "),
+    planted(
+        "sac.off",
+        "regions-in-eval",
+        apply=trains_in_eval_mode,
+        model="dropout",
+        hint="regions: ",
+    ),
 ]

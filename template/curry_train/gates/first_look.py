@@ -23,7 +23,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import buffers_kept, generator_states, same_state, seeded
-from ..core.measure_compiled import holds_compiled_code
 from ..primitives.grad_flow_probe import in_backward
 from ..primitives.rerun import TORCH_ATTRIBUTES
 from ..primitives.running_blocks import (
@@ -34,6 +33,7 @@ from ..primitives.running_blocks import (
     unusual_blocks,
 )
 from ..workloads.workload import Case, map_tensors
+from .same_training import uncompiled
 from .verdict import Verdict
 
 # Gates that compare calls of one module, or a whole batch with its parts.
@@ -120,9 +120,7 @@ def explained(verdict: Verdict, findings: Sequence[FailureCause]) -> Verdict:
 def look(case: Case) -> tuple[FailureCause, ...]:
     """Run a few forwards and one backward of the plain model, and return what was found."""
     module = case.build()
-    if not holds_compiled_code(module):
-        return tuple(_findings(case, module))
-    with torch.compiler.set_stance("force_eager"):
+    with uncompiled(module):
         return tuple(_findings(case, module))
 
 

@@ -163,12 +163,11 @@ def compare_eval_mode(
 ) -> Outcome:
     """Compare eval mode, and a forward without gradients, with the plain model.
 
-    Ours also saves what the plain model saves in eval mode; torch's checkpoint recomputes in any
-    mode, which changes no value.
+    A policy of the user's is compared alone. It may recompute in any mode, as torch's checkpoint
+    does, which changes no value.
     """
-    is_ours = apply_sac is sac.apply_sac
-    changes = {"a policy": apply_sac} | ({"regions": apply} if is_ours else {})
-    return same_without_training(case, changes, saved_too=is_ours)
+    regions = {"regions": apply} if apply_sac is sac.apply_sac else {}
+    return same_without_training(case, {"a policy": apply_sac, **regions})
 
 
 GATES = (

@@ -13,14 +13,13 @@ import gc
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
@@ -211,12 +210,7 @@ def flops_again(case: Case, module: nn.Module, *, early_stop: bool = False) -> i
 # The same where nothing is trained.
 
 
-SAVED_TENSORS = "sizes of tensors that are saved in eval mode"
-
-
-def same_without_training(
-    case: Case, changes: Mapping[str, Change], *, saved_too: bool = False
-) -> Outcome:
+def same_without_training(case: Case, changes: Mapping[str, Change]) -> Outcome:
     """Compare changed blocks with the plain model in eval mode, and without gradients."""
     try:
         step, facts = _without_training(case, case.build())
@@ -225,20 +219,19 @@ def same_without_training(
         why = f"the plain model raises {type(error).__name__} in eval mode: {reason}"
         raise NotApplicable(why) from error
 
-    def difference(module: nn.Module, *, saved_too: bool) -> str:
+    def difference(module: nn.Module) -> str:
         other_step, others = _without_training(case, module)
         found = compare(step, other_step)
         if not found.bit_equal:
             return f"in eval mode {found.describe(most=1)}"
-        names = [name for name in facts if facts[name] != others[name]]
-        return "".join(f"other {name}" for name in names if saved_too or name != SAVED_TENSORS)
+        return "".join(f"other {name}" for name in facts if facts[name] != others[name])
 
-    if differs := difference(case.build(), saved_too=True):
+    if differs := difference(case.build()):
         raise NotApplicable(f"two steps of the plain model differ: {differs}")
     differing = [
         f"{name}: {what}"
         for name, change in changes.items()
-        if (what := difference(changed(case, change), saved_too=saved_too))
+        if (what := difference(changed(case, change)))
     ]
     hint = "be active only while module.training and torch.is_grad_enabled()" if differing else ""
     measured = "; ".join(differing) or f"{' and '.join(changes)}: nothing differs"
@@ -247,19 +240,9 @@ def same_without_training(
 
 def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, dict[str, str]]:
     """Return a step in eval mode, and texts of what else is compared."""
-    saved: list[int] = []
     modes = set[bool]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor.nbytes)
-        return tensor
-
-    with ExitStack() as stack:
-        if holds_compiled_code(module):
-            # Compiled code does not reach the hooks, and fails to trace them.
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            step = step_of(case, module.eval())
+    with uncompiled(module):
+        step = step_of(case, module.eval())
         with (
             seeded(case.seed),
             torch.no_grad(),
@@ -268,10 +251,16 @@ def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, dict[s
         ):
             loss = case.workload.mean_loss(module.train(), case.batch())
     return step, {
-        SAVED_TENSORS: repr(saved),
         "loss with no gradients": repr(loss.tolist()),
         "calls with no gradients": f"{sum(calls.values())}, {modes}",
     }
+
+
+def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
+    """Run compiled code as it is written, because hooks fail to be traced or reached in it."""
+    if holds_compiled_code(module):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
 
 
 @contextmanager
