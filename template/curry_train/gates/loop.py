@@ -864,12 +864,8 @@ def scaler(trace: Trace) -> Iterator[Fault]:
                     "use torch.amp.GradScaler, or bfloat16",
                 )
         raise NotApplicable("the loop has no scaler that is on")
-    names = {one.call for one in calls}
-    if "scale" not in names:
-        yield calls[0].place, "no loss is scaled", "call scaler.scale(loss).backward()"
-        return
     yield from _scaled_in_part(trace)
-    if "update" not in names and len(trace.of(Step)) > 1:
+    if all(one.call != "update" for one in calls) and len(trace.of(Step)) > 1:
         yield calls[0].place, "the scale is never updated", "call scaler.update()"
 
 
