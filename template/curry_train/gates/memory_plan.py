@@ -35,14 +35,7 @@ from .verdict import Gate, NotApplicable, Outcome, shared
 # Part of our chunked loss's refusal.
 SECOND_DERIVATIVE_ERROR = "can't be differentiated twice"
 
-# The next higher precision. Tokens that the model predicts with a probability near 1 have gradients
-# that are small differences of it and 1, so float32 may round them by more than its bound.
-HIGHER_PRECISION = {
-    torch.float32: torch.float64,
-    torch.bfloat16: torch.float32,
-    torch.float16: torch.float32,
-}
-# Times the difference between a plain step and the same step in higher precision.
+# Times the difference between a plain step and the same step in float64.
 ROUNDING_FACTOR = 2.0
 # Of the peak of a head and its loss, without the gradients.
 MOST_CHUNKED_SHARE = 0.15
@@ -127,10 +120,12 @@ def compare_chunked_loss(case: Case, *, apply_chunked_loss: Change = apply_chunk
 
 
 def _rounding(case: Case, batch: Any, reference: StepRecord) -> float:
-    """Return how far the plain step is from the same step in higher precision."""
-    if case.dtype not in HIGHER_PRECISION:
-        return 0.0
-    precise = replace(case, dtype=HIGHER_PRECISION[case.dtype])
+    """Return how far the plain step is from the same step in float64.
+
+    Tokens that the model predicts with a probability near 1 have gradients that are small
+    differences of it and 1, so float32 may round them by more than its bound.
+    """
+    precise = replace(case, dtype=torch.float64)
     try:
         module = case.build().to(precise.dtype)
         step = step_of(precise, module, precise.place(batch))
