@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
@@ -1009,7 +1010,8 @@ def data(trace: Trace) -> Iterator[Fault]:
 
 def _not_finite(trace: Trace) -> Iterator[Fault]:
     for one in trace.trained_forwards:
-        if not one.is_finite:
+        # A digest is a sum.
+        if not all(map(math.isfinite, one.digests)):
             hint = "look at how the data is read and normalized"
             yield one.place, "the model is given values that are not finite", hint
 

@@ -143,7 +143,6 @@ class Forward(Event):
     module: nn.Module
     training: bool
     digests: tuple[float, ...]
-    is_finite: bool
     # Whether all samples are the same.
     is_one_sample: bool
     num_samples: int
@@ -157,9 +156,8 @@ class Forward(Event):
     weights: tuple[float, float]
     # Whether an input has a gradient, as what another model gives.
     passes_on: bool
-    # Rows of tokens and the attention mask, if it was given some.
+    # Rows of tokens, if it was given some.
     tokens: Tensor | None
-    mask: Tensor | None
     # Their dimension of time; the first one, where the targets show that.
     time_dim: int = 1
     # Whether a backward pass has reached its output.
@@ -699,7 +697,6 @@ class Observer(Trace):
             module=module,
             training=module.training,
             digests=tuple(map(digest, inputs)),
-            is_finite=all(bool(one.isfinite().all()) for one in inputs if is_plain(one)),
             # A dimension more is that of several models.
             is_one_sample=bool(inputs)
             and all(one.dim() in (2, 4) and _has_equal_rows(one) for one in inputs),
@@ -712,7 +709,6 @@ class Observer(Trace):
             syncs=getattr(module, "require_backward_grad_sync", None),
             passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens,
-            mask=_rows(options.get("attention_mask")),
             cause=None if module.training else self.made.get(id(module)),
         )
 
@@ -794,7 +790,7 @@ class Observer(Trace):
     def _note_targets(self, forward: Forward, target: Tensor, ignored: int = -100) -> None:
         """Compare targets that are indices with the tokens that the model was given."""
         self._find_tokens(forward, target, ignored)
-        tokens, mask = forward.tokens, forward.mask
+        tokens, mask = forward.tokens, self.given[1].get("attention_mask")
         if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
             return
         targets = target.reshape(len(tokens), -1)
@@ -811,7 +807,7 @@ class Observer(Trace):
         if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
             return
         same = event.same_as_input = _same_as_input(targets, counted, tokens)
-        if mask is not None and mask.shape == tokens.shape:
+        if isinstance(mask, Tensor) and mask.shape == tokens.shape:
             ahead = int(same.get(1, 0) > same.get(0, 0))
             padding = mask[:, ahead:] == 0
             width = min(padding.shape[1], targets.shape[1])
