@@ -10,7 +10,6 @@ import contextlib
 import functools
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from .verdict import (
     Outcome,
     RankFailed,
     error_in_a_line,
+    pickled,
     run_pickled,
     where_to_look,
 )
@@ -112,7 +112,7 @@ def _on_two_ranks(
         _ranks.append(RankProcesses(2))
     of_rank = functools.partial(check, replace(case, device=torch.device("cpu")), **arguments)
     given = {
-        "job": pickle.dumps(of_rank).hex(),
+        "job": pickled(of_rank).hex(),
         # A rank loads the workload with this process's values.
         "environment": {
             name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ

@@ -10,12 +10,12 @@ out the same for every user is a test of this package.
 Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 """
 
-import copyreg
 import fnmatch
 import functools
 import gc
 import importlib
 import inspect
+import io
 import multiprocessing
 import os
 import pickle
@@ -364,7 +364,7 @@ def _in_workers(
     Where memory runs out the system ends a process. The gates that have no verdict by then run one
     at a time; one that even then ends its process does not apply.
     """
-    jobs = [pickle.dumps(functools.partial(gate.run, case, given)) for case, gate in pairs]
+    jobs = [pickled(functools.partial(gate.run, case, given)) for case, gate in pairs]
     first = 0
     while first < len(jobs):
         try:
@@ -394,9 +394,13 @@ def _start_worker(threads: int) -> None:
     gc.freeze()
 
 
-def run_pickled(job: bytes) -> Any:
-    """Call a function of no arguments that another process has pickled."""
-    return pickle.loads(job)()
+def pickled(job: Callable[[], Any]) -> bytes:
+    """Pickle a call with a case, whose workload is pickled by its name alone."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = {Workload: lambda workload: (_loaded, (workload.spec,))}
+    pickler.dump(job)
+    return stream.getvalue()
 
 
 @functools.cache
@@ -405,5 +409,5 @@ def _loaded(spec: str) -> Workload:
     return load_workload(spec)
 
 
-# Functions of the user's can't be pickled, so a workload is by its name.
-copyreg.pickle(Workload, lambda workload: (_loaded, (workload.spec,)))
+def run_pickled(job: bytes) -> Any:
+    return pickle.loads(job)()
