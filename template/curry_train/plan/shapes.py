@@ -160,7 +160,7 @@ def _check_indices(func: Any, args: Any) -> None:
     if func is INDEX and not any(getattr(one, "dtype", None) is torch.bool for one in args[1]):
         chosen = zip(args[0].shape, args[1], strict=False)
     elif func is INDEX_SELECT:
-        chosen = [(args[0].shape[args[1]], args[2])]
+        chosen = zip(args[0].shape[args[1] :], args[2:3], strict=False)
     for size, index in chosen:
         if has_values(index) and index.dtype is torch.int64 and (index >= size).any():
             raise IndexError(f"index {int(index.max())} is out of range for {size} entries")
