@@ -57,7 +57,6 @@ GROUPED_MM_OPERATION = aten._grouped_mm.default
 READ_OPERATION = aten._local_scalar_dense.default
 INDEX = aten.index.Tensor
 INDEX_SELECT = aten.index_select.default
-EMBEDDING_BAG = aten._embedding_bag.default
 # Losses that allocate a value for each element, and resize that storage to the sum or mean.
 RESIZED_LOSSES = (
     aten.mse_loss.default,
@@ -109,8 +108,6 @@ class KernelsAsTheyRun(FakeTensorMode):
             return self._like(out[0], args[1].dtype), *out[1:]
         if func in RESIZED_LOSSES and out.dim() == 0:
             return self._resized(torch.broadcast_shapes(args[0].shape, args[1].shape), out)
-        if func is EMBEDDING_BAG and self.kernels == "cpu" and out[1].numel():
-            return out[0], self._resized([out[1].numel() + 1], out[1]), *out[2:]
         return out
 
     def _resized(self, size: Sequence[int], out: Tensor) -> Tensor:
