@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from curry_train.core.blocks import find_blocks
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding
-from curry_train.plan.rank_step import ForcedRouting
+from curry_train.plan.rank_step import EvenRouting
 from curry_train.workloads.workload import Case
 from ranks import peak_of_running_rank
 
@@ -44,13 +44,9 @@ class MoeBlock(nn.Module):
 
 
 class MoeNet(nn.Module):
-    def __init__(self, *, same=False, block=MoeBlock):
+    def __init__(self, *, block=MoeBlock):
         super().__init__()
         self.blocks = nn.ModuleList(block() for _ in range(2))
-        if same:
-            for block in self.blocks:
-                nn.init.zeros_(block.router.weight)
-                block.router.bias.data = torch.arange(float(NUM_EXPERTS)).flip(0)
 
     def forward(self, x):
         for block in self.blocks:
@@ -123,12 +119,8 @@ def program(name, *, rank=0):
     return routed(lambda: MoeNet(block=block)), sharding
 
 
-def measure_routed(cases):
-    """Measure programs by name, with the routing of each case, in this rank."""
-    return [measure(name, even, place) for name, even, place in cases]
-
-
-def measure(name, even, place):
+def measure(name):
+    """Measure a program by name, with an even routing, in this rank."""
     workload, sharding = program(name)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=tuple(sharding.mesh))
 
@@ -147,6 +139,5 @@ def measure(name, even, place):
 
         return step
 
-    places = sharding.mesh.get("ep", 1)
-    with ForcedRouting(even=even, place=place if places > 1 else 0, places=places):
+    with EvenRouting():
         return peak_of_running_rank(make, repeats=3)

@@ -45,9 +45,8 @@ from .profiler import (
     Timeline,
 )
 from .rank_step import (
-    EXPERTS_DIMENSION,
     FROM_SHAPES_ALONE,
-    ForcedRouting,
+    EvenRouting,
     RankKernels,
     RankProgram,
     local_bytes,
@@ -212,8 +211,6 @@ class Sketch:
         self.sharding = sharding or Sharding()
         # The mesh of a sharding over several ranks.
         self._mesh: Any = None
-        # The routing of a rank's tokens to experts; None for one rank, or without experts.
-        self.routing: ForcedRouting | None = None
         self.case: Case
         # None for a model without blocks.
         self.choice: BlockChoice | None = None
@@ -230,7 +227,11 @@ class Sketch:
                 self.case = PretendedCase(self._load(), **self._options)
                 module = self.build()
                 if self.sharding.is_shared:
-                    self._force_routing(module, stack)
+                    # Imported here because a plan of one rank forces no routing.
+                    from ..primitives.routing import has_router
+
+                    if has_router(module):
+                        stack.enter_context(EvenRouting())
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
                     self._state = OptimizerState(self._values)
@@ -257,18 +258,6 @@ class Sketch:
 
     def __exit__(self, *raised: Any) -> None:
         self._stack.close()
-
-    def _force_routing(self, module: nn.Module, stack: contextlib.ExitStack) -> None:
-        """Spread the tokens of every rank evenly over experts, if there are any."""
-        # Imported here because most models have no experts.
-        from ..primitives.routing import has_router
-
-        if has_router(module):
-            self.routing = stack.enter_context(ForcedRouting(even=True))
-            if EXPERTS_DIMENSION in self.sharding.mesh:
-                sharing = self._mesh[EXPERTS_DIMENSION]
-                self.routing.place = sharing.get_local_rank()
-                self.routing.places = sharing.size()
 
     def _try_optimizer(self, module: nn.Module) -> None:
         """Take a step without values; raises one of `NEEDS_VALUES_ERRORS` if it needs them."""

@@ -76,10 +76,6 @@ class GpuCount:
     # Parameters and optimizer state of this GPU, which no change makes less.
     state_bytes: int = 0
 
-    # The peak where all tokens choose the experts of this GPU; None where shapes do not depend on
-    # the routing. Tokens are spread evenly in `peak_bytes`.
-    worst_routing_bytes: int | None = None
-
     @property
     def num_gpus(self) -> int:
         return self.sharding.ranks
@@ -173,13 +169,6 @@ class FewestGpus:
         if fewer:
             nearest = max(fewer, key=lambda one: (one.num_gpus, one.margin_bytes))
             text += f" With {nearest.num_gpus}, missing: {nearest.lack_text}."
-        if best.worst_routing_bytes is not None:
-            lacking = best.worst_routing_bytes - best.limit_bytes
-            text += (
-                f" Tokens are spread evenly over experts: where all choose those of one GPU, it "
-                f"needs {format_bytes(best.worst_routing_bytes)}"
-                + (f", {format_bytes(lacking)} too much." if lacking > 0 else ".")
-            )
         return start + text
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +184,6 @@ class FewestGpus:
                 "steps": one.steps,
                 "peak_bytes": one.peak_bytes,
                 "limit_bytes": one.limit_bytes,
-                "worst_routing_bytes": one.worst_routing_bytes,
                 **one.seconds.to_json(),
             }
             for one in self.attempts
@@ -350,9 +338,8 @@ class _Search:
         blocks = sketch.blocks(sketch.build()) if RECOMPUTE in change else {}
         options = dict.fromkeys(blocks, Option(FULL_KIND))
         candidate = Candidate(microbatch, steps, CHUNKED in change, options=options)
-        whole_steps = WholeSteps(sketch, card=self.card, links=self.links)
         try:
-            step = whole_steps.step(candidate)
+            step = WholeSteps(sketch, card=self.card, links=self.links).step(candidate)
         except UnsuitableHead:
             self.has_chunks = False
             return None
@@ -368,8 +355,4 @@ class _Search:
             time_of_window(step, self.card.profile, self.links, steps=steps),
             state + context,
         )
-        if count.fits and sketch.routing is not None:
-            peaks = whole_steps.routing_peaks(candidate)
-            if peaks is not None:
-                count = replace(count, worst_routing_bytes=peaks["worst_bytes"])
         return count, context + floor_of(step)

@@ -395,7 +395,6 @@ class Planner:
                 "optimizer": _name_of(self.sketch.optimizer),
                 "why_real": self.sketch.why_real,
                 "left_out": self.left_out,
-                "routing": self.whole_steps.routing_peaks(best),
             },
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)

@@ -261,33 +261,25 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 # Experts: a routing that is the same on every rank, and known where tensors have no values.
 
-EXPERTS_DIMENSION = "ep"
 # An all-to-all of functional collectives; that of torch.distributed is a function.
 FUNCTIONAL_EXCHANGE = torch.ops._c10d_functional.all_to_all_single
 
 
-class ForcedRouting(TorchFunctionMode):
-    """Let a router send the tokens to all experts evenly, or all tokens to the same experts.
+class EvenRouting(TorchFunctionMode):
+    """Let a router send the tokens to all experts evenly.
 
-    The scores of the experts that are chosen stay those of the model. Among ranks that share the
-    experts, the chosen ones are those of the rank at `place`. Within `pretended` the choices have
-    values, so that the numbers of tokens that an expert gets are known.
+    The scores of the experts that are chosen stay those of the model. Within `pretended` the
+    choices have values, so that the numbers of tokens that an expert gets are known.
     """
-
-    def __init__(self, *, even: bool, place: int = 0, places: int = 1) -> None:
-        super().__init__()
-        self.even = even
-        self.place = place
-        self.places = places
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         scores: Any = args[0] if args else None
         if func in (torch.topk, Tensor.topk) and _are_scores(scores, found[1]):
-            indices = self._indices(scores, found[1])
+            indices = _even_indices(scores, found[1])
             return torch.return_types.topk((scores.gather(-1, indices), indices))
         if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
-            return self._indices(scores, found.unsqueeze(-1)).squeeze(-1)
+            return _even_indices(scores, found.unsqueeze(-1)).squeeze(-1)
         if func is FUNCTIONAL_EXCHANGE:
             sent, _, sizes, group = args
             _exchange(found, sent, sizes, group)
@@ -297,15 +289,11 @@ class ForcedRouting(TorchFunctionMode):
             _exchange(given["output"], given["input"], sizes, given.get("group"))
         return found
 
-    def _indices(self, scores: Tensor, found: Tensor) -> Tensor:
-        """Return as many experts for each token as were chosen."""
-        experts = scores.shape[-1]
-        if self.even:
-            places = torch.arange(found.numel(), device=found.device) % experts
-            return places.view(found.shape)
-        first = experts * self.place // self.places
-        chosen = torch.arange(first, first + found.shape[-1], device=found.device) % experts
-        return chosen.expand(found.shape).contiguous()
+
+def _even_indices(scores: Tensor, found: Tensor) -> Tensor:
+    """Return as many experts for each token as were chosen."""
+    places = torch.arange(found.numel(), device=found.device) % scores.shape[-1]
+    return places.view(found.shape)
 
 
 def _are_scores(scores: Any, found: Any) -> bool:

@@ -119,9 +119,9 @@ PLAN_PARTS: dict[str, Any] = {
     "cuda": dict.fromkeys(CUDA_FIGURES, 0),
     "communication": {"text": str} | {f"{name}_seconds": float for name in SHOWN_SECONDS},
 }
-SETTING_PARTS = {"left_out": [str], "limit_notes": [str], "routing": {ANY: 1}}
+SETTING_PARTS = {"left_out": [str], "limit_notes": [str]}
 # Parts that may be null.
-NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication", "routing")
+NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication")
 
 
 def _is_like(value: Any, like: Any) -> bool:
@@ -317,8 +317,6 @@ class Plan:
         lines += self._cuda_lines()
         nothing = "no block is repeated: name some with --blocks to plan for them"
         lines += ["", *(_blocks(self.options) or [nothing]), "", *textwrap.wrap(self.why, 80)]
-        if routing := self.settings.get("routing"):
-            lines += textwrap.wrap(_routing_text(routing, self.budget_bytes), 80)
         for reason in self.settings.get("left_out", ()):
             lines += textwrap.wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
@@ -436,16 +434,6 @@ def _blocks(options: Mapping[str, Option]) -> list[str]:
         what = "as it is" if option.kind == NONE_KIND else str(option)
         lines.append(_cut(f"{shown}: {what}"))
     return lines
-
-
-def _routing_text(peaks: Mapping[str, int], budget_bytes: int) -> str:
-    """Describe the peak by how tokens are spread over experts."""
-    worst = peaks["worst_bytes"]
-    over = f", {format_bytes(worst - budget_bytes)} over the budget" if worst > budget_bytes else ""
-    return (
-        f"Experts: a peak of {format_bytes(peaks['even_bytes'])} where each gets as many tokens, "
-        f"and of {format_bytes(worst)} where all tokens choose the same experts{over}."
-    )
 
 
 def _step_time(seconds: float) -> str:

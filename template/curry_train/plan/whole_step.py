@@ -7,12 +7,10 @@ that fit. With several ranks, the whole step is that of one rank in its wrapping
 Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_never_slower.py`.
 """
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
@@ -21,7 +19,6 @@ from .card import Card
 from .chain import PricedChain, chain_of
 from .costs import MEASURED_MICROBATCH_SIZES, Menu, drop_saved_tensors, measure_menus
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
-from .rank_step import ForcedRouting
 from .rank_time import OTHER_LINKS, Links, RankSeconds
 from .saved import (
     FULL_KIND,
@@ -251,26 +248,6 @@ class WholeSteps:
         found = window(step, steps=candidate.steps, scale=scale)
         of_microbatch = self.priced(candidate).seconds(candidate.options)
         return found._replace(compute=candidate.steps * part * of_microbatch)
-
-    def routing_peaks(self, candidate: Candidate) -> dict[str, int] | None:
-        """Return the peak where each expert gets as many tokens, and where all choose the same.
-
-        None where shapes do not depend on the routing.
-        """
-        from ..primitives.routing import has_router
-
-        sketch = self.sketch
-        is_measured = sketch.why_real is not None and has_router(sketch.build())
-        if not is_measured and sketch.routing is None:
-            return None
-        routing = sketch.routing or ForcedRouting(even=True)
-        with routing if is_measured else contextlib.nullcontext():
-            step = self.recorded(candidate) if is_measured else self.step(candidate)
-            even = self.bytes_needed(step)
-            # Now all tokens choose the same experts.
-            with mock.patch.object(routing, "even", False):
-                worst = self.bytes_needed(self.recorded(candidate))
-        return {"even_bytes": even, "worst_bytes": worst} if is_measured or even < worst else None
 
     def communication(self, candidate: Candidate) -> dict[str, Any] | None:
         """Describe the time and the collectives of a candidate that was estimated.
