@@ -27,7 +27,6 @@ from torch.nn import functional as F
 
 from curry_train.plan.cuda_allocator import (
     SMALL_SEGMENT,
-    AllocatorSettings,
     CudaAllocator,
     MemoryBlock,
 )
@@ -88,7 +87,7 @@ class Replay:
         self.trace = trace
         self.expandable = bool(trace["expandable"])
         self.allocator = CudaAllocator(
-            AllocatorSettings(expandable_segments=self.expandable), new_address=self._address
+            expandable_segments=self.expandable, new_address=self._address
         )
         self.blocks: list[MemoryBlock] = []
         self.num_allocations = 0

@@ -26,7 +26,6 @@ import torch
 
 import cuda_traces
 from curry_train.bench.steps import TrainingStep, find_lever
-from curry_train.plan.cuda_allocator import AllocatorSettings
 from curry_train.plan.cuda_step import cuda_memory, workspace_of
 from curry_train.plan.estimate import Sketch
 from curry_train.primitives.strategies import Sample
@@ -127,7 +126,7 @@ def predicted(
     found = cuda_memory(
         trace,
         workspace_bytes=workspace_of(card),
-        settings=AllocatorSettings(expandable_segments=config.expandable),
+        expandable=config.expandable,
         num_steps=NUM_STEPS,
     )
     return asdict(found)

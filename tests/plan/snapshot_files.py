@@ -5,7 +5,7 @@ import pickle
 from dataclasses import dataclass, field
 
 from cuda_traces import add_segment
-from curry_train.plan.cuda_allocator import SMALL_SEGMENT, AllocatorSettings, CudaAllocator
+from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator
 
 ADDRESS_UNIT = 512
 
@@ -22,8 +22,9 @@ class Recorder:
     expected: list = field(default_factory=list)
 
     def __post_init__(self):
-        self.settings = AllocatorSettings(expandable_segments=self.expandable)
-        self.allocator = CudaAllocator(self.settings, new_address=self._address)
+        self.allocator = CudaAllocator(
+            expandable_segments=self.expandable, new_address=self._address
+        )
         self.time = 1_700_000_000_000_000
         self.top = 0x7F0000000000
 

@@ -16,7 +16,6 @@ from curry_train.plan.cuda_allocator import (
     LARGE_SEGMENT,
     MIB,
     SMALL_SEGMENT,
-    AllocatorSettings,
     CudaAllocator,
     rounded,
     segment_size,
@@ -40,16 +39,11 @@ def test_a_recorded_trace_is_reproduced_exactly(path):
 
 
 SIZES = st.integers(1, 64 * MIB)
-SETTINGS = st.builds(
-    AllocatorSettings,
-    expandable_segments=st.booleans(),
-    max_split_bytes=st.sampled_from([None, 32 * MIB]),
-)
 
 
-@given(SETTINGS, st.lists(st.tuples(SIZES, st.integers(0, 1), st.booleans()), max_size=60))
-def test_blocks_never_overlap_and_reserved_covers_allocated(settings, steps):
-    allocator = CudaAllocator(settings)
+@given(st.booleans(), st.lists(st.tuples(SIZES, st.integers(0, 1), st.booleans()), max_size=60))
+def test_blocks_never_overlap_and_reserved_covers_allocated(expandable, steps):
+    allocator = CudaAllocator(expandable_segments=expandable)
     live = []
     for num_bytes, stream, release in steps:
         block = allocator.allocate(num_bytes, stream=stream)
@@ -85,16 +79,6 @@ def test_a_segment_has_the_size_of_its_class(num_bytes, expected):
     allocator = CudaAllocator()
     allocator.allocate(num_bytes)
     assert allocator.reserved == expected == segment_size(rounded(num_bytes))
-
-
-def test_large_blocks_are_not_split_from_the_limit_on():
-    free = CudaAllocator()
-    limited = CudaAllocator(AllocatorSettings(max_split_bytes=32 * MIB))
-    for allocator in (free, limited):
-        allocator.free(allocator.allocate(64 * MIB))
-        allocator.allocate(8 * MIB)
-    assert free.reserved == 64 * MIB
-    assert limited.reserved == 64 * MIB + LARGE_SEGMENT
 
 
 def test_a_block_is_freed_once():

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_fewest.py`.
 from dataclasses import dataclass
 
 from ..core.wording import format_bytes
-from .cuda_allocator import AllocatorSettings
 from .cuda_step import (
     CONTEXT_BYTES,
     CUDNN_BYTES,
@@ -49,10 +48,10 @@ class Card:
         """Return what a step reserves memory for; None where its tensors alone count."""
         return step.trace if self.by_reserved else None
 
-    def memory(self, trace: StepTrace, settings: AllocatorSettings | None = None) -> CudaMemory:
+    def memory(self, trace: StepTrace, *, expandable: bool = False) -> CudaMemory:
         """Replay the steps of a trace in the allocator of the device."""
         workspace = workspace_of(self.profile.name)
-        return cuda_memory(trace, workspace_bytes=workspace, settings=settings)
+        return cuda_memory(trace, workspace_bytes=workspace, expandable=expandable)
 
     def context(self, trace: StepTrace | None) -> int:
         """Return the bytes of a process besides its tensors: as measured, or as usual."""

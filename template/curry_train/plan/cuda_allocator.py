@@ -35,16 +35,6 @@ SEGMENT_ROUNDING = 2 * MIB
 FIRST_ADDRESS = 2**47
 
 
-@dataclass(frozen=True)
-class AllocatorSettings:
-    """The settings of PYTORCH_CUDA_ALLOC_CONF that change what is reserved."""
-
-    # One growing segment for each pool instead of many of fixed size.
-    expandable_segments: bool = False
-    # Free blocks of this size and above are never split.
-    max_split_bytes: int | None = None
-
-
 def rounded(num_bytes: int) -> int:
     """Return the bytes of the block that an allocation of `num_bytes` asks for."""
     return _round_up(max(1, num_bytes), SMALLEST_BLOCK)
@@ -102,17 +92,20 @@ class _Pool:
 class CudaAllocator:
     """The caching allocator of one device.
 
+    With `expandable_segments`, as PYTORCH_CUDA_ALLOC_CONF names it, each pool has one growing
+    segment instead of many of fixed size.
+
     `new_address` returns the address of a new segment of the given size; the driver chooses it, so
     the model can't know it. It decides only which of several free blocks of one size is taken.
     """
 
     def __init__(
         self,
-        settings: AllocatorSettings | None = None,
         *,
+        expandable_segments: bool = False,
         new_address: Callable[[int], int] | None = None,
     ) -> None:
-        self.settings = settings or AllocatorSettings()
+        self.expandable_segments = expandable_segments
         self.allocated = 0
         self.reserved = 0
         self.peak_allocated = 0
@@ -130,7 +123,7 @@ class CudaAllocator:
         block = self._find(pool, size)
         if block is not None:
             pool.remove(block)
-        elif self.settings.expandable_segments:
+        elif self.expandable_segments:
             block = self._grow(pool, size)
         else:
             needed = segment_size(size)
@@ -161,7 +154,7 @@ class CudaAllocator:
         """
         given_back = []
         for pool in self._pools.values():
-            if self.settings.expandable_segments:
+            if self.expandable_segments:
                 given_back += self._unmap_end(pool)
                 continue
             for block in list(pool.blocks.values()):
@@ -175,29 +168,16 @@ class CudaAllocator:
         return self._pools.setdefault((stream, small), _Pool(small))
 
     def _find(self, pool: _Pool, size: int) -> MemoryBlock | None:
-        if self.settings.expandable_segments:
+        if self.expandable_segments:
             # The end of the segment counts as very large.
             two = itertools.islice(pool.at_least(size), 2)
             return min(two, key=lambda block: block is pool.last, default=None)
-        block = next(iter(pool.at_least(size)), None)
-        limit = self.settings.max_split_bytes
-        if block is None or limit is None or pool.small:
-            return block
-        # A block that may not be split serves only requests of about its size.
-        if size < limit <= block.num_bytes:
-            return None
-        if size >= limit and block.num_bytes >= size + LARGE_SEGMENT:
-            return None
-        return block
+        return next(iter(pool.at_least(size)), None)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         rest_bytes = block.num_bytes - size
-        limit = self.settings.max_split_bytes
-        if block.pool.small or self.settings.expandable_segments:
-            splits = rest_bytes >= SMALLEST_BLOCK
-        else:
-            splits = rest_bytes > LARGEST_SMALL_BLOCK and (limit is None or size < limit)
-        if not splits:
+        splits_all = block.pool.small or self.expandable_segments
+        if rest_bytes < SMALLEST_BLOCK or (not splits_all and rest_bytes <= LARGEST_SMALL_BLOCK):
             return
         pool = block.pool
         rest = MemoryBlock(block.address + size, rest_bytes, pool, before=block, after=block.after)
@@ -254,7 +234,7 @@ class CudaAllocator:
 
     def _next_address_down(self, num_bytes: int) -> int:
         # An expandable segment reserves addresses for all that it may grow to.
-        spacing = 2**42 if self.settings.expandable_segments else num_bytes
+        spacing = 2**42 if self.expandable_segments else num_bytes
         self._lowest_address -= _round_up(spacing, SEGMENT_ROUNDING)
         return self._lowest_address
 

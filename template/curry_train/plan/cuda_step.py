@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.measure import Life
-from .cuda_allocator import AllocatorSettings, CudaAllocator, MemoryBlock
+from .cuda_allocator import CudaAllocator, MemoryBlock
 from .optimizers import is_fused
 from .profiler import OPTIMIZER_STATE_GROUP
 from .record import StepLives
@@ -211,11 +211,11 @@ def cuda_memory(
     trace: StepTrace,
     *,
     workspace_bytes: int = WORKSPACE_BYTES,
-    settings: AllocatorSettings | None = None,
+    expandable: bool = False,
     num_steps: int = NUM_STEPS,
 ) -> CudaMemory:
     """Run steps of a trace in the allocator."""
-    allocator = CudaAllocator(settings)
+    allocator = CudaAllocator(expandable_segments=expandable)
     replay = TrainingReplay(trace, allocator, workspace_bytes=workspace_bytes)
     replay.step()
     first = allocator.peak_reserved

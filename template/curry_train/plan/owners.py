@@ -17,7 +17,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..core.memory_recorder import memory_record as memory_record
 from .cuda_allocator import MIB, CudaAllocator, MemoryBlock
@@ -410,8 +410,8 @@ def replayed_peaks(
     """
     record = history.record
     start = max(AT_START, history.peak_index - MOST_REPLAYED_EVENTS)
-    expandable |= record.has_expandable_segments or record.settings.expandable_segments
-    allocator = CudaAllocator(replace(record.settings, expandable_segments=expandable))
+    expandable |= record.has_expandable_segments or record.expandable_segments
+    allocator = CudaAllocator(expandable_segments=expandable)
     blocks: dict[BlockLife, MemoryBlock] = {}
 
     def make(life: BlockLife) -> None:

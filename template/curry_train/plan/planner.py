@@ -27,7 +27,6 @@ from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .card import Card
 from .costs import MEASURED_MICROBATCH_SIZES
-from .cuda_allocator import AllocatorSettings
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory
@@ -54,7 +53,6 @@ EVERY_LAYER_NOTE = " Layers that the model skips at random are planned as if the
 PATIENCE_SECONDS = 2.0
 # The part of the time after which blocks are measured, and whole steps are checked.
 CHECKING_STARTS = 0.4
-EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float) -> str:
@@ -236,7 +234,7 @@ class Planner:
         memory = self.card.memory(trace)
         return {
             **vars(memory),
-            "expandable_reserved_bytes": self.card.memory(trace, EXPANDABLE).reserved_bytes,
+            "expandable_reserved_bytes": self.card.memory(trace, expandable=True).reserved_bytes,
             "context_bytes": self.card.context(trace),
             "convolution_workspace_bytes": max(
                 (one.num_bytes for one in trace.convolutions), default=0
@@ -457,7 +455,7 @@ class Planner:
         """Yield changes outside the model, each with the peak that the least one would become."""
         trace = self.card.trace_of(self.whole_steps.step(least))
         if trace is not None:
-            expandable = self.card.memory(trace, EXPANDABLE).reserved_bytes
+            expandable = self.card.memory(trace, expandable=True).reserved_bytes
             setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost"
             yield setting, expandable + self.card.context(trace)
         trained = (one for one in self.sketch.build().parameters() if one.requires_grad)

@@ -28,7 +28,6 @@ from ..core.wording import format_bytes
 from .cuda_allocator import (
     LARGEST_SMALL_BLOCK,
     MIB,
-    AllocatorSettings,
     rounded,
 )
 
@@ -123,7 +122,8 @@ class DeviceRecord:
     device: int
     segments: tuple[RecordedSegment, ...]
     events: tuple[MemoryEvent, ...]
-    settings: AllocatorSettings
+    # The setting of the allocator.
+    expandable_segments: bool
 
     @property
     def has_expandable_segments(self) -> bool:
@@ -166,7 +166,8 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
     root = {"segments": root} if isinstance(root, list) else root
     if "segments" not in root:
         raise ValueError("it has no segments; write one with torch.cuda.memory._dump_snapshot")
-    settings, notes = _settings(root.get("allocator_settings") or {})
+    settings = root.get("allocator_settings") or {}
+    expandable = settings.get("expandable_segments") is True
     stack_of = _Stacks()
     segments: dict[int, list[RecordedSegment]] = {}
     for value in root["segments"]:
@@ -179,10 +180,10 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
     records = []
     for device in sorted(segments.keys() | {device for device in events if events[device]}):
         in_order = sorted(segments.get(device, ()), key=lambda segment: segment.address)
-        records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), settings))
+        records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), expandable))
     if not records:
         raise ValueError("it has neither segments nor events")
-    return MemorySnapshot(tuple(records), notes)
+    return MemorySnapshot(tuple(records), tuple(_notes(settings)))
 
 
 class _Stacks:
@@ -243,18 +244,14 @@ def _text(record: Any, name: str) -> str:
     return sys.intern(record.get(name, ""))
 
 
-def _settings(value: Any) -> tuple[AllocatorSettings, tuple[str, ...]]:
-    """Return the settings of the allocator, and what a replay does not follow."""
-    notes = []
-    split = value.get("max_split_size", -1)
-    if any(step > 1 for step in value.get("roundup_power2_divisions", {}).values()):
-        notes.append("roundup_power2_divisions is set: sizes are rounded without it")
-    if value.get("garbage_collection_threshold"):
-        notes.append("garbage_collection_threshold is set: a replay collects nothing")
-    return AllocatorSettings(
-        expandable_segments=value.get("expandable_segments") is True,
-        max_split_bytes=split if 20 * MIB < split < 2**62 else None,
-    ), tuple(notes)
+def _notes(settings: Any) -> Iterator[str]:
+    """Name the settings of the allocator that a replay does not follow."""
+    if any(step > 1 for step in settings.get("roundup_power2_divisions", {}).values()):
+        yield "roundup_power2_divisions is set: sizes are rounded without it"
+    if settings.get("garbage_collection_threshold"):
+        yield "garbage_collection_threshold is set: a replay collects nothing"
+    if 20 * MIB < settings.get("max_split_size", -1) < 2**62:
+        yield "max_split_size_mb is set: rests that it leaves unsplit are not counted"
 
 
 # The blocks that were alive, and when.
@@ -405,10 +402,8 @@ class _Placement:
         """Return the bytes of a block, given the blocks next to it."""
         size = rounded(life.requested_bytes)
         rest = self._bound(life.address) - life.address - size
-        limit = self.record.settings.max_split_bytes
-        may_have_rest = size > LARGEST_SMALL_BLOCK and rest >= 0
-        is_split = rest > LARGEST_SMALL_BLOCK and (limit is None or size < limit)
-        return size + rest if may_have_rest and not is_split else size
+        has_rest = size > LARGEST_SMALL_BLOCK and 0 <= rest <= LARGEST_SMALL_BLOCK
+        return size + rest if has_rest else size
 
     def _remove(self, bound: int) -> None:
         place = bisect.bisect_left(self.bounds, bound)
