@@ -33,8 +33,6 @@ from .cuda_allocator import (
 
 # A snapshot of 512 MiB has about 4 million events, and takes about 5 GiB of host memory.
 MOST_FILE_BYTES = 2**29
-# Later blocks that are looked at to find where a block of the start ended.
-MOST_HITS = 1000
 # Before the first event of the record.
 AT_START = -1
 
@@ -362,9 +360,8 @@ class _Placement:
         at_start = [life for life in self.lives if life.born == AT_START]
         for life in at_start:
             bisect.insort(self.bounds, life.address)
-        hits = sorted((life.address, life.born) for life in self.lives if life.born != AT_START)
         for life in at_start:
-            life.num_bytes = life.num_bytes or self._at_start(life, hits)
+            life.num_bytes = life.num_bytes or self._block_bytes(life)
         by_birth = {life.born: life for life in self.lives if life.born != AT_START}
         for index, event in enumerate(self.record.events):
             if event.action == "alloc":
@@ -377,22 +374,6 @@ class _Placement:
                 bisect.insort(self.bounds, event.address + event.num_bytes)
             elif event.action == "segment_free":
                 self._remove(event.address + event.num_bytes)
-
-    def _at_start(self, life: BlockLife, hits: Sequence[tuple[int, int]]) -> int:
-        """Return the bytes of a block that was released before the end."""
-        size = self._block_bytes(life)
-        end = life.address + rounded(life.requested_bytes)
-        if size > end - life.address or size <= LARGEST_SMALL_BLOCK or life.freed is None:
-            return size
-        # An unused rest ends where another block was placed meanwhile.
-        last = min(end + LARGEST_SMALL_BLOCK, self._bound(life.address))
-        place = bisect.bisect_left(hits, (end, AT_START))
-        for address, born in hits[place : place + MOST_HITS]:
-            if address > last:
-                break
-            if born < life.freed:
-                return address - life.address
-        return size
 
     def _bound(self, address: int) -> int:
         place = bisect.bisect_right(self.bounds, address)
