@@ -267,7 +267,7 @@ class BlockHistory:
             for life in self.lives:
                 life.num_bytes = life.num_bytes or rounded(life.requested_bytes)
         else:
-            _Placement(record, self.lives).place()
+            _place_blocks(record, self.lives)
         # Bytes after each event; the first figure is of the start.
         self.allocated, self.reserved = self._curves()
         self.peak_allocated = max(self.allocated)
@@ -346,61 +346,53 @@ class BlockHistory:
         return allocated, [at_start + number for number in grown]
 
 
-class _Placement:
-    """Finds the bytes of blocks that are not in the final segments."""
-
-    def __init__(self, record: DeviceRecord, lives: Sequence[BlockLife]) -> None:
-        self.record = record
-        self.lives = lives
-        # Where a block must end at the latest: addresses of live blocks, and ends of segments.
-        self.bounds = sorted(base + size for base, size in _segments_at_start(record).items())
-
-    def place(self) -> None:
-        """Set the bytes of each block, from the bytes of each segment at the start."""
-        at_start = [life for life in self.lives if life.born == AT_START]
-        for life in at_start:
-            bisect.insort(self.bounds, life.address)
-        for life in at_start:
-            life.num_bytes = life.num_bytes or self._block_bytes(life)
-        by_birth = {life.born: life for life in self.lives if life.born != AT_START}
-        for index, event in enumerate(self.record.events):
-            if event.action == "alloc":
-                life = by_birth[index]
-                life.num_bytes = life.num_bytes or self._block_bytes(life)
-                bisect.insort(self.bounds, life.address)
-            elif event.action in BLOCK_FREED:
-                self._remove(event.address)
-            elif event.action == "segment_alloc":
-                bisect.insort(self.bounds, event.address + event.num_bytes)
-            elif event.action == "segment_free":
-                self._remove(event.address + event.num_bytes)
-
-    def _bound(self, address: int) -> int:
-        place = bisect.bisect_right(self.bounds, address)
-        return self.bounds[place] if place < len(self.bounds) else address
-
-    def _block_bytes(self, life: BlockLife) -> int:
-        """Return the bytes of a block, given the blocks next to it."""
-        size = rounded(life.requested_bytes)
-        rest = self._bound(life.address) - life.address - size
-        has_rest = size > LARGEST_SMALL_BLOCK and 0 <= rest <= LARGEST_SMALL_BLOCK
-        return size + rest if has_rest else size
-
-    def _remove(self, bound: int) -> None:
-        place = bisect.bisect_left(self.bounds, bound)
-        if place < len(self.bounds) and self.bounds[place] == bound:
-            del self.bounds[place]
+def _place_blocks(record: DeviceRecord, lives: Sequence[BlockLife]) -> None:
+    """Set the bytes of blocks that are not in the final segments, all of them native."""
+    # Where a block must end at the latest: ends of segments, and addresses of live blocks.
+    bounds = _segment_ends_at_start(record)
+    at_start = [life for life in lives if life.born == AT_START]
+    for life in at_start:
+        bisect.insort(bounds, life.address)
+    for life in at_start:
+        life.num_bytes = life.num_bytes or _block_bytes(life, bounds)
+    by_birth = {life.born: life for life in lives}
+    for index, event in enumerate(record.events):
+        if event.action == "alloc":
+            life = by_birth[index]
+            life.num_bytes = life.num_bytes or _block_bytes(life, bounds)
+            bisect.insort(bounds, life.address)
+        elif event.action in BLOCK_FREED:
+            _remove(bounds, event.address)
+        elif event.action == "segment_alloc":
+            bisect.insort(bounds, event.address + event.num_bytes)
+        elif event.action == "segment_free":
+            _remove(bounds, event.address + event.num_bytes)
 
 
-def _segments_at_start(record: DeviceRecord) -> dict[int, int]:
-    """Return the bytes of each native segment before the first event, by address."""
-    found = {segment.address: segment.num_bytes for segment in record.segments}
+def _segment_ends_at_start(record: DeviceRecord) -> list[int]:
+    """Return the sorted ends of the native segments before the first event."""
+    ends = sorted(segment.address + segment.num_bytes for segment in record.segments)
     for event in reversed(record.events):
         if event.action == "segment_alloc":
-            found.pop(event.address, None)
+            _remove(ends, event.address + event.num_bytes)
         elif event.action == "segment_free":
-            found[event.address] = event.num_bytes
-    return found
+            bisect.insort(ends, event.address + event.num_bytes)
+    return ends
+
+
+def _block_bytes(life: BlockLife, bounds: Sequence[int]) -> int:
+    """Return the bytes of a block, given where the next one begins."""
+    size = rounded(life.requested_bytes)
+    place = bisect.bisect_right(bounds, life.address)
+    rest = bounds[place] - life.address - size if place < len(bounds) else 0
+    has_rest = size > LARGEST_SMALL_BLOCK and 0 < rest <= LARGEST_SMALL_BLOCK
+    return size + rest if has_rest else size
+
+
+def _remove(bounds: list[int], bound: int) -> None:
+    place = bisect.bisect_left(bounds, bound)
+    if bounds[place : place + 1] == [bound]:
+        del bounds[place]
 
 
 # What a stack shows.
