@@ -6,7 +6,6 @@ python -m pytest tests/plan/test_rank_time.py
 import math
 from dataclasses import replace
 
-import numpy
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -102,8 +101,8 @@ def course_of(rows, waits):
     """Make a course from rows of stream and bytes moved, or of stream and a collective."""
     moved = [0 if isinstance(what, Collective) else what for _, what in rows]
     return StepCourse(
-        flops=numpy.zeros(len(rows)),
-        moved=numpy.array(moved, dtype=numpy.float64),
+        flops=[0] * len(rows),
+        moved=moved,
         streams=[stream for stream, _ in rows],
         collectives={
             index: what for index, (_, what) in enumerate(rows) if isinstance(what, Collective)

@@ -151,9 +151,9 @@ class Collective:
 class StepCourse:
     """Operations of forward and backward of a rank, their streams, and what they wait for."""
 
-    # Set when the step is over.
-    flops: Any = None
-    moved: Any = None
+    # FLOPs of each operation, and the bytes it reads and writes.
+    flops: Sequence[int]
+    moved: Sequence[int]
 
     streams: list[int] = field(default_factory=list)
     collectives: dict[int, Collective] = field(default_factory=dict)
@@ -273,9 +273,9 @@ def time_of_course(
 
     `scale` multiplies the work of each operation, for another number of samples.
     """
+    flops, moved = (scale * numpy.array(one, float) for one in (course.flops, course.moved))
     # Views and collectives take no time of a stream.
-    times = profile.operation_seconds(scale * course.flops, scale * course.moved, dtype=dtype)
-    times = numpy.where(course.moved > 0, times, 0.0)
+    times = numpy.where(moved > 0, profile.operation_seconds(flops, moved, dtype=dtype), 0.0)
     times[[*course.collectives]] = 0.0
     # The copies around collectives run on streams of their own, in parallel with the computation.
     compute = float(times[numpy.array(course.streams) == 0].sum())

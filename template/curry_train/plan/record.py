@@ -10,7 +10,7 @@ import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -116,7 +116,10 @@ class RankStorages(LiveStorages):
             # `torch.tensor` has made its storage without an operation.
             self._meet(args[0], was_there=False)
         if func.namespace == COLLECTIVES_NAMESPACE:
-            self._own_collective((args, kwargs))
+            lives = (life for tensor in operands(args, kwargs) for life in self.lives_of(tensor))
+            for life in lives:
+                if isinstance(life.owner, tuple) and life.owner[0] in OWNERS_OF_PASSING:
+                    life.owner = COLLECTIVES_GROUP, REST_LAYER
         return super().run(func, args, kwargs)
 
     def follow_rest(self, before: "RankStorages") -> None:
@@ -163,13 +166,6 @@ class RankStorages(LiveStorages):
             self._watch(storage, Life(size, owner, self.num_operations), True)
         self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
 
-    def _own_collective(self, arguments: Any) -> None:
-        for tensor in tree_iter(arguments):
-            if isinstance(tensor, Tensor):
-                for life in self.lives_of(tensor):
-                    if isinstance(life.owner, tuple) and life.owner[0] in OWNERS_OF_PASSING:
-                        life.owner = COLLECTIVES_GROUP, REST_LAYER
-
 
 class StepLayers(RunningLayers):
     """Follow the layers of a step: what goes into and out of each, and when its backward begins."""
@@ -186,8 +182,8 @@ class StepLayers(RunningLayers):
     def entered(self, layer: str, inputs: Any) -> None:
         for tensor in self._passed(inputs):
             # The backward of a layer may call another one's, or its own again: that one begins.
-            if MAKER not in self._notes(tensor):
-                self._mark(tensor, lambda _: self._end_backward(layer))
+            if tensor.requires_grad and MAKER not in self._notes(tensor):
+                tensor.register_hook(lambda _: self._end_backward(layer))
                 self._notes(tensor)[layer] = True
             for life in self._record.lives_of(tensor):
                 if self.holders.get(life, REST_LAYER) == REST_LAYER:
@@ -197,7 +193,7 @@ class StepLayers(RunningLayers):
         for tensor in self._passed(output):
             # A layer also returns what it was given, as the outputs of all layers before.
             if tensor.grad_fn is not None and not self._notes(tensor).keys() & {MAKER, layer}:
-                self._mark(tensor, lambda _: self._begin_backward(layer))
+                tensor.register_hook(lambda _: self._begin_backward(layer))
                 self._notes(tensor)[MAKER] = layer
             for life in self._record.lives_of(tensor):
                 self.holders.setdefault(life, REST_LAYER)
@@ -218,10 +214,6 @@ class StepLayers(RunningLayers):
         if self._record.phase != "forward":
             return []
         return [one for one in tensors_in(values) if type(one).__module__.split(".")[0] == "torch"]
-
-    def _mark(self, tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
-        if tensor.requires_grad:
-            tensor.register_hook(hook)
 
     def _begin_backward(self, layer: str) -> None:
         self.begins.append((self._record.num_operations, layer))
@@ -266,11 +258,11 @@ class StepLives(RankStorages):
         self.first_step = [] if state is None else state.first_step
         # Dtypes in which FSDP2 gathers parameters; None for their own.
         self.dtypes: set[torch.dtype | None] = set()
-        # What one rank among others sends, and what it waits for.
-        self._course = StepCourse() if dist.is_initialized() else None
         # FLOPs of each operation, and the bytes it reads and writes.
         self.flops: list[int] = []
         self.moved: list[int] = []
+        # What one rank among others sends, and what it waits for.
+        self.course = StepCourse(self.flops, self.moved) if dist.is_initialized() else None
         self.work: defaultdict[str, LayerWork] = defaultdict(LayerWork)
         self.module = module
         self.cuda = device if device.type == "cuda" else None
@@ -306,8 +298,8 @@ class StepLives(RankStorages):
                 self._add_work(func, args, kwargs, out, flops)
                 self.flops.append(flops)
                 self.moved.append(moved)
-                if self._course is not None:
-                    self._course.add(func, args, kwargs, out, stream=self.stream_number)
+                if self.course is not None:
+                    self.course.add(func, args, kwargs, out, stream=self.stream_number)
         return out
 
     def _add_work(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
@@ -326,13 +318,6 @@ class StepLives(RankStorages):
             # A call that draws random numbers must not be kept: keeping 0 FLOPs gains nothing.
             drawn = sac.draws(func, args, kwargs)
             work.expensive.append((family, 0, 0) if drawn else (family, made, flops))
-
-    @property
-    def course(self) -> StepCourse | None:
-        if self._course is None:
-            return None
-        flops, moved = (numpy.array(one, dtype=numpy.float64) for one in (self.flops, self.moved))
-        return replace(self._course, flops=flops, moved=moved)
 
     def follow_all(self, batch: Any, earlier: Iterable[RankStorages] = ()) -> None:
         """Count the tensors that exist before the step, and what earlier records have seen."""
