@@ -19,10 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_iter
 
 from ..core.generators import seeded, untouched
-from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step
+from ..core.measure import (
+    FlopCount,
+    bytes_on_device,
+    is_out_of_memory,
+    peak_of_step,
+    tensors_in,
+)
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
 from ..core.wording import did_you_mean
@@ -252,10 +257,10 @@ class TrainingStep:
 
         twins: dict[Any, nn.Parameter] = {}
         if like is not None and self.case.dtype == like.case.dtype:
-            own = dict(self.model.named_parameters())
-            for name, shared in like.model.named_parameters():
-                own[name].data = shared.data
-                twins[shared] = own[name]
+            shared = like.model.parameters()
+            twins = dict(zip(shared, self.model.parameters(), strict=True))
+        for theirs, own in twins.items():
+            own.data = theirs.data
 
         microbatch = self.window.microbatches[0]
         sample = Sample(microbatch, self.mean_loss, self.case.blocks)
@@ -291,11 +296,7 @@ class TrainingStep:
         microbatches = self.window.microbatches
         if self.window.num_terms == sum(map(batch_size, microbatches)):
             return "samples"
-        matrices = [
-            leaf
-            for leaf in tree_iter(microbatches[0])
-            if isinstance(leaf, Tensor) and leaf.dim() == 2
-        ]
+        matrices = [leaf for leaf in tensors_in(microbatches[0]) if leaf.dim() == 2]
         return "tokens" if any(not leaf.is_floating_point() for leaf in matrices) else "terms"
 
     @property
@@ -327,7 +328,7 @@ class TrainingStep:
         # The tensors that exist before the step.
         others = [*self.optimizer.state.values(), *self.window.microbatches]
         existing: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
-        existing += [leaf for leaf in tree_iter(others) if isinstance(leaf, Tensor)]
+        existing += tensors_in(others)
         if self.device.type != "cuda" and holds_compiled_code(self.model):
             if len(self.window) > 1:
                 return None

@@ -301,14 +301,13 @@ class _Search:
         limit, _ = self.card.limit()
         # What a change with chunks needs at least. Many chunks take long to estimate.
         floors: dict[Change, int] = {}
-        shared = replace(sharding, ranks=1)
-        with Sketch(self.workload, kernels="cuda", sharding=shared, **self.options) as sketch:
+        with Sketch(self.workload, kernels="cuda", sharding=sharding, **self.options) as sketch:
             self.name = sketch.case.workload.name
             for change in CHANGES:
                 whole = tuple(part for part in change if part != CHUNKED)
                 if floors.get(whole, 0) > limit:
                     continue
-                sketch.sharding = replace(shared, sync_each_microbatch=SYNC_EACH in change)
+                sketch.sharding = replace(sharding, sync_each_microbatch=SYNC_EACH in change)
                 tried = self._with(sketch, change)
                 if tried is None:
                     continue
