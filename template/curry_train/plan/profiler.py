@@ -1,6 +1,6 @@
 """Measure what each layer holds for the backward, and recommend what to recompute.
 
-report = MemoryProfiler(model).profile(batch, loss=loss)
+    report = MemoryProfiler(model).profile(batch, loss=loss)
     print(report.table())
     report.recommend_layers(512.0)    # names of layers, for `Recompute`
 
