@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..core.blocks import find_blocks
 from ..core.digest import digest
 from ..core.generators import seeded
+from ..workloads.from_script import LAUNCHER_VARIABLES, launcher_variables
 from ..workloads.models import import_callable
 from ..workloads.workload import Case
 from .verdict import (
@@ -110,13 +111,27 @@ def _on_two_ranks(
     if not _ranks:
         _ranks.append(RankProcesses(2))
     of_rank = functools.partial(check, replace(case, device=torch.device("cpu")), **arguments)
+    given = {
+        "job": pickled(of_rank).hex(),
+        # A rank loads the workload with this process's values.
+        "environment": {
+            name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ
+        },
+    }
     timeout = LEAST_SECONDS + MOST_STEPS * step_seconds
-    run = f"{run_pickled.__module__}:run_pickled"
-    return _ranks[0].call(run, {"job": pickled(of_rank)}, timeout=timeout)
+    return _ranks[0].call(f"{__name__}:_on_this_rank", given, timeout=timeout)
 
 
 # The ranks of all gates, once one was called.
 _ranks: list["RankProcesses"] = []
+
+
+def _on_this_rank(job: str, environment: Mapping[str, str]) -> Any:
+    # A trainer that saw a launcher would give each rank a part of the data.
+    for name in LAUNCHER_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    return run_pickled(bytes.fromhex(job))
 
 
 def under_both(
@@ -211,18 +226,18 @@ class RankProcesses:
         self._processes = [self._start(rank) for rank in range(num_ranks)]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        """Start a process, without the environment variables that torchrun would set.
+        """Start a process with the environment variables that torchrun would set.
 
-        A trainer that saw a launcher would give each rank a part of the data.
+        Starting torchrun itself would take as long as starting a rank.
         """
-        environment = os.environ | {
+        environment = os.environ | launcher_variables(rank, self.num_ranks)
+        environment |= {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",
         }
-        command = [PYTHON_EXECUTABLE, "-m", str(__spec__.name)]
         with Path(self.folder, f"{rank}.log").open("wb") as log:
             return subprocess.Popen(
-                [*command, str(self.folder), str(rank), str(self.num_ranks)],
+                [PYTHON_EXECUTABLE, "-m", str(__spec__.name), str(self.folder)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -315,7 +330,7 @@ class GradientSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _rank_main(folder: str, rank: str, num_ranks: str) -> None:
+def _rank_main(folder: str) -> None:
     """Call what the lines of standard input name, one after the other, until it ends."""
     torch.set_num_threads(1)
     jobs = SimpleQueue[str]()
@@ -328,11 +343,11 @@ def _rank_main(folder: str, rank: str, num_ranks: str) -> None:
         os._exit(0)
 
     Thread(target=read_jobs, daemon=True).start()
+    rank = int(os.environ["RANK"])
     store = Path(folder, "store").as_uri()
+    world_size = int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group(
-            "gloo", init_method=store, rank=int(rank), world_size=int(num_ranks)
-        )
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
         while True:
             number, target, arguments = json.loads(jobs.get())
             result = json.dumps(import_callable(target)(**arguments))

@@ -394,13 +394,13 @@ def _start_worker(threads: int) -> None:
     gc.freeze()
 
 
-def pickled(job: Callable[[], Any]) -> str:
-    """Pickle a call with a case, whose workload is pickled by its name alone, as hexadecimals."""
+def pickled(job: Callable[[], Any]) -> bytes:
+    """Pickle a call with a case, whose workload is pickled by its name alone."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = {Workload: lambda workload: (_loaded, (workload.spec,))}
     pickler.dump(job)
-    return stream.getvalue().hex()
+    return stream.getvalue()
 
 
 @functools.cache
@@ -409,5 +409,5 @@ def _loaded(spec: str) -> Workload:
     return load_workload(spec)
 
 
-def run_pickled(job: str) -> Any:
-    return pickle.loads(bytes.fromhex(job))()
+def run_pickled(job: bytes) -> Any:
+    return pickle.loads(job)()
