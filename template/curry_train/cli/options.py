@@ -331,9 +331,9 @@ def blocks_text(choice: BlockChoice) -> str:
 def _as_asked(
     device: str,
     dtype: str | None,
-    batch_size: int | None,
     seed: int,
     blocks: str | None,
+    batch_size: int | None = None,
     **values: Any,
 ) -> dict[str, Any]:
     asked = CaseOptions(choose_device(device), dtype, batch_size, seed, blocks)
@@ -341,15 +341,15 @@ def _as_asked(
 
 
 # `--json`, and the options that a command gets as `asked`, which are `CaseOptions`.
-run_options = all_of(
+case_options = all_of(
     DEVICE_OPTION,
     BLOCKS_OPTION,
     dtype_option(),
-    batch_size_option(),
     SEED_OPTION,
     RESULTS_OPTION,
     with_values(_as_asked),
 )
+run_options = all_of(batch_size_option(), case_options)
 
 
 def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:

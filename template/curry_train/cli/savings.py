@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
 from ..bench.savings import (
     REFERENCE_STRATEGY,
@@ -40,15 +39,10 @@ from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
 from .figures import plot_savings
 from .options import (
-    BLOCKS_OPTION,
-    DEVICE_OPTION,
-    RESULTS_OPTION,
-    SEED_OPTION,
     CaseOptions,
     blocks_text,
-    choose_device,
+    case_options,
     dtype_name,
-    dtype_option,
     echo_notes,
     number_option,
     parsed,
@@ -222,32 +216,27 @@ def _numbers(values: Sequence[str]) -> list[int]:
     help="Also find the largest batch whose step fits, such as 2GiB.",
 )
 @number_option("Timed steps of each strategy.", "--repeats", default=10)
-@BLOCKS_OPTION
-@DEVICE_OPTION
-@dtype_option()
-@SEED_OPTION
-@RESULTS_OPTION
+@case_options
 def savings_command(
     out: Path,
     models: Sequence[str],
     strategies: Sequence[str],
     limit: int | None,
     repeats: int,
-    device: str,
-    **options: Any,
+    asked: CaseOptions,
+    **sizes: Any,
 ) -> Ended:
     """Measure what each strategy saves and costs.
 
     Exit status: 0 measured, 1 a strategy changed the training, 2 wrong usage, 3 device not
     available.
     """
-    place = choose_device(device)
     names = choose_strategies(strategies)
-    cases, choices = _cases(models or ("transformer",), place, options)
+    cases, choices = _cases(models or ("transformer",), asked, **sizes)
     if limit is not None:
-        check_limit(limit, place)
+        check_limit(limit, asked.device)
     dtypes = ", ".join(dict.fromkeys(dtype_name(case.dtype) for case, _ in cases))
-    facts = provenance(place) | {"dtype": dtypes, "seed": options["seed"]}
+    facts = provenance(asked.device) | {"dtype": dtypes, "seed": asked.seed}
     facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
     rows = list[SavingsRow]()
     with messages_on_screen() as show:
@@ -266,7 +255,7 @@ def savings_command(
         written.append(out / "savings.png")
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
         echo_notes(workload)
-    click.echo(f"{title}, {dtypes}, seed {options['seed']}\n")
+    click.echo(f"{title}, {dtypes}, seed {asked.seed}\n")
     click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
     click.echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
     click.echo(f"\nwrote {' and '.join(map(str, written))}")
@@ -274,19 +263,21 @@ def savings_command(
 
 
 def _cases(
-    models: Sequence[str], device: torch.device, options: dict[str, Any]
+    models: Sequence[str],
+    asked: CaseOptions,
+    *,
+    depths: Sequence[int | None] | None,
+    batch_sizes: Sequence[int] | None,
 ) -> tuple[list[CaseAtDepth], dict[str, BlockChoice]]:
     """Return models at each depth and, together, its batch sizes; and the blocks of each depth."""
     cases: list[CaseAtDepth] = []
     choices: dict[str, BlockChoice] = {}
-    for spec, depth in itertools.product(models, options["depths"] or [None]):
+    for spec, depth in itertools.product(models, depths or [None]):
         workload = load_with_depth(spec, depth)
         default = workload.own_batch or DEFAULT_SAMPLES
         name = workload.name if depth is None else f"{workload.name}, depth {depth}"
-        for size in options["batch_sizes"] or [default]:
-            make_case = CaseOptions(
-                device, options["dtype"], size, options["seed"], options["blocks"]
-            ).case
+        for size in batch_sizes or [default]:
+            make_case = replace(asked, batch_size=size).case
             require_available(workload, make_case)
             case = make_case(workload)
             if name not in choices:
