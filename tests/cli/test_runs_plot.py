@@ -34,11 +34,10 @@ def figure(monkeypatch, tmp_path):
 
     monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
 
-    def draw(folders, **options):
+    def draw(folders):
         plot_runs(
             [replace(read_history(folder), name=folder.name) for folder in folders],
             tmp_path / "out.png",
-            **options,
         )
         assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
         return drawn[-1]
@@ -98,13 +97,6 @@ def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
     assert loss.get_yscale() == "log"
     everything = plant(tmp_path / "lost", loss=lambda step: math.nan)
     assert figure([everything]).axes
-
-
-def test_smoothing_is_a_mean_over_the_steps_before(figure, tmp_path):
-    folder = plant(tmp_path / "run", last=10, loss=float)
-    loss = panel(figure([folder], smooth=4), "loss, mean over 4 steps")
-    assert list(loss.lines[0].get_xdata()) == [4, 5, 6, 7, 8, 9, 10]
-    assert list(loss.lines[0].get_ydata()) == pytest.approx([2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5])
 
 
 def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):

@@ -399,13 +399,8 @@ EVENT_MARKERS = {
 }
 
 
-def plot_runs(
-    histories: Sequence[History], path: str | Path, *, smooth: int | None = None
-) -> list[str]:
-    """Write a PNG and return the names of the runs that it names.
-
-    `smooth` draws the loss as a mean over that many steps.
-    """
+def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
+    """Write a PNG and return the names of the runs that it names."""
     with_steps = (history for history in histories if len(history.steps))
     drawn = sorted(
         with_steps, key=lambda one: numpy.nan_to_num(one.steps.values["loss"][-1], nan=math.inf)
@@ -415,7 +410,7 @@ def plot_runs(
     looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
     metrics = [name for history in drawn for name in history.metrics]
     metric = max(metrics, key=metrics.count) if metrics else ""
-    labels = {"loss": "loss" if smooth is None else f"loss, mean over {smooth} steps"}
+    labels = {"loss": "loss"}
     if metric:
         labels["value"] = printable(metric, longest=20).replace("_", " ")
     labels |= {"learning_rate": "learning rate", "peak_bytes": "peak, GiB"}
@@ -429,7 +424,7 @@ def plot_runs(
                 course = history.metrics.get(metric) if name == "value" else history.course
                 run = shorten(history.name) if number < MOST_NAMED else None
                 if course is not None:
-                    _draw_values(axes, course, name, colour, label=run, smooth=smooth)
+                    _draw_values(axes, course, name, colour, label=run)
             axes.set(ylabel=label)
         least, most = panels[0].dataLim.intervaly
         if 0 < LOG_FROM * least < most:
@@ -451,9 +446,7 @@ def shorten(name: str) -> str:
     return f"{shown[: LONGEST_RUN_NAME - 17]}...{shown[-14:]}"
 
 
-def _draw_values(
-    axes: Any, course: Course, name: str, colour: str, *, label: str | None, smooth: int | None
-) -> None:
+def _draw_values(axes: Any, course: Course, name: str, colour: str, *, label: str | None) -> None:
     """Draw the steps that count, and faintly those that were rolled back or resumed over.
 
     Losses that are not finite are marked at the edge.
@@ -464,9 +457,6 @@ def _draw_values(
         if name == "peak_bytes":
             y = y / BYTES_PER_GIB
         lost = x[~numpy.isfinite(y)] if name == "loss" else x[:0]
-        if name == "loss" and smooth is not None and len(y) >= smooth:
-            x = x[smooth - 1 :]
-            y = numpy.convolve(y, numpy.full(smooth, 1 / smooth), mode="valid")
         y = numpy.where(numpy.isfinite(y), y, numpy.nan)
         counts = steps is course.steps
         look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}

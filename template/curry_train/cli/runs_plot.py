@@ -10,7 +10,7 @@ import click
 from ..runs.history import read_history
 from ..runs.journal import finite
 from .figures import plot_runs
-from .options import RESULTS_OPTION, number_option, output_option
+from .options import RESULTS_OPTION, output_option
 from .runs_diff import summary
 from .screen import Ended, screen_command
 
@@ -18,11 +18,8 @@ from .screen import Ended, screen_command
 @screen_command("plot", example="run-001 --out run.png")
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
 @output_option("Write this PNG.", "--out", default="runs.png", show_default=True)
-@number_option(
-    "Draw the loss as a mean over this many steps.", "--smooth", least=2, metavar="STEPS"
-)
 @RESULTS_OPTION
-def runs_plot_command(names: tuple[str, ...], out: str, smooth: int | None) -> Ended:
+def runs_plot_command(names: tuple[str, ...], out: str) -> Ended:
     """Draw runs from their journals.
 
     Draws loss, dev metric, learning rate, memory and events.
@@ -30,7 +27,7 @@ def runs_plot_command(names: tuple[str, ...], out: str, smooth: int | None) -> E
     A run is a name in runs/, a folder or a journal. Exit status: 0 drawn, 2 a run can't be read.
     """
     histories = [read_history(name, root="runs") for name in dict.fromkeys(names)]
-    named = plot_runs(histories, out, smooth=smooth)
+    named = plot_runs(histories, out)
     rows = [summary(one) | {"named": one.name in named} for one in histories]
     many = "1 run" if len(histories) == 1 else f"{len(histories)} runs"
     click.echo(f"{many} drawn as {out}")
