@@ -14,14 +14,13 @@ from typing import Any
 import click
 
 from ..bench.savings import (
-    REFERENCE_STRATEGY,
     SavingsRow,
     check_limit,
     choose_strategies,
     load_with_depth,
     measure_savings,
 )
-from ..bench.steps import MEASURED_OUTCOME, REFUSED_OUTCOME
+from ..bench.steps import MEASURED_OUTCOME
 from ..core.timing import Ratio
 from ..core.wording import (
     format_bytes,
@@ -67,28 +66,21 @@ TABLE_LEGEND = (
 )
 
 
-def savings_table(
-    rows: Sequence[SavingsRow], *, limit: int | None = None, shows_unused: bool = True
-) -> str:
-    """Return one table for each case, and below them a legend of the columns.
-
-    Without `shows_unused`, strategies that a model has no use for are listed in one line.
-    """
+def savings_table(rows: Sequence[SavingsRow], *, limit: int | None = None) -> str:
+    """Return one table for each case, and below them a legend of the columns."""
     legend = list(TABLE_LEGEND)
     if limit is not None:
         legend.append(
             f"fits: the largest batch whose step, parameters included, fits {format_bytes(limit)}"
         )
     blocks = [
-        _block(label, list(group), limit, shows_unused)
+        _block(label, list(group), limit)
         for label, group in itertools.groupby(rows, key=lambda row: row.label)
     ]
     return "\n\n".join([*blocks, "\n".join(legend)])
 
 
-def _block(label: str, rows: list[SavingsRow], limit: int | None, shows_unused: bool) -> str:
-    unused = [] if shows_unused else [row.name for row in rows if _is_unused(row)]
-    rows = [row for row in rows if row.name not in unused]
+def _block(label: str, rows: list[SavingsRow], limit: int | None) -> str:
     plain = rows[0].step
     title = f"{label} (MiB)"
     if plain:
@@ -98,18 +90,7 @@ def _block(label: str, rows: list[SavingsRow], limit: int | None, shows_unused: 
     cells = [heads, *(_cells(row) for row in rows if row.outcome == MEASURED_OUTCOME)]
     if limit is None:
         cells = [line[:8] + line[9:] for line in cells]
-    lines = [title[:SCREEN_WIDTH], table(cells), *_remarks(rows)]
-    if unused:
-        advice = "--strategy NAME measures one and gives the reason"
-        lines.append(fill_screen(f"no use here: {', '.join(unused)}; {advice}", indent="    "))
-    return "\n".join(lines)
-
-
-def _is_unused(row: SavingsRow) -> bool:
-    """Return whether a strategy refuses the model, or changes nothing in it."""
-    if row.outcome == MEASURED_OUTCOME:
-        return row.name != REFERENCE_STRATEGY and not row.modules
-    return row.outcome == REFUSED_OUTCOME
+    return "\n".join([title[:SCREEN_WIDTH], table(cells), *_remarks(rows)])
 
 
 def _cells(row: SavingsRow) -> list[str]:
@@ -257,7 +238,7 @@ def savings_command(
         echo_notes(workload)
     click.echo(f"{title}, {dtypes}, seed {asked.seed}\n")
     click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
-    click.echo("\n" + savings_table(rows, limit=limit, shows_unused=bool(strategies)))
+    click.echo("\n" + savings_table(rows, limit=limit))
     click.echo(f"\nwrote {' and '.join(map(str, written))}")
     return data, any(row.is_wrong for row in rows)
 
