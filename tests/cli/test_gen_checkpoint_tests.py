@@ -17,7 +17,7 @@ from tree import ROOT
 from warm_python import warm_python
 
 import curry_train
-from curry_train.cli.testgen import is_rendered
+from curry_train.cli.testgen import GENERATED_FILE_MARK
 
 TEMPLATE = str(ROOT / "template")
 
@@ -207,9 +207,9 @@ def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path.write_text("def test_theirs():\n    assert True\n")
     kept = run("--model", "mlp", "--out", path, status=2)
     assert "tests/test_theirs.py was not written by this command" in kept.output
-    assert not is_rendered(path.read_text())
+    assert GENERATED_FILE_MARK not in path.read_text()
     run("--model", "mlp", "--out", path, "--overwrite")
-    assert is_rendered(path.read_text())
+    assert GENERATED_FILE_MARK in path.read_text()
     run("--model", "mlp", "--out", path)
 
 

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/cli/test_scaffold.py`.
 
 import ast
 import importlib.metadata
-import keyword
 import os
 import re
 import shutil
@@ -294,11 +293,6 @@ def check_project_name(name: str) -> None:
         raise UnusableInput(
             f"{name!r} is the name of something that the project needs itself; give another --name"
         )
-
-
-def is_module_name(name: str) -> bool:
-    """Check that Python can import a file or folder of this name."""
-    return name.isidentifier() and not keyword.iskeyword(name)
 
 
 def _files_of(folder: Path) -> Iterator[str]:

@@ -20,12 +20,10 @@ from ..runs.replay import Replay, examine
 from .options import RESULTS_OPTION, number_option, program_option
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 
-EXAMPLE = "run/boxes/step-00000003 --script night.py"
-
 
 @screen_command(
     "replay",
-    example=EXAMPLE,
+    example="run/boxes/step-00000003 --script night.py",
 )
 @click.argument("box")
 @program_option(otherwise="")

@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import difflib
+import keyword
 import os
 import shlex
 from collections import Counter
@@ -42,7 +43,6 @@ from .ownership import (
     build_wheel,
     check_project_name,
     find_bundle,
-    is_module_name,
     project_files,
     technique_files,
     technique_modules,
@@ -205,7 +205,7 @@ def find_target(directory: Path) -> CopyTarget:
         top = (directory, *directory.parents)[known.package.count(".")]
     names = directory.relative_to(top.parent).parts
     for name in names or ("",):
-        if not is_module_name(name):
+        if not name.isidentifier() or keyword.iskeyword(name):
             raise UnusableInput(
                 f"Python can't import a folder called {name!r}; "
                 "--into needs a name like my_training"

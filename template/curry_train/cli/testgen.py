@@ -98,11 +98,6 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     )
 
 
-def is_rendered(text: str) -> bool:
-    """Return whether a file was rendered by this module and may be overwritten."""
-    return GENERATED_FILE_MARK in text
-
-
 def _import_roots(names: list[str]) -> Iterator[Path]:
     """Yield the folders that modules are imported from, except where the environment has them."""
     installed = {Path(folder).resolve() for folder in LIBRARY_FOLDERS}
@@ -184,7 +179,7 @@ def testgen_command(
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.
     found = path.read_text(encoding="utf-8") if path.is_file() else None
-    if not (overwrite or found is None or is_rendered(found)):
+    if not (overwrite or found is None or GENERATED_FILE_MARK in found):
         raise UnusableInput(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
