@@ -266,6 +266,25 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
     assert (tmp_path / "out" / "savings.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_models_of_the_same_name_have_their_own_blocks(run, tmp_path, monkeypatch):
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(
+            "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+            "    def __init__(self):\n        super().__init__()\n"
+            f"        self.{name} = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])\n\n"
+            f"    def forward(self, x):\n        return self.{name}(x)\n\n\n"
+            "def build():\n    return Net(), torch.randn(4, 8)\n"
+        )
+    cases = []
+    monkeypatch.setattr(command, "measure_savings", lambda case, *_, **__: cases.append(case) or [])
+    ended = run("--model", "first.py:build", "--model", "second.py:build")
+    assert ended.exit_code == 0, ended.output
+    first, second = cases
+    assert [case.workload.name for case in cases] == ["first.py:build", "second.py:build"]
+    assert "first" in str(first.blocks)
+    assert "second" in str(second.blocks)
+
+
 def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path):
     (tmp_path / "their_net.py").write_text(
         "import torch\nfrom torch import nn\n"

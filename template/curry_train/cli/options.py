@@ -8,8 +8,9 @@ import functools
 import importlib.util
 import shlex
 import textwrap
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,15 @@ def samples_of(workload: Workload, asked: int | None, *, default: int | None = N
             "out, or return a Workload whose batch makes one of any size"
         )
     return own or 1
+
+
+def named_once(workloads: Sequence[Workload]) -> list[Workload]:
+    """Rename workloads that share a name to the spec that the user typed."""
+    occurrences = Counter(workload.name for workload in workloads)
+    return [
+        replace(workload, name=workload.spec) if occurrences[workload.name] > 1 else workload
+        for workload in workloads
+    ]
 
 
 def own_workload(spec: str) -> Workload | None:

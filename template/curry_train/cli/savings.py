@@ -43,6 +43,7 @@ from .options import (
     case_options,
     dtype_name,
     echo_notes,
+    named_once,
     number_option,
     parsed,
     settle_blocks,
@@ -253,8 +254,9 @@ def _cases(
     """Return models at each depth and, together, its batch sizes; and the blocks of each depth."""
     cases: list[CaseAtDepth] = []
     choices: dict[str, BlockChoice] = {}
-    for spec, depth in itertools.product(models, depths or [None]):
-        workload = load_with_depth(spec, depth)
+    asked_for = list(itertools.product(models, depths or [None]))
+    workloads = named_once([load_with_depth(spec, depth) for spec, depth in asked_for])
+    for workload, (_, depth) in zip(workloads, asked_for, strict=True):
         default = workload.own_batch or DEFAULT_SAMPLES
         name = workload.name if depth is None else f"{workload.name}, depth {depth}"
         for size in batch_sizes or [default]:

@@ -41,7 +41,7 @@ from ..plan.available import load_that_fits
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import BUILTIN_WORKLOADS, is_taken
 from ..workloads.shrink import SHRINK_PREFIX
-from ..workloads.workload import Case, Workload
+from ..workloads.workload import Case
 from .options import (
     DEFAULT_BATCH_SIZE,
     CaseOptions,
@@ -49,6 +49,7 @@ from .options import (
     dtype_name,
     echo_notes,
     first_line,
+    named_once,
     number_option,
     run_options,
     settle_blocks,
@@ -261,7 +262,7 @@ def validate_command(
     facts = provenance(asked.device)
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
     loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
-    looked_at = [_look(make_case(workload)) for workload in _named_once(loaded)]
+    looked_at = [_look(make_case(workload)) for workload in named_once(loaded)]
     cases = [case for case, _ in looked_at]
     looks = {case.workload.name: first for case, first in looked_at}
 
@@ -348,15 +349,6 @@ def _status(rows: Sequence[GateRow], patterns: Sequence[str]) -> int | UnusableI
     models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
     asked = ", ".join(patterns) or "all gates"
     return UnusableInput(f"nothing was checked: of {asked} no gate applies to {models}")
-
-
-def _named_once(workloads: Sequence[Workload]) -> list[Workload]:
-    """Rename workloads that share a name to the spec that the user typed."""
-    occurrences = Counter(workload.name for workload in workloads)
-    return [
-        replace(workload, name=workload.spec) if occurrences[workload.name] > 1 else workload
-        for workload in workloads
-    ]
 
 
 def _measured(
