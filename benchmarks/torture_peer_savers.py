@@ -60,17 +60,19 @@ def zeros() -> State:
 
 
 class Peer:
-    """A library that saves and loads; `again` saves over a checkpoint of the same name."""
+    """A library that saves and loads."""
 
     name = ""
     distribution = "torch"
     # Files that hold pickles, which the torture replaces by hostile ones.
     pickled: tuple[str, ...] = ()
+    # Whether every checkpoint has the name of the one before.
+    again = False
 
     def prepare(self) -> None:
         """Import and build what a save needs, before processes are forked."""
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+    def save(self, root: Path, step: int, state: State) -> None:
         raise NotImplementedError
 
     def load(self, root: Path) -> State:
@@ -80,8 +82,12 @@ class Peer:
     def load_one(self, path: Path) -> State:
         raise NotImplementedError
 
-    def path(self, root: Path, step: int, *, again: bool) -> Path:
-        return root / ("step-0" if again else f"step-{step}")
+    def path(self, root: Path, step: int) -> Path:
+        return root / f"step-{self.number(step)}"
+
+    def number(self, step: int) -> int:
+        """Return the number in the name of a step's checkpoint."""
+        return 0 if self.again else step
 
     def newest(self, root: Path) -> Path:
         numbered = [
@@ -104,8 +110,8 @@ class DistributedCheckpoint(Peer):
     name = "dcp"
     pickled = (".metadata", "*.distcp")
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
-        dcp.save(state, checkpoint_id=self.path(root, step, again=again))
+    def save(self, root: Path, step: int, state: State) -> None:
+        dcp.save(state, checkpoint_id=self.path(root, step))
 
     def load_one(self, path: Path) -> State:
         state = zeros()
@@ -128,9 +134,9 @@ class TorchCheckpointing(Peer):
         save = SyncCheckpointSaverConfig()
         self._build = CheckpointManager.Config(save=save, storage_config=storage).build
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+    def save(self, root: Path, step: int, state: State) -> None:
         manager = self._build()
-        manager.save(str(self.path(root, step, again=again)), {"model": state})
+        manager.save(str(self.path(root, step)), {"model": state})
         manager.close()
 
     def load_one(self, path: Path) -> State:
@@ -150,10 +156,10 @@ class Orbax(Peer):
 
         self._ocp = ocp
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+    def save(self, root: Path, step: int, state: State) -> None:
         arrays = {name: tensor.numpy() for name, tensor in state.items()}
         with self._ocp.PyTreeCheckpointer() as saver:
-            saver.save(self.path(root, step, again=again).absolute(), arrays, force=again)
+            saver.save(self.path(root, step).absolute(), arrays, force=self.again)
 
     def load_one(self, path: Path) -> State:
         with self._ocp.PyTreeCheckpointer() as saver:
@@ -190,9 +196,9 @@ class Accelerate(Peer):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], momentum=0.9)
         self._model, _ = self._accelerator.prepare(self._holder, optimizer)
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+    def save(self, root: Path, step: int, state: State) -> None:
         self._holder.put(state)
-        self._accelerator.save_state(str(self.path(root, step, again=again)))
+        self._accelerator.save_state(str(self.path(root, step)))
 
     def load_one(self, path: Path) -> State:
         self._accelerator.load_state(str(path))
@@ -209,11 +215,11 @@ class Lightning(Peer):
 
         self._io: Any = TorchCheckpointIO()
 
-    def path(self, root: Path, step: int, *, again: bool) -> Path:
-        return root / f"{super().path(root, step, again=again).name}.ckpt"
+    def path(self, root: Path, step: int) -> Path:
+        return root / f"{super().path(root, step).name}.ckpt"
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
-        self._io.save_checkpoint({"state_dict": state}, self.path(root, step, again=again))
+    def save(self, root: Path, step: int, state: State) -> None:
+        self._io.save_checkpoint({"state_dict": state}, self.path(root, step))
 
     def load_one(self, path: Path) -> State:
         return self._io.load_checkpoint(path)["state_dict"]
@@ -235,14 +241,14 @@ class HuggingFace(Peer):
         self._trainer: Any = Trainer(self._holder, arguments)
         self._trainer.create_optimizer_and_scheduler(10)
 
-    def path(self, root: Path, step: int, *, again: bool) -> Path:
-        return root / f"checkpoint-{0 if again else step}"
+    def path(self, root: Path, step: int) -> Path:
+        return root / f"checkpoint-{self.number(step)}"
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+    def save(self, root: Path, step: int, state: State) -> None:
         trainer = self._trainer
         self._holder.put(state)
         trainer.args.output_dir = str(root)
-        trainer.state.global_step = 0 if again else step
+        trainer.state.global_step = self.number(step)
         events = trainer.callback_handler
         events.on_step_end(trainer.args, trainer.state, trainer.control)
         trainer._save_checkpoint(trainer.model, trial=None)
@@ -264,10 +270,10 @@ class Ours(Peer):
         self._holder = Holder()
         self._state = TrainingState(self._holder)
 
-    def save(self, root: Path, step: int, state: State, *, again: bool = False) -> None:
+    def save(self, root: Path, step: int, state: State) -> None:
         self._holder.put(state)
         with Store(root) as store:
-            store.save("rollback", 0 if again else step, self._state)
+            store.save("rollback", self.number(step), self._state)
 
     def load(self, root: Path) -> State:
         load_chosen(root, self._state)
@@ -277,8 +283,8 @@ class Ours(Peer):
         Store(path.parents[1]).load(f"rollback/{path.name}", self._state)
         return self._holder.get()
 
-    def path(self, root: Path, step: int, *, again: bool) -> Path:
-        return root / f"rollback/step-{0 if again else step:08d}.dcp"
+    def path(self, root: Path, step: int) -> Path:
+        return root / f"rollback/step-{self.number(step):08d}.dcp"
 
     def newest(self, root: Path) -> Path:
         return max(root.glob("rollback/step-*.dcp"))

@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 """
 
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
@@ -91,10 +92,10 @@ def loaded(load: Callable[[], Any]) -> dict[str, Any]:
     return reports[0] if reports else {"error": f"the process ended with {status}"}
 
 
-def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...], *, again: bool = False) -> Any:
+def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...]) -> Any:
     def act(report: Callable[[Any], None]) -> None:
         for step in steps:
-            peer.save(root, step, state_of(step), again=again)
+            peer.save(root, step, state_of(step))
             report(step)
 
     reports, status = reports_of(*in_a_fork(act))
@@ -105,14 +106,9 @@ def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...], *, again: boo
 # Kills.
 
 
-def kill_many(
-    peer: Peer, folder: Path, number: int, *, again: bool = False, seed: int = 0
-) -> dict[str, int]:
-    """Kill a process at random moments of its saves, and load in another; count what was lost.
-
-    With `again`, every save has the name of the one before.
-    """
-    generator = random.Random(f"{peer.name}-{again}-{seed}")
+def kill_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[str, int]:
+    """Kill a process at random moments of its saves, and load in another; count what was lost."""
+    generator = random.Random(f"{peer.name}-{peer.again}-{seed}")
     counts = dict.fromkeys(("kills", "newest_fails", "older", "lost", "silent", "refused"), 0)
     root = folder / "kills"
     longest = 0.0
@@ -121,10 +117,10 @@ def kill_many(
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True)
             began = time.monotonic()
-            save_in_a_fork(peer, root, (1,), again=again)
+            save_in_a_fork(peer, root, (1,))
             longest = longest or 4 * (time.monotonic() - began)
             saved = begun = 1
-        reports = _killed_reports(peer, root, begun + 1, generator.uniform(0, longest), again=again)
+        reports = _killed_reports(peer, root, begun + 1, generator.uniform(0, longest))
         # The last step that was reported saved, and the last that may have been.
         saved = max([one for one in reports if isinstance(one, int)], default=saved)
         begun = max(begun, saved) + 1
@@ -137,22 +133,20 @@ def kill_many(
         counts["older"] += found.get("step", saved) < saved
         if found.get("step", -1) < saved:
             # Is the step that was reported saved still there, if it is loaded by its name?
-            path = peer.path(root, saved, again=again)
+            path = peer.path(root, saved)
             counts["lost"] += loaded(lambda path=path: peer.load_one(path)).get("step", -1) < saved
             shutil.rmtree(root)
     return counts
 
 
-def _killed_reports(
-    peer: Peer, root: Path, first: int, seconds: float, *, again: bool
-) -> list[Any]:
+def _killed_reports(peer: Peer, root: Path, first: int, seconds: float) -> list[Any]:
     """Save one step after the other in a process, kill it, and return what it reported."""
 
     def act(report: Callable[[Any], None]) -> None:
         report("begin")
         for step in range(first, first + 10_000):
             try:
-                peer.save(root, step, state_of(step), again=again)
+                peer.save(root, step, state_of(step))
             except Exception as error:  # noqa: BLE001 - a refusal to save over a save is one answer
                 report({"refused": str(error)[:100]})
                 return
@@ -174,7 +168,7 @@ def flip_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[s
     root = folder / "flips"
     root.mkdir(parents=True)
     save_in_a_fork(peer, root, FIRST_STEPS)
-    newest = peer.path(root, FIRST_STEPS[-1], again=False)
+    newest = peer.path(root, FIRST_STEPS[-1])
     files = _files_of(newest)
     counts = dict.fromkeys(("flips", "found", "harmless", "silent"), 0)
     for turn in range(number):
@@ -205,28 +199,24 @@ def _files_of(path: Path) -> list[Path]:
 def fill_disks(peer: Peer, folder: Path) -> dict[str, int]:
     """Let the kernel refuse to write more than some bytes of a file, as a full disk does."""
     counts = dict.fromkeys(("full", "not_reported", "newest_fails", "lost", "silent"), 0)
-    root = folder / "measured"
-    root.mkdir(parents=True)
-    save_in_a_fork(peer, root, (1,))
-    largest = max(one.stat().st_size for one in _files_of(peer.path(root, 1, again=False)))
+    root = folder / "full"
     for part in FULL_PARTS:
-        root = folder / f"full-{part}"
-        root.mkdir()
+        root.mkdir(parents=True)
         save_in_a_fork(peer, root, (1,))
-        limit = int(part * largest)
+        first = peer.path(root, 1)
+        limit = int(part * max(one.stat().st_size for one in _files_of(first)))
 
-        def act(report: Callable[[Any], None], root: Path = root, limit: int = limit) -> None:
+        def act(report: Callable[[Any], None], limit: int = limit) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             peer.save(root, 2, state_of(2))
             report(2)
 
         reports, _ = reports_of(*in_a_fork(act))
-        found = loaded(lambda root=root: peer.load(root))
+        found = loaded(lambda: peer.load(root))
         counts["full"] += 1
         counts["not_reported"] += bool(reports) and found.get("step") != 2
         counts["newest_fails"] += "error" in found
         counts["silent"] += "silent" in found
-        first = peer.path(root, 1, again=False)
         counts["lost"] += loaded(lambda first=first: peer.load_one(first)).get("step") != 1
         shutil.rmtree(root)
     return counts
@@ -242,7 +232,7 @@ def forge_many(peer: Peer, folder: Path) -> dict[str, int]:
             shutil.rmtree(root, ignore_errors=True)
             root.mkdir(parents=True)
             save_in_a_fork(peer, root, FIRST_STEPS)
-            newest = peer.path(root, FIRST_STEPS[-1], again=False)
+            newest = peer.path(root, FIRST_STEPS[-1])
             files = [newest] if newest.is_file() else sorted(newest.glob(pattern))
             for path in files:
                 _forge_file(path, call)
@@ -274,9 +264,11 @@ def _forge_file(path: Path, call: Any) -> None:
 
 
 def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) -> dict[str, Any]:
+    over_a_save = copy.copy(peer)
+    over_a_save.again = True
     parts = {
         "kills": lambda folder: kill_many(peer, folder, kills, seed=seed),
-        "resaves": lambda folder: kill_many(peer, folder, resaves, again=True, seed=seed),
+        "resaves": lambda folder: kill_many(over_a_save, folder, resaves, seed=seed),
         "flips": lambda folder: flip_many(peer, folder, flips, seed=seed),
         "full_disks": lambda folder: fill_disks(peer, folder),
         "hostile": lambda folder: forge_many(peer, folder),

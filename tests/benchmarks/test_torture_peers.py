@@ -19,11 +19,11 @@ class InPlace(Peer):
     name = "in_place"
     pickled = ("*.ckpt",)
 
-    def path(self, root, step, *, again):
-        return root / f"{super().path(root, step, again=again).name}.ckpt"
+    def path(self, root, step):
+        return root / f"{super().path(root, step).name}.ckpt"
 
-    def save(self, root, step, state, *, again=False):
-        torch.save(state, self.path(root, step, again=again))
+    def save(self, root, step, state):
+        torch.save(state, self.path(root, step))
 
     def load_one(self, path):
         return torch.load(path, weights_only=False)
@@ -60,9 +60,9 @@ def test_the_page_shows_the_recorded_table():
 class Forgetful(InPlace):
     """Reports steps as saved that it never wrote."""
 
-    def save(self, root, step, state, *, again=False):
+    def save(self, root, step, state):
         if step == 1:
-            super().save(root, step, state, again=again)
+            super().save(root, step, state)
 
 
 def test_steps_that_were_only_reported_count_as_lost(tmp_path):
