@@ -38,7 +38,7 @@ from curry_train.runs.locate import Located, expected_values, first_operation, l
 from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, Fault, Planter, Training, record
 from locate_models import MODELS, quietly
-from locate_ranks import RankTrainings
+from locate_ranks import cases, record_trainings
 
 PARTS = ("faults", "equal", "rounding", "ranks", "costs")
 # Models that compile within a minute.
@@ -173,7 +173,7 @@ def of_layers(change: Callable[..., Any]) -> Fault:
             if type(module) is nn.Linear:
                 vars(module)["forward"] = functools.partial(change, module)
 
-    return Fault("", 1, "", "", None, plant)
+    return Fault(1, "", "", None, plant)
 
 
 def in_two_sums(module: nn.Linear, inputs: Any) -> Any:
@@ -190,7 +190,7 @@ def in_double(module: nn.Linear, inputs: Any) -> Any:
 
 
 def compiled() -> Fault:
-    return Fault("", 1, "", "", None, lambda training: training.model.compile())
+    return Fault(1, "", "", None, lambda training: training.model.compile())
 
 
 def in_bfloat16() -> AbstractContextManager[Any]:
@@ -260,29 +260,26 @@ def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
 
 def ranks(records: Records, name: str, count: int) -> list[dict[str, Any]]:
     folder = records.folder / "ranks"
-    job = RankTrainings(str(folder), count)
-    ignored = [str(folder)]
-    made = run_ranks(job, ["script"], num_ranks=2, ignored=ignored)[1]["faults"]
+    job = functools.partial(record_trainings, folder, count)
+    faults = run_ranks(job, ["script"], num_ranks=2, ignored=[str(folder)])[1]["faults"]
 
     def located(b: str, a: str) -> tuple[int, Located]:
         pairs = [[read_fingerprints(folder / it, rank) for it in (a, b)] for rank in range(2)]
         return _first([locate(*pair) for pair in pairs])
 
     rows = []
-    for one, fault in made.items():
-        rank, found = located(one, f"right-{fault.pop('model')}")
-        expected = Fault(**fault, plant=lambda training: None)
-        rows.append(
-            {
-                "kind": fault["kind"],
-                "expected": [fault["step"], fault["phase"], fault["path"], fault["call"]],
-                "found": list(found.place.values()),
-                "named": is_named(found, expected) and rank == 1,
-            }
-        )
-    for one in ("again", "FSDP2", "DDP"):
-        _, found = located(one, "right-encoder" if one == "again" else "one process")
-        rows.append({"kind": one, "headline": found.headline, "equal": found.is_equal})
+    for number, (kind, name) in enumerate(cases(count)):
+        fault = Fault(**faults[number], plant=lambda training: None)
+        rank, found = located(f"fault-{number}", f"right-{name}")
+        is_right = rank == 1 and is_named(found, fault)
+        rows.append({"kind": kind, "headline": found.headline, "named": is_right})
+    for kind, b, a in (
+        ("again", "again", "right-encoder"),
+        ("FSDP2", "FSDP2", "one process"),
+        ("DDP", "again", "one process"),
+    ):
+        _, found = located(b, a)
+        rows.append({"kind": kind, "headline": found.headline, "equal": found.is_equal})
     return rows
 
 

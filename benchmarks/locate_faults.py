@@ -4,6 +4,7 @@ A fault is drawn over the modules, parameters and calls that a record of the tra
 says where the first difference must be: step, phase, path and call, and words of the operation.
 """
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -126,7 +127,6 @@ class Training:
 
 @dataclass
 class Fault:
-    kind: str
     step: int
     phase: str
     # An empty path is any; so is None as a call.
@@ -184,6 +184,10 @@ def _first_changed(function: Callable[..., Any], output: Any, *options: Any) -> 
     return tree_map(lambda one: function(one, *options) if one is first else one, output)
 
 
+class NoPlace(Exception):
+    """The training has nothing for a fault of this kind."""
+
+
 class Planter:
     """Draws faults over what the record of a training has."""
 
@@ -196,13 +200,17 @@ class Planter:
 
     def draw(self, kind: str) -> Fault | None:
         """Return a fault, or None where the training has nothing for one."""
-        return getattr(self, kind)()
+        with contextlib.suppress(NoPlace):
+            return getattr(self, kind)()
+        return None
 
     def _where(self) -> tuple[float, int]:
         return self.random.random(), self.random.randrange(32)
 
     def _one(self, choices: Sequence[Any]) -> Any:
-        return self.random.choice(choices) if choices else None
+        if not choices:
+            raise NoPlace
+        return self.random.choice(choices)
 
     def _observed(self, kind: str, **asked: Any) -> list[Any]:
         facts = {"kind": kind, **asked}
@@ -214,7 +222,7 @@ class Planter:
             [one for one in exits if one["digests"].get("0", "float").startswith("float")]
         )
 
-    def _parameter(self, prefix: str) -> str | None:
+    def _parameter(self, prefix: str) -> str:
         found = self._observed("update", step=2)[0]["digests"]
         return self._one([one.removeprefix(prefix) for one in found if one.startswith(prefix)])
 
@@ -228,16 +236,16 @@ class Planter:
 
     # State.
 
-    def weight(self) -> Fault | None:
+    def weight(self) -> Fault:
         path = self._parameter("gradient of ")
         where = self._where()
 
         def plant(training: Training) -> None:
             flip(training.tensor(path).data, *where)
 
-        return Fault("weight", 1, "state", path, None, plant)
+        return Fault(1, "state", path, None, plant)
 
-    def weight_between_steps(self) -> Fault | None:
+    def weight_between_steps(self) -> Fault:
         path = self._parameter("gradient of ")
         where = self._where()
         step = self.random.randint(1, STEPS - 1)
@@ -245,9 +253,9 @@ class Planter:
         def plant(training: Training) -> None:
             training.between[step] = lambda: flip(training.tensor(path).data, *where)
 
-        return Fault("weight_between_steps", step + 1, "state", path, None, plant)
+        return Fault(step + 1, "state", path, None, plant)
 
-    def optimizer_state(self) -> Fault | None:
+    def optimizer_state(self) -> Fault:
         path = self._parameter("exp_avg of ")
         where = self._where()
         step = self.random.randint(1, STEPS - 1)
@@ -258,9 +266,9 @@ class Planter:
 
             training.between[step] = change
 
-        return Fault("optimizer_state", step + 1, "optimizer", path, None, plant)
+        return Fault(step + 1, "optimizer", path, None, plant)
 
-    def stale_buffer(self) -> Fault | None:
+    def stale_buffer(self) -> Fault:
         found = {
             one: it
             for one, it in self._observed("state", step=2)[0]["digests"].items()
@@ -270,12 +278,8 @@ class Planter:
         before = self._observed("state", step=1)[0]["digests"]
         buffers = [one for one, it in found.items() if one not in parameters and it != before[one]]
         path = self._one(buffers)
-        if path is None:
-            return None
         owner, _, name = path.rpartition(".")
         call = self._call(path=owner, step=self.step)
-        if call is None:
-            return None
 
         def stale(forward: Any, *args: Any, module: nn.Module, **options: Any) -> Any:
             buffer = getattr(module, name)
@@ -288,11 +292,11 @@ class Planter:
             change = functools.partial(stale, module=training.module(owner))
             training.around(owner, self.step, call["call"], change)
 
-        return Fault("stale_buffer", self.step, "forward", owner, call["call"], plant)
+        return Fault(self.step, "forward", owner, call["call"], plant)
 
     # Forward and backward.
 
-    def activation(self) -> Fault | None:
+    def activation(self) -> Fault:
         """A flip in the output of a module."""
         return self._flipped(self._call(step=self.step), "forward")
 
@@ -306,9 +310,9 @@ class Planter:
         def plant(training: Training) -> None:
             training.around(call["path"], self.step, call["call"], change)
 
-        return Fault("activation", self.step, phase, call["path"], call["call"], plant)
+        return Fault(self.step, phase, call["path"], call["call"], plant)
 
-    def result(self) -> Fault | None:
+    def result(self) -> Fault:
         """A flip in the result of an operation of the second step."""
         found: dict[tuple[Any, ...], list[Any]] = {}
         for one in self.operations:
@@ -322,10 +326,7 @@ class Planter:
             for one in several
             if any("float" in it for it in one["digests"].values()) and _is_new(one["name"])
         ]
-        chosen = self._one(choices)
-        if chosen is None:
-            return None
-        (path, call), operation = chosen
+        (path, call), operation = self._one(choices)
         same = [one for one in found[path, call] if one["name"] == operation["name"]]
         number = same.index(operation)
         mode = FlipResult(operation["name"], number, *self._where())
@@ -341,9 +342,9 @@ class Planter:
             mode.remaining = mode.number
             training.around(path, 2, call, change)
 
-        return Fault("result", 2, "forward", path, call, plant, (operation["name"],), mode)
+        return Fault(2, "forward", path, call, plant, (operation["name"],), mode)
 
-    def update(self) -> Fault | None:
+    def update(self) -> Fault:
         """A flip in the result of an operation of the optimizer, in the second step."""
         names = list(self._observed("updated", step=2)[0]["digests"])
         updated = [
@@ -361,27 +362,25 @@ class Planter:
             training.optimizer.register_step_pre_hook(lambda *_: switch(True))
             training.optimizer.register_step_post_hook(lambda *_: switch(False))
 
-        return Fault(
-            "update", 2, "optimizer", updated[number], None, plant, ("aten.addcdiv_.default",), mode
-        )
+        return Fault(2, "optimizer", updated[number], None, plant, ("aten.addcdiv_.default",), mode)
 
-    def gradient_of_activation(self) -> Fault | None:
+    def gradient_of_activation(self) -> Fault:
         with_gradient = {
             (one["path"], one["call"]) for one in self._observed("gradient", step=self.step)
         }
         calls = self._observed("exit", phase="forward", step=self.step)
         call = self._one([one for one in calls if (one["path"], one["call"]) in with_gradient])
-        return call and self._flipped(call, "backward")
+        return self._flipped(call, "backward")
 
-    def frozen(self) -> Fault | None:
+    def frozen(self) -> Fault:
         path = self._parameter("gradient of ")
 
         def plant(training: Training) -> None:
             training.tensor(path).requires_grad_(False)
 
-        return Fault("frozen", 1, "gradients", path, None, plant, ())
+        return Fault(1, "gradients", path, None, plant, ())
 
-    def hooked(self) -> Fault | None:
+    def hooked(self) -> Fault:
         """A gradient that a hook makes longer."""
         path = self._parameter("gradient of ")
 
@@ -391,9 +390,9 @@ class Planter:
         def plant(training: Training) -> None:
             training.tensor(path).register_post_accumulate_grad_hook(longer)
 
-        return Fault("hooked", 1, "gradients", path, None, plant)
+        return Fault(1, "gradients", path, None, plant)
 
-    def gradient(self) -> Fault | None:
+    def gradient(self) -> Fault:
         """A flip in an accumulated gradient, before the step."""
         path = self._parameter("gradient of ")
         where = self._where()
@@ -408,9 +407,9 @@ class Planter:
 
             training.tensor(path).register_post_accumulate_grad_hook(change)
 
-        return Fault("gradient", self.step, "gradients", path, None, plant)
+        return Fault(self.step, "gradients", path, None, plant)
 
-    def kernel(self) -> Fault | None:
+    def kernel(self) -> Fault:
         """A matrix product or convolution of inputs with a mantissa of 10 bits, as in TF32."""
         path = self._one(self._of_class("Linear", "Conv"))
 
@@ -421,26 +420,24 @@ class Planter:
         def plant(training: Training) -> None:
             training.around(path, None, 0, change)
 
-        return Fault("kernel", 1, "forward", path, 0, plant)
+        return Fault(1, "forward", path, 0, plant)
 
-    def drawn(self) -> Fault | None:
+    def drawn(self) -> Fault:
         """One more number from the generator, between two steps."""
         step = self.random.randint(1, STEPS - 1)
         enters = {
             (one["path"], one["call"]): one["generator"]
             for one in self._observed("enter", step=step + 1, phase="forward")
         }
-        for one in self._observed("exit", step=step + 1, phase="forward"):
-            if enters[one["path"], one["call"]] != one["generator"]:
-                break
-        else:
-            return None
+        exits = self._observed("exit", step=step + 1, phase="forward")
+        drawing = [it for it in exits if enters[it["path"], it["call"]] != it["generator"]]
+        one = self._one(drawing[:1])
 
         def plant(training: Training) -> None:
             training.between[step] = lambda: torch.rand(1)
 
         note = "the random generator of torch differs"
-        return Fault("drawn", step + 1, "forward", one["path"], one["call"], plant, (), None, note)
+        return Fault(step + 1, "forward", one["path"], one["call"], plant, (), None, note)
 
     # Settings.
 
@@ -449,20 +446,16 @@ class Planter:
             setattr(training.module(path), name, value)
 
         note = f"{name} of {path} is {self.model[path].get(name)} in A and {value} in B"
-        return Fault("", 1, "forward", path, 0, plant, operations, None, note)
+        return Fault(1, "forward", path, 0, plant, operations, None, note)
 
-    def epsilon(self) -> Fault | None:
+    def epsilon(self) -> Fault:
         path = self._one(self._of_class("Norm"))
-        if path is None:
-            return None
         name = "variance_epsilon" if "variance_epsilon" in self.model[path] else "eps"
         operations = ("norm", f"argument 1 is {self.model[path][name]} in A")
         return self._changed(path, name, self.model[path][name] * 2, operations)
 
-    def flag(self) -> Fault | None:
+    def flag(self) -> Fault:
         path = self._one(self._of_class("Dropout"))
-        if path is None:
-            return None
 
         def plant(training: Training) -> None:
             module = training.module(path)
@@ -470,19 +463,15 @@ class Planter:
             # A Trainer's model.train() does not reach it.
             vars(module)["train"] = lambda mode=True: module
 
-        return Fault("", 1, "forward", path, 0, plant, OF_DROPOUT)
+        return Fault(1, "forward", path, 0, plant, OF_DROPOUT)
 
-    def dropout(self) -> Fault | None:
+    def dropout(self) -> Fault:
         path = self._one(self._of_class("Dropout"))
-        if path is None:
-            return None
         rate = self.model[path]["p"] + 0.1
         return self._changed(path, "p", rate, OF_DROPOUT)
 
-    def dropout_moved(self) -> Fault | None:
+    def dropout_moved(self) -> Fault:
         path = self._one(self._of_class("Dropout"))
-        if path is None:
-            return None
         exits = self._observed("exit", step=1, phase="forward", call=0)
         floats = [one["path"] for one in exits if one["digests"].get("0", "").startswith("float")]
         other = self._one([one for one in floats if one != path])
@@ -497,9 +486,9 @@ class Planter:
 
             training.around(other, None, 0, change)
 
-        return Fault("", 1, "forward", first, 0, plant, (HERE, *OF_DROPOUT))
+        return Fault(1, "forward", first, 0, plant, (HERE, *OF_DROPOUT))
 
-    def optimizer_flag(self) -> Fault | None:
+    def optimizer_flag(self) -> Fault:
         name, value = self._one(
             [("eps", 1e-6), ("weight_decay", 0.1), ("lr", 2e-3), ("amsgrad", True)]
         )
@@ -510,7 +499,7 @@ class Planter:
         note = f"{name} of group 0 of AdamW is"
         # The first step has no other largest moment than the others.
         step = 2 if name == "amsgrad" else 1
-        return Fault("", step, "optimizer", "", None, plant, ("aten.",), None, note)
+        return Fault(step, "optimizer", "", None, plant, ("aten.",), None, note)
 
     # Data.
 
@@ -522,12 +511,12 @@ class Planter:
         def plant(training: Training) -> None:
             change(training.samples)
 
-        return Fault("", batch["step"], "data", batch["path"], batch["call"], plant, ())
+        return Fault(batch["step"], "data", batch["path"], batch["call"], plant, ())
 
     def _size(self) -> int:
         return len(self._observed("batch")[0]["rows"])
 
-    def data(self) -> Fault | None:
+    def data(self) -> Fault:
         """Two samples, of any batches, in each other's place."""
         one, two = sorted(self.random.sample(range(self._size() * STEPS * MICROBATCHES), 2))
 
@@ -536,7 +525,7 @@ class Planter:
 
         return self._data(one, change)
 
-    def microbatches(self) -> Fault | None:
+    def microbatches(self) -> Fault:
         """The microbatches of a step in the other order."""
         size = self._size()
         first = (self.step - 1) * MICROBATCHES * size

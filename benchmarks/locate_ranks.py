@@ -3,13 +3,12 @@
 They are a job of `run_ranks`, without a program of a user's.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,42 +40,28 @@ def train(
     return read_fingerprints(folder, rank)
 
 
-def ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
+def cases(count: int) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each fault, and the model in which it is planted."""
+    return itertools.islice(zip(itertools.cycle(KINDS), itertools.cycle(NAMES)), count)
 
 
-def train_all(folder: Path, count: int) -> dict[str, Any]:
+def record_trainings(folder: Path, count: int, run: Callable[[], None], end: End) -> None:
+    """Record trainings into a folder, so many of them with a fault on the second rank."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
-    made = {}
-    reference = {name: train(name, folder / f"right-{name}", ddp) for name in NAMES}
-    for number in range(count):
-        name = NAMES[number % len(NAMES)]
-        fault = None
-        for seed in range(9):
-            fault = fault or Planter(reference[name], [], f"{number} {seed}").draw(
-                KINDS[number % len(KINDS)]
+    faults = []
+    with quietly():
+        reference = {
+            name: train(name, folder / f"right-{name}", DistributedDataParallel) for name in NAMES
+        }
+        for number, (kind, name) in enumerate(cases(count)):
+            fault = Planter(reference[name], [], f"{number} 0").draw(kind)
+            train(name, folder / f"fault-{number}", DistributedDataParallel, fault)
+            faults.append(
+                {key: value for key, value in vars(fault).items() if key not in ("plant", "mode")}
             )
-        assert fault is not None
-        train(name, folder / f"fault-{number}", ddp, fault)
-        facts = {key: value for key, value in vars(fault).items() if key not in ("plant", "mode")}
-        made[f"fault-{number}"] = facts | {"model": name}
-    train("encoder", folder / "again", ddp)
-    train("encoder", folder / "one process", lambda model: model, own=False)
-    train("encoder", folder / "FSDP2", fully_shard, own=False)
-    train("encoder", folder / "DDP", ddp)
+        train("encoder", folder / "again", DistributedDataParallel)
+        train("encoder", folder / "one process", lambda model: model, own=False)
+        train("encoder", folder / "FSDP2", fully_shard, own=False)
     torch.distributed.destroy_process_group()
-    return made
-
-
-@dataclass(frozen=True)
-class RankTrainings:
-    """Records trainings into a folder, so many of them with a fault on the second rank."""
-
-    folder: str
-    count: int
-
-    def __call__(self, run: Callable[[], None], end: End) -> None:
-        with quietly():
-            made = train_all(Path(self.folder), self.count)
-        end({"faults": made})
+    end({"faults": faults})
