@@ -14,23 +14,22 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
 
-from curry_train.cli.options import output_option
 from curry_train.cli.runs_locate import _first
 from curry_train.core.digest import digest
-from curry_train.core.wording import provenance, write_json
+from curry_train.core.timing import time_in_turns
 from curry_train.gates.loop_run import run_ranks
 from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -39,8 +38,8 @@ from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, Fault, Planter, Training, record
 from locate_models import MODELS, quietly
 from locate_ranks import cases, record_trainings
+from recording import record_parser, write_record
 
-PARTS = ("faults", "equal", "rounding", "ranks", "costs")
 # Models that compile within a minute.
 COMPILED = ("sampled",)
 
@@ -126,16 +125,13 @@ def of_fault(records: Records, name: str, kind: str, seed: int) -> dict[str, Any
     return {
         "model": name,
         "kind": kind,
-        "without_effect": attempt,
         "expected": [fault.step, fault.phase, fault.path, fault.call],
-        "found": list(found.place.values()),
         "named": is_named(found, fault),
         "operation": operation,
         "operation_named": (
             any(word in operation for word in fault.operations) if fault.operations else None
         ),
         "named_with_tolerance": is_named(tolerant, fault),
-        "found_with_tolerance": list(tolerant.place.values()),
         "headline": found.headline,
     }
 
@@ -189,48 +185,38 @@ def in_double(module: nn.Linear, inputs: Any) -> Any:
     return F.linear(inputs.double(), module.weight.double(), bias).to(inputs.dtype)
 
 
-def compiled() -> Fault:
-    return Fault(1, "", "", None, lambda training: training.model.compile())
+compiled = Fault(1, "", "", None, lambda training: training.model.compile())
+# Around whole steps a cache would keep the weights of the first one.
+in_bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+without_mkldnn = functools.partial(torch.backends.mkldnn.flags, enabled=False)
+of_math_attention = functools.partial(
+    torch.nn.attention.sdpa_kernel, torch.nn.attention.SDPBackend.MATH
+)
 
 
-def in_bfloat16() -> AbstractContextManager[Any]:
-    # Around whole steps a cache would keep the weights of the first one.
-    return torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+@contextmanager
+def in_bfloat16_without_mkldnn() -> Iterator[None]:
+    with in_bfloat16(), without_mkldnn():
+        yield
 
 
-def without_mkldnn() -> AbstractContextManager[Any]:
-    return torch.backends.mkldnn.flags(enabled=False)
-
-
-def in_bfloat16_without_mkldnn() -> AbstractContextManager[Any]:
-    stack = ExitStack()
-    stack.enter_context(in_bfloat16())
-    stack.enter_context(without_mkldnn())
-    return stack
-
-
-def of_math_attention() -> AbstractContextManager[Any]:
-    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-
-
-class TwoThreads(AbstractContextManager[None]):
-    def __enter__(self) -> None:
-        torch.set_num_threads(2)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.set_num_threads(1)
+@contextmanager
+def of_two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
 
 
 # For each kind: the context of run A, the context of run B, and the change to B's layers.
-ROUNDINGS: dict[str, tuple[Any, Any, Callable[[], Fault] | None]] = {
-    "two sums": (nullcontext, nullcontext, lambda: of_layers(in_two_sums)),
-    "double": (nullcontext, nullcontext, lambda: of_layers(in_double)),
+ROUNDINGS: dict[str, tuple[Any, Any, Fault | None]] = {
+    "two sums": (nullcontext, nullcontext, of_layers(in_two_sums)),
+    "double": (nullcontext, nullcontext, of_layers(in_double)),
     "kernels": (nullcontext, without_mkldnn, None),
     "attention": (nullcontext, of_math_attention, None),
     "kernels in bfloat16": (in_bfloat16, in_bfloat16_without_mkldnn, None),
-    "two sums in bfloat16": (in_bfloat16, in_bfloat16, lambda: of_layers(in_two_sums)),
+    "two sums in bfloat16": (in_bfloat16, in_bfloat16, of_layers(in_two_sums)),
     "bfloat16 against float32": (nullcontext, in_bfloat16, None),
-    "threads": (nullcontext, TwoThreads, None),
+    "threads": (nullcontext, of_two_threads, None),
     "compiled": (nullcontext, nullcontext, compiled),
 }
 
@@ -238,20 +224,19 @@ ROUNDINGS: dict[str, tuple[Any, Any, Callable[[], Fault] | None]] = {
 def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
     """Record pairs that round differently; without an operation of the kind they are equal."""
     rows: list[dict[str, Any]] = []
-    for kind, (base, around, change) in ROUNDINGS.items():
+    for kind, (base, around, fault) in ROUNDINGS.items():
         if kind == "compiled" and name not in COMPILED:
             continue
-        fault = change() if change else None
         b = records.new(name, fault, around=around)
         kept, values = records.kept(name, base)
-        if (found := locate(kept, b)).is_equal:
+        if locate(kept, b).is_equal:
             continue
         of_a, of_b = map(records.expected, expected_values(kept, b, 1))
         noises = records.with_noise(name, values, of_a, around=base)
         other = records.new(name, fault, exchange=Exchange(values, expected=of_b), around=around)
         tolerant = locate(kept, other, noises)
         facts = {"model": name, "kind": kind, "accused": not tolerant.is_equal}
-        rows.append(facts | {"exact": found.headline, "headline": tolerant.headline})
+        rows.append(facts | {"headline": tolerant.headline})
     return rows[:count]
 
 
@@ -316,11 +301,10 @@ def costs(records: Records, name: str, count: int) -> list[dict[str, Any]]:
     def recording(level: str) -> AbstractContextManager[Any]:
         return record_run(records.folder / str(next(records.numbers)), steps=3, level=level)
 
-    def debugging() -> AbstractContextManager[Any]:
-        stack = ExitStack()
-        stack.enter_context(DebugMode())
-        stack.enter_context(DebugMode.log_tensor_hashes())
-        return stack
+    @contextmanager
+    def debugging() -> Iterator[None]:
+        with DebugMode(), DebugMode.log_tensor_hashes():
+            yield
 
     setups: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "plain": nullcontext,
@@ -328,20 +312,13 @@ def costs(records: Records, name: str, count: int) -> list[dict[str, Any]]:
         "modules": lambda: recording("modules"),
         "DebugMode": debugging,
     }
-    times: dict[str, list[float]] = {name: [] for name in setups}
-    for _ in range(count):
-        for name, begin in setups.items():
-            times[name].append(seconds(begin))
-    medians = {name: statistics.median(several) for name, several in times.items()}
-    tensor = torch.randn(2**24)
-    digests: dict[str, list[float]] = {"digest": [], "hash_tensor": []}
-    for _ in range(count):
-        for name, function in (("digest", digest), ("hash_tensor", torch.hash_tensor)):
-            start = time.process_time()
-            function(tensor)
-            digests[name].append(time.process_time() - start)
+    rounds = [[seconds(begin) for begin in setups.values()] for _ in range(count)]
+    medians = dict(zip(setups, map(statistics.median, zip(*rounds, strict=True)), strict=True))
     ratios = {name: value / medians["plain"] for name, value in medians.items()}
-    speed = {name: statistics.median(several) for name, several in digests.items()}
+    tensor = torch.randn(2**24)
+    digests = [lambda: digest(tensor), lambda: torch.hash_tensor(tensor)]
+    timed = time_in_turns(digests, rounds=count, warmup=0, clock=time.process_time)
+    speed = dict(zip(("digest", "hash_tensor"), map(statistics.median, timed), strict=True))
     return [{"seconds": medians, "ratio": ratios, "seconds_for_64_MiB": speed, "rounds": count}]
 
 
@@ -353,7 +330,6 @@ def score(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "operations", len(asked)
         yield "operations_named", sum(asked)
         yield "named_with_tolerance", sum(one["named_with_tolerance"] for one in rows)
-        yield "drawn_again_without_effect", sum(one["without_effect"] for one in rows)
     if rows := found.get("equal"):
         yield "equal_pairs", sum(one["pairs"] for one in rows)
         yield "equal_pairs_accused", sum(len(one["accused"]) for one in rows)
@@ -394,38 +370,34 @@ def jobs_of(part: str, count: int, only: str) -> Iterator[tuple[str, str, int]]:
             yield part, name, share
 
 
-@click.command()
-@click.option("--part", "parts", type=click.Choice(PARTS), multiple=True, help="Only this part.")
-@click.option("--count", type=click.IntRange(1), help="So many faults or pairs in each part.")
-@click.option("--only", default="", metavar="WORD", help="Only models with this in their name.")
-@click.option("--jobs", "num_jobs", type=click.IntRange(1), default=1, help="Processes at once.")
-@output_option("Write the results as JSON; - is standard output.", "--json", "json_path")
-def main(
-    parts: tuple[str, ...], count: int | None, only: str, num_jobs: int, json_path: str | None
-) -> None:
+def main() -> None:
     """Record what `runs locate` finds and costs."""
+    parser = record_parser(__doc__)
+    parser.add_argument("--part", action="append", choices=COUNTS, help="only this part")
+    parser.add_argument("--count", type=int, help="so many faults or pairs in each part")
+    parser.add_argument("--only", default="", help="models with this in their name")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    options = parser.parse_args()
     found: dict[str, Any] = {}
-    facts = provenance(torch.device("cpu"))
-    if json_path and json_path != "-" and parts and Path(json_path).exists():
-        before = json.loads(Path(json_path).read_text())
-        found = {part: before[part] for part in PARTS if part in before}
-        facts["command"] = before["command"]  # which records all parts
-    with multiprocessing.get_context("spawn").Pool(num_jobs) as pool:
-        for part in parts or PARTS:
-            jobs = list(jobs_of(part, count or COUNTS[part], only))
+    if options.part and options.json and Path(options.json).exists():
+        before = json.loads(Path(options.json).read_text())
+        # Its command records all parts.
+        found = {key: before[key] for key in ("command", *COUNTS) if key in before}
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for part in options.part or COUNTS:
+            jobs = list(jobs_of(part, options.count or COUNTS[part], options.only))
             rows = []
             for job, made in zip(jobs, pool.imap(work, jobs), strict=True):
                 rows += made
-                click.echo(f"{part}: {job[1]}, {len(made)} recorded", err=True)
+                print(f"{part}: {job[1]}, {len(made)} recorded", file=sys.stderr)
             found[part] = rows
     summary = dict(score(found))
     for name, value in summary.items():
-        click.echo(f"{name}: {value}")
+        print(f"{name}: {value}")
     for one in found.get("faults", ()):
         if not (one["named"] and one["operation_named"] in (True, None)):
-            click.echo(f"  {one['model']}, {one['kind']}: {one['expected']}, {one['headline']}")
-    if json_path:
-        write_json(json_path, {**facts, "score": summary, **found})
+            print(f"  {one['model']}, {one['kind']}: {one['expected']}, {one['headline']}")
+    write_record(options.json, {"score": summary, **found})
 
 
 if __name__ == "__main__":
