@@ -97,51 +97,37 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     (folder / "pyproject.toml").write_text(text + configuration)
 
 
-def run_mutmut(folder: Path, *words: str, minutes: float | None = None) -> str:
-    """Run a command of mutmut in the copy; return its output, also if its time is over."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mutmut", *words]
-    with (folder / "mutmut.log").open("w+") as log:
+def run_module(
+    folder: Path, *words: str, seconds: float | None = None, **variables: str
+) -> tuple[bool, str]:
+    """Run a module of Python; return whether it passed within its time, and its output."""
+    with (folder / "mutants.log").open("w+") as log:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", *words],
             cwd=folder,
-            env=environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        try:
-            process.wait(None if minutes is None else 60 * minutes)
-        except subprocess.TimeoutExpired:
-            # The forks of mutmut too.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        passed = process.returncode == 0
+        # The forks of mutmut, and processes that tests have left, too.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
         log.seek(0)
-        return log.read()
+        return passed, log.read()
 
 
 def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
     """Run the tests of the room of a mutant's module until one fails, or hangs, with it."""
-    tests = ROOMS[name.split(".")[1]]
-    words = [sys.executable, "-m", "pytest", "-x", "-k", DESELECTED, *tests]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MUTANT_UNDER_TEST": mutant}
-    process = subprocess.Popen(
-        words,
-        cwd=folder / "mutants",
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    words = ("pytest", "-x", "-k", DESELECTED, *ROOMS[name.split(".")[1]])
+    passed, _ = run_module(
+        folder / "mutants", *words, seconds=MOST_ROOM_SECONDS, MUTANT_UNDER_TEST=mutant
     )
-    try:
-        return process.wait(MOST_ROOM_SECONDS) != 0
-    except subprocess.TimeoutExpired:
-        return True
-    finally:
-        # Processes that the tests have left, too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return not passed
 
 
 def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
@@ -152,10 +138,11 @@ def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
         copy_checkout(folder, modules, tests_of(technique, modules))
     chosen = [f"*{options.function}__mutmut_*"] if options.function else []
     if options.sample:
-        run_mutmut(folder, "run", "none")  # makes all mutants, and runs none
+        run_module(folder, "mutmut", "run", "none")  # makes all mutants, and runs none
         names = sorted(fates(folder))
         chosen = random.Random(options.seed).sample(names, min(options.sample, len(names)))
-    output = run_mutmut(folder, "run", *chosen, minutes=options.minutes)
+    seconds = options.minutes and 60 * options.minutes
+    _, output = run_module(folder, "mutmut", "run", *chosen, seconds=seconds)
 
     found = fates(folder)
     if options.sample:
@@ -180,7 +167,7 @@ def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
 
 def fates(folder: Path) -> dict[str, str]:
     """Return what became of each mutant, by its name."""
-    listed = run_mutmut(folder, "results", "--all", "true")
+    _, listed = run_module(folder, "mutmut", "results", "--all", "true")
     return dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
 
 
