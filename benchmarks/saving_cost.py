@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from curry_train.core.timing import time_in_turns
+from curry_train.core.timing import paired_ratio, time_in_turns
 from curry_train.runs import saving
 from curry_train.runs.background import BackgroundSaver
 from curry_train.runs.policy import SavingPolicy
@@ -77,12 +77,9 @@ def seconds_of(action: Callable[[], Any]) -> float:
 
 def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Compare pairs of seconds."""
-    ratios = [after / before for before, after in zip(plain, ours, strict=True)]
     return {
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-        "pairs": len(ratios),
+        "ratio": paired_ratio(ours, plain).median,
+        "pairs": len(plain),
         "plain_seconds": statistics.median(plain),
         "seconds": statistics.median(ours),
     }
@@ -235,8 +232,6 @@ def measure_rounds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "all_steps": statistics.median(all_steps[1:]),
         "slowest_step": statistics.median(slowest[1:]),
-        "slowest_step_of_all": max(slowest[1:]),
-        "step_seconds": statistics.median(found[False]),
     }
 
 
@@ -279,8 +274,7 @@ def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> di
 
 def measure_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     small = [measure_small(folder, options, rows=rows) for rows in SMALL_BATCHES]
-    facts = {"cores": len(os.sched_getaffinity(0)), "every": NUM_STEPS}
-    return {**facts, "savers": {"ours": measure_rounds(folder, options)}, "small": small}
+    return {"savers": {"ours": measure_rounds(folder, options)}, "small": small}
 
 
 # A cadence with a bound.
@@ -295,7 +289,6 @@ def train_with_cadence(
     """
     state = made_state(options.mib * 2**20)
     config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=OVERHEAD)
-    saves = 0
     highest = 0.0
     saving_seconds = 0.0
     stepping_seconds = 0.0
@@ -313,18 +306,12 @@ def train_with_cadence(
             began = time.perf_counter()
             committed = policy.after_step(state.step, state, {})
             saving_seconds += time.perf_counter() - began + waited
-            saves += len(committed)
             if committed:
                 highest = max(highest, saving_seconds / stepping_seconds)
-        saves += len(policy.finish())
+        policy.finish()
         if saver is not None:
             saver.close()
-    return {
-        "bound": OVERHEAD,
-        "at_the_end": saving_seconds / stepping_seconds,
-        "highest": highest,
-        "saves": saves,
-    }
+    return {"at_the_end": saving_seconds / stepping_seconds, "highest": highest}
 
 
 def measure_cadence(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
