@@ -4,7 +4,6 @@ python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 """
 
 import contextlib
-import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from curry_train.core.measure import LiveStorages
-from curry_train.core.timing import time_in_turns
+from curry_train.core.timing import paired_ratio, time_in_turns
 from curry_train.primitives.grad_flow import GradFlow
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import transformer
@@ -76,10 +75,7 @@ def _step(case: Case, around: Around, stack: contextlib.ExitStack) -> Callable[[
 
 
 def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
-    """Measure median seconds and operations of a step for each way, also as ratios to plain.
-
-    The ways run in turns.
-    """
+    """Count the operations of a step for each way, and time it against the plain one in turns."""
     operations = {}
     with contextlib.ExitStack() as stack:
         steps = {way: _step(case, around, stack) for way, around in PROBING_WAYS.items()}
@@ -89,41 +85,32 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
                 step()
             operations[way] = storages.num_operations
         timed = time_in_turns([*steps.values()], rounds=repeats, warmup=0)
-    seconds = dict(zip(steps, map(statistics.median, timed), strict=True))
+    plain, *_ = timed
     return {
-        way: {
-            "seconds": seconds[way],
-            "ratio": seconds[way] / seconds["plain"],
-            "operations": operations[way],
-        }
-        for way in PROBING_WAYS
+        way: {"ratio": paired_ratio(seconds, plain).median, "operations": operations[way]}
+        for way, seconds in zip(steps, timed, strict=True)
     }
 
 
 def measure_counting(case: Case) -> dict[str, Any]:
-    """Count the calls of the first block's layers in one step, with and without recompute.
+    """Count the calls of the first block's layers in one step that recomputes.
 
     Grad-flow and the hand-written hooks count the same step.
     """
-    calls_by_case = {}
-    for recompute in (False, True):
-        module = case.build()
-        batch = case.batch()
-        if recompute:
-            recompute_blocks(module)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
-        by_hand = count_by_hand(module)
-        with flow:
-            case.workload.mean_loss(module, batch).backward()
-            optimizer.step()
-
-        layers = flow.records[0].layers
-        calls_by_case["recompute" if recompute else "bare"] = {
-            "grad_flow": sum(layers[name].calls for name in by_hand if name in layers),
-            "by_hand": sum(calls for name, calls in by_hand.items() if name in layers),
-        }
-    return calls_by_case
+    module = case.build()
+    batch = case.batch()
+    recompute_blocks(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
+    flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
+    by_hand = count_by_hand(module)
+    with flow:
+        case.workload.mean_loss(module, batch).backward()
+        optimizer.step()
+    layers = flow.records[0].layers
+    return {
+        "grad_flow": sum(layers[name].calls for name in by_hand if name in layers),
+        "by_hand": sum(calls for name, calls in by_hand.items() if name in layers),
+    }
 
 
 def main() -> None:
@@ -137,7 +124,7 @@ def main() -> None:
         figures[name] = {
             "batch_size": BATCH_SIZE,
             "cost": measure_costs(case, repeats=options.repeats),
-            "calls": measure_counting(case),
+            "calls": {"recompute": measure_counting(case)},
         }
         print(name, figures[name])
     write_record(options.json, figures)
