@@ -4,8 +4,7 @@
     make finetune ARGS='--only Lion lora mixtral'        # some, printed
 
 `make finetune` installs the libraries in an environment of their own and runs all rows. A row is
-predicted from shapes alone; otherwise it has the reason why the model was measured instead, or
-why a class of the same layout was.
+predicted from shapes alone; otherwise it has the reason why the model was measured instead.
 
 Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 """
@@ -21,7 +20,6 @@ from torch import nn
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.shapes import host_bytes
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_sac, keep_routing, recompute_blocks
 from curry_train.workloads.models import load_workload, mlp
@@ -31,9 +29,6 @@ from recording import record_parser, write_record
 
 MODELS = Path(__file__).with_name("finetune_models.py")
 LIBRARIES = ("transformers", "peft", "torchao", "bitsandbytes", "lion-pytorch")
-BY_LAYOUT = (
-    "torchao makes it on CUDA and XPU alone: a class with the layout of its source is measured"
-)
 
 Change = Callable[[nn.Module], object]
 
@@ -111,14 +106,12 @@ def compare(
         )
     )
     predicted = figures_of(step.timeline)
-    found = {
+    return {
         "predicted": predicted,
         "measured": measured,
         "equal": predicted == measured,
         "why_real": why_real,
     }
-    by_layout = {"by_layout": BY_LAYOUT, "host_bytes": host_bytes(made)}
-    return found | (by_layout if by_layout["host_bytes"] else {})
 
 
 def figures_of(timeline: Any) -> dict[str, int]:
@@ -132,15 +125,12 @@ def figures_of(timeline: Any) -> dict[str, int]:
 
 def summary_of(rows: list[dict[str, Any]]) -> dict[str, int]:
     """Count rows by how they were predicted."""
-    by_layout = [row for row in rows if "by_layout" in row]
-    others = [row for row in rows if "by_layout" not in row]
-    predicted = [row for row in others if row["why_real"] is None]
+    predicted = [row for row in rows if row["why_real"] is None]
     return {
         "rows": len(rows),
         "predicted_from_shapes": len(predicted),
         "equal": sum(row["equal"] for row in predicted),
-        "measured_instead": len(others) - len(predicted),
-        "by_layout": len(by_layout),
+        "measured_instead": len(rows) - len(predicted),
     }
 
 

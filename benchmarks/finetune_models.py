@@ -45,13 +45,6 @@ def matrices(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([one for one in trained(module) if one.dim() == 2])
 
 
-def on_the_host(module: nn.Module) -> torch.optim.Optimizer:
-    """Return torchao's Adam of 8 bits, which steps on the host from copies there."""
-    from torchao.optim import AdamW8bit, CPUOffloadOptimizer
-
-    return CPUOffloadOptimizer(trained(module), AdamW8bit)
-
-
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     **{name: of(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
     **{name: of(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
@@ -75,11 +68,6 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "torchao AdamW8bit": of("AdamW8bit", "torchao.optim"),
     "torchao AdamW4bit": of("AdamW4bit", "torchao.optim"),
     "torchao AdamWFp8": of("AdamWFp8", "torchao.optim"),
-    "torchao AdamW on the host": of("CPUOffloadOptimizer", "torchao.optim"),
-    "torchao AdamW on the host, gradients too": of(
-        "CPUOffloadOptimizer", "torchao.optim", offload_gradients=True
-    ),
-    "torchao AdamW8bit on the host": on_the_host,
     "bitsandbytes AdamW8bit": of("AdamW8bit", "bitsandbytes.optim"),
     "bitsandbytes PagedAdamW8bit": of("PagedAdamW8bit", "bitsandbytes.optim"),
     "bitsandbytes Lion8bit": of("Lion8bit", "bitsandbytes.optim"),
