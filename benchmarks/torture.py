@@ -16,11 +16,10 @@ import argparse
 import functools
 import gc
 import itertools
-import json
 import logging
+import multiprocessing
 import os
 import random
-import select
 import shutil
 import signal
 import sys
@@ -251,13 +250,12 @@ class RankReport:
 
 
 def be_a_rank(
-    setup: Setup, folder: Path, resume: str, blow: Blow, *, rank: int, pipe: int, meeting: str
+    setup: Setup, folder: Path, resume: str, blow: Blow, *, rank: int, pipe: Any, meeting: str
 ) -> int:
     """Train to the end, or until the blow; return the exit status."""
 
     def say(word: str, what: Any = None) -> None:
-        line = json.dumps([time.monotonic(), rank, word, what])
-        os.write(pipe, line.encode() + b"\n")
+        pipe.send(RankReport(time.monotonic(), rank, word, what))
 
     os.setpgid(0, 0)
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -327,20 +325,16 @@ class Ranks(Life):
         """Fork; a rank ends here, as a new process does."""
         super().__init__()
         self.meeting = tempfile.mktemp(prefix="meet-", dir=QUICK)
-        self.pipe, writing = os.pipe()
+        # The writing end stays open here too, so that a read never meets the end.
+        self.pipe, self.writing = multiprocessing.Pipe(duplex=False)
         self.pids: list[int] = []
-        self._rest = b""
         for rank in range(setup.world):
             pid = os.fork()
             if not pid:
-                os.close(self.pipe)
-                sys.exit(
-                    be_a_rank(
-                        setup, folder, resume, blow, rank=rank, pipe=writing, meeting=self.meeting
-                    )
-                )
+                self.pipe.close()
+                own = {"rank": rank, "pipe": self.writing, "meeting": self.meeting}
+                sys.exit(be_a_rank(setup, folder, resume, blow, **own))
             self.pids.append(pid)
-        os.close(writing)
 
     def listen(self, until: Callable[[], bool]) -> bool:
         """Wait until the reports fulfil a condition; False if a rank ended or all are silent."""
@@ -381,22 +375,21 @@ class Ranks(Life):
                 until = float("inf")
         while self._poll():
             pass
-        os.close(self.pipe)
+        self.pipe.close()
+        self.writing.close()
         Path(self.meeting).unlink(missing_ok=True)
 
     def _poll(self) -> bool:
         """Read reports and reap ranks that ended; return whether there was a report."""
-        data = b""
-        if select.select([self.pipe], [], [], 0.002)[0]:
-            data = os.read(self.pipe, 65536)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self.reports += [RankReport(*json.loads(line)) for line in lines]
+        heard = self.pipe.poll(0.002)
+        while self.pipe.poll():
+            self.reports.append(self.pipe.recv())
         for rank, pid in enumerate(self.pids):
             if rank not in self.statuses:
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     self.statuses[rank] = os.waitstatus_to_exitcode(status)
-        return bool(data)
+        return heard
 
 
 # A history: one training, from its first start to its end.
