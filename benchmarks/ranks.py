@@ -13,7 +13,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,33 +47,23 @@ def small(**options: Any) -> Workload:
     return transformer(**sizes | options)
 
 
-def tied() -> Workload:
-    """Make a transformer whose head is its embedding."""
-    plain = small()
-
-    def build() -> nn.Module:
-        model = plain.build()
-        model.head.weight = model.embedding.weight
-        return model
-
-    return replace(plain, build=build)
+def tie_head(model: Any) -> None:
+    """Take the embedding of a transformer as its head."""
+    model.head.weight = model.embedding.weight
 
 
-def frozen() -> Workload:
-    """Make a transformer of which only the last block and the head are trained."""
-    plain = small()
-
-    def build() -> nn.Module:
-        model = plain.build()
-        model.requires_grad_(False)
-        model.layers[-1].requires_grad_(True)
-        model.head.requires_grad_(True)
-        return model
-
-    return replace(plain, build=build)
+def freeze_base(model: Any) -> None:
+    """Leave only the last block and the head of a transformer to be trained."""
+    model.requires_grad_(False)
+    model.layers[-1].requires_grad_(True)
+    model.head.requires_grad_(True)
 
 
 # Ways of a user's own, each with torch's calls.
+
+
+def shard_blocks(model: nn.Module, mesh: Any, **options: Any) -> list[Any]:
+    return [fully_shard(one, mesh=mesh, **options) for one in find_blocks(model).values()]
 
 
 def root_alone(model: nn.Module, mesh: Any) -> None:
@@ -83,8 +73,7 @@ def root_alone(model: nn.Module, mesh: Any) -> None:
 
 def blocks_alone(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and leave embedding, norm and head whole on every rank."""
-    for block in find_blocks(model).values():
-        fully_shard(block, mesh=mesh)
+    shard_blocks(model, mesh)
 
 
 def norms_left_out(model: nn.Module, mesh: Any) -> None:
@@ -95,14 +84,13 @@ def norms_left_out(model: nn.Module, mesh: Any) -> None:
         if isinstance(module, nn.RMSNorm)
         for parameter in module.parameters()
     }
-    for block in find_blocks(model).values():
-        fully_shard(block, mesh=mesh, ignored_params=ignored)
+    shard_blocks(model, mesh, ignored_params=ignored)
     fully_shard(model, mesh=mesh, ignored_params=ignored)
 
 
 def prefetched(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and gather two blocks ahead."""
-    blocks = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
+    blocks = shard_blocks(model, mesh)
     fully_shard(model, mesh=mesh)
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
@@ -111,7 +99,7 @@ def prefetched(model: nn.Module, mesh: Any) -> None:
 
 def not_prefetched(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and gather each one only when it runs in backward."""
-    blocks = [fully_shard(one, mesh=mesh) for one in find_blocks(model).values()]
+    blocks = shard_blocks(model, mesh)
     fully_shard(model, mesh=mesh)
     for block in blocks:
         block.set_modules_to_backward_prefetch([block])
@@ -119,8 +107,7 @@ def not_prefetched(model: nn.Module, mesh: Any) -> None:
 
 def never_synced(model: nn.Module, mesh: Any) -> None:
     """Shard the blocks, and sync the gradients of no microbatch, not of the last one either."""
-    for block in find_blocks(model).values():
-        fully_shard(block, mesh=mesh)
+    shard_blocks(model, mesh)
     whole = fully_shard(model, mesh=mesh)
     whole.set_requires_gradient_sync(False)
     whole.set_requires_gradient_sync = keep
@@ -191,8 +178,8 @@ CONFIGURATIONS = {
         workload=lambda: small(vocabulary=2048),
         change=lambda module: apply_chunked_loss(module, chunk_tokens=16),
     ),
-    "fsdp2, tied head": Configuration(workload=tied),
-    "fsdp2, frozen base": Configuration(workload=frozen),
+    "fsdp2, tied head": Configuration(change=tie_head),
+    "fsdp2, frozen base": Configuration(change=freeze_base),
     "fsdp2, uneven shards": Configuration(
         workload=lambda: small(dim=36, vocabulary=97, hidden=51, heads=2, kv_heads=1)
     ),
