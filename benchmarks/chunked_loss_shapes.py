@@ -111,13 +111,9 @@ def compare_shape(shape: HeadShape, *, rounds: int) -> dict[str, Any]:
     seconds = time_in_turns(
         [step(ours), step(theirs)], rounds=rounds, warmup=2, clock=time.process_time
     )
-    our_peak = peak_bytes(shape, ours)
-    torch_peak = peak_bytes(shape, theirs)
     return {
         "shape": asdict(shape),
-        "peak_bytes": our_peak,
-        "torch_peak_bytes": torch_peak,
-        "peak_ratio": our_peak / torch_peak,
+        "peak_ratio": peak_bytes(shape, ours) / peak_bytes(shape, theirs),
         "time_ratio": paired_ratio(*seconds).median,
     }
 

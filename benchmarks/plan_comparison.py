@@ -39,11 +39,9 @@ def flops_of(step: StepEstimate, name: str) -> float:
 
 def main() -> None:
     """Compare the plan of a chain of blocks with a policy at the same peak."""
-    parser = record_parser(__doc__)
-    parser.add_argument("--model", default=LLAMA)
-    options = parser.parse_args()
+    options = record_parser(__doc__).parse_args()
     start = time.perf_counter()
-    with Sketch(options.model, kernels="cuda", dtype=torch.bfloat16) as sketch:
+    with Sketch(LLAMA, kernels="cuda", dtype=torch.bfloat16) as sketch:
         plain = sketch.step(1)
         seconds = time.perf_counter() - start
         (names,) = find_kinds(sketch.blocks(sketch.build()), [plain])
@@ -78,12 +76,9 @@ def main() -> None:
     figures = {
         "peak_bytes": budget,
         "planned_peak_bytes": menu.peak(plan),
-        "of_forward": menu.seconds(plan) / len(names),
         "of_policy": menu.seconds(plan) / theirs.seconds(every),
         "chosen": Counter(map(str, plan.values())),
-        "block_bytes": held,
         "estimate_seconds": seconds,
-        "step_peak_bytes": plain.peak_bytes,
     }
     print(figures)
     write_record(options.json, figures)
