@@ -105,6 +105,11 @@ def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
     return lambda: (torch.randn(shape),)
 
 
+sequences = random(2, 32, 32)
+small_images = random(2, 3, 32, 32)
+large_images = random(4, 3, 64, 64)
+
+
 def images(size: int, *, channels: int = 3) -> torch.Tensor:
     return torch.randn(2, channels, size, size)
 
@@ -253,7 +258,7 @@ model(
 model(
     "nystromformer",
     "nystrom_attention:Nystromformer",
-    random(2, 32, 32),
+    sequences,
     num_landmarks=8,
     pinv_iterations=4,
     **MIXER,
@@ -281,7 +286,7 @@ model(
 model(
     "soft_moe",
     "soft_moe_pytorch:SoftMoE",
-    random(2, 32, 32),
+    sequences,
     dim=32,
     seq_len=32,
     num_experts=4,
@@ -331,7 +336,7 @@ model(
 model(
     "timm_mixer",
     "timm.models.mlp_mixer:MlpMixer",
-    random(2, 3, 32, 32),
+    small_images,
     num_classes=10,
     img_size=32,
     patch_size=8,
@@ -347,7 +352,7 @@ model(
 model(
     "torchvision_mobilenet",
     "torchvision.models:mobilenet_v3_small",
-    random(4, 3, 64, 64),
+    large_images,
     num_classes=10,
 )
 model(
@@ -364,7 +369,7 @@ model(
 model(
     "vit_pytorch",
     "vit_pytorch:ViT",
-    random(2, 3, 32, 32),
+    small_images,
     heads=2,
     mlp_dim=64,
     dropout=0.1,
@@ -373,7 +378,7 @@ model(
 model(
     "deep_vit",
     "vit_pytorch.deepvit:DeepViT",
-    random(2, 3, 32, 32),
+    small_images,
     heads=2,
     mlp_dim=64,
     **VISION_TRANSFORMER,
@@ -381,7 +386,7 @@ model(
 model(
     "cait",
     "vit_pytorch.cait:CaiT",
-    random(2, 3, 32, 32),
+    small_images,
     cls_depth=1,
     heads=2,
     mlp_dim=64,
@@ -391,7 +396,7 @@ model(
 model(
     "nested_vit",
     "vit_pytorch.nest:NesT",
-    random(2, 3, 32, 32),
+    small_images,
     image_size=32,
     patch_size=4,
     dim=16,
@@ -410,15 +415,15 @@ model(
 model(
     "smp_deeplab",
     "segmentation_models_pytorch:DeepLabV3Plus",
-    random(4, 3, 64, 64),
+    large_images,
     "resnet18",
     **RESNET,
 )
-model("g_mlp", "g_mlp_pytorch:gMLPVision", random(2, 3, 32, 32), **VISION_TRANSFORMER)
+model("g_mlp", "g_mlp_pytorch:gMLPVision", small_images, **VISION_TRANSFORMER)
 model(
     "mlp_mixer",
     "mlp_mixer_pytorch:MLPMixer",
-    random(2, 3, 32, 32),
+    small_images,
     channels=3,
     dropout=0.1,
     **VISION_TRANSFORMER,
@@ -576,7 +581,7 @@ model(
 model(
     "conformer",
     "conformer:Conformer",
-    random(2, 32, 32),
+    sequences,
     conv_kernel_size=7,
     **MIXER,
 )
@@ -755,13 +760,13 @@ model(
 model(
     "mamba_py",
     "mambapy.mamba:Mamba",
-    random(2, 32, 32),
+    sequences,
     Call("mambapy.mamba:MambaConfig", d_model=32, n_layers=3),
 )
 model(
     "st_moe",
     "st_moe_pytorch:SparseMoEBlock",
-    random(2, 32, 32),
+    sequences,
     Call("st_moe_pytorch:MoE", dim=32, num_experts=4, gating_top_n=2),
 )
 
@@ -814,7 +819,7 @@ for short_name, (kind, size, sizes) in TIMM_MODELS.items():
 model(
     "efficientnet_pytorch",
     "efficientnet_pytorch:EfficientNet.from_name",
-    random(4, 3, 64, 64),
+    large_images,
     "efficientnet-b0",
     num_classes=10,
 )
