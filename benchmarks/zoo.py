@@ -110,38 +110,31 @@ def _run(words: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
 
 def plan_of(name: str) -> dict[str, Any]:
     """Plan a model for half of what a plan can save, and measure a real step of the plan."""
+    from curry_train.cli.plan import _measure
     from curry_train.plan.planner import Infeasible, Planner
-    from curry_train.plan.timeline import measure_timeline
     from curry_train.workloads.models import load_workload
-    from curry_train.workloads.workload import Case
 
-    workload = load_workload(f"{MODELS}:{name}")
+    spec = f"{MODELS}:{name}"
+    workload = load_workload(spec)
     samples = workload.own_batch or 2
     with Planner(workload, device="cpu", optimizer="adamw") as planner:
         options = {"global_batch": samples, "microbatch": samples}
         plain = planner.plan(2**40, **options)
         try:
-            least_bytes = planner.plan(1, **options).peak_bytes
+            planner.plan(1, **options)
         except Infeasible as error:
             least_bytes = error.least_bytes
         budget_bytes = (plain.peak_bytes + least_bytes) // 2
         plan = planner.plan(budget_bytes, **options)
-        why_real = plan.settings["why_real"]
-
-    case = Case(workload, batch_size=samples)
-    module = case.build()
-    plan.apply(module)
-    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-    measured = measure_timeline(
-        module, case.batch(), workload.mean_loss, optimizer=optimizer, accumulated=False
-    ).peak.bytes_alive
+    # As `plan --verify` does.
+    measured = _measure(plan, spec, torch.device("cpu"), torch.float32, "adamw", 0)
     return {
         "plain_bytes": plain.peak_bytes,
         "least_bytes": least_bytes,
         "budget_bytes": budget_bytes,
         "planned_bytes": plan.peak_bytes,
         "measured_bytes": measured,
-        "measured_for_real": why_real,
+        "measured_for_real": plan.settings["why_real"],
     }
 
 
