@@ -30,7 +30,6 @@ import random
 import re
 import shlex
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from tree import files
 from curry_train import __version__
 from evals_grading import Grade, grade, score
 from evals_scripted import IDLE, solutions
+from process_group import run_group
 from recording import record_parser, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -148,25 +148,12 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     filled = {"{prompt}": case.prompt, "{plugin}": str(plugin), "{case}": case.name}
     words = [_fill(word, filled) for word in shlex.split(command)]
     started = time.monotonic()
-    process = subprocess.Popen(
+    status, transcript = run_group(
         words,
+        seconds=case.settings["execution"]["timeout_seconds"],
         cwd=place / "work",
         env=_environment(HOME=home, XDG_CONFIG_HOME=home, PATH=path),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
     )
-    status = None
-    try:
-        transcript, _ = process.communicate(timeout=case.settings["execution"]["timeout_seconds"])
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        _end_group(process)
-        transcript, _ = process.communicate()
-    _end_group(process)
     return status, round(time.monotonic() - started, 3), transcript
 
 
@@ -195,11 +182,6 @@ def has_the_package() -> bool:
     """Return whether the python that agents find has curry-train without any plugin."""
     words = ["python3", "-c", "import curry_train"]
     return subprocess.run(words, env=_environment(), cwd="/", capture_output=True).returncode == 0
-
-
-def _end_group(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def count_tools(transcript: str) -> int | None:

@@ -15,16 +15,14 @@ Two seconds a mutant on a core. A second run with the same folder goes on where 
 
 import argparse
 import collections
-import contextlib
 import os
 import random
 import re
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
+from process_group import run_group
 from slips import copy_tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,35 +97,20 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
 
 def run_module(
     folder: Path, *words: str, seconds: float | None = None, **variables: str
-) -> tuple[bool, str]:
-    """Run a module of Python; return whether it passed within its time, and its output."""
-    with (folder / "mutants.log").open("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words],
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        passed = process.returncode == 0
-        # The forks of mutmut, and processes that tests have left, too.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        log.seek(0)
-        return passed, log.read()
+) -> tuple[int | None, str]:
+    """Run a module of Python for so many seconds; return its status and output."""
+    command = [sys.executable, "-m", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return run_group(command, seconds=seconds, cwd=folder, env=environment)
 
 
 def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
     """Run the tests of the room of a mutant's module until one fails, or hangs, with it."""
     words = ("pytest", "-x", "-k", DESELECTED, *ROOMS[name.split(".")[1]])
-    passed, _ = run_module(
+    status, _ = run_module(
         folder / "mutants", *words, seconds=MOST_ROOM_SECONDS, MUTANT_UNDER_TEST=mutant
     )
-    return not passed
+    return status != 0
 
 
 def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
