@@ -14,6 +14,7 @@ from random import Random
 from types import MethodType
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
-from locate_models import MICROBATCHES, MODELS, STEPS, run_loop
+from locate_models import LOOPS, MICROBATCHES, MODELS, STEPS, plain
 
 HERE = "locate_faults.py"
 OF_DROPOUT = ("bernoulli_", "empty_like", "new_empty")
@@ -31,13 +32,9 @@ INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 def flip(tensor: Tensor, place: float, bit: int) -> None:
     """Flip a bit of the element at a place between 0 and 1."""
     integers = tensor.view(INTEGERS[tensor.element_size()])
-    index = []
-    for size in tensor.shape:
-        place *= size
-        index.append(int(place))
-        place -= int(place)
+    index = numpy.unravel_index(int(place * tensor.numel()), tensor.shape)
     width = 8 * tensor.element_size()
-    integers[tuple(index)] ^= -(1 << width - 1) if bit % width == width - 1 else 1 << bit % width
+    integers[index] ^= -(1 << width - 1) if bit % width == width - 1 else 1 << bit % width
 
 
 def flipped(tensor: Tensor, where: Sequence[Any]) -> Tensor:
@@ -157,7 +154,8 @@ def record(
         training = Training(model, torch.optim.AdamW(model.parameters(), 1e-3), samples)
         if fault is not None:
             fault.plant(training)
-        run_loop(name, training.model, training.optimizer, training.samples)
+        train = LOOPS.get(name, plain)
+        train(training.model, training.optimizer, training.samples)
     return read_fingerprints(folder)
 
 

@@ -87,7 +87,7 @@ def experts() -> Made:
     return of_tokens(Tokens(nn.Sequential(Experts(), Experts())))
 
 
-def gpt2(*, is_tuple: bool = True) -> Made:
+def gpt2() -> Made:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = dict(n_layer=2, n_head=2, n_embd=WIDTH, n_positions=LENGTH, vocab_size=VOCABULARY)
@@ -205,24 +205,14 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def logits_of(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.logits
-
-
 def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    logits = logits_of(model(inputs))
+    output = model(inputs)
+    logits = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def loader_of(samples: Any) -> DataLoader[Any]:
     return DataLoader(samples, BATCH_SIZE)
-
-
-def run_loop(
-    name: str, model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[Any]
-) -> None:
-    """Train by the loop of the model's name; the plain one where it has none of its own."""
-    LOOPS.get(name, plain)(model, optimizer, samples)
 
 
 def plain(model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[Any]) -> None:
@@ -300,6 +290,7 @@ def lightning(model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[
     trainer.fit(Lit(), loader_of(samples))
 
 
+# The loops of the models that are not trained by the plain one.
 LOOPS = {"Hugging Face": hugging_face, "Lightning": lightning, "Accelerate": accelerated}
 
 
