@@ -232,15 +232,10 @@ def copy_bundle(root: Path) -> Path:
         target = root / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
-    commit(root)
-    return root
-
-
-def commit(bundle: Path) -> None:
-    """Commit all changes of a bundle, so that a clone has them."""
     who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
     for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message=all"]):
-        subprocess.run(["git", *who, *words], cwd=bundle, check=True, capture_output=True)
+        subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)
+    return root
 
 
 def loaded_skills(

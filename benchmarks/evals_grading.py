@@ -109,9 +109,7 @@ class Work:
         """Return the result of a grader's function, run in a fork inside the fixture."""
         return _finish(_start(self._untouched, lambda: function(*args)), LONGEST_CALL)
 
-    def ranks(
-        self, count: int, function: Callable[..., Any], *args: Any, seconds: float = LONGEST_CALL
-    ) -> list[Any]:
+    def ranks(self, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a grader's function on several gloo ranks; return the result of each."""
         meeting = self._new_folder() / "meeting"
 
@@ -128,15 +126,9 @@ class Work:
                 dist.destroy_process_group()
 
         started = [_start(self.folder, lambda rank=rank: body(rank)) for rank in range(count)]
-        return [_finish(one, seconds) for one in started]
+        return [_finish(one, LONGEST_CALL) for one in started]
 
-    def run(
-        self,
-        script: str,
-        *words: str,
-        at: Mapping[str, Action] | None = None,
-        seconds: float = LONGEST_CALL,
-    ) -> Ended:
+    def run(self, script: str, *words: str, at: Mapping[str, Action] | None = None) -> Ended:
         """Run a script of the agent as a program; act when it prints a line that starts so."""
 
         def body() -> None:
@@ -144,7 +136,7 @@ class Work:
             sys.stdout = _Watched(sys.stdout, dict(at or {}))
             runpy.run_path(script, run_name="__main__")
 
-        return _end(_start(self.folder, body), seconds)
+        return _end(_start(self.folder, body))
 
     def copy(self) -> "Work":
         """Return the same work in a new folder, so that files of one run stay out of the next."""
@@ -421,9 +413,9 @@ def _wait(fork: _Fork, seconds: float) -> int:
     return status
 
 
-def _end(fork: _Fork, seconds: float) -> Ended:
+def _end(fork: _Fork) -> Ended:
     with fork.place:
-        status = _wait(fork, seconds)
+        status = _wait(fork, LONGEST_CALL)
         return Ended(status, fork.read("output"), fork.read("errors"))
 
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from curry_train.gates.loop import judge
-from curry_train.gates.loop_trace import Trace, observe
+from curry_train.gates.loop_trace import observe
 from curry_train.workloads.models import transformer
 from recording import record_parser, write_record
 
@@ -92,20 +92,14 @@ def seconds_alone(train: Callable[[], Any], num_steps: int) -> float:
         hook.remove()
 
 
-def observed(train: Callable[[], Any]) -> tuple[Trace, float]:
-    start = time.process_time()
-    with contextlib.redirect_stdout(io.StringIO()):
-        trace = observe(train, num_steps=STEPS)
-    return trace, time.process_time() - start
-
-
 def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, Any]:
     """Run a loop with preflight and alone, and return a row of the record."""
     torch.manual_seed(0)
-    trace, seconds = observed(train)
     start = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trace = observe(train, num_steps=STEPS)
     found = {one.gate.removeprefix("loop/"): one for one in judge(trace) if one.passed is False}
-    seconds += time.process_time() - start
+    seconds = time.process_time() - start
     torch.manual_seed(0)
     steps = len(trace.windows)
     alone = seconds_alone(train, steps)
