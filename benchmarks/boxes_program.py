@@ -89,16 +89,11 @@ CHANGING: dict[str, Change] = {
 }
 
 
-def plant(model: nn.Module, place: str, fault: Fault) -> str:
-    """Put a fault behind a module; return the path of the fault."""
-    parent, _, name = place.rpartition(".")
-    owner = model.get_submodule(parent)
-    setattr(owner, name, nn.Sequential(owner.get_submodule(name), fault))
-    return f"{place}.1"
-
-
 def build(name: str, fault: str, seed: int) -> tuple[nn.Module, list[Any], Fault, str]:
-    """Build a model with a fault at the place that the seed chooses, and its samples."""
+    """Build a model with a fault behind the module that the seed chooses, and its samples.
+
+    The path of the fault comes last.
+    """
     places = PLACES[name]
     change = CHANGING.get(fault) or FAULTS[fault][0]
     planted = Fault(change, always=fault in CHANGING)
@@ -107,7 +102,10 @@ def build(name: str, fault: str, seed: int) -> tuple[nn.Module, list[Any], Fault
     # Behind the last place no norm takes the size away, so that the loss is a spike.
     is_spike = FAULTS.get(fault, (None, ""))[1] == "spike"
     place = places[-1] if is_spike else places[seed % len(places)]
-    return model, samples, planted, plant(model, place, planted)
+    parent, _, child = place.rpartition(".")
+    owner = model.get_submodule(parent)
+    setattr(owner, child, nn.Sequential(owner.get_submodule(child), planted))
+    return model, samples, planted, f"{place}.1"
 
 
 def main(name: str, fault: str, seed: str) -> None:

@@ -259,10 +259,9 @@ class Planter:
         step = self.random.randint(1, STEPS - 1)
 
         def plant(training: Training) -> None:
-            def change() -> None:
-                flip(training.optimizer.state[training.tensor(path)]["exp_avg"], *where)
-
-            training.between[step] = change
+            training.between[step] = lambda: flip(
+                training.optimizer.state[training.tensor(path)]["exp_avg"], *where
+            )
 
         return Fault(step + 1, "optimizer", path, None, plant)
 

@@ -10,11 +10,10 @@ Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 
 import contextlib
 import io
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import count
-from types import ModuleType
 from typing import Any
 
 import faulty_loops
@@ -76,7 +75,7 @@ class Ended(BaseException):
 
 def seconds_alone(train: Callable[[], Any], num_steps: int) -> float:
     """Return the seconds of so many steps of a loop that nobody looks at."""
-    made = count(1)
+    made = itertools.count(1)
 
     def end(*_: Any) -> None:
         if next(made) >= num_steps:
@@ -116,15 +115,11 @@ def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, An
     }
 
 
-def cases(only: str) -> Iterator[tuple[str, Callable[[], Any], str]]:
-    def chosen(module: ModuleType, train: Callable[[], Any]) -> bool:
-        return only in f"{module.__name__}.{train.__name__}"
-
-    for module in FAULTY:
-        for check, several in module.FAULTY.items():
-            yield from [(one.__name__, one, check) for one in several if chosen(module, one)]
-    for module in HEALTHY:
-        yield from [(one.__name__, one, "") for one in module.HEALTHY if chosen(module, one)]
+def cases() -> Iterator[tuple[str, Callable[[], Any], str]]:
+    """Yield each loop with its name and the check that must find its fault, if it has one."""
+    tables = [module.FAULTY for module in FAULTY] + [{"": module.HEALTHY} for module in HEALTHY]
+    for check, several in itertools.chain(*(table.items() for table in tables)):
+        yield from [(f"{one.__module__}.{one.__name__}", one, check) for one in several]
 
 
 def main() -> None:
@@ -136,7 +131,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # The first loop of a process also pays for what torch imports then; this one is not counted.
     row("", loops.plain)
-    rows = [row(*case) for case in cases(options.only)]
+    rows = [row(*case) for case in cases() if options.only in case[0]]
     sized = []
     for name, train in SIZED.items() if not options.only else ():
         seconds_alone(train, 2)

@@ -149,11 +149,6 @@ def parts(setup: Setup, rank: int = 0) -> dict[str, Any]:
     }
 
 
-def dev_loss(step: int) -> float:
-    """Return a dev loss that goes up and down."""
-    return step * 37 % 23 / 10
-
-
 def train(
     setup: Setup,
     folder: Path,
@@ -200,7 +195,8 @@ def train(
             run.step(loss=loss)
             say("loader")
         say("evaluation")
-        run.measured(dev_loss=dev_loss(run.steps))
+        # A loss that goes up and down.
+        run.measured(dev_loss=run.steps * 37 % 23 / 10)
         say("epoch")
     say("closing")
     run.close()
