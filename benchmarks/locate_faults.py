@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -73,7 +73,7 @@ class FlipResult(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.is_on and str(func) == self.name:
             if self.remaining == 0:
-                flip(next(filter(is_float, _leaves(result))), *self.where)
+                flip(next(filter(is_float, tree_leaves(result))), *self.where)
             self.remaining -= 1
         return result
 
@@ -163,12 +163,6 @@ def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
-def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    tree_map(found.append, value)
-    return found
-
-
 def _is_new(operation: str) -> bool:
     """Return whether the results of an operation have memory of their own."""
     name, overload = operation.split(".")[1:]
@@ -178,7 +172,7 @@ def _is_new(operation: str) -> bool:
 
 def _first_changed(function: Callable[..., Any], output: Any, *options: Any) -> Any:
     """Apply a function to the first tensor of an output."""
-    first = next(filter(is_float, _leaves(output)))
+    first = next(filter(is_float, tree_leaves(output)))
     return tree_map(lambda one: function(one, *options) if one is first else one, output)
 
 
@@ -502,8 +496,7 @@ class Planter:
 
     def _data(self, first: int, change: Callable[[list[Any]], None]) -> Fault:
         """A fault from the sample of this number on."""
-        batches = self._observed("batch")
-        batch = batches[first // len(batches[0]["rows"])]
+        batch = self._observed("batch")[first // self._size()]
 
         def plant(training: Training) -> None:
             change(training.samples)

@@ -121,8 +121,8 @@ class Setup:
     def at_the_end(self) -> set[int]:
         """The steps whose states retention keeps after the last step."""
         recoveries = range(self.recovery_every, self.steps + 1, self.recovery_every)
-        states = sorted({*range(self.rollback_every, self.steps + 1, self.rollback_every)})
-        states = sorted({*states, *recoveries, self.steps})
+        rollbacks = range(self.rollback_every, self.steps + 1, self.rollback_every)
+        states = sorted({*rollbacks, *recoveries, self.steps})
         return {*states[-self.keep[0] :], *recoveries[-self.keep[1] :]}
 
 
@@ -425,8 +425,10 @@ class History:
         if not ranks.listen(lambda: len(ranks.said(blow.word, victim)) >= blow.nth):
             return None
         time.sleep(blow.delay)
-        struck_at = ranks.said(blow.word, victim)[0].at if blow.change else time.monotonic()
-        if not blow.change:
+        if blow.change:
+            struck_at = ranks.said(blow.word, victim)[0].at
+        else:
+            struck_at = time.monotonic()
             ranks.strike(blow.number, blow.victims)
         if blow.number == signal.SIGKILL:
             time.sleep(random.uniform(0, SURVIVE) if len(blow.victims) < self.setup.world else 0)
