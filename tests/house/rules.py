@@ -34,7 +34,7 @@ BUDGETS = {
     f"{PACKAGE}/cli": 48,
     PACKAGE: 289,
     "tests": 290,
-    "benchmarks": 59,
+    "benchmarks": 57,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(
