@@ -267,7 +267,7 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
 
 
 def test_models_of_the_same_name_have_their_own_blocks(run, tmp_path, monkeypatch):
-    for name in ("first", "second"):
+    for name in ("wide", "narrow"):
         (tmp_path / f"{name}.py").write_text(
             "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
             "    def __init__(self):\n        super().__init__()\n"
@@ -277,12 +277,12 @@ def test_models_of_the_same_name_have_their_own_blocks(run, tmp_path, monkeypatc
         )
     cases = []
     monkeypatch.setattr(command, "measure_savings", lambda case, *_, **__: cases.append(case) or [])
-    ended = run("--model", "first.py:build", "--model", "second.py:build")
+    ended = run("--model", "wide.py:build", "--model", "narrow.py:build")
     assert ended.exit_code == 0, ended.output
     first, second = cases
-    assert [case.workload.name for case in cases] == ["first.py:build", "second.py:build"]
-    assert "first" in str(first.blocks)
-    assert "second" in str(second.blocks)
+    assert [case.workload.name for case in cases] == ["wide.py:build", "narrow.py:build"]
+    assert "wide" in str(first.blocks)
+    assert "narrow" in str(second.blocks)
 
 
 def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path):
