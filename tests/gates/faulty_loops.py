@@ -974,6 +974,48 @@ def average_in_the_optimizer():
         follow(average, model, 0.1)
 
 
+def flag_misspelt():
+    model = classifier()
+    for one in model[0].parameters():
+        one.require_grad = False  # here
+    fit(model)
+
+
+def module_with_a_flag():
+    model = classifier()
+    model[0].requires_grad = False  # here
+    fit(model)
+
+
+def no_weight_loaded():
+    model = classifier()
+    others = {f"module.{name}": one for name, one in model.state_dict().items()}
+    model.load_state_dict(others, strict=False)  # here
+    fit(model)
+
+
+def rate_as_a_factor():
+    model, optimizer = started()
+    rates = LambdaLR(optimizer, lambda step: optimizer.defaults["lr"] * min(1, step / 4))
+    fit(model, optimizer, schedule=rates)  # here: schedule
+
+
+def labels_that_are_the_blank():
+    speech(first=0)  # here: ctc
+
+
+def fewer_frames_than_labels():
+    speech(frames=4)  # here: ctc
+
+
+def batches_without_a_loss_left_out():
+    model, optimizer = started()
+    for inputs, labels in loader():
+        loss = F.cross_entropy(model(inputs / 0), labels)  # here
+        if loss.isfinite():
+            step(optimizer, loss)
+
+
 FAULTY = {
     "accumulation": [
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
@@ -1001,12 +1043,12 @@ FAULTY = {
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
         loss_of_no_weight, average_of_itself, average_of_the_newest, average_in_the_optimizer,
-        weights_decayed_away,
+        weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
-        rate_as_an_attribute, cosine_of_too_few_steps,
+        rate_as_an_attribute, cosine_of_too_few_steps, rate_as_a_factor,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -1024,7 +1066,7 @@ FAULTY = {
         positions_over_the_batch, first_token_alone,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
-        samples_compared_with_themselves,
+        samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
@@ -1034,6 +1076,7 @@ FAULTY = {
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,
+        batches_without_a_loss_left_out,
     ],
     "graph": [total_loss_with_its_graph],
     "growth": [

@@ -572,14 +572,17 @@ def vector_quantized():
         step(optimizer, loss)
 
 
-def speech(activate=lambda values: values.log_softmax(2)):
+def speech(activate=lambda values: values.log_softmax(2), *, first=1, frames=20):
     model = nn.LSTM(8, 12, batch_first=True)
     head = nn.Linear(12, 6)
     optimizer = adamw(nn.ModuleList([model, head]))
     for _ in range(8):
-        logs = activate(head(model(torch.randn(4, 20, 8))[0])).transpose(0, 1)
-        texts = torch.randint(1, 6, (4, 5))
-        loss = F.ctc_loss(logs, texts, torch.full((4,), 20), torch.full((4,), 5))  # ctc
+        logs = activate(head(model(torch.randn(4, frames, 8))[0])).transpose(0, 1)
+        texts, sizes = (
+            torch.randint(first, 6, (4, 5)),
+            [torch.full((4,), one) for one in (frames, 5)],
+        )
+        loss = F.ctc_loss(logs, texts, *sizes, zero_infinity=True)  # ctc
         step(optimizer, loss)
 
 
@@ -1203,6 +1206,127 @@ def rate_of_a_measure_that_stays():
     model, optimizer = started()
     schedule = ReduceLROnPlateau(optimizer, factor=0.01, patience=0)
     fit(model, optimizer, after=lambda: schedule.step(1.0))
+
+
+def weights_put_back_by_data():
+    model, optimizer = started()
+    for inputs, labels in loader(320):
+        F.cross_entropy(model(inputs), labels).backward()
+        old = {one: one.data.clone() for one in model.parameters()}
+        for one in old:
+            one.data.add_(0.1 * one.grad)
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), labels).backward()
+        for one, data in old.items():
+            one.data = data
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copies_that_begin_anew():
+    """As a meta-learner of first order: each task begins with a copy of the model."""
+    model, copied = classifier(), classifier()
+    inner, outer = SGD(copied.parameters(), 0.1), adamw(model)
+    for number, (inputs, labels) in enumerate(loader()):
+        with torch.no_grad():
+            for one, other in zip(copied.parameters(), model.parameters(), strict=True):
+                one.copy_(other)
+        step(inner, F.cross_entropy(copied(inputs), labels))
+        if number % 2:
+            loss = F.cross_entropy(copied(inputs), labels)
+            gradients = torch.autograd.grad(loss, [*copied.parameters()])
+            for one, gradient in zip(model.parameters(), gradients, strict=True):
+                one.grad = gradient
+            outer.step()
+
+
+def distilled_token_by_token():
+    def loss(logits, _):
+        return F.kl_div(logits.log_softmax(2), torch.randn(2, 8, 50).softmax(2)) * 50
+
+    fit(Language(), None, texts(9), loss=loss)
+
+
+def outputs_compared_with_each_other():
+    fit(loss=lambda one, _: F.mse_loss(one[:, 0], 0.1 * one[:, 1] + torch.randn(8)))
+
+
+def noisy_labels_of_a_discriminator():
+    def loss(logits, _):
+        return F.binary_cross_entropy_with_logits(logits, 0.7 + 0.5 * torch.rand(8, 1))
+
+    fit(classifier(classes=1), loss=loss)
+
+
+def lengths_and_domains_next_to_labels():
+    model, optimizer = started()
+    domains = [
+        DataLoader(TensorDataset(*loader().dataset.tensors, torch.full((64,), number)), 8)
+        for number in range(2)
+    ]
+    for batches in zip(*domains, strict=True):
+        for inputs, labels, domain in batches:
+            logits = model(inputs)
+            step(optimizer, F.cross_entropy(logits, labels) + F.cross_entropy(logits, domain))
+
+
+def results_of_an_epoch():
+    model, optimizer = started()
+    batches = loader(800)
+    for _ in range(2):
+        results = []
+        for inputs, labels in batches:
+            results.append(model(inputs).detach())
+            step(optimizer, F.cross_entropy(model(inputs), labels))
+
+
+def results_by_the_batch():
+    found = {}
+    model, optimizer = started()
+    data = [*loader(160)]
+    for number in itertools.chain(range(20), range(20)):
+        if number not in found:
+            found[number] = data[number][0] + 1
+        step(optimizer, F.cross_entropy(model(found[number]), data[number][1]))
+
+
+def given_a_mask_of_infinity():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(8)
+    fit(lambda inputs: layer(inputs, mask), adamw(layer))
+
+
+def labels_by_the_model_itself():
+    model, optimizer = started(classifier(dropout=0.1))
+    for inputs, _ in loader():
+        with torch.no_grad():
+            labels = model(inputs).argmax(1)
+        step(optimizer, F.cross_entropy(model(inputs + 0.1), labels))
+
+
+def attacked_in_eval_mode_by_backward():
+    model, optimizer = started(classifier(dropout=0.2))
+    for inputs, labels in loader():
+        change = torch.zeros_like(inputs, requires_grad=True)
+        F.cross_entropy(model.eval()(inputs + change), labels).backward()
+        step(optimizer, F.cross_entropy(model.train()(inputs + change.grad.sign()), labels))
+
+
+def equal_weights_that_are_frozen():
+    model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 5).requires_grad_(False))
+    model[1].weight.fill_(0.2)
+    fit(model)
+
+
+def change_of_inputs_learned():
+    model, change = classifier().requires_grad_(False), nn.Parameter(torch.zeros(8))
+    optimizer = SGD([change], 0.1)
+    fit(lambda one: model(one + change), optimizer, loss=lambda *one: -F.cross_entropy(*one))
+
+
+def several_answers_to_one_question():
+    batches = ((torch.randn(1, 8).expand(4, -1), torch.randint(5, (4,))) for _ in range(8))
+    fit(batches=batches)
 
 
 HEALTHY = [

@@ -64,7 +64,7 @@ def judge(trace: Trace) -> list[Verdict]:
     verdicts = []
     for name, (required, *finders) in CHECKS.items():
         try:
-            if not trace.of(Step) and name != "optimizer":
+            if not (trace.of(Step) or name == "optimizer" or trace.faults[name]):
                 raise NotApplicable("the loop made no step of an optimizer")
             found = (fault for find in finders for fault in find(trace))
             verdicts.append(verdict_of(name, required, trace.faults[name] or found))
@@ -308,7 +308,9 @@ def sign(trace: Trace) -> Iterator[Fault]:
     for window in trace.windows if len(trace.by_optimizer) == 1 else ():
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
-        for call in window.calls:
+        # What is added to inputs may well make a loss larger.
+        is_model = any(id(one) in window.own for root in trace.roots for one in root.parameters())
+        for call in window.calls if is_model else ():
             is_known = all(term.name in by_loss for term in call.terms)
             if is_known and {(term.factor > 0) == is_up for term in call.terms} == {True}:
                 place = window.place if is_up else call.place
@@ -365,24 +367,30 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
         if columns and sum(call.term.num_terms for call in of_line) >= FEWEST_LABELS:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0].place, measured, "leave the target out of the input"
+    for one in trace.of(Fetch) if not calls else ():
+        # A loss by hand does not show its targets.
+        one.labels = next(iter(one.integers.values())) if len(one.integers) == 1 else ()
     labelled = [
         one
         for one in trace.of(Fetch)
-        # Labels may be of no use; a loss by hand does not show its targets.
-        if (one.is_used or not calls)
-        and len(one.labels) > 3
-        and trace.trained_on.intersection(one.digests)
+        if len(one.labels) > 3 and trace.trained_on.intersection(one.digests)
     ]
     shuffled = [one for one in calls if one.is_shuffled]
     if len(shuffled) >= FEWEST_STEPS and not any(one.is_used for one in trace.of(Fetch)):
         hint = "index inputs and labels by the same permutation"
         yield shuffled[0].place, "the labels are in another order than the inputs", hint
+    kinds = {label for one in labelled for label in one.labels}
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
-        if len(set(labels)) == 1 and len(labels) >= FEWEST_LABELS:
+        # Those of another loader may differ, as names of the loaders do.
+        if len(kinds) == 1 and len(labels) >= FEWEST_LABELS:
             measured = f"all {len(labels)} labels are {labels[0]}"
             yield several[0].place, measured, "look at how labels are made"
-        elif len(several) > 2 and all(len(set(one.labels)) == 1 for one in several):
+        elif (
+            len({*labels}) > 1
+            and len(several) > 2
+            and all(len({*one.labels}) == 1 for one in several)
+        ):
             hint = "shuffle the data: DataLoader(..., shuffle=True)"
             yield several[0].place, "each batch has samples of one class only", hint
 
@@ -604,7 +612,7 @@ def moves(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("too many parameters to compare")
     for steps in trace.by_optimizer:
         yield from _still(trace, steps)
-        yield from _without_effect(steps)
+        yield from _without_effect(trace, steps)
 
 
 def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
@@ -666,7 +674,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
         yield last, f"{trace.named(still)} have gradients and do not move", hint
 
 
-def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
+def _without_effect(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
     """Find steps whose updates are rounded to nothing, or undone."""
     for group in steps[0].optimizer.param_groups:
         # Of the optimizers that multiply weights by what is left.
@@ -684,7 +692,8 @@ def _without_effect(steps: Sequence[Step]) -> Iterator[Fault]:
             f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
             "keep the parameters in float32, and use autocast",
         )
-    for old, new in itertools.pairwise(steps):
+    # Where another optimizer steps, a copy of its model may begin anew.
+    for old, new in itertools.pairwise(steps) if len(trace.by_optimizer) == 1 else ():
         if old.moved and old.before == new.before != old.after:
             yield (
                 new.place,
@@ -728,7 +737,7 @@ def _why_nothing_moves(steps: Sequence[Step]) -> str:
     if not any(any(step.rates) for step in steps):
         return "its learning rate is 0"
     if not any(step.has_gradients for step in steps):
-        return "no parameter of it has a gradient"
+        return "its gradients are None or 0"
     return "its updates are 0"
 
 
@@ -816,6 +825,14 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> It
     ):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0].place, "the loop sets its own rate over that of the schedule", hint
+    if own and type(own[0].scheduler) is LambdaLR:
+        bases = own[0].scheduler.base_lrs
+        most = max(rates)
+        is_squared = all(map(math.isclose, most, [base**2 for base in bases]))
+        # At the end of the steps a warm-up may be anywhere.
+        if is_squared and max(bases) < 1 and (rates[0] == most or rates.count(most) > 1):
+            hint = "return a factor of the optimizer's rate: 1.0 leaves it as it is"
+            yield own[0].place, "the lambda returns a rate in place of a factor", hint
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
     # One of a measure falls as long as that stays.
     is_planned = own and not isinstance(own[0].scheduler, ReduceLROnPlateau)
@@ -906,21 +923,36 @@ def mode(trace: Trace) -> Iterator[Fault]:
         digests = {number for one in fetches for number in one.digests}
         if trace.trained_on.isdisjoint(digests):
             others |= digests
+    # Forward passes whose gradients are for what the model was given.
+    attacks = set[Forward]()
+    is_attack = False
+    for event in reversed(trace.events):
+        if isinstance(event, Backward):
+            is_attack = event.of_inputs
+        elif isinstance(event, Forward) and is_attack:
+            attacks.add(event)
     # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
     in_training = {one.module for one in trace.trained_forwards if one.training}
+    evaluated = {
+        one
+        for one in trace.of(Forward)
+        # An input with a gradient is attacked.
+        if one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}
+    }
+    # In each step they are a part of it, as those that make targets.
+    is_part = all(evaluated.intersection(window.events) for window in trace.windows)
     for one in trace.of(Forward):
         if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue
         is_left = one.module in in_training or not in_training
-        if one.is_trained_on and not one.training and is_left:
+        if one.is_trained_on and not one.training and is_left and one not in attacks:
             hint = (
                 "call model.train() before training, and again after each evaluation; a method "
                 "train of your own calls super().train(mode)"
             )
             measured = f"in eval mode from here on: the trained forward pass at {one.place}"
             yield one.origin, measured, hint
-        # An input with a gradient is attacked.
-        elif one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}:
+        elif one in evaluated and not is_part:
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one.place, "an evaluation in training mode", hint
 
@@ -1006,14 +1038,6 @@ def data(trace: Trace) -> Iterator[Fault]:
             f"{len(windows)} steps on the same batch",
             "iterate over the loader; next(iter(loader)) begins it anew",
         )
-
-
-def _not_finite(trace: Trace) -> Iterator[Fault]:
-    for one in trace.trained_forwards:
-        # A digest is a sum.
-        if not all(map(math.isfinite, one.digests)):
-            hint = "look at how the data is read and normalized"
-            yield one.place, "the model is given values that are not finite", hint
 
 
 def _same_samples(trace: Trace) -> Iterator[Fault]:
@@ -1125,7 +1149,6 @@ CHECKS: dict[str, tuple[str, *tuple[Finder, ...]]] = {
     ),
     "data": (
         "new samples and random numbers at each step",
-        _not_finite,
         _same_samples,
         _same_randomness,
         data,

@@ -184,16 +184,24 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
         rf"{word}[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
         rf"|\[.*\](\.append\(|\s*=[^=])|\s*\+=|\s*=.*{word}\s*\+)"
     )
+    # It takes out, looks for a key first, adds up to a number, or begins anew within a loop.
     takes = re.compile(
         rf"\bdel .*{word}|{word}(\.(pop|popleft|popitem|remove)\(|(\[:\])? = {word}\[)"
+        rf"|\bnot in .*{word}|\blen\(.*{word}\) <.*\n?.*{word}\.append\("
     )
+    anew = re.compile(rf"(\s+)[\w\s,.]*{word}[\w\s,.]*= (\[\]|\{{\}}|\w+\(\))")
     own = {number for _, _, number in code.co_lines()} if code else None
     found = None
     for file in [code.co_filename] if code else users_files():
-        for number, line in enumerate(linecache.getlines(file), 1):
+        lines = linecache.getlines(file)
+        loops: list[str] = []
+        for number, line in enumerate(lines, 1):
             if own is None or number in own:
-                if takes.search(line):
+                begins = anew.match(line) if own else None
+                is_in_loop = begins and any(len(one) < len(begins[1]) for one in loops)
+                if is_in_loop or takes.search("".join(lines[number - 1 : number + 1])):
                     return None
+                loops += re.findall(r"^(\s*)(?:for|while)\b", line)
                 if found is None and adds.search(line):
                     found = f"{Path(file).name}:{number}"
     return found

@@ -90,6 +90,8 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
         smoothing = float(options.get("label_smoothing", 0))
         wrong_targets += _wrong_classes(target.detach(), num_terms, smoothing)
         wrong_targets += _own_pairs(given.detach(), target)
+    elif name == "ctc_loss":
+        wrong_targets += _wrong_labels(**options)
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
     term = Term(name, options["reduction"], num_terms, 1.0, (), width=width)
     return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
@@ -103,8 +105,9 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
         made = operation(_behind_shapes(logits))
     sums = values.exp() if name in ("nll_loss", "kl_div", "ctc_loss") else values
     # Over the classes, by how much sums of probabilities differ from 1.
-    errors = (sums.float().sum(1 if sums.dim() > 1 else 0) - 1).abs()
-    error = float(errors.max()) if errors.numel() else 0.0
+    dims = range(sums.dim()) if name == "kl_div" else (min(1, sums.dim() - 1),)
+    errors = [(sums.float().sum(dim) - 1).abs() for dim in dims if sums.numel()]
+    error = min((float(one.max()) for one in errors), default=0.0)
     if name in ("nll_loss", "kl_div", "ctc_loss") and error >= TOLERANCE:
         hint = "give it F.log_softmax(logits, dim=1), or use cross_entropy"
         yield f"{name} gets no log-probabilities", hint
@@ -131,6 +134,7 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
             )
 
 
+NOISE = 1.3
 # The least and the greatest value that an operation gives. Others may give any value.
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
 
@@ -141,6 +145,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
     if target.is_floating_point() and (is_binary or name in ON_VALUES):
         made = "Sigmoid" if is_binary else made_by(given)
         low, high = RANGES.get(made, (-math.inf, math.inf))
+        # Labels of a discriminator may be noisy.
+        high *= NOISE if is_binary else 1.0
         share = float(((target < low) | (target > high)).float().mean())
         if share > (0 if is_binary else 0.25):
             hint = "scale the targets, or leave out the activation behind the last layer"
@@ -153,9 +159,18 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
     # A number and what the model gave.
     node = _behind_shapes(target.grad_fn)
     is_sum = name in ON_VALUES and made_by(target) == "Add"
-    if is_sum and None in [one for one, _ in node.next_functions]:
+    if (
+        is_sum
+        and None in [one for one, _ in node.next_functions]
+        and not _have_one_call(given, target)
+    ):
         hint = "compute targets under torch.no_grad(), or detach them"
         yield "the targets have a gradient", hint
+
+
+def _have_one_call(one: Tensor, other: Tensor) -> bool:
+    """Return whether both are computed from one result, as where both are outputs of a model."""
+    return any(not hasattr(it, "variable") for it in nodes_behind(one) & nodes_behind(other))
 
 
 def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Iterator[Doubt]:
@@ -169,6 +184,21 @@ def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Iterat
         yield f"a label smoothing of {smoothing:g} leaves nothing of the labels", "use 0.1"
     if not num_terms:
         yield "no target counts: all have the ignored index", "look at how labels are made"
+
+
+def _wrong_labels(
+    *, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int, **options: Any
+) -> Iterator[Doubt]:
+    """Find labels of ctc_loss that it can't give."""
+    lengths = torch.as_tensor(target_lengths, device=targets.device)
+    if targets.dim() == 2:
+        targets = targets[torch.arange(targets.shape[1], device=targets.device) < lengths[:, None]]
+    if (targets == blank).any():
+        yield f"labels are {blank}, which is the blank of ctc_loss", "count labels from 1"
+    is_short = torch.as_tensor(input_lengths, device=lengths.device) < lengths
+    if is_short.float().mean() > 0.5 and options["zero_infinity"]:
+        hint = "give it more frames than labels; zero_infinity=True hides these losses"
+        yield "most samples have fewer frames than labels", hint
 
 
 def _own_pairs(given: Tensor, target: Tensor) -> Iterator[Doubt]:
@@ -227,10 +257,10 @@ def nodes_behind(tensor: Tensor) -> set[Any]:
     return seen
 
 
-def leaves(tensor: Tensor) -> set[int]:
-    """Return the ids of the parameters that a tensor is computed from."""
-    found = {id(one.variable) for one in nodes_behind(tensor) if hasattr(one, "variable")}
-    return found or {id(tensor)}
+def leaves(tensor: Tensor) -> list[Tensor]:
+    """Return the parameters, and other leaves, that a tensor is computed from."""
+    found = [one.variable for one in nodes_behind(tensor) if hasattr(one, "variable")]
+    return found or [tensor]
 
 
 def made_by(tensor: Tensor) -> str:

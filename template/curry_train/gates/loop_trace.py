@@ -77,6 +77,8 @@ MOST_OF_AVERAGE = 0.9
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
 MORE_SECONDS = 10.0
+# What people set to freeze a module or parameter, without effect.
+FLAGS = {"require_grad", "requires_grad"}
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
@@ -127,13 +129,14 @@ class Fetch(Event):
     # The number of the epoch, from when the loader was iterated over anew.
     epoch: int
     digests: tuple[float, ...]
-    # Integers of a batch, one per sample, and where they are in memory.
-    labels: tuple[int, ...]
-    address: int
+    # Integers of a batch, one per sample, by where they are in memory; the first ones that a loss
+    # function gets as its targets are the labels.
+    integers: dict[int, tuple[int, ...]]
     # Digests of values, one per sample, that are rounded towards 0; only of those with fractions.
     whole: tuple[float, ...]
-    # Whether a loss function got them as its targets.
+    # Whether a loss function got them, or others of the batch, as its targets.
     is_used: bool = False
+    labels: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -502,9 +505,9 @@ class Observer(Trace):
         self.num_made = Counter[int]()
         # Of parameters: what changes with their gradients, after a backward call.
         self.at_backward: Versions = {}
-        # By where the values of a parameter are: where its optimizer was made. By a line that
-        # averages some with others: after which steps.
-        self.stepped: dict[int, str] = {}
+        # By where the values of a parameter were: it, and where its optimizer was made. By a line
+        # that averages some with others: after which steps.
+        self.stepped: dict[int, tuple[Tensor, str]] = {}
         self.averaged = defaultdict[str, set[int]](set)
         # Modules, schedules and optimizers that run.
         self.depth = 0
@@ -566,6 +569,7 @@ class Observer(Trace):
         yield Optimizer, "__init__", self._made
         yield Optimizer, "__setattr__", self._set
         yield nn.Module, "train", self._set_mode
+        yield nn.Module, "load_state_dict", self._load
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         for owner, name in (Tensor, "detach"), (Tensor, "argmax"), (torch, "argmax"):
@@ -611,7 +615,9 @@ class Observer(Trace):
             if loader is not None:
                 tensors = _tensors(batch)
                 several = [one for one in tensors if one.dim() and len(one) > 1 and is_plain(one)]
-                labels = [one for one in several if one.dim() == 1 and not one.is_floating_point()]
+                integers = [
+                    one for one in several if one.dim() == 1 and not one.is_floating_point()
+                ]
                 values = [
                     one
                     for one in several
@@ -622,8 +628,7 @@ class Observer(Trace):
                     loader=loader,
                     epoch=epoch,
                     digests=() if batch is None else tuple(map(digest, several)) or (0.0,),
-                    labels=tuple(labels[-1].tolist()) if labels else (),
-                    address=labels[-1].data_ptr() if labels else 0,
+                    integers={one.data_ptr(): tuple(one.tolist()) for one in integers},
                     whole=tuple(digest(one.trunc()) for one in values if one.frac().any()),
                 )
 
@@ -663,6 +668,12 @@ class Observer(Trace):
         finally:
             self.depth -= 1
         if has_gradients and event is not None:
+            given, made = event.digests, map(digest, _tensors(output))
+            # A digest is a sum. A mask may well hold infinity.
+            if not (all(map(math.isfinite, given)) or all(map(math.isfinite, made))):
+                hint = "look at how the data is read and normalized"
+                measured = "the model is given values that are not finite"
+                self.fault("data", event.place, measured, hint)
             for one in _tensors(output):
                 notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
                 self._mark(one, event, "is_trained_on")
@@ -678,8 +689,9 @@ class Observer(Trace):
     ) -> Forward:
         self.given = args, options
         inputs = list(_tensors(self.given))
-        self.inputs += [weakref.ref(one) for one in inputs if one.requires_grad and one.is_leaf]
-        self.leaves = self.leaves.union(*(leaves(one) for one in inputs if one.requires_grad))
+        given = [it for one in inputs if one.requires_grad for it in leaves(one)]
+        self.inputs += [weakref.ref(one) for one in given if not isinstance(one, nn.Parameter)]
+        self.leaves.update(map(id, given))
         is_trained = has_gradients and any(one.requires_grad for one in module.parameters())
         if is_trained and module not in self.roots:
             self.roots.append(module)
@@ -736,7 +748,8 @@ class Observer(Trace):
             for check, of_check in doubts.items():
                 for measured, hint in of_check:
                     self.fault(check, self.loss_call.place, measured, hint)
-            self._note_use(target, self.loss_call)
+            if term.name != "ctc_loss":  # whose target is the number of labels of each sample
+                self._note_use(target, self.loss_call)
             self._mark(value, self.loss_call, "is_used")
             forward = self.last(Forward)
             if forward is not None and term.name in ("cross_entropy", "nll_loss"):
@@ -745,19 +758,26 @@ class Observer(Trace):
 
     def _note_use(self, target: Tensor, call: LossCall) -> None:
         """Note the batches whose labels, or a part of them, are the targets of a loss."""
-        is_index = target.device.type == "cpu" and not target.is_floating_point()
+        is_float = target.is_floating_point()
+        is_index = target.device.type == "cpu" and not is_float
         at = target.data_ptr() if is_index and is_plain(target) else -1
         given = self.last(Forward)
         for fetch in self.fetched.values():
             # Other targets may be 0 as well.
             is_same = call.targets in fetch.digests and (call.targets != 0 or not is_index)
-            is_part = fetch.address <= at < fetch.address + target.itemsize * len(fetch.labels)
-            is_one_hot = target.dim() == 2 and target.argmax(1).tolist() == [*fetch.labels]
-            fetch.is_used |= is_same or is_part or is_one_hot
+            labels = [
+                values
+                for first, values in fetch.integers.items()
+                if first <= at < first + target.itemsize * len(values)
+                or (target.dim() == 2 and target.argmax(1).tolist() == [*values])
+                or (is_same and not is_float and target.flatten().tolist() == [*values])
+            ]
+            fetch.labels = fetch.labels or next(iter(labels), ())
+            fetch.is_used |= is_same or bool(labels)
             if given is not None and is_index and not {*given.digests}.isdisjoint(fetch.digests):
-                labels = target.flatten().tolist(), [*fetch.labels]
-                call.is_shuffled |= labels[0] != labels[1] and sorted(labels[0]) == sorted(
-                    labels[1]
+                own = target.flatten().tolist()
+                call.is_shuffled |= any(
+                    own != [*one] and sorted(own) == sorted(one) for one in fetch.integers.values()
                 )
             if call.targets in fetch.whole and call.term.name in ON_VALUES:
                 hint = "leave out the long() or int() of the targets"
@@ -821,14 +841,18 @@ class Observer(Trace):
         # In the first steps an average may follow the weights.
         is_most = self.num_steps_made >= FEWEST_STEPS and MOST_OF_AVERAGE < newest < 1
         for other in filter(is_plain, _tensors(args)) if is_average and is_plain(one) else ():
-            places = {one.data_ptr(), other.data_ptr()}
-            if one.shape == other.shape and places <= self.stepped.keys():
+            stepped = [self.stepped.get(it.data_ptr(), (None, "")) for it in (one, other)]
+            # A whole copy begins anew from other weights, on purpose. Memory may be another's now.
+            if newest < 1 and all(
+                own is not None and own.is_set_to(it)
+                for it, (own, _) in zip((one, other), stepped, strict=True)
+            ):
                 steps = self.averaged[users_line()]
                 steps.add(self.num_steps_made)
                 if len(steps) == FEWEST_STEPS and not one.is_set_to(other):
                     measured = "this optimizer steps weights that are averages of others, too"
                     hint = f"leave a teacher's parameters out of it; averaged at {users_line()}"
-                    self.fault("moves", self.stepped[one.data_ptr()], measured, hint)
+                    self.fault("moves", stepped[0][1], measured, hint)
             # Another model may share what is frozen.
             if (is_most or one.is_set_to(other)) and any(
                 map(other.is_set_to, filter(is_plain, self._of_roots(trained=True)))
@@ -874,7 +898,7 @@ class Observer(Trace):
         if one.requires_grad and is_made and not is_ours and not in_transform():
             place = users_line()
             if place not in self.cut:
-                self.cut[place] = leaves(one)
+                self.cut[place] = {*map(id, leaves(one))}
         return detach(one, *args, **options)
 
     def _grad(self, grad: Call, outputs: Any, inputs: Any, *args: Any, **options: Any) -> Any:
@@ -1009,7 +1033,17 @@ class Observer(Trace):
             self.note(Zero, parameters=frozenset(map(id, parameters)))
         return zero(owner, *args, **options)
 
-    # Steps.
+    # Models and steps.
+
+    def _load(self, load: Call, module: nn.Module, *args: Any, **options: Any) -> Any:
+        found = load(module, *args, **options)
+        if found.unexpected_keys and len(found.missing_keys) == len(module.state_dict()):
+            measured = (
+                f"none of {len(found.missing_keys)} weights is loaded: no name is in the file"
+            )
+            hint = "compare the names, such as a prefix; strict=True (the default) would refuse it"
+            self.fault("moves", users_line(), measured, hint)
+        return found
 
     def _made(self, init: Call, one: Optimizer, *args: Any, **options: Any) -> None:
         init(one, *args, **options)
@@ -1091,8 +1125,8 @@ class Observer(Trace):
             generator=_generator(),
             cause=self.made.get(key),
         )
-        places = (one.data_ptr() for one in parameters if id(one) in gradients and is_plain(one))
-        self.stepped |= dict.fromkeys(places, event.origin)
+        plain = (one for one in parameters if id(one) in gradients and is_plain(one))
+        self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", event.place, "a step on gradients that are not finite", LOOK)
         if frozen := [id(one) for one in self._of_roots(trained=False) if self._has_moved(one)]:
@@ -1276,8 +1310,17 @@ class Observer(Trace):
                 self.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
         self.bare = list(self.living.keys() - self.names.keys() - self.held)
         self.names = self.living | self.names
+        for one in (it for root in self.roots for it in (*root.modules(), *root.parameters())):
+            own = one.parameters() if isinstance(one, nn.Module) else [one]
+            flags = {name for name, value in vars(one).items() if value is False}
+            for flag in flags & FLAGS if self.with_gradient.intersection(map(id, own)) else ():
+                places = [*self.places(rf"\.{flag} *= *False"), ""]
+                hint = "module.requires_grad_(False), or parameter.requires_grad = False for each"
+                measured = f"{flag} of a {type(one).__name__} freezes nothing"
+                self.fault("moves", places[0], measured, hint)
         trained = [one for several in map(parameters_of, self.optimizers) for one in several]
-        if equal := [id(one) for one in trained if _has_equal_rows(one) and one.any()]:
+        living = (one for one in trained if id(one) in self.with_gradient)
+        if equal := [id(one) for one in living if _has_equal_rows(one) and one.any()]:
             measured = f"all rows of {self.named(equal)} are alike, and learn the same"
             place = "".join(one.place for one in self.of(Step)[-1:])
             self.fault("moves", place, measured, "initialize weights by random numbers")
@@ -1349,8 +1392,14 @@ def _state(optimizer: Optimizer) -> float:
 
 
 def _has_equal_rows(one: Tensor) -> bool:
-    """Return whether there are several rows, and all are alike."""
-    return is_plain(one) and one.dim() > 1 and len(one) > 1 and bool((one == one[:1]).all())
+    """Return whether there are several rows, of memory of their own, and all are alike."""
+    return (
+        is_plain(one)
+        and one.stride()[:1] != (0,)
+        and one.dim() > 1
+        and len(one) > 1
+        and bool((one == one[:1]).all())
+    )
 
 
 def _generator() -> int:
