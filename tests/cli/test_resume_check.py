@@ -59,6 +59,8 @@ def test_a_part_that_is_not_restored_is_named_alone(part):
 def test_a_value_that_no_part_holds_and_other_data_are_named():
     unknown = [step(5, after={"0.weight": "another"})]
     assert differences(STRAIGHT, unknown, 5)["result"].endswith("that is loaded (step 6)")
+    rate = [step(5, rates=[0.1], after={})]
+    assert differences(STRAIGHT, rate, 5) == {"learning rate": "rate 0.1, not 0.000177 (step 6)"}
     other = [step(5, **{"data order": [["a batch of no step"]]})]
     assert differences(STRAIGHT, other, 5) == {"data order": "another batch (step 6)"}
 

@@ -125,6 +125,23 @@ def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder
     assert (result["place"], result["equal"]) == (place, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))",
+            "ended before a step of an optimizer",
+        ),
+        ("import torch\nmodel = )", "train.py, line 2"),
+    ],
+)
+def test_a_script_without_a_step_leaves_no_record(folder, text, message):
+    (folder / "train.py").write_text(text)
+    for _ in "ab":
+        ended = ran("runs", "record", "--script", "train.py", "--out", "A", status=2)
+        assert message in flat(ended.stderr)
+
+
 ROUNDS = """\
 import os
 import sys

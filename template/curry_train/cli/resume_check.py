@@ -162,8 +162,11 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
         if "data order" in parts and again:
             parts["data order"] = f"batch {again[-1]} came again"
         texts = {part: f"{text} (step {begun + number + 1})" for part, text in parts.items()}
-        if "scheduler" in parts and (rate := _rate(expected, resumed, begun)):
-            texts["scheduler"] = rate
+        if rate := _rate(expected, resumed, begun):
+            if "scheduler" in texts:
+                texts["scheduler"] = rate
+            elif "result" in texts:
+                texts = {"learning rate": rate}
         return texts
     return {}
 

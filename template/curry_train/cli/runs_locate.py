@@ -8,6 +8,7 @@ import functools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,8 +61,16 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     if any(Path(out).iterdir()):
         raise UnusableInput(f"{out} is there already: give a new folder")
     job = functools.partial(_watch, out, program, options)
-    found = run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
-    recorded: int = min(one.get("steps", 0) for one in found)
+    recorded = 0
+    try:
+        found = run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
+        recorded = min(one.get("steps", 0) for one in found)
+    finally:
+        # A record without a step is in the way of the next one.
+        if not (
+            recorded or any('"update"' in one.read_text() for one in Path(out).glob("*.jsonl"))
+        ):
+            shutil.rmtree(out)
     if not recorded:
         raise UnusableInput("it ended before a step of an optimizer")
     return recorded
@@ -80,7 +89,8 @@ def _watch(
         **options,
     ):
         run()
-    end({"steps": read_fingerprints(out)[-1].get("step", 0)})
+    made = [one["step"] for one in read_fingerprints(out) if one["kind"] == "update"]
+    end({"steps": max(made, default=0)})
 
 
 Run = list[dict[str, Any]]

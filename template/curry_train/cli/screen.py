@@ -200,6 +200,9 @@ class ScreenCommand(click.Command):
             return ended
         except (click.exceptions.Exit, click.Abort):
             raise
+        except KeyboardInterrupt:
+            click.echo("\ninterrupted", err=True)
+            ctx.exit(128 + signal.SIGINT)
         except (ValueError, OverflowError, RuntimeError) as error:
             if self.keeps_traceback:
                 raise

@@ -179,6 +179,8 @@ def error_in_a_line(error: BaseException) -> str:
 
 def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
+    if isinstance(error, SyntaxError):
+        return f"correct {error.filename}, line {error.lineno}"
     if own := users_frames(error):
         return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
     last = traceback.extract_tb(error.__traceback__)[-1]
