@@ -366,6 +366,12 @@ def test_a_script_of_a_package_has_its_relative_imports(folder):
     assert failed("script", "mine/train.py", "2") == {}
 
 
+def test_a_loop_that_ends_early_is_said_to(folder, capfd):
+    Path("train.py").write_text(SCRIPT.replace("1000", "4"))
+    assert failed("script", "train.py", "2") == {}
+    assert "the loop ended after 2 of 3 steps" in capfd.readouterr().err
+
+
 def test_an_error_of_the_script_names_its_line(folder):
     with pytest.raises(LoopFailed, match=r"^ValueError: .*: correct your .*train.py, line 8"):
         preflight_program("script", ["train.py", "half"], num_steps=3)

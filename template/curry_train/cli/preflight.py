@@ -39,7 +39,7 @@ def preflight_command(
     verdicts = preflight_program(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )
-    echo_lines(*describe(shlex.join(words), num_steps, verdicts), indent="    ")
+    echo_lines(*describe(shlex.join(words), verdicts), indent="    ")
     facts = provenance() | {"program": words, "steps": num_steps}
     facts["results"] = [asdict(verdict) for verdict in verdicts]
     if any(verdict.passed is False for verdict in verdicts):
@@ -53,14 +53,14 @@ def preflight_command(
 MOST_IN_FULL = 3
 
 
-def describe(program: str, num_steps: int, verdicts: Sequence[Verdict]) -> Iterator[str]:
+def describe(program: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
     """Yield the verdict first, then what failed, and what held or does not apply in a line each."""
     short = [replace(one, gate=one.gate.removeprefix("loop/")) for one in verdicts]
     held, failed, not_applicable = (
         [one for one in short if one.passed is outcome] for outcome in (True, False, None)
     )
     outcome = f"{len(failed)} of {len(failed) + len(held)} checks FAILED"
-    yield f"{program}, {num_steps} steps: {outcome if failed else f'{len(held)} checks held'}"
+    yield f"{program}: {outcome if failed else f'{len(held)} checks held'}"
     in_full = failed if len(failed) <= MOST_IN_FULL else failed[: MOST_IN_FULL - 1]
     for verdict in in_full:
         yield ""

@@ -240,6 +240,9 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             end({"error": NOT_SHRUNK})
         for note in notes:
             print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
+        made = max((len(steps) for steps in trace.by_optimizer), default=0)
+        if 0 < made < num_steps:
+            print(f"preflight: the loop ended after {made} of {num_steps} steps", file=sys.stderr)
         end({"verdicts": judge(trace), "ranks": rank_facts(trace)})
 
     small: Any = contextlib.nullcontext()
