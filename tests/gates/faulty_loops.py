@@ -300,6 +300,14 @@ def each_with_each_by_hand():
     fit(classifier(classes=1), loss=lambda one, labels: (one - labels).abs().mean())  # here
 
 
+def advantage_of_each_at_each():
+    model, optimizer = started(classifier(classes=1))
+    for _ in range(8):
+        inputs = torch.randn(8, 8)
+        advantage = inputs.sum(1) - model(inputs)  # here
+        step(optimizer, advantage.square().mean())
+
+
 def softmax_over_the_batch():
     fit(loss=lambda logits, labels: F.nll_loss(F.log_softmax(logits, dim=0), labels))  # here
 
@@ -1055,7 +1063,8 @@ FAULTY = {
         scale_updated_per_optimizer,
     ],
     "logits": [
-        relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, softmax_over_the_batch,
+        relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
+        advantage_of_each_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, viewed_instead_of_transposed, probabilities_for_ctc,
     ],
     "targets": [

@@ -228,8 +228,9 @@ def _unequal(
                     calls[0].place,
                     f"the gradients of a window are {total:.3g} times those of one batch",
                     f"divide the loss by the {number} microbatches of the window, or its sum by "
-                    "the number of terms in all of them (num_items_in_batch of a Trainer); where "
-                    "an epoch ends within a window, step or call zero_grad() there",
+                    "the number of terms in all of them (num_items_in_batch of a Trainer, which "
+                    "divides itself if model.accepts_loss_kwargs is False); where an epoch ends "
+                    "within a window, step or call zero_grad() there",
                 )
             is_twice = times > (column[0].reduction == "mean")
             # Whether a division by the ranks is one too many is seen where they are compared.

@@ -509,6 +509,8 @@ class Observer(Trace):
         # that averages some with others: after which steps.
         self.stepped: dict[int, tuple[Tensor, str]] = {}
         self.averaged = defaultdict[str, set[int]](set)
+        # Of differences of columns and rows: digests of those without a gradient, by the line.
+        self.crossed = defaultdict[str, set[float]](set)
         # Modules, schedules and optimizers that run.
         self.depth = 0
         self.schedule_depth = 0
@@ -885,9 +887,12 @@ class Observer(Trace):
         number = 0 if self.depth else row.numel()
         is_outer = number > 1 and [*column.shape, *row.shape] == [number, 1, number]
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
-        is_outer = is_outer and column._base is None and one.requires_grad != other.requires_grad
-        target = digest(other if one.requires_grad else one) if is_outer else math.nan
-        if any(target in fetch.digests for fetch in self.fetched.values()):
+        if not is_outer or column._base is not None or one.requires_grad == other.requires_grad:
+            return
+        rows = self.crossed[users_line()]
+        rows.add(digest(other if one.requires_grad else one))
+        # What stays the same, such as centers, is no target of a batch.
+        if len(rows) == FEWEST_STEPS:
             measured = f"shapes [{number}, 1] and [{number}] are compared, each value with each"
             hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
             self.fault("logits", users_line(), measured, hint)
