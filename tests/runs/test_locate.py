@@ -153,6 +153,23 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
 
 
+def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):
+    records = []
+    for steps in (1, 2):
+        torch.manual_seed(0)
+        models = nn.Linear(4, 1), nn.Linear(4, 1)
+        with record_run(tmp_path / str(steps)):
+            first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in models)
+            for number in range(4):
+                for model, optimizer in zip(models, (first, second), strict=True):
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+                if number == 1 and steps == 2:
+                    second.step()
+        records.append(read_fingerprints(tmp_path / str(steps)))
+    assert locate(*records).headline == "step 3, optimizer: SGD-1 makes more steps in B than in A"
+
+
 def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
     found = locate(*[odd_record(tmp_path / name, name) for name in ("none", "inserted")])
     assert found.is_equal, found

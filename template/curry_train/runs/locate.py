@@ -205,7 +205,9 @@ class Comparison:
             for run in (self.a, self.b)
         ]
         paths = [{path for _, path in of_run} for of_run in steps]
-        for step, path in sorted(steps[0].keys() | steps[1].keys()):
+        # Steps of others may be missing then, because a record ends with the first one.
+        most = (steps[0] | steps[1]).items()
+        for (step, path), _ in sorted(most, key=lambda item: (item[0][0], -item[1])):
             more = steps[1][step, path] - steps[0][step, path]
             if more and step <= last and path in paths[0] & paths[1]:
                 runs = "B than in A" if more > 0 else "A than in B"
@@ -221,8 +223,9 @@ class Comparison:
         a, b = (of_run.get(path, {}) for of_run in self.settings)
         notes = [*_changes(a, b, path)]
         what = {"enter": "input ", "exit": "output "}.get(one["kind"], "") + names[0]
-        a, b = (it["digests"].get(names[0], "").partition(":")[0] for it in (one, other))
-        notes += _changes({f"type of {what}": a}, {f"type of {what}": b}, "")
+        if names[0] in one["digests"].keys() & other["digests"].keys():
+            a, b = (it["digests"][names[0]].partition(":")[0] for it in (one, other))
+            notes += _changes({f"type of {what}": a}, {f"type of {what}": b}, "")
         if pair := self.given.get((one["path"], one["call"])):
             a, b = (it["values"] | {"training": it.get("training")} for it in pair)
             notes += _changes(a, b, one["path"])
