@@ -1024,6 +1024,23 @@ def batches_without_a_loss_left_out():
             step(optimizer, loss)
 
 
+def model_as_its_own_reference():
+    model, optimizer = started()
+    for inputs, _ in loader():
+        with torch.no_grad():
+            reference = model(inputs)
+        margin = (model(inputs) - reference).mean()
+        step(optimizer, -F.logsigmoid(margin))  # here: backward
+
+
+def filled_sum_divided_twice():
+    def loss(logits, labels):
+        losses = F.cross_entropy(logits, labels, reduction="none")  # here
+        return losses.masked_fill(torch.arange(8) > 4, 0).sum() / 10 / 2
+
+    accumulate(loss=loss)
+
+
 FAULTY = {
     "accumulation": [
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
@@ -1031,6 +1048,7 @@ FAULTY = {
         sums_over_own_tokens, backward_twice, last_loss_alone, running_total,
         same_batch_in_a_window, part_of_the_loss_as_a_number, penalty_without_a_graph,
         penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,
+        filled_sum_divided_twice,
     ],
     "sign": [gradient_ascent, not_finite, maximized],
     "zeroed": [
@@ -1052,6 +1070,7 @@ FAULTY = {
         group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
         loss_of_no_weight, average_of_itself, average_of_the_newest, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
+        model_as_its_own_reference,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,

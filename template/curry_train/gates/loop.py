@@ -675,6 +675,21 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
         yield last, f"{trace.named(still)} have gradients and do not move", hint
 
 
+def _its_own_reference(trace: Trace) -> Iterator[Fault]:
+    """Find a model that is compared with itself, as by a loss on preferences."""
+    windows = [window for window in trace.windows if window.calls and window.moved]
+    values = {call.value for window in windows for call in window.calls}
+    is_same = all(
+        {(one.module, one.digests) for one in window.forwards}
+        & {(one.module, one.digests) for one in window.of(Forward) if not one.is_trained_on}
+        for window in windows
+    )
+    # A loss of 0 or 1 may be made for its gradient alone.
+    if is_same and len(windows) >= FEWEST_STEPS and len(values) == 1 and max(values) % 1:
+        measured = f"the loss is {max(values):.3g} in each step: the model is its own reference"
+        yield windows[0].calls[0].place, measured, "compare with a copy: copy.deepcopy(model)"
+
+
 def _without_effect(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
     """Find steps whose updates are rounded to nothing, or undone."""
     for group in steps[0].optimizer.param_groups:
@@ -1135,7 +1150,12 @@ CHECKS: dict[str, tuple[str, *tuple[Finder, ...]]] = {
         _stepped_twice,
         _made_anew,
     ),
-    "moves": ("trained parameters move, frozen ones do not", _without_gradient, moves),
+    "moves": (
+        "trained parameters move, frozen ones do not",
+        _without_gradient,
+        moves,
+        _its_own_reference,
+    ),
     "schedule": ("one step of the schedule per optimizer step, after it", _never_stepped, schedule),
     "clipping": ("clipped once, after the last backward, before the step", clipping),
     "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),

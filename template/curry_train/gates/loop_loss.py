@@ -377,7 +377,8 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     name = operation(node)
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))
-        masked = _num_masked(node.next_functions[0][0])
+        below = node.next_functions[0][0]
+        masked = _num_masked(below) or (_num_filled(below) if name == "Sum" else 0)
         counted = num_terms - masked
         # What the part is multiplied by, without what it is divided by.
         times = abs(factor) * math.prod(divisors)
@@ -396,6 +397,15 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     return Term(
         name, reduction, float(given.numel() if weight is None else weight), factor, divisors
     )
+
+
+def _num_filled(node: Any) -> int:
+    """Count the positions of a sum that are filled in, as by 0."""
+    node = _behind_shapes(node)
+    if node is not None and operation(node) == "Neg":
+        node = _behind_shapes(node.next_functions[0][0])
+    is_filled = node is not None and operation(node) == "MaskedFill"
+    return int(_saved(node, "mask").sum()) if is_filled else 0
 
 
 def _num_masked(node: Any) -> int:
