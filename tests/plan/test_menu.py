@@ -6,9 +6,11 @@ python -m pytest tests/plan/test_menu.py
 import functools
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from plan_models import squares
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,15 +36,6 @@ LLAMA = transformer(depth=2)
 OTHERS = (SAC_KIND, REGIONS_KIND)  # than full recompute
 
 
-def workload(build, shape, name="own"):
-    return Workload(
-        name,
-        build,
-        lambda size: torch.randn(size, *shape),
-        lambda module, x: module(x).square().flatten(1).mean(1).sum(),
-    )
-
-
 class Scale(nn.Module):
     """First layer of a stack, which makes the input of every block require grad."""
 
@@ -54,11 +47,12 @@ class Scale(nn.Module):
         return x * self.scale
 
 
-def stack(build, number, shape):
-    return workload(
-        lambda: nn.Sequential(Scale(), nn.Sequential(*[build(index) for index in range(number)])),
-        shape,
-    )
+def stack(build, number, *shape):
+    def build_all():
+        return nn.Sequential(Scale(), nn.Sequential(*map(build, range(number))))
+
+    made = squares(build_all, *shape)
+    return replace(made, loss=lambda module, x: module(x).square().flatten(1).mean(1).sum())
 
 
 def measured(made, *, offload=False, without=()):
@@ -101,7 +95,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_chain_predicts_the_peaks_of_whole_steps(name):
     build, shape = BLOCKS[name]
-    made = stack(lambda _: build(), 3, shape)
+    made = stack(lambda _: build(), 3, *shape)
     with Sketch(made) as sketch:
         steps = WholeSteps(sketch, card=Card(find_profile("cpu")))
         assert not steps.measure(chunked=False, offload=False)
@@ -175,7 +169,7 @@ class Passing(nn.Module):
 
 @pytest.mark.parametrize(("build", "times"), [(Listing, 1), (Carrying, 1), (Again, 2)])
 def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(build, times):
-    steps, _ = measured(workload(lambda: Passing(build, times), (8, 16)), without=OTHERS)
+    steps, _ = measured(squares(lambda: Passing(build, times), 8, 16), without=OTHERS)
     found = steps.plain_steps(chunked=False)[-1].blocks.values()
     assert all(block.peak > block.held > 0 for block in found)
     numbers = {len(block.work.operations) for block in found}
@@ -197,7 +191,7 @@ class Products(nn.Module):
 
 def test_full_recompute_costs_its_flops_where_no_backward_can_be_told_apart(monkeypatch):
     monkeypatch.setattr(record.StepLayers, "left", lambda *_: None)
-    steps, _ = measured(stack(lambda _: Products(), 3, (64,)), without=OTHERS)
+    steps, _ = measured(stack(lambda _: Products(), 3, 64), without=OTHERS)
     assert all(menu[Option(FULL_KIND)].slowdown > 1.0 for menu in steps.menus.values())
 
 
@@ -216,7 +210,7 @@ def test_blocks_of_one_kind_are_measured_together(monkeypatch):
                 calls.append(one.options) or steps_of(self, one, **options)
             ),
         )
-        steps, _ = measured(stack(lambda _: Gated(), depth, (8, 16)))
+        steps, _ = measured(stack(lambda _: Gated(), depth, 8, 16))
         assert len(steps.menus) == depth
         num_options = len(steps.menus["1.0"]) - 1
         # Two plain steps, and full recompute at the smaller size.
@@ -260,7 +254,7 @@ class Dropping(nn.Module):
     ids=["another attribute", "dropout", "another width"],
 )
 def test_two_kinds_of_one_class_are_not_confused(build):
-    assert kinds_of(stack(build, 4, (16,))) == [("1.0", "1.2"), ("1.1", "1.3")]
+    assert kinds_of(stack(build, 4, 16)) == [("1.0", "1.2"), ("1.1", "1.3")]
 
 
 def test_a_frozen_block_is_a_kind_of_its_own():
@@ -287,7 +281,7 @@ def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
             x = self.linear(x)
             return torch.tanh(x) if runs[self] % 2 == 0 else torch.tanh(x) * torch.sigmoid(x)
 
-    steps, left_out = measured(stack(lambda _: Writes(), 2, (16,)), without=(SAC_KIND,))
+    steps, left_out = measured(stack(lambda _: Writes(), 2, 16), without=(SAC_KIND,))
     assert any(f"can't run as {FULL_KIND}" in reason for reason in left_out)
     assert all(Option(FULL_KIND) not in menu for menu in steps.menus.values())
 
@@ -302,7 +296,7 @@ def test_a_reason_for_which_many_options_can_not_run_is_there_once():
         def forward(self, x):
             return torch.tanh(self.linear(self.cell(x)))
 
-    _, left_out = measured(stack(lambda _: Recurrent(16), 2, (16,)))
+    _, left_out = measured(stack(lambda _: Recurrent(16), 2, 16))
     assert [reason.partition(" runs")[2][:18] for reason in left_out] == [" aten.unsafe_split"]
 
 
@@ -371,7 +365,7 @@ class Giving(nn.Module):
 
 @pytest.mark.parametrize(("build", "offered"), [(Spiking, FULL_KIND), (Giving, OFFLOAD_KIND)])
 def test_blocks_are_offered_what_they_can_do_in_their_model(build, offered):
-    steps, left_out = measured(workload(build, (16,)), offload=True)
+    steps, left_out = measured(squares(build, 16), offload=True)
     assert [*steps.menus] == ["layers.0", "layers.1"]
     for menu in steps.menus.values():
         assert {NONE_KIND, offered} <= {option.kind for option in menu}
