@@ -7,36 +7,31 @@ from dataclasses import replace
 
 import pytest
 import torch
+from plan_models import squares
 from saboteurs import verdict_of
 from torch import nn
 
 from curry_train.gates import discover, grad_accum, two_ranks
 from curry_train.gates.verdict import NotApplicable
 from curry_train.primitives.grad_accum import train_window
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads.workload import Case
 
 
 def blocks(end=()):
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)], *end)
 
 
+def with_loss(loss):
+    return replace(squares(blocks, 8), loss=loss)
+
+
 def constant():
     """Return a loss that a norm makes constant, so that its gradients are rounding."""
-    return Workload(
-        "constant",
-        blocks,
-        lambda size: torch.randn(size, 8),
-        lambda module, batch: nn.functional.normalize(module(batch)).square().sum(),
-    )
+    return with_loss(lambda module, batch: nn.functional.normalize(module(batch)).square().sum())
 
 
 def overflowing():
-    return Workload(
-        "overflowing",
-        blocks,
-        lambda size: torch.randn(size, 8),
-        lambda module, batch: (module(batch) * 1e30).square().sum(),
-    )
+    return with_loss(lambda module, batch: (module(batch) * 1e30).square().sum())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +67,7 @@ def coupled(weight):
         balance = out.softmax(1).mean(0).square().sum()
         return out.square().sum() + weight * len(batch) * balance
 
-    return Workload("coupled", blocks, lambda size: torch.randn(size, 8), loss)
+    return with_loss(loss)
 
 
 @pytest.mark.parametrize("weight", [1.0, 1e-2, 1e-3])
@@ -93,7 +88,7 @@ def cancelling():
     def loss(module, batch):
         return (module(batch["x"]).square().sum(1) * batch["sign"]).sum()
 
-    return Workload("cancelling", blocks, batch, loss)
+    return replace(with_loss(loss), batch=batch)
 
 
 def test_rounding_is_no_coupling_however_large():

@@ -5,23 +5,20 @@ python -m pytest tests/gates/test_recompute.py
 
 import itertools
 import random
+from dataclasses import replace
 
 import foreign_recompute as foreign
 import numpy
 import pytest
 import torch
+from plan_models import squares
 from saboteurs import verdict_of
 from torch import nn
 
 from curry_train.gates import recompute
 from curry_train.gates.same_training import same_training
 from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.workload import Case, Workload
-
-
-def squares(kind, batch=lambda size: torch.randn(size, 16)):
-    """Return a workload with the sum of the squares of a model's outputs as its loss."""
-    return Workload("squares", kind, batch, lambda module, x: module(x).square().sum())
+from curry_train.workloads.workload import Case
 
 
 class Wide(nn.Module):
@@ -53,7 +50,7 @@ def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
     def build():
         return nn.Sequential(Wide(5), *(Wide(1) for _ in range(3)))
 
-    case = Case(squares(build, lambda size: torch.randn(64 * size, 16)))
+    case = Case(squares(build, 16), batch_size=256)
     verdict = verdict_of(recompute.compare_memory, case)
     assert verdict.passed is None, verdict
     assert "what one block needs while it runs owns the peak" in verdict.hint
@@ -81,12 +78,7 @@ def list_of(make, call=lambda layer, x: layer(x)):
                 x = call(layer, x)
             return x
 
-    return Workload(
-        "list",
-        Chain,
-        lambda size: torch.randn(size, 8),
-        lambda module, batch: module(batch).square().sum(),
-    )
+    return squares(Chain, 8)
 
 
 @pytest.mark.parametrize("change", [recompute_blocks, foreign.nothing])
@@ -179,7 +171,7 @@ def disturbed(disturb):
         clean = [Faulty(lambda block, x: x) for _ in range(2)]
         return nn.Sequential(nn.Linear(8, 8), nn.ModuleList(clean)[0], Faulty(disturb), clean[1])
 
-    return squares(build, lambda size: torch.randn(size, 8))
+    return squares(build, 8)
 
 
 @pytest.mark.parametrize("disturb", [growing_cache, counter])
@@ -236,7 +228,7 @@ class UnevenUnderAutocast(nn.Module):
 
 
 def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
-    verdict = verdict_of(recompute.compare_training, Case(squares(UnevenUnderAutocast)))
+    verdict = verdict_of(recompute.compare_training, Case(squares(UnevenUnderAutocast, 16)))
     assert verdict.passed, verdict
     assert "without autocast: the plain model does not repeat itself" in verdict.measured
 
@@ -248,7 +240,7 @@ def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
         def build():
             return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)])
 
-        case = Case(Workload("chain", build, lambda size: torch.randn(size, 16), loss))
+        case = Case(replace(squares(build, 16), loss=loss))
         _, required, hint = same_training(case, lambda model, sample: recompute_blocks(model))
         assert not hint
         return required
