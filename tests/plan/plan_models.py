@@ -170,3 +170,23 @@ class MomentsInATuple(ByParameter):
         before = state.get("moments") or (torch.zeros_like(parameter),) * 2
         state["moments"] = tuple(0.9 * one + parameter.grad for one in before)
         parameter -= state["moments"][0]
+
+
+class Coded(torch.Tensor):
+    """Numbers in float32 that other tensors stand for, the first of which has their shape."""
+
+    inner = ("codes", "scale")
+
+    @staticmethod
+    def __new__(cls, codes, *others):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, *tensors):
+        vars(self).update(zip(self.inner, tensors, strict=True))
+
+    def __tensor_flatten__(self):
+        return [*self.inner], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, context, size, stride):
+        return cls(*(tensors[name] for name in cls.inner))

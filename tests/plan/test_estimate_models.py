@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 from language_models import language_model
-from plan_models import Runs, check_workload, measured, squares
+from plan_models import Coded, Runs, check_workload, measured, squares
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration
 
@@ -163,24 +163,10 @@ def test_layers_that_run_by_chance_in_some_measurements_alone_do_not_end_the_pla
 # Weights of other classes.
 
 
-class CodedWeight(torch.Tensor):
+class CodedWeight(Coded):
     """A frozen weight as codes, a scale, and a table of numbers as NF4 has it."""
 
-    @staticmethod
-    def __new__(cls, codes, scale, table):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-    def __init__(self, codes, scale, table):
-        self.codes = codes
-        self.scale = scale
-        self.table = table
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale", "table"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, context, size, stride):
-        return cls(inner["codes"], inner["scale"], inner["table"])
+    inner = ("codes", "scale", "table")
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -5,7 +5,7 @@ python -m pytest tests/plan/test_optimizers.py
 
 import pytest
 import torch
-from plan_models import ByParameter, MomentsMadeAnew, measured
+from plan_models import ByParameter, Coded, MomentsMadeAnew, measured
 from torch import nn
 from torch.optim import ASGD, LBFGS, SGD, Adagrad, AdamW, Muon, NAdam, Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
@@ -42,23 +42,8 @@ class Lion(Optimizer):
             moment.lerp_(parameter.grad, 1 - self.slow)
 
 
-class ByteState(torch.Tensor):
+class ByteState(Coded):
     """A moment in one byte for each element and a scale, as quantised optimizers keep it."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
-
-    def __init__(self, codes, scale):
-        self.codes = codes
-        self.scale = scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner, context, size, stride):
-        return cls(inner["codes"], inner["scale"])
 
     def values(self):
         return self.codes.float().mul_(self.scale)
