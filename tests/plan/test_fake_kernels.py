@@ -141,7 +141,8 @@ def run_norms(make, dtype, *, affine, training):
 def test_norms_have_the_layout_and_dtypes_of_the_real_kernels(make):
     """Batch norm of a transposed tensor is contiguous; statistics of half precision are float32."""
     num_wrong = 0
-    for dtype, is_full in itertools.product((torch.float32, torch.bfloat16), (True, False)):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for dtype, is_full in itertools.product(dtypes, (True, False)):
         options = {"affine": is_full, "training": is_full}
         real = run_norms(make, dtype, **options)
         with pretended():
