@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import Block, measured, net, squares
+from plan_models import measured, net, squares
 from torch import nn
 from torch.nn import functional as F
 
@@ -222,41 +222,13 @@ def test_no_combination_of_options_that_fits_is_faster():
 # What fits is planned.
 
 
-class Valued(Block):
-    """Hands on the value that the first block has made, and the input of all blocks."""
-
-    def __init__(self):
-        super().__init__(128)
-        self.value = nn.Linear(32, 32)
-
-    def forward(self, x, first, given):
-        value = self.value(x)
-        first = value if first is None else first
-        return super().forward(x + value + first + given), first, given
-
-
-class Values(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 8)
-        self.blocks = nn.ModuleList(Valued() for _ in range(4))
-
-    def forward(self, x):
-        x = given = self.first(x)
-        first = None
-        for block in self.blocks:
-            x, first, given = block(x, first, given)
-        return self.last(x)
-
-
 FITTED = {
     "twice": lambda: net(128, 128, 128, times=2),
     "six times": lambda: net(128, 128, times=6),
-    "values": lambda: squares(Values, 32, 32),
 }
 
 
-@pytest.mark.parametrize("name", ["twice", "six times", "values"])
+@pytest.mark.parametrize("name", FITTED)
 def test_the_least_peak_that_is_named_and_all_above_it_are_planned(name):
     made = {"global_batch": MICRO, "microbatch": MICRO}
     with Planner(FITTED[name](), without=(SAC_KIND,)) as planner:
