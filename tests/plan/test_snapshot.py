@@ -101,20 +101,6 @@ def test_segments_alone_are_a_snapshot_without_events(tmp_path):
     assert history.peak_reserved == 20 * MIB
 
 
-def test_a_record_that_dropped_its_first_events_shows_it(tmp_path):
-    training = Training()
-    training.build()
-    training.step()
-    whole = training.snapshot()
-    cut = whole | {"device_traces": [whole["device_traces"][0][40:]]}
-    histories = [
-        BlockHistory(read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices[0])
-        for snapshot in (whole, cut)
-    ]
-    assert [bool(history.of_dropped_events) for history in histories] == [False, True]
-    assert histories[0].peak_allocated == histories[1].peak_allocated
-
-
 def test_windows_paths_are_read_as_those_of_linux():
     linux, windows = Training(), Training(windows=True)
     frames = [linux.in_forward("mlp", 5), windows.in_forward("mlp", 5)]
