@@ -5,7 +5,6 @@ python -m pytest tests/plan/test_menu.py
 
 import functools
 import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -266,26 +265,6 @@ def test_a_frozen_block_is_a_kind_of_its_own():
     assert kinds_of(made) == [("layers.0", "layers.2"), ("layers.1",)]
 
 
-def test_an_option_that_a_block_can_not_run_is_left_out_with_the_reason():
-    runs = Counter()
-
-    class Writes(nn.Module):
-        """A block that computes something else every second time, by a count outside of it."""
-
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x):
-            runs[self] += 1
-            x = self.linear(x)
-            return torch.tanh(x) if runs[self] % 2 == 0 else torch.tanh(x) * torch.sigmoid(x)
-
-    steps, left_out = measured(stack(lambda _: Writes(), 2, 16), without=(SAC_KIND,))
-    assert any(f"can't run as {FULL_KIND}" in reason for reason in left_out)
-    assert all(Option(FULL_KIND) not in menu for menu in steps.menus.values())
-
-
 def test_a_reason_for_which_many_options_can_not_run_is_there_once():
     class Recurrent(nn.Module):
         def __init__(self, width):
@@ -332,19 +311,21 @@ class Spiking(nn.Module):
 class Prepared:
     """An object that is no plain attribute, which a model sets before each call of its block."""
 
-    def __init__(self):
+    def __init__(self, error):
+        self.error = error
         self.calls = 0
 
     def use(self):
-        assert self.calls, "call prepare() first"
+        if not self.calls:
+            raise self.error("call prepare() first")
         self.calls -= 1
 
 
 class Given(nn.Module):
-    def __init__(self):
+    def __init__(self, error):
         super().__init__()
         self.linear = nn.Linear(16, 16)
-        self.prepared = Prepared()
+        self.prepared = Prepared(error)
 
     def forward(self, x):
         self.prepared.use()
@@ -352,9 +333,9 @@ class Given(nn.Module):
 
 
 class Giving(nn.Module):
-    def __init__(self):
+    def __init__(self, error):
         super().__init__()
-        self.layers = nn.ModuleList(Given() for _ in range(2))
+        self.layers = nn.ModuleList(Given(error) for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:
@@ -363,14 +344,17 @@ class Giving(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("build", "offered"), [(Spiking, FULL_KIND), (Giving, OFFLOAD_KIND)])
-def test_blocks_are_offered_what_they_can_do_in_their_model(build, offered):
-    steps, left_out = measured(squares(build, 16), offload=True)
+@pytest.mark.parametrize("error", [None, AssertionError, RuntimeError])
+def test_blocks_are_offered_what_they_can_do_in_their_model(error):
+    steps, left_out = measured(
+        squares(lambda: Giving(error) if error else Spiking(), 16), offload=True
+    )
     assert [*steps.menus] == ["layers.0", "layers.1"]
     for menu in steps.menus.values():
-        assert {NONE_KIND, offered} <= {option.kind for option in menu}
-        assert (FULL_KIND in {option.kind for option in menu}) == (build is Spiking)
-    assert ("layers.0 can't run as full: call prepare() first" in left_out) == (build is Giving)
+        kinds = {option.kind for option in menu}
+        assert {NONE_KIND, OFFLOAD_KIND if error else FULL_KIND} <= kinds
+        assert (FULL_KIND in kinds) == (error is None)
+    assert ("layers.0 can't run as full: call prepare() first" in left_out) == bool(error)
 
 
 def test_calls_that_draw_are_never_offered(monkeypatch):
