@@ -36,11 +36,15 @@ def whole():
     return pickle.dumps(small_snapshot(), protocol=4)
 
 
+def history_of(snapshot, tmp_path):
+    (record,) = read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices
+    return BlockHistory(record)
+
+
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_a_recorded_trace_has_its_peaks_to_the_byte(tmp_path, path):
     trace = json.loads(path.read_text())
-    (record,) = read_snapshot(write(tmp_path / "a.pickle", from_trace(trace))).devices
-    history = BlockHistory(record)
+    history = history_of(from_trace(trace), tmp_path)
     assert history.peak_reserved == trace["reserved_peak"]
     if not trace["expandable"]:
         # Of expandable segments the traces have blocks of the start, but not their addresses.
@@ -64,8 +68,7 @@ def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
     recorder.empty_cache()
     recorder.top += 20 * MIB  # the address is given out again
     recorder.allocate(20 * MIB - 4096)
-    (record,) = read_snapshot(write(tmp_path / "a.pickle", recorder.snapshot())).devices
-    history = BlockHistory(record)
+    history = history_of(recorder.snapshot(), tmp_path)
     assert history.peak_allocated == history.allocated[0] == 20 * MIB
 
 
@@ -78,8 +81,7 @@ def test_where_a_later_block_was_placed_ends_a_block_of_the_start(tmp_path):
     between = recorder.allocate(11 * MIB)
     recorder.free(held)
     recorder.free(between)
-    (record,) = read_snapshot(write(tmp_path / "a.pickle", recorder.snapshot())).devices
-    history = BlockHistory(record)
+    history = history_of(recorder.snapshot(), tmp_path)
     assert history.allocated[0] == 12 * MIB
     assert history.peak_allocated == 23 * MIB
 
@@ -87,16 +89,15 @@ def test_where_a_later_block_was_placed_ends_a_block_of_the_start(tmp_path):
 def test_devices_without_memory_are_left_out(tmp_path):
     recorder = Recorder(device=2)
     recorder.allocate(MIB)
-    (record,) = read_snapshot(write(tmp_path / "a.pickle", recorder.snapshot())).devices
-    assert record.device == 2
-    assert BlockHistory(record).peak_allocated == MIB
+    history = history_of(recorder.snapshot(), tmp_path)
+    assert history.record.device == 2
+    assert history.peak_allocated == MIB
 
 
 def test_segments_alone_are_a_snapshot_without_events(tmp_path):
     recorder = Recorder()
     recorder.allocate(3 * MIB)
-    path = write(tmp_path / "a.pickle", recorder.snapshot()["segments"])
-    history = BlockHistory(read_snapshot(path).devices[0])
+    history = history_of(recorder.snapshot()["segments"], tmp_path)
     assert history.peak_allocated == 3 * MIB
     assert history.peak_reserved == 20 * MIB
 
