@@ -197,25 +197,33 @@ def test_missing_and_cut_files_of_folders_are_named(checkpoints, tmp_path):
         assert any(f"{victim.name} is missing" in one for one in found.problems)
 
 
+def saved(value, **options):
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def zipped(data, compression=zipfile.ZIP_STORED):
+    """Return an archive whose pickle is `data`."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", data)
+    return stream.getvalue()
+
+
 def hostile_files(tmp_path):
     """Yield a title and a hostile file, or folder, of each kind."""
     canary = str(tmp_path / "canary")
     for title, call in calls(canary).items():
-        stream = io.BytesIO()
-        torch.save({"model": torch.ones(2), "x": call}, stream)
-        yield f"{title} in a zip", stream.getvalue()
-        stream = io.BytesIO()
-        torch.save({"x": [call]}, stream, _use_new_zipfile_serialization=False)
-        yield f"{title} in a legacy file", stream.getvalue()
+        yield f"{title} in a zip", saved({"model": torch.ones(2), "x": call})
+        legacy = saved({"x": [call]}, _use_new_zipfile_serialization=False)
+        yield f"{title} in a legacy file", legacy
         yield f"{title} in a pickle", pickle.dumps(call, 2)
     for title, data in opcodes(canary).items():
         if not data.startswith(b"\x80"):
             continue
         yield title, data
-        stream = io.BytesIO()
-        with zipfile.ZipFile(stream, "w") as archive:
-            archive.writestr("archive/data.pkl", data)
-        yield f"{title} in a zip", stream.getvalue()
+        yield f"{title} in a zip", zipped(data)
 
 
 def test_hostile_files_run_nothing_and_are_not_called_well(tmp_path):
@@ -241,24 +249,11 @@ def safetensors(header):
     return struct.pack("<Q", len(text)) + text
 
 
-def deflated(name):
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(name, b"\0" * 10_000_000)
-    return stream.getvalue()
-
-
 def doubled(times):
     value = []
     for _ in range(times):
         value = [value, value]
     return value
-
-
-def saved(value):
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
 
 
 def with_two_records_of_a_name():
@@ -274,7 +269,7 @@ BOMBS = {
     "a shape of 2**61": safetensors(
         {"a": {"dtype": "F32", "shape": [2**61], "data_offsets": [0, 2**63]}}
     ),
-    "a compressed record": deflated("archive/data.pkl"),
+    "a compressed record": zipped(b"\0" * 10_000_000, zipfile.ZIP_DEFLATED),
     "two records of a name": with_two_records_of_a_name(),
     "a list that contains itself": saved((lambda one: one.append([one, 1]) or one)([])),
     "lists that contain each other often": saved(doubled(40)),
