@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from store_models import new_state
 
 from curry_train.runs import Store
+from torture_shapes import Call
 
 
 def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
@@ -46,17 +47,9 @@ def test_a_damaged_file_ends_with_1_and_a_missing_one_with_2(tmp_path):
     assert "can't be read" in flat(text)
 
 
-class Calls:
-    def __init__(self, *call):
-        self.call = call
-
-    def __reduce__(self):
-        return self.call[0], self.call[1:]
-
-
 def test_a_hostile_file_ends_with_1_and_runs_nothing(tmp_path):
     names = "\x1b[2J\n" * 3
-    torch.save({names: Calls(os.mkdir, str(tmp_path / "canary"))}, tmp_path / "a.pt")
+    torch.save({names: Call(os.mkdir, str(tmp_path / "canary"))}, tmp_path / "a.pt")
     status, text = call("inspect", tmp_path / "a.pt")
     assert status == 1
     assert "wrong: it is hostile: loading it would call posix.mkdir" in text

@@ -18,6 +18,7 @@ from curry_train.runs.box import BoxFacts, read_facts, read_rank
 from curry_train.runs.fingerprints import value_range
 from curry_train.runs.ranks import DamagedCheckpoint
 from curry_train.runs.replay import makes_not_finite
+from torture_shapes import Call
 
 STEPS = 12
 
@@ -153,19 +154,10 @@ def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
 # Reading what somebody else may have made.
 
 
-class Payload:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def test_a_forged_box_runs_nothing(tmp_path):
     box = train(tmp_path / "run", [11], box=True) / "step-00000011"
-    torch.save({"tensors": {}, "batches": [Payload(tmp_path / "ran")]}, box / "rank-0.pt")
+    call = Call(os.mkdir, str(tmp_path / "ran"))
+    torch.save({"tensors": {}, "batches": [call]}, box / "rank-0.pt")
     with pytest.raises(DamagedCheckpoint):
         read_rank(box, 0)
     assert not (tmp_path / "ran").exists()

@@ -28,16 +28,7 @@ from curry_train.runs.layout import (
     read_manifest,
 )
 from curry_train.runs.values import Stored, dump, load
-
-
-class Runs:
-    """An object whose pickle calls a function when it is loaded."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
+from torture_shapes import Call
 
 
 @pytest.fixture
@@ -70,7 +61,7 @@ def forge_index(store, saved, change):
 
 def test_a_call_in_torchs_index_is_not_executed(saved, tmp_path):
     store, found = saved
-    call = Runs(os.system, f"touch {tmp_path}/trace")
+    call = Call(os.system, f"touch {tmp_path}/trace")
     forge(store, found, ".metadata", pickle.dumps(call))
     state = new_state(seed=1)
     store.load(found, state)
@@ -82,7 +73,7 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):
     """Rely on torch, which reads tensors with weights_only and refuses anything else."""
     store, found = saved
     stream = io.BytesIO()
-    torch.save(Runs(os.mkdir, str(tmp_path / "trace")), stream)
+    torch.save(Call(os.mkdir, str(tmp_path / "trace")), stream)
     forge(store, found, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
     place = [0, len(stream.getvalue())]
     forge_index(store, found, lambda _, entry: operator.setitem(entry[2][0], slice(3, 5), place))
@@ -110,7 +101,7 @@ def test_invalid_state_values_are_damage(saved, data):
 
 def test_a_call_in_the_state_is_refused_and_not_executed(saved, tmp_path):
     store, found = saved
-    call = Runs(os.system, f"touch {tmp_path}/trace")
+    call = Call(os.system, f"touch {tmp_path}/trace")
     forge(store, found, "state.pt", dump({"values": call}))
     with pytest.raises(DamagedCheckpoint):
         store.load(found, new_state())
