@@ -38,22 +38,12 @@ def tokens(*arrays, **options):
     )
 
 
-def test_targets_are_the_tokens_that_follow_and_samples_do_not_overlap():
-    data = tokens(range(10, 20))
-    batch = data.batch([0, 1])
-    assert len(data) == 2
-    assert batch["tokens"].tolist() == [[10, 11, 12, 13], [14, 15, 16, 17]]
-    assert batch["targets"].tolist() == [[11, 12, 13, 14], [15, 16, 17, 18]]
-
-
-def test_samples_do_not_cross_from_one_array_to_the_next():
-    data = tokens(range(5), range(100, 109))
+def test_targets_are_the_tokens_that_follow_and_samples_neither_overlap_nor_cross_arrays():
+    data = tokens(range(8), range(100, 109))
+    batch = data.batch([0, 1, 2])
     assert len(data) == 1 + 2
-    assert data.batch([0, 1, 2])["targets"].tolist() == [
-        [1, 2, 3, 4],
-        [101, 102, 103, 104],
-        [105, 106, 107, 108],
-    ]
+    assert batch["tokens"].tolist() == [[0, 1, 2, 3], [100, 101, 102, 103], [104, 105, 106, 107]]
+    assert batch["targets"].tolist() == [[1, 2, 3, 4], [101, 102, 103, 104], [105, 106, 107, 108]]
 
 
 def test_hugging_face_gets_labels_that_it_shifts_itself():
@@ -242,7 +232,7 @@ def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
     assert train.batch([0])["tokens"].shape == (1, 16)
 
 
-def test_the_length_defaults_to_the_models_own():
+def test_a_length_that_is_given_replaces_the_models_own():
     train, _ = opened("training_models:tiny", "data.length=5")
     assert train.batch([0])["tokens"].shape == (1, 5)
 
