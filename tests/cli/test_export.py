@@ -4,10 +4,9 @@ python -m pytest tests/cli/test_export.py
 """
 
 import pytest
-import torch
 from language_models import language_model
 from safetensors.torch import load_file
-from store_models import flip, new_state, train
+from store_models import equal, flip, new_state, train
 
 from curry_train.cli.runs import export_parameters
 from curry_train.runs import DamagedCheckpoint, SavedRun, Store
@@ -33,9 +32,8 @@ def test_exported_parameters_are_the_saved_ones(saved, tmp_path, kind):
     checkpoint = kind if kind == "latest" else run.committed("best-k")[0].folder
     names = export_parameters(run, checkpoint, tmp_path / "out")
     found = load_file(tmp_path / "out/model.safetensors")
-    expected = model.state_dict()
-    assert found.keys() == expected.keys() == set(names)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert equal(found, model.state_dict())
+    assert found.keys() == set(names)
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
@@ -64,6 +62,5 @@ def test_from_pretrained_loads_what_was_exported(tmp_path):
     loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
-    expected = model.state_dict()
-    assert all(torch.equal(one, expected[name]) for name, one in loaded.state_dict().items())
+    assert equal(loaded.state_dict(), model.state_dict())
     assert loaded.lm_head.weight is loaded.transformer.wte.weight
