@@ -94,9 +94,8 @@ def test_a_wrong_end_is_found(judged, words):
     assert any(words in one for one in judged(WRONG[words])), judged(WRONG[words])
 
 
+@pytest.mark.usefixtures("judged")
 def test_a_lost_commit_is_found(tmp_path):
-    with Store(tmp_path) as store:
-        store.save("rollback", 3, new_state())
     history = History(tmp_path, Setup(), newest=5)
     assert judge(history, Life(), Blow(signal.SIGKILL, (0,)), None, None) == [
         "step 5 was committed, and 3 is the newest"
