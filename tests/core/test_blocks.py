@@ -51,6 +51,11 @@ def stages(*depths):
             lambda: nn.Sequential(nn.Linear(4, 4), Residual(), Residual(), nn.Linear(4, 2)),
             ["1", "2"],
         ),
+        # Recurrent layers are single layers that keep every step.
+        (
+            lambda: nn.Sequential(*[nn.LSTM(4, 4) for _ in "01"], *[nn.GRU(4, 4) for _ in "23"]),
+            ["0", "1", "2", "3"],
+        ),
     ],
 )
 def test_blocks_are_the_outermost_modules_that_repeat(build, blocks):
@@ -75,13 +80,6 @@ def test_a_model_without_repeats_raises_an_error_that_lists_modules_to_name(mode
         match=r"repeats no block in a ModuleList or Sequential that .* name the blocks.*--blocks",
     ):
         find_blocks(model)
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_blocks_since_they_keep_every_step(layer):
-    model = nn.Module()
-    model.layers = nn.ModuleList(layer(4, 4) for _ in range(2))
-    assert list(find_blocks(model)) == ["layers.0", "layers.1"]
 
 
 def test_single_layers_are_not_blocks_and_the_message_gives_the_reason():
