@@ -27,10 +27,14 @@ class Model(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+def square_sum(model, batch):
+    return model(batch).square().sum()
+
+
 @pytest.fixture
 def step():
     torch.manual_seed(0)
-    return record_step(Model(), torch.randn(6, 4), lambda model, batch: model(batch).square().sum())
+    return record_step(Model(), torch.randn(6, 4), square_sum)
 
 
 def test_parameters_without_a_gradient_are_listed(step):
@@ -71,7 +75,7 @@ def test_an_extra_random_number_is_named(name, draw):
             batch = torch.randn(6, 4)
             if extra:
                 draw()
-            return record_step(model, batch, lambda model, batch: model(batch).square().sum())
+            return record_step(model, batch, square_sum)
 
     parity = compare(run(False), run(True), tolerance=1.0)
     assert [str(found) for found in parity.differences] == [f"generator {name}: differs in kind"]
