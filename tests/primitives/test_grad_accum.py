@@ -169,10 +169,7 @@ def make_model():
 def make_microbatches():
     generator = torch.Generator().manual_seed(0)
     return [
-        (
-            torch.randn(size, WIDTH, dtype=torch.float64, generator=generator),
-            torch.randn(size, WIDTH, dtype=torch.float64, generator=generator),
-        )
+        torch.randn(2, size, WIDTH, dtype=torch.float64, generator=generator).unbind()
         for size in SIZES
     ]
 
