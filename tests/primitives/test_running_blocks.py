@@ -22,15 +22,11 @@ from curry_train.primitives.sac import apply_sac
 WIDTH = 16
 
 
-class FeedForward(nn.Module):
+class FeedForward(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(
+        super().__init__(
             nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
-
-    def forward(self, x):
-        return self.inner(x)
 
 
 class Attention(nn.Module):
