@@ -518,7 +518,7 @@ def test_options_hold_in_low_precision_and_under_autocast(options, autocast, dty
     # Half precision rounds logits and their gradients once; float32 sums in another order.
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         error = compared(tensors, options)
-    assert error < 2e-2 if autocast or dtype == torch.bfloat16 else 1e-5
+    assert error < (2e-2 if autocast or dtype == torch.bfloat16 else 1e-5)
 
 
 def add_weights(options, weighted, tensors):
