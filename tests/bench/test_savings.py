@@ -240,10 +240,10 @@ def test_an_interrupted_measurement_leaves_no_folder(run, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "measure_savings", interrupted)
-    assert run("--model", "mlp").exit_code == 1
+    assert run("--model", "mlp").exit_code == 130
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    assert run("--model", "mlp").exit_code == 1
+    assert run("--model", "mlp").exit_code == 130
     assert (tmp_path / "out").is_dir()
 
 

@@ -174,7 +174,7 @@ def test_update_that_was_killed_between_two_files_is_completed_by_running_it_aga
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", killed)
         stopped = scaffold(bundle, "update", cwd=conflicting)
-    assert stopped.returncode == 1
+    assert stopped.returncode == 130
     assert tree(conflicting) != tree(reference)
     again = scaffold(bundle, "update", cwd=conflicting)
     if "unresolved conflict" in again.error:

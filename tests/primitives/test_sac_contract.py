@@ -211,7 +211,7 @@ def test_attention_draws_only_with_dropout():
     flash = aten._scaled_dot_product_flash_attention.default
     query = torch.zeros(1)
     assert not sac.draws(flash, (query, query, query), {})
-    assert not sac.draws(flash, (query, query, query, 0.0), {})
+    assert not sac.draws(flash, (query, query, query, 0.0, True), {})
     assert sac.draws(flash, (query, query, query, 0.1), {})
     assert sac.draws(flash, (query, query, query), {"dropout_p": 0.1})
     assert sac.draws(aten.bernoulli_.float, (query,), {})
