@@ -62,7 +62,7 @@ UNFIT = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def repository(tmp_path_factory):
     """Make a user's repository with src/theirs/, and a copy of the package in src/mylib/."""
     root = tmp_path_factory.mktemp("repository")
