@@ -3,6 +3,9 @@
 python -m pytest tests/gates/test_memory_plan.py
 """
 
+from dataclasses import replace
+
+import torch
 from plan_models import ROUTED
 from saboteurs import gates
 
@@ -25,6 +28,13 @@ def test_float32_may_round_the_gradients_of_sure_predictions_and_no_more(monkeyp
     monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", leave_out_a_token)
     verdict = gates()["memory-plan/chunked-loss"].run(Case(load_workload("constructs:tied_words")))
     assert verdict.passed is False, verdict
+
+
+def test_an_optimizer_that_needs_a_closure_has_no_estimate():
+    workload = replace(load_workload("mlp"), optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    verdict = gates()["memory-plan/estimate"].run(Case(workload))
+    assert verdict.passed is None
+    assert "LBFGS needs a closure" in verdict.hint
 
 
 def test_a_model_whose_shapes_need_values_has_no_estimate():

@@ -33,6 +33,7 @@ import torch
 
 from ..core.blocks import NoBlocks
 from ..core.wording import did_you_mean
+from ..plan.optimizers import NeedsClosure
 from ..workloads.models import load_workload, users_frames
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
@@ -149,7 +150,7 @@ class Gate:
         except NoBlocks as error:
             is_one = case.workload.spec.startswith(f"{SHRINK_PREFIX}1:")
             why = ONE_BLOCK if is_one else error.in_short
-        except (NotApplicable, IndivisibleBatch) as error:
+        except (NotApplicable, IndivisibleBatch, NeedsClosure) as error:
             why = str(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
             # CUDA goes on for many sentences.

@@ -188,6 +188,10 @@ TRAINER_OPTIMIZERS = {
 OPTIMIZER_BYTES_PER_PARAMETER = {"adamw-master": 12.0, "adamw-8bit": 2.0}
 
 
+class NeedsClosure(ValueError):
+    """The optimizer's step runs the model several times, so it is no part of a usual step."""
+
+
 def make_optimizer(
     name: "str | float | OptimizerFactory", module: nn.Module, *, foreach: bool | None = None
 ) -> torch.optim.Optimizer:
@@ -238,7 +242,7 @@ def _of_factory(
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ValueError(
+        raise NeedsClosure(
             f"{type(optimizer).__name__} needs a closure, with which its step runs the model "
             "several times: measure the forward and backward with another one, such as SGD"
         )
