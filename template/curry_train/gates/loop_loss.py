@@ -322,7 +322,8 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
                 notes[READ] = True
             continue
         for one, times in inner:
-            by = (1 / times,) if 0 < abs(times) < 1 else ()
+            # A factor of the user's, such as 0.1, is no division by microbatches.
+            by = (1 / times,) if 0 < abs(times) < 1 and operation(node) != "Mul" else ()
             left.append((one, factor * times, (*divisors, *by)))
     return found, added, scale, is_second
 
