@@ -23,7 +23,7 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import RESULTS_OPTION, program_options
-from .screen import Ended, UnusableInput, echo_lines, flag, screen_command
+from .screen import Ended, UnusableInput, echo_lines, flag, messages_on_screen, screen_command
 
 
 @screen_command(
@@ -175,7 +175,8 @@ class Again:
             raise UnusableInput(
                 f"{which} was recorded in a loop: --op and --tolerance need `runs record`"
             )
-        with _variables(start["variables"]):
+        with _variables(start["variables"]), messages_on_screen() as show:
+            show(f"{which} runs again ({name})")
             out, num_ranks = str(self.folder / name), start["environment"]["world_size"]
             _record(out, start["program"], num_ranks, level=start["level"], **options)
         return [read_fingerprints(out, rank) for rank in range(len(self.runs))]
