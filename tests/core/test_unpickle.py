@@ -13,6 +13,7 @@ import pytest
 
 from curry_train.core.unpickle import PickleReader, RefusedPickle, StandIn
 from curry_train.core.unpickle import read_plain as read
+from torture_shapes import Call
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -27,18 +28,10 @@ def test_every_protocol_is_read(protocol):
     assert PickleReader(pickle.dumps(value, protocol)).all(1) == [value]
 
 
-class Calls:
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
-
-    def __reduce__(self):
-        return self.call
-
-
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_call_is_recorded_and_never_made(tmp_path, protocol):
     canary = str(tmp_path / "canary")
-    data = pickle.dumps([Calls(os.mkdir, canary)], protocol)
+    data = pickle.dumps([Call(os.mkdir, canary)], protocol)
     with pytest.raises(RefusedPickle, match=r"names .*mkdir"):
         read(data)
     reader = PickleReader(data)
