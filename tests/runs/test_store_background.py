@@ -17,6 +17,13 @@ from curry_train.runs.background import Staging
 from curry_train.runs.store import Writing
 
 
+def restored(store, saved):
+    """Return the tensors of a new state that has loaded a checkpoint."""
+    other = new_state(seed=1)
+    store.load(saved, other)
+    return tensors_of(other)
+
+
 def slowly(operation):
     time.sleep(0.02)
 
@@ -38,9 +45,7 @@ def test_training_continues_while_a_save_is_written(tmp_path):
             trained += 1
         saved = saver.finish()
         assert trained >= 3
-        other = new_state(seed=1)
-        store.load(saved, other)
-        assert equal(tensors_of(other), expected)
+        assert equal(restored(store, saved), expected)
 
 
 def test_consecutive_saves_each_hold_the_state_of_their_call(store):
@@ -53,9 +58,7 @@ def test_consecutive_saves_each_hold_the_state_of_their_call(store):
             expected[step] = tensors_of(state)
             saver.save("rollback", step, state)
     for saved in store.committed("rollback"):
-        other = new_state(seed=1)
-        store.load(saved, other)
-        assert equal(tensors_of(other), expected.pop(saved.step))
+        assert equal(restored(store, saved), expected.pop(saved.step))
     assert not expected
 
 
@@ -77,9 +80,7 @@ def test_the_optimizer_waits_for_the_copies_by_itself(store, monkeypatch):
             saver.save("rollback", step, state)
             train(state, 1)
             saved = saver.finish()
-        other = new_state(seed=1)
-        store.load(saved, other)
-        return equal(tensors_of(other), expected)
+        return equal(restored(store, saved), expected)
 
     assert saved_while_training(1)
     monkeypatch.setattr(Staging, "wait", lambda self: None)
