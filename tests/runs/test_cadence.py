@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_models import new_state
 
-from curry_train.runs import SavingPolicy, Store
+from curry_train.runs import SavingPolicy
 from curry_train.runs.policy import (
     FIRST_SAVE_STEPS,
     SAVE_MARGIN_FACTOR,
@@ -87,10 +87,10 @@ def test_an_automatic_cadence_decides_again_after_the_steps_that_it_has_counted(
     assert len(asked) < 15
 
 
-def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(tmp_path, caplog):
+def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(store, caplog):
     state = new_state()
     config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=0.01)
-    with Store(tmp_path) as store, SavingPolicy(store, config) as policy:
+    with SavingPolicy(store, config) as policy:
         for step in range(1, 12):
             state.step = step
             policy.after_step(step, state, {"loss": 1.0})

@@ -10,7 +10,7 @@ import torch
 from store_models import WIDTH, Holder, new_state, train
 from torch import nn
 
-from curry_train.runs import Store, TrainingState
+from curry_train.runs import TrainingState
 from curry_train.runs.policy import SavingPolicy, nan_by_design, what_is_wrong
 from curry_train.runs.policy_config import PolicyConfig
 
@@ -57,7 +57,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_nan_in_any_tensor_is_not_saved(tmp_path, name):
+def test_nan_in_any_tensor_is_not_saved(store, name):
     find, value, message = DAMAGE[name]
     state = odd_state()
     by_design = nan_by_design(state)
@@ -65,35 +65,32 @@ def test_nan_in_any_tensor_is_not_saved(tmp_path, name):
     # Torch can't write a single element of float8.
     find(state).view(-1)[:1] = torch.tensor([value]).to(find(state).dtype)
     assert what_is_wrong(state.snapshot(), {}, by_design=by_design) == message
-    with Store(tmp_path) as store:
-        policy = SavingPolicy(store, EACH_STEP)
-        policy._by_design = by_design
-        assert policy.after_step(1, state, {"loss": 1.0}) == []
-        assert policy.save_now(1, state) == []
+    policy = SavingPolicy(store, EACH_STEP)
+    policy._by_design = by_design
+    assert policy.after_step(1, state, {"loss": 1.0}) == []
+    assert policy.save_now(1, state) == []
     assert policy.notes == [f"step 1 was not saved: {message}"] * 2
 
 
-def test_masks_odd_dtypes_and_nan_by_design_do_not_keep_a_state_from_being_saved(tmp_path):
+def test_masks_odd_dtypes_and_nan_by_design_do_not_keep_a_state_from_being_saved(store):
     state = odd_state()
-    with Store(tmp_path) as store:
-        policy = SavingPolicy(store, EACH_STEP)
-        policy.resume(state)
-        assert [one.step for one in policy.after_step(1, state, {"loss": 1.0})] == [1]
+    policy = SavingPolicy(store, EACH_STEP)
+    policy.resume(state)
+    assert [one.step for one in policy.after_step(1, state, {"loss": 1.0})] == [1]
 
 
-def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(tmp_path, caplog):
+def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(store, caplog):
     model = nn.Sequential(nn.LazyLinear(2))
     held = Holder({"x": print})
     state = TrainingState(model, torch.optim.SGD(model.parameters()), extra={"x": held})
-    with Store(tmp_path) as store:
-        policy = SavingPolicy(store, EACH_STEP)
-        policy.resume(state)
-        assert "a save at this moment would fail: " in caplog.text
-        model(torch.ones(1, 3))
-        with pytest.raises(ValueError, match=r"part.extra-x/x: a builtin_function_or_\w+ can't"):
-            policy.after_step(1, state, {})
-        held.kept = {"x": torch.ones(1)}
-        assert [one.step for one in policy.after_step(1, state, {})] == [1]
+    policy = SavingPolicy(store, EACH_STEP)
+    policy.resume(state)
+    assert "a save at this moment would fail: " in caplog.text
+    model(torch.ones(1, 3))
+    with pytest.raises(ValueError, match=r"part.extra-x/x: a builtin_function_or_\w+ can't"):
+        policy.after_step(1, state, {})
+    held.kept = {"x": torch.ones(1)}
+    assert [one.step for one in policy.after_step(1, state, {})] == [1]
 
 
 @pytest.mark.parametrize(
@@ -106,9 +103,8 @@ def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(tmp
         ({"loss": None}, None),
     ],
 )
-def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(tmp_path, metrics, wrong):
-    with Store(tmp_path) as store:
-        policy = SavingPolicy(store, EACH_STEP)
-        saved = policy.after_step(1, new_state(), metrics)
+def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(store, metrics, wrong):
+    policy = SavingPolicy(store, EACH_STEP)
+    saved = policy.after_step(1, new_state(), metrics)
     assert ("rollback" in [one.kind for one in saved]) == (wrong is None)
     assert policy.notes == ([f"step 1 was not saved: {wrong}"] if wrong else [])

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from store_models import new_state, tensors_of, train
 from torch import nn
 
-from curry_train.runs import Store
 from curry_train.runs.format import NOT_IN_SAFETENSORS
 from curry_train.runs.values import PLAIN_DTYPES
 
@@ -36,11 +35,10 @@ def of_every_dtype():
     }
 
 
-def test_the_safetensors_package_reads_every_dtype(tmp_path):
+def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
     tensors = of_every_dtype()
     state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), holding(tensors)))
-    with Store(tmp_path) as store:
-        saved = store.save("best-k", 1, state, metric=METRIC)
+    saved = store.save("best-k", 1, state, metric=METRIC)
     path = tmp_path / saved.folder / "model.safetensors"
     found = load_file(path)
     assert found.keys() == {"0.weight", "0.bias", *(f"1.{name}" for name in tensors)}
@@ -54,15 +52,14 @@ def test_the_safetensors_package_reads_every_dtype(tmp_path):
         assert opened.metadata() == {"format": "pt"}
 
 
-def test_only_the_model_is_saved_and_loaded(tmp_path):
+def test_only_the_model_is_saved_and_loaded(store):
     state, other = new_state(), new_state(seed=1)
     train(state, 2)
-    with Store(tmp_path) as store:
-        best = store.save("best-k", 2, state, metric=METRIC)
-        whole = store.save("recovery", 2, state)
-        assert best.num_bytes < whole.num_bytes / 2
-        before = tensors_of(other)
-        notes = store.load(best, other)
+    best = store.save("best-k", 2, state, metric=METRIC)
+    whole = store.save("recovery", 2, state)
+    assert best.num_bytes < whole.num_bytes / 2
+    before = tensors_of(other)
+    notes = store.load(best, other)
     after = tensors_of(other)
     for name, tensor in tensors_of(state).items():
         if name.startswith("model."):

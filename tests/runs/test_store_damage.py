@@ -10,18 +10,17 @@ import shutil
 import pytest
 from store_models import equal, flip, new_state, tensors_of
 
-from curry_train.runs import DamagedCheckpoint, Store
+from curry_train.runs import DamagedCheckpoint
 from curry_train.runs.layout import parse_manifest
 
 KINDS = {"rollback": None, "best-k": ("dev_loss", 0.25)}
 
 
 @pytest.fixture(params=KINDS)
-def saved(request, tmp_path):
+def saved(request, store, tmp_path):
     """Return a store, a checkpoint in it, and its folder."""
-    with Store(tmp_path) as store:
-        found = store.save(request.param, 7, new_state(), metric=KINDS[request.param])
-        yield store, found, tmp_path / found.folder
+    found = store.save(request.param, 7, new_state(), metric=KINDS[request.param])
+    return store, found, tmp_path / found.folder
 
 
 def refused(store, saved, message=""):

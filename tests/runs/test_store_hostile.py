@@ -14,12 +14,7 @@ import pytest
 import torch
 from store_models import equal, new_state, tensors_of
 
-from curry_train.runs import (
-    DamagedCheckpoint,
-    StateMismatch,
-    Store,
-    load_chosen,
-)
+from curry_train.runs import DamagedCheckpoint, StateMismatch, load_chosen
 from curry_train.runs.layout import (
     MOST_MANIFEST_BYTES,
     FileEntry,
@@ -32,9 +27,8 @@ from torture_shapes import Call
 
 
 @pytest.fixture
-def saved(tmp_path):
-    with Store(tmp_path / "run") as store:
-        yield store, store.save("rollback", 1, new_state())
+def saved(store):
+    return store, store.save("rollback", 1, new_state())
 
 
 def forge(store, saved, name, data):
@@ -220,17 +214,16 @@ def test_wrong_values_are_refused(saved, name):
         store.load(found, new_state(seed=1))
 
 
-def test_a_best_checkpoint_with_a_false_header_is_damage(tmp_path):
-    with Store(tmp_path) as store:
-        found = store.save("best-k", 1, new_state(), metric=("dev_loss", 1.0))
-        data = store.files.read(f"{found.folder}/model.safetensors")
-        for forged in (
-            (2**40).to_bytes(8, "little") + data[8:],
-            data.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1),
-            data.replace(b'"shape":[16', b'"shape":[99', 1),
-            data[:8] + b"[" + data[9:],
-            b"",
-        ):
-            forge(store, found, "model.safetensors", forged)
-            with pytest.raises(DamagedCheckpoint):
-                store.load(found, new_state())
+def test_a_best_checkpoint_with_a_false_header_is_damage(store):
+    found = store.save("best-k", 1, new_state(), metric=("dev_loss", 1.0))
+    data = store.files.read(f"{found.folder}/model.safetensors")
+    for forged in (
+        (2**40).to_bytes(8, "little") + data[8:],
+        data.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1),
+        data.replace(b'"shape":[16', b'"shape":[99', 1),
+        data[:8] + b"[" + data[9:],
+        b"",
+    ):
+        forge(store, found, "model.safetensors", forged)
+        with pytest.raises(DamagedCheckpoint):
+            store.load(found, new_state())
