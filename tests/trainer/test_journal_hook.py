@@ -4,9 +4,8 @@ Run with `python -m pytest tests/trainer/test_journal_hook.py`.
 """
 
 from journals import lines_of
+from training_models import opened
 
-from curry_train.cli.train import open_named_run
-from curry_train.config import load_config
 from curry_train.trainer import train_run
 
 WORDS = (
@@ -14,13 +13,12 @@ WORDS = (
     "steps=6",
     "batch_size=4",
     "microbatch=2",
-    "device=cpu",
     "evaluate={every: 4, samples: 4}",
 )
 
 
 def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
-    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS])) as run:
+    with opened(tmp_path, *WORDS) as run:
         done = train_run(run)
     lines = lines_of(done.folder)
     assert [line["kind"] for line in lines if line["kind"] != "save"] == [

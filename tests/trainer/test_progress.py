@@ -7,20 +7,19 @@ import contextlib
 import io
 
 import pytest
+from training_models import opened
 
-from curry_train.cli.train import open_named_run, show_progress, write_tensorboard
-from curry_train.config import load_config
+from curry_train.cli.train import show_progress, write_tensorboard
 from curry_train.trainer import train_run
 
-WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2", "device=cpu")
+WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2")
 
 
 def shown(runs, *words, resume=None):
     """Return the printed output."""
-    config = load_config(None, [f"runs={runs}", *WORDS, *words])
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,
-        open_named_run(config, resume=resume) as run,
+        opened(runs, *WORDS, *words, resume=resume) as run,
     ):
         train_run(run, watch=[show_progress])
     return out.getvalue()
@@ -54,7 +53,7 @@ def test_tensorboard_gets_the_figures(tmp_path):
     events = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="not installed"
     )
-    with open_named_run(load_config(None, [f"runs={tmp_path}", *WORDS, "steps=3"])) as run:
+    with opened(tmp_path, *WORDS, "steps=3") as run:
         trained = train_run(run, watch=[write_tensorboard])
     read = events.EventAccumulator(str(run.folder / "tensorboard"))
     read.Reload()

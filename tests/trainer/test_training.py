@@ -11,9 +11,8 @@ import signal
 import pytest
 import torch
 from rank_calls import run_on_ranks
+from training_models import opened
 
-from curry_train.cli.train import open_named_run
-from curry_train.config import load_config
 from curry_train.loop import RunReport
 from curry_train.plan import plan
 from curry_train.trainer import train_run
@@ -36,8 +35,7 @@ def losses(runs, *words, resume=None, stop_after=None):
         if report.step == stop_after:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    config = load_config(None, [f"runs={runs}", "device=cpu", *TINY, *words])
-    with open_named_run(config, resume=resume) as run:
+    with opened(runs, *TINY, *words, resume=resume) as run:
         trained = train_run(run, watch=[lambda run: contextlib.nullcontext(hook)])
     return found, trained
 
@@ -45,10 +43,7 @@ def losses(runs, *words, resume=None, stop_after=None):
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
     """Beat 3.2 nats per byte, the entropy of byte frequencies; chance is 5.5."""
-    config = load_config(
-        None, [f"runs={tmp_path}", f"seed={seed}", "device=cpu", "steps=60", "evaluate.every=60"]
-    )
-    with open_named_run(config) as run:
+    with opened(tmp_path, f"seed={seed}", "steps=60", "evaluate.every=60") as run:
         report = train_run(run).report
     assert report.last.dev_loss < 2.75
 
@@ -127,7 +122,7 @@ def ranked(tmp_path_factory, stopped):
 def on_ranks(runs, kinds, saved):
     found = {kind: losses(runs, *words) for kind, words in kinds.items()}
     found["resumed"] = losses(runs, "parallel=fsdp2", resume=saved)
-    with open_named_run(load_config(None, [f"runs={runs}", *TINY, "parallel=ddp"])):
+    with opened(runs, *TINY, "parallel=ddp"):
         drawn = torch.rand(4).tolist()
     answers = {
         kind: {"losses": step_losses, "folder": str(trained.folder)}
@@ -194,7 +189,7 @@ def test_a_users_own_data_and_model_train(tmp_path):
 
 
 def test_matrices_decay_and_vectors_do_not(tmp_path):
-    with open_named_run(load_config(None, [f"runs={tmp_path}", *TINY])) as run:
+    with opened(tmp_path, *TINY) as run:
         groups = run.optimizer.param_groups
         assert {group["weight_decay"] for group in groups if group["params"][0].dim() >= 2} == {0.1}
         assert all(parameter.dim() < 2 for group in groups[1:] for parameter in group["params"])

@@ -1,9 +1,17 @@
-"""Models and data that the tests of training name by `training_models:factory`."""
+"""Runs, and the models and data that the tests of training name by `training_models:factory`."""
 
 import torch
 from torch import nn
 
+from curry_train.cli.train import open_named_run
+from curry_train.config import load_config
 from curry_train.workloads.models import transformer
+
+
+def opened(runs, *words, resume=None):
+    """Open a run on the CPU, with the configuration that the words give."""
+    config = load_config(None, [f"runs={runs}", "device=cpu", *words])
+    return open_named_run(config, resume=resume)
 
 
 def tiny():
