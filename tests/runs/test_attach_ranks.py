@@ -20,26 +20,27 @@ EPOCHS = 3
 RANKS = (0, 1)
 
 
-def start_ranks(folder, script, *words, at=(0, 0), python=None):
-    """Start both ranks; `at` is the optimizer step in which each is killed, 0 for never."""
+def start_ranks(folder, script, *, at=0):
+    """Start both ranks, with one worker each; `at` is the optimizer step in which they are killed.
+
+    With 0 they are not.
+    """
     (folder / "meet").unlink(missing_ok=True)
-    python = python or warm_python()
     meet = (folder / "meet").as_uri()
     return [
-        start(folder, script, *words, python=python, at=at[rank], RANK=str(rank), MEET=meet)
+        start(folder, script, 1, python=warm_python(), at=at, RANK=str(rank), MEET=meet)
         for rank in RANKS
     ]
 
 
-def ended(processes, timeout=60):
+def ended(processes):
     """Return status, losses and standard error of each rank.
 
-    When one rank has died the other is killed, as torchrun does; a rank that ended by SIGTERM
-    has not died, and the other may still be saving.
+    When one rank has died the other is killed, as torchrun does.
     """
     try:
         for each in processes:
-            if each.wait(timeout) not in (0, 128 + signal.SIGTERM):
+            if each.wait(60) != 0:
                 break
     finally:
         for each in processes:
@@ -47,7 +48,7 @@ def ended(processes, timeout=60):
                 each.kill()
     found = []
     for each in processes:
-        out, error = each.communicate(timeout=timeout)
+        out, error = each.communicate(timeout=60)
         found.append(
             (each.returncode, [line for line in out.splitlines() if line.startswith("loss")], error)
         )
@@ -58,7 +59,7 @@ def ended(processes, timeout=60):
 def plain(tmp_path_factory):
     """Run the script without `saving`, with a worker that draws from its rank's generator."""
     folder = tmp_path_factory.mktemp("plain")
-    found = ended(start_ranks(folder, on_ranks(PLAIN), 1))
+    found = ended(start_ranks(folder, on_ranks(PLAIN)))
     assert [(status, len(losses)) for status, losses, _ in found] == [(0, EPOCHS * STEPS)] * 2, (
         found
     )
@@ -72,14 +73,12 @@ def test_two_ranks_killed_damaged_and_resumed_are_bit_equal_to_an_uninterrupted_
 ):
     losses, weights = plain
     script = on_ranks(attached()).replace("    run.measured(", "    if rank == 0: run.measured(")
-    found = ended(start_ranks(tmp_path, script, 1, at=(9, 9)))  # in the third epoch
+    found = ended(start_ranks(tmp_path, script, at=9))  # in the third epoch
     assert [(status, first) for status, first, _ in found] == [
         (-signal.SIGKILL, each[:8]) for each in losses
     ], found
     assert flip_a_bit(tmp_path / "run", "__1_*.distcp") == 8
-    found = ended(
-        start_ranks(tmp_path, script, 1)
-    )  # from step 6, in the middle of the second epoch
+    found = ended(start_ranks(tmp_path, script))  # from step 6, in the middle of the second epoch
     assert [(status, rest) for status, rest, _ in found] == [(0, each[6:]) for each in losses], (
         found
     )
