@@ -31,12 +31,8 @@ def batches(number=None):
 def run(module, optimizer, microbatches=None, **options):
     microbatches = batches() if microbatches is None else microbatches
     return run_training_steps(
-        module, optimizer, microbatches, CASE.workload.loss, count=len_of, **options
+        module, optimizer, microbatches, CASE.workload.loss, count=CASE.workload.count, **options
     )
-
-
-def len_of(batch):
-    return len(batch[1])
 
 
 def test_steps_equal_those_written_by_hand():
