@@ -28,7 +28,9 @@ def good(step=1, **facts):
     return encode_event("step", facts, time=1.0, step=step, attempt=1)
 
 
-def read(path):
+def read(folder, content):
+    path = folder / "journal.jsonl"
+    path.write_bytes(content)
     damaged = []
     return [event.step for event in read_events(path, damaged)], damaged
 
@@ -71,15 +73,13 @@ NO_EVENTS = [
 
 
 def test_damage_in_the_middle_is_counted_and_the_rest_is_read(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(good(1) + good(2) + b"".join(NO_EVENTS) + good(4))
-    assert read(path) == ([1, 2, 4], list(range(3, 3 + len(NO_EVENTS))))
+    content = good(1) + good(2) + b"".join(NO_EVENTS) + good(4)
+    assert read(tmp_path, content) == ([1, 2, 4], list(range(3, 3 + len(NO_EVENTS))))
 
 
 def test_a_line_of_any_length_is_read_in_bounded_memory(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(good(1) + b"x" * (3 * LONGEST_LINE_BYTES) + b"\n" + good(4))
-    assert read(path) == ([1, 4], [2, 3, 4, 5])
+    content = good(1) + b"x" * (3 * LONGEST_LINE_BYTES) + b"\n" + good(4)
+    assert read(tmp_path, content) == ([1, 4], [2, 3, 4, 5])
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,8 @@ def test_a_line_of_any_length_is_read_in_bounded_memory(tmp_path):
     ],
 )
 def test_a_file_that_is_not_a_journal_is_an_error(tmp_path, content, message):
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(content)
     with pytest.raises(JournalError, match=message):
-        read(path)
+        read(tmp_path, content)
 
 
 def test_a_run_is_found_by_its_path_or_its_name(tmp_path):
