@@ -31,9 +31,9 @@ def train_on(policy, state, until, *, losses=None, dev=None):
     return saved
 
 
-def test_cadences_retention_and_what_after_step_returns(tmp_path):
+def test_cadences_retention_and_what_after_step_returns(store, tmp_path):
     state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+    with SavingPolicy(store, OFTEN) as policy:
         saved = train_on(policy, state, 20)
     assert [(one.kind, one.step) for one in saved[:4]] == [
         ("rollback", 2),
@@ -46,9 +46,9 @@ def test_cadences_retention_and_what_after_step_returns(tmp_path):
     assert SavedRun(tmp_path).latest().step == 20
 
 
-def test_turning_back_gives_up_later_checkpoints(tmp_path):
+def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
     state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+    with SavingPolicy(store, OFTEN) as policy:
         train_on(policy, state, 20, dev={19: 0.1})
         assert policy.resume(state, "before-17").saved.step == state.step == 16
         assert SavedRun(tmp_path).latest().step == 16

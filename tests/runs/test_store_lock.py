@@ -114,27 +114,25 @@ def test_a_lock_is_waited_for(tmp_path):
     second.close()
 
 
-def test_a_damaged_lock_file_stops_nobody(tmp_path):
-    with Store(tmp_path) as store:
-        # Cut off, deeper than the parser goes, and longer than the file may be.
-        for damaged in ("{", "[" * 4000, "\0" * 10_000_000):
-            (tmp_path / "writer.json").write_text(damaged)
-            with pytest.raises(LockedRun, match="another process that just started: end it, or"):
-                Store(tmp_path).open()
-        store.save("rollback", 1, new_state())
+def test_a_damaged_lock_file_stops_nobody(store, tmp_path):
+    # Cut off, deeper than the parser goes, and longer than the file may be.
+    for damaged in ("{", "[" * 4000, "\0" * 10_000_000):
+        (tmp_path / "writer.json").write_text(damaged)
+        with pytest.raises(LockedRun, match="another process that just started: end it, or"):
+            Store(tmp_path).open()
+    store.save("rollback", 1, new_state())
 
 
-def test_a_lock_file_that_is_deleted_does_not_let_two_processes_commit(tmp_path):
-    with Store(tmp_path) as store:
-        store.save("rollback", 1, new_state())
-        (tmp_path / "writer.json").unlink()
-        store.save("rollback", 2, new_state())
-        (tmp_path / "writer.lock").unlink()
-        with Store(tmp_path) as other:
-            with pytest.raises(
-                SaveError,
-                match=f"was taken over by process {os.getpid()} .*: this process saves n",
-            ):
-                store.save("rollback", 3, new_state())
-            other.save("rollback", 4, new_state())
+def test_a_lock_file_that_is_deleted_does_not_let_two_processes_commit(store, tmp_path):
+    store.save("rollback", 1, new_state())
+    (tmp_path / "writer.json").unlink()
+    store.save("rollback", 2, new_state())
+    (tmp_path / "writer.lock").unlink()
+    with Store(tmp_path) as other:
+        with pytest.raises(
+            SaveError,
+            match=f"was taken over by process {os.getpid()} .*: this process saves n",
+        ):
+            store.save("rollback", 3, new_state())
+        other.save("rollback", 4, new_state())
     assert [saved.step for saved in SavedRun(tmp_path).committed("rollback")] == [1, 2, 4]
