@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/core/test_measure.py`.
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ def ranks_have_imported_torch() -> None:
     from curry_train.gates import two_ranks as ranks
 
     ranks.PYTHON_EXECUTABLE = WarmPython()
+
+
+@pytest.fixture(autouse=True)
+def path_of_imports_stays() -> Iterator[None]:
+    """Restore `sys.path` after each test: loading a user's model puts its folder there."""
+    before = sys.path
+    sys.path = [*before]
+    yield
+    sys.path = before
 
 
 @pytest.fixture

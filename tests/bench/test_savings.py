@@ -229,7 +229,6 @@ def test_table_fits_80_columns_and_explains_what_it_lacks():
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     return lambda *arguments: CliRunner().invoke(
         savings_command, ["--out", "out", "--repeats", "1", *arguments]
     )

@@ -38,7 +38,6 @@ def large():
 def run(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     return functools.partial(ran, command=bench_command)
 
 

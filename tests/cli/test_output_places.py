@@ -107,7 +107,6 @@ def forward():
 )
 def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "ends.py").write_text(SOURCE)
     done = CliRunner().invoke(memory_command, ["--model", f"ends.py:{factory}"])
     del sys.modules["ends"]
@@ -118,7 +117,6 @@ def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, 
 
 def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
     done = ran("--model", "stopped.py:build", command=memory_command, status=130)
     assert done.stderr.endswith("interrupted\n")

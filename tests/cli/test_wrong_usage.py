@@ -173,7 +173,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "made.py").write_text(MODELS)
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("made", None)
 

@@ -135,7 +135,6 @@ def ran():
 def in_this_process(copy, monkeypatch):
     """Run commands in the folder of the bundle, and forget the modules that they import there."""
     monkeypatch.chdir(copy)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "executable", warm_python())
     # Building it takes seconds, and `tests/cli` installs one.
     monkeypatch.setattr(scaffold, "build_wheel", lambda bundle: b"a wheel")

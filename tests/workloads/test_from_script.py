@@ -35,7 +35,6 @@ def folder(tmp_path, monkeypatch):
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
     (tmp_path / "shared.py").write_text(DATA)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     yield tmp_path
     sys.modules.pop("shared", None)
 

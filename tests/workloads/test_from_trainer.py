@@ -208,7 +208,6 @@ def trained_by_accelerate(made):
 
 
 OTHER_OPTIONS = ("full", "offload", "sac", "regions")  # than the plain step
-OTHERS = ("lightning", "accelerator")
 TRAIN = {
     "hugging_face": trained_by_hugging_face,
     "lightning": trained_by_lightning,
@@ -305,7 +304,6 @@ def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     words = ["gen-tests", "--trainer", "their_trainers:accelerator", "--gate", "recompute"]
     monkeypatch.setattr(sys, "orig_argv", ["python", "curry-train", *words])
     ran(*words, "--out", str(out))
-    monkeypatch.setattr(sys, "path", [*sys.path])
     found = runpy.run_path(str(out))
     assert found["MODEL"] == "trainer=their_trainers:accelerator"
     assert load_workload(found["MODEL"]).own_batch == 4

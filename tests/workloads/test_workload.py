@@ -33,7 +33,6 @@ from curry_train.workloads.workload import (
 def factory(tmp_path, monkeypatch):
     """Write a module into the current directory, and give the spec of its factory."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     name = f"theirs_{abs(hash(str(tmp_path)))}"
 
     def write(source):
@@ -311,7 +310,6 @@ OWN_FILE = "from torch import nn\ndef build(): return nn.Linear(5, 1)\n"
 
 
 def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
     package = tmp_path / "by_file_project" / "models"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -323,8 +321,7 @@ def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
     assert load_workload("by_file_project/models/own.py:build").name == "build"
 
 
-def test_a_file_is_not_confused_with_a_module_of_the_same_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def test_a_file_is_not_confused_with_a_module_of_the_same_name(tmp_path):
     (tmp_path / "shlex.py").write_text(
         OWN_FILE
     )  # the standard library's module is imported already
