@@ -23,16 +23,6 @@ from curry_train.gates import recompute as gates
 from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.recompute import recompute_blocks
 
-
-def patched(around):
-    """Build a technique that replaces each block's forward with `around(forward, *args)`."""
-    return lambda model, *, blocks: around_blocks(model, blocks, around)
-
-
-def rerun(run, *args, **kwargs):
-    return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-
 FROZEN_START = squares(
     lambda: nn.Sequential(
         *[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
@@ -100,7 +90,7 @@ def keeps_inputs(model, *, blocks):
 
     def around(run, x, *args, **kwargs):
         kept.append(x)
-        return rerun(run, x, *args, **kwargs)
+        return checkpoint(run, x, *args, use_reentrant=False, **kwargs)
 
     around_blocks(model, blocks, around)
 

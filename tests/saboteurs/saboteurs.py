@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,14 +39,13 @@ class Saboteur:
     # A name of CASES, of a built-in model, or a workload.
     model: Any = "small"
     # Attributes that are replaced while the check runs: (owner, name, value).
-    patches: Sequence[tuple[Any, str, Any]] = field(default=())
-    blocks: str | None = None
+    patches: Sequence[tuple[Any, str, Any]] = ()
 
     def __str__(self) -> str:
         return f"{self.claim}-{self.name}"
 
     def case(self) -> Case:
-        return case_of(self.model, self.blocks)
+        return case_of(self.model)
 
     def verdict(self, gate: Gate) -> Verdict:
         """Check a gate with this fault planted."""
@@ -77,18 +76,17 @@ def planted(
     hint: str = "",
     model: Any = "small",
     patches: Sequence[tuple[Any, str, Any]] = (),
-    blocks: str | None = None,
     **arguments: Any,
 ) -> Saboteur:
-    return Saboteur(claim, name, arguments, hint, model, patches, blocks)
+    return Saboteur(claim, name, arguments, hint, model, patches)
 
 
 @functools.cache
-def case_of(model: Any, blocks: str | None = None) -> Case:
+def case_of(model: Any) -> Case:
     """Make each case once: gates keep the plain training of the last one."""
     found = CASES.get(model, model) if isinstance(model, str) else model
     workload = load_workload(found) if isinstance(found, str) else found
-    return Case(workload, blocks=blocks)
+    return Case(workload)
 
 
 def verdict_of(check: Any, case: Case, **options: Any) -> Verdict:
