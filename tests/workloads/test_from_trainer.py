@@ -241,10 +241,7 @@ def first_tensor(batch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "library",
-    [f"{one}_bf16" for one in TRAIN],
-)
+@pytest.mark.parametrize("library", [f"{one}_bf16" for one in TRAIN])
 def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
     """The precision is part of the estimate, which runs on shapes after the trainer was read."""
     spec = f"trainer=their_trainers:{library}"
@@ -274,7 +271,7 @@ def test_commands_take_a_trainer_in_place_of_a_model(theirs):
     found = json.loads(ended.stdout)
     assert found["batch_size"] == 4
     assert "2 batches a step" in flat(ended.stderr)
-    ended = ran("validate", *source, "--gate", "recompute/parity-full")
+    ran("validate", *source, "--gate", "recompute/parity-full")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -289,8 +286,7 @@ def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
 @pytest.mark.filterwarnings("ignore")
 def test_savings_and_grad_flow_take_a_trainer_and_its_optimizer(theirs, tmp_path):
     source = ["--trainer", "their_trainers:accelerator"]
-    words = ["savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path)]
-    ended = ran(*words)
+    ran("savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path))
     rows = json.loads((tmp_path / "savings.json").read_text())["rows"]
     assert [row["batch_size"] for row in rows] == [4, 4]
     ended = ran("grad-flow", *source, "--steps", "1", "--json", "-")
@@ -331,12 +327,11 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", REFUSED)
-def test_what_can_not_be_read_is_said(tmp_path, monkeypatch, source):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    name = f"theirs_{abs(hash(source))}"
-    (tmp_path / f"{name}.py").write_text(source)
+def test_what_can_not_be_read_is_said(tmp_path, source):
+    file = tmp_path / f"theirs_{abs(hash(source))}.py"
+    file.write_text(source)
     with pytest.raises(WorkloadError, match=REFUSED[source]):
-        load_workload(f"trainer={name}:make")
+        load_workload(f"trainer={file}:make")
 
 
 def test_autocast_runs_the_forward_that_a_trainer_has_put_into_the_module():
