@@ -108,11 +108,8 @@ def perturb_bias(model, seed):
 def gradients_of(model, batch, between=lambda: None, during=None):
     loss = model(batch)
     between()
-    if during is None:
+    with during or contextlib.nullcontext():
         loss.backward()
-    else:
-        with during:
-            loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 

@@ -346,8 +346,7 @@ CONFIGURATIONS = {
 def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architecture):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGURATIONS[architecture] | {"architectures": [architecture]}))
-    words = ["memory", "--model", "org/name", "--model-config", str(path), "--json", "-"]
-    ended = ran(*words)
+    ended = ran("memory", "--model", "org/name", "--model-config", str(path), "--json", "-")
     found = json.loads(ended.stdout)
     assert found["workload"] == "org/name"
     assert architecture in ended.stderr
