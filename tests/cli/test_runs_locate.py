@@ -279,9 +279,3 @@ def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     assert "need `runs record`" in flat(ended.output)
     ended = ran("runs", "locate", "A", "B", "--bisect", "true {out}", status=2)
     assert "the command sets none of what differs" in flat(ended.output)
-
-
-def test_a_script_without_a_step_is_refused(folder):
-    (folder / "train.py").write_text("print('hello')\n")
-    ended = ran("runs", "record", "--script", "train.py", "--out", "A", status=2)
-    assert "before a step of an optimizer" in flat(ended.output)
