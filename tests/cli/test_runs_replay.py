@@ -9,11 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from click.testing import CliRunner
+from command_runs import call, flat
 from warm_python import warm_python
 
 from curry_train.cli import runs_replay
-from curry_train.cli.main import main
 from curry_train.cli.runs_replay import describe
 from curry_train.runs.box import BoxFacts
 
@@ -100,11 +99,8 @@ def trained(tmp_path_factory):
 def replay(monkeypatch, folder, *words):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", warm_python())
-    ended = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", "replay", *words])
-    # A path has no place to break at.
-    lines = [line for line in ended.output.splitlines() if "/" not in line]
-    assert all(len(line) <= 80 for line in lines), ended.output
-    return ended.exit_code, " ".join(ended.output.split())
+    status, output = call("replay", *words)
+    return status, flat(output)
 
 
 BOX = "run/boxes/step-00000014"
