@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_scaffold_add.py`.
 """
 
 import re
+import shutil
 
 import pytest
 from scaffold_case import REAL, after, scaffold, shell, times, tree, write
@@ -117,10 +118,9 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
 
 @pytest.mark.parametrize("link", ["src/mylib/training", "src/mylib/training/blocks.py", "tests"])
 def test_add_does_not_follow_a_link_out_of_the_project(bundle, repository, tmp_path, link):
-    outside = _folder(tmp_path / "outside")
-    for file in (repository / "tests").iterdir():
-        file.unlink()
-    (repository / "tests").rmdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    shutil.rmtree(repository / "tests")
     (repository / link).parent.mkdir(exist_ok=True)
     (repository / link).symlink_to(outside)
     refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
@@ -152,9 +152,6 @@ def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path
     assert done.stdout.startswith(
         f"{technique.name} is a tool; nothing is copied. Run:\n  curry-train "
     )
-    refused = scaffold(REAL, "add", technique.name, "--own", cwd=tmp_path)
-    assert (refused.returncode, tree(tmp_path)) == (2, {})
-    assert "takes neither --own nor --overwrite" in refused.error
 
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
@@ -197,8 +194,3 @@ for _ in range(2):
     run.step(loss=loss)
 run.close()
 """
-
-
-def _folder(path):
-    path.mkdir(parents=True)
-    return path
