@@ -84,9 +84,9 @@ PLAN --budget -1                            | must be at least 1 byte
 PLAN --budget abc                           | 'abc' is not a memory size
 PLAN --budget 1e3GiB                        | '1e3GiB' is not a memory size
 PLAN --budget 24XB                          | has the unit 'XB'
-PLAN --microbatch 3                         | microbatch 3 does not divide the 8 samples of a rank: use one of 1, 2, 4, 8
+PLAN --parallel ddp --ranks 2 --microbatch 3 | microbatch 3 does not divide the 4 samples of a rank: use one of 1, 2, 4
 PLAN --microbatch 0                         | 0 is not in the range
-PLAN --parallel ddp --ranks 3               | can't be shared by 3 ranks: use a multiple of 3
+PLAN --parallel ddp --ranks 3               | a global batch of 8 can't be shared by 3 ranks: use a multiple of 3
 PLAN --ranks 2                              | 2 ranks need a way to share the training
 PLAN --parallel fsdp2                       | --parallel shares a training among ranks: give --ranks
 PLAN --parallel fsdp2 --mesh dp=2 --mesh dp=4 | --fits alone takes several meshes: give --mesh once
