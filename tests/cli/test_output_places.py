@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from command_runs import flat, ran
 
 from curry_train.cli.memory import memory_command
@@ -108,9 +107,8 @@ def forward():
 def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ends.py").write_text(SOURCE)
-    done = CliRunner().invoke(memory_command, ["--model", f"ends.py:{factory}"])
+    done = ran("memory", "--model", f"ends.py:{factory}", status=2)
     del sys.modules["ends"]
-    assert done.exit_code == 2
     assert message in flat(done.stderr)
     assert "Traceback" not in done.stderr
 
