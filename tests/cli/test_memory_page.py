@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from snapshot_files import Training, write
+from snapshot_files import owned_blocks, trained
 
 from curry_train.cli.figures import plot_course
 from curry_train.cli.memory_page import (
@@ -18,8 +18,7 @@ from curry_train.cli.memory_page import (
     course_of_blocks,
     write_page,
 )
-from curry_train.plan.owners import ALL_OWNERS, OwnedBlocks
-from curry_train.plan.snapshot import BlockHistory, read_snapshot
+from curry_train.plan.owners import ALL_OWNERS
 
 NODE = shutil.which("node")
 BYTES_PER_MIB = 2**20
@@ -31,12 +30,8 @@ LEFT, WIDTH = 64, 1000
 def page(tmp_path_factory):
     """Return the owned blocks of two steps, and their page."""
     folder = tmp_path_factory.mktemp("page")
-    training = Training(code="/home/user/</script><script>alert(1)//.py")
-    training.build()
-    training.step()
-    training.step()
-    record = read_snapshot(write(folder / "a.pickle", training.snapshot())).devices[0]
-    owned = OwnedBlocks(BlockHistory(record))
+    training = trained(code="/home/user/</script><script>alert(1)//.py")
+    owned = owned_blocks(folder, training.snapshot())
     write_page(course_of_blocks(owned, title="a <b>.pickle"), folder / "page.html")
     return owned, folder / "page.html"
 

@@ -8,20 +8,12 @@ import json
 
 import pytest
 from command_runs import flat, ran
-from snapshot_files import Training, write
+from snapshot_files import Training, trained, write
 
 MIB = 2**20
 
 
 run = functools.partial(ran, "memory")
-
-
-def trained(**settings):
-    training = Training(**settings)
-    training.build()
-    training.step()
-    training.step()
-    return training
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from cuda_traces import add_segment
 from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator
+from curry_train.plan.owners import OwnedBlocks
+from curry_train.plan.snapshot import BlockHistory, read_snapshot
 
 ADDRESS_UNIT = 512
 
@@ -378,3 +380,20 @@ class Training:
 
     def snapshot(self):
         return self.recorder.snapshot()
+
+
+def trained(*, recorded_from=None, steps=2, until=None, **settings):
+    """Train for some steps, of which those from `recorded_from` on are recorded."""
+    training = Training(**settings)
+    training.build()
+    for index in range(steps):
+        if index == recorded_from:
+            training.record_from_here()
+        last = index == steps - 1
+        training.step(until=until if last else None)
+    return training
+
+
+def owned_blocks(folder, snapshot):
+    record = read_snapshot(write(folder / "a.pickle", snapshot)).devices[0]
+    return OwnedBlocks(BlockHistory(record))

@@ -6,16 +6,9 @@ python -m pytest tests/plan/test_owners.py
 from collections import Counter
 
 import pytest
-from snapshot_files import Training, write
+from snapshot_files import owned_blocks, trained
 
 from curry_train.plan.cuda_step import HOPPER_WORKSPACE_BYTES
-from curry_train.plan.owners import OwnedBlocks
-from curry_train.plan.snapshot import BlockHistory, read_snapshot
-
-
-def owned_blocks(tmp_path, training):
-    record = read_snapshot(write(tmp_path / "a.pickle", training.snapshot())).devices[0]
-    return OwnedBlocks(BlockHistory(record))
 
 
 def wrong_owners(owned, training):
@@ -27,17 +20,6 @@ def wrong_owners(owned, training):
         if owner != expected:
             found.append((life.born, life.requested_bytes, owner, expected))
     return found
-
-
-def trained(*, recorded_from=0, steps=3, until=None, **settings):
-    training = Training(**settings)
-    training.build()
-    for index in range(steps):
-        if index == recorded_from:
-            training.record_from_here()
-        last = index == steps - 1
-        training.step(until=until if last else None)
-    return training
 
 
 def true_owners(owned, training):
@@ -56,8 +38,8 @@ STYLES = [{}, {"native_frames": False}, {"windows": True}, {"foreach": False}, {
 @pytest.mark.parametrize("recorded_from", [None, 0])
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_every_block_has_the_owner_of_the_script(tmp_path, recorded_from, style):
-    training = trained(recorded_from=recorded_from, **style)
-    owned = owned_blocks(tmp_path, training)
+    training = trained(recorded_from=recorded_from, steps=3, **style)
+    owned = owned_blocks(tmp_path, training.snapshot())
     assert wrong_owners(owned, training) == []
     assert owned.owners == true_owners(owned, training)
     assert sum(owned.owners.values()) == owned.history.peak_allocated
@@ -67,8 +49,8 @@ def test_every_block_has_the_owner_of_the_script(tmp_path, recorded_from, style)
 @pytest.mark.parametrize("until", [None, "forward", "backward"])
 def test_a_record_that_begins_later_has_the_same_owners(tmp_path, style, until):
     # Parameters and optimizer state are known by the sizes of the gradients alone.
-    training = trained(recorded_from=1, until=until, **style)
-    owned = owned_blocks(tmp_path, training)
+    training = trained(recorded_from=1, steps=3, until=until, **style)
+    owned = owned_blocks(tmp_path, training.snapshot())
     assert owned.owners == true_owners(owned, training)
     assert len(owned.steps()) == 2
 
@@ -78,8 +60,8 @@ def test_a_record_that_begins_later_has_the_same_owners(tmp_path, style, until):
 def test_steps_are_those_of_the_optimizer_and_not_of_microbatches(
     tmp_path, foreach, num_microbatches
 ):
-    training = trained(steps=4, foreach=foreach, num_microbatches=num_microbatches)
-    owned = owned_blocks(tmp_path, training)
+    training = trained(recorded_from=0, steps=4, foreach=foreach, num_microbatches=num_microbatches)
+    owned = owned_blocks(tmp_path, training.snapshot())
     assert len(owned.steps()) == 4
     assert wrong_owners(owned, training) == []
 
@@ -87,17 +69,16 @@ def test_steps_are_those_of_the_optimizer_and_not_of_microbatches(
 @pytest.mark.parametrize("recorded_from", [None, 0, 1])
 def test_parameters_with_the_size_of_a_workspace_are_none(tmp_path, recorded_from):
     # A matrix of 4096 x 4096 in bfloat16 has the bytes of a cuBLAS workspace on Hopper.
-    training = trained(recorded_from=recorded_from, matrix_bytes=HOPPER_WORKSPACE_BYTES)
-    owned = owned_blocks(tmp_path, training)
+    training = trained(recorded_from=recorded_from, steps=3, matrix_bytes=HOPPER_WORKSPACE_BYTES)
+    owned = owned_blocks(tmp_path, training.snapshot())
     assert owned.owners == true_owners(owned, training)
     assert owned.owners["parameters"] == 6 * HOPPER_WORKSPACE_BYTES
 
 
 def test_owners_of_a_record_without_stacks_add_up_to_the_peak(tmp_path):
-    snapshot = trained(steps=4).snapshot()
+    snapshot = trained(recorded_from=0, steps=4).snapshot()
     for event in snapshot["device_traces"][0]:
         del event["frames"]
-    record = read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices[0]
-    owned = OwnedBlocks(BlockHistory(record))
+    owned = owned_blocks(tmp_path, snapshot)
     assert not owned.has_stacks
     assert sum(owned.owners.values()) == owned.history.peak_allocated

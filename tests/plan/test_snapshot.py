@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from snapshot_files import Recorder, Training, from_trace, write
+from snapshot_files import Recorder, Training, from_trace, trained, write
 
 from curry_train.plan.cuda_allocator import rounded
 from curry_train.plan.snapshot import (
@@ -24,16 +24,9 @@ TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 MIB = 2**20
 
 
-def small_snapshot():
-    training = Training(foreach=False)
-    training.build()
-    training.step()
-    return training.snapshot()
-
-
 @pytest.fixture(scope="module")
 def whole():
-    return pickle.dumps(small_snapshot(), protocol=4)
+    return pickle.dumps(trained(foreach=False).snapshot(), protocol=4)
 
 
 def history_of(snapshot, tmp_path):
@@ -128,7 +121,7 @@ class Touch:
 
 
 def wrong_fields():
-    good = small_snapshot()
+    good = trained(foreach=False).snapshot()
     segment = good["segments"][0]
     event = good["device_traces"][0][0]
     yield good | {"segments": 3}
