@@ -124,9 +124,10 @@ def test_the_list_of_commands_has_the_summary_of_each_command():
         assert summary == " ".join(first.split()), name
 
 
-def test_the_list_of_commands_is_shown_without_torch():
+def test_the_lists_of_commands_and_of_techniques_are_shown_without_torch():
     code = (
         "import sys\nfrom curry_train.cli.main import main\n"
+        "main(['list'], standalone_mode=False)\n"
         "main(['--help'], prog_name='curry-train', standalone_mode=False)\n"
         "print('torch' in sys.modules, 'rich' in sys.modules)"
     )
