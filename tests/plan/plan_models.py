@@ -61,6 +61,12 @@ def trace_of_sizes(sizes, events, **others):
     return StepTrace(sizes=sizes, events=events, step_start=len(events), **empty | others)
 
 
+def trace_of(workload, size=1, **options):
+    """Return the trace of a step as CUDA runs it."""
+    with Sketch(workload, kernels="cuda", **options) as sketch:
+        return sketch.step(size).trace
+
+
 def built(name, **options):
     """Return the module, the batch and the loss of a built-in workload."""
     case = Case(load_workload(name), **options)

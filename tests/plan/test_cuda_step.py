@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from command_runs import ran
-from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of_sizes
+from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of, trace_of_sizes
 from torch import nn
 
 from curry_train.plan.cuda_allocator import CudaAllocator
@@ -44,13 +44,8 @@ def squares(optimizer=None, *, rows=8, depth=2):
     )
 
 
-def trace_of_step(workload, size=1, **options):
-    with Sketch(workload, kernels="cuda", **options) as sketch:
-        return sketch.step(size).trace
-
-
 def test_the_trace_of_a_linear_step_by_hand():
-    trace = trace_of_step(squares(torch_sgd, depth=1))
+    trace = trace_of(squares(torch_sgd, depth=1))
     x = 8 * WIDTH * 4
     assert [trace.sizes[number] for number in trace.given] == [LAYER_BYTES, x]
     assert trace.state == ()
@@ -104,7 +99,7 @@ def test_a_function_that_returns_frees_the_output_it_held(until, held):
     logits = 1024 * WIDTH * 4
     workload = replace(squares(torch_sgd, rows=1024), output_until=until)
     allocator = CudaAllocator()
-    replay = TrainingReplay(trace_of_step(workload), allocator)
+    replay = TrainingReplay(trace_of(workload), allocator)
     before = allocator.allocated
     for _ in range(2):
         replay.step()
@@ -122,7 +117,7 @@ def test_another_end_is_refused():
 
 def test_gradients_are_freed_before_the_next_forward():
     allocator = CudaAllocator()
-    replay = TrainingReplay(trace_of_step(squares(torch_sgd)), allocator)
+    replay = TrainingReplay(trace_of(squares(torch_sgd)), allocator)
     replay.step()
     after_one = allocator.allocated
     for _ in range(2):
@@ -136,7 +131,7 @@ def test_gradients_are_freed_before_the_next_forward():
 def test_the_users_optimizer_copies_all_parameters_for_a_moment_unless_it_is_fused():
     def peak(**options):
         workload = squares(lambda one: torch.optim.AdamW(one.parameters(), **options), depth=8)
-        return cuda_memory(trace_of_step(workload)).allocated_bytes
+        return cuda_memory(trace_of(workload)).allocated_bytes
 
     assert peak() == peak(foreach=True) > peak(foreach=False) > peak(fused=True)
     assert peak() - peak(fused=True) >= 6 * LAYER_BYTES
@@ -145,7 +140,7 @@ def test_the_users_optimizer_copies_all_parameters_for_a_moment_unless_it_is_fus
 @pytest.mark.parametrize("optimizer", [MomentsMadeAnew, MomentsInATuple])
 def test_state_that_is_made_anew_does_not_pile_up(optimizer):
     workload = squares(optimizer, depth=4)
-    trace = trace_of_step(workload)
+    trace = trace_of(workload)
     few = cuda_memory(trace, num_steps=2)
     many = cuda_memory(trace, num_steps=6)
     assert few.allocated_bytes == many.allocated_bytes

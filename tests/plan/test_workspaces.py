@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import trace_of_sizes
+from plan_models import trace_of, trace_of_sizes
 from torch import nn
 
 from curry_train.plan.cuda_step import (
@@ -15,7 +15,6 @@ from curry_train.plan.cuda_step import (
     CUDNN_BYTES,
     cuda_memory,
 )
-from curry_train.plan.estimate import Sketch
 from curry_train.plan.planner import Planner
 from curry_train.plan.workspaces import Convolution
 from curry_train.workloads.workload import Workload
@@ -35,7 +34,7 @@ def images(module, *, channels=3, memory_format=torch.contiguous_format):
 
 def workspaces(workload, **options):
     """Return the kind and the workspace of each call in a step of two images."""
-    trace = trace_of(workload, **options)
+    trace = trace_of(workload, 2, **options)
     return [(one.call[0], one.num_bytes) for one in trace.convolutions]
 
 
@@ -92,9 +91,9 @@ def test_a_search_gives_the_cache_back_before_the_first_call(searches, reserved)
 
 def test_a_step_searches_where_the_users_setting_says_so(monkeypatch):
     model = images(lambda: nn.Conv2d(3, 3, 3))
-    assert not trace_of(model).searches
+    assert not trace_of(model, 2).searches
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert trace_of(model).searches
+    assert trace_of(model, 2).searches
 
 
 def test_a_plan_names_the_workspace_and_the_kernels_of_cudnn():
@@ -102,14 +101,9 @@ def test_a_plan_names_the_workspace_and_the_kernels_of_cudnn():
     with Planner(model, device="h100") as planner:
         plan = planner.plan(4 * 2**30, global_batch=2)
     assert plan.cuda["context_bytes"] == CONTEXT_BYTES + CUDNN_BYTES
-    trace = trace_of(model)
+    trace = trace_of(model, 2)
     num_bytes = plan.cuda["convolution_workspace_bytes"]
     assert num_bytes == max(one.num_bytes for one in trace.convolutions) > 0
     assert "convolution workspace, estimated: " in " ".join(plan.explain().split())
     # A measured context wins.
     assert replace(planner.card, context_bytes=7).context(trace) == 7
-
-
-def trace_of(model, **options):
-    with Sketch(model, kernels="cuda", **options) as sketch:
-        return sketch.step(2).trace
