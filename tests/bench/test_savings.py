@@ -254,7 +254,7 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
     assert max(map(len, ended.output.splitlines())) <= 80
     assert "mlp, depth 3, batch size 4 (MiB; a step of none takes" in ended.output
     data = json.loads((tmp_path / "out" / "savings.json").read_text())
-    assert {"command", "date", "device", "torch", "python", "dtype", "seed", "repeats"} <= set(data)
+    assert {"command", "device", "dtype", "seed", "repeats"} <= set(data)
     rows = data["rows"]
     assert len(rows) == 2 * 2 * 3
     assert {row["outcome"] for row in rows} == {MEASURED_OUTCOME}

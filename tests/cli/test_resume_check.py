@@ -9,11 +9,10 @@ import sys
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import call
 from resumed_programs import ACCELERATE, HUGGING_FACE, LIGHTNING, PLAIN
 from warm_python import warm_python
 
-from curry_train.cli.main import main
 from curry_train.cli.resume_check import began_after, differences
 from curry_train.cli.resume_watch import PARTS, StateWatch
 from curry_train.cli.screen import UnusableInput
@@ -89,14 +88,14 @@ def checked(monkeypatch, folder, program, *words):
     (folder / "program.py").write_text(program)
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", warm_python())
-    given = ["runs", "resume-check", "--steps", "8", "--kill-at", "5", "--json", "found.json"]
-    ended = CliRunner().invoke(main, [*given, *words])
+    given = ["--steps", "8", "--kill-at", "5", "--json", "found.json"]
+    status, output = call("resume-check", *given, *words)
     path = folder / "found.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     names = {one.name for one in folder.iterdir() if one.suffix != ".json"}
     assert names - {"__pycache__"} == {"program.py"}
     # Behind the line on what the command does.
-    return ended.exit_code, ended.output.splitlines(), found
+    return status, output.splitlines(), found
 
 
 @pytest.mark.timeout(600)

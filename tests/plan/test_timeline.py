@@ -230,7 +230,7 @@ def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path)
     command = ["memory", "--model", "transformer", "--device", "cpu", "--json", "-"]
     ended = ran(*command, "--plot", str(tmp_path / "step.png"))
     data = json.loads(ended.stdout)
-    assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
+    assert {"command", "device", "dtype", "seed"} <= set(data)
     layers = data["profile"]["layers"]
     assert data["profile"]["held_bytes"] == sum(layer["bytes"] for layer in layers)
     peak = data["timeline"]["peak"]
