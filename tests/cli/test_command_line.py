@@ -12,7 +12,6 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from click.testing import CliRunner
 from command_runs import finished, ran
 from recorded_training import recorded
 from tree import ROOT
@@ -60,10 +59,8 @@ def command_at(path):
     return command
 
 
-def help_of(*path, group=main):
-    ended = CliRunner().invoke(group, [*path, "--help"], prog_name="curry-train")
-    assert ended.exit_code == 0, ended.output
-    return ended.output
+def help_of(*path):
+    return ran(*path, "--help").output
 
 
 ALL_PAGES = list(pages())
@@ -137,8 +134,8 @@ def test_the_lists_of_commands_and_of_techniques_are_shown_without_torch():
 
 
 def test_an_option_before_the_command_is_still_an_option():
-    assert CliRunner().invoke(main, ["--version"]).output.startswith("curry-train, version ")
-    assert "No such option" in CliRunner().invoke(main, ["--no-such-option"]).stderr
+    assert ran("--version").output.startswith("curry-train, version ")
+    assert "No such option" in ran("--no-such-option", status=2).stderr
 
 
 def differing_options(commands):
@@ -320,7 +317,7 @@ def test_an_error_breaks_between_words_and_keeps_its_lines():
     def fails():
         raise UnusableInput(f"{' '.join(words)}\n  pip install it")
 
-    *lines, last = CliRunner().invoke(fails, []).stderr.splitlines()
+    *lines, last = ran(command=fails, status=2).stderr.splitlines()
     assert last == "  pip install it"
     assert " ".join(lines).split() == ["Error:", *words]
     assert all(len(line) <= 80 for line in lines if " " in line)
