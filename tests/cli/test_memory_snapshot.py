@@ -8,7 +8,7 @@ import json
 
 import pytest
 from command_runs import flat, ran
-from snapshot_files import Training, trained, write
+from snapshot_files import Recorder, Training, trained, write
 
 MIB = 2**20
 
@@ -68,7 +68,7 @@ def test_a_cut_record_says_what_is_missing(tmp_path):
 
 
 def test_several_devices_are_reported_with_the_fullest_first(tmp_path):
-    first, second = trained(foreach=False), Training(recorder=type(trained().recorder)(device=1))
+    first, second = trained(foreach=False), Training(recorder=Recorder(device=1))
     second.build()
     snapshot = first.snapshot()
     other = second.snapshot()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from command_runs import flat, ran
 
-from curry_train.cli.memory import memory_command
 from curry_train.cli.screen import screen_command
 from curry_train.core.wording import parse_bytes
 
@@ -38,7 +37,7 @@ def test_a_reader_that_has_ended_gets_no_traceback():
 
 @needs_full_device
 def test_results_that_do_not_fit_the_disk_are_one_line():
-    done = ran("--model", "mlp", "--json", "/dev/full", command=memory_command, status=2)
+    done = ran("memory", "--model", "mlp", "--json", "/dev/full", status=2)
     assert done.stderr.splitlines()[-1] == "Error: /dev/full: No space left on device"
     assert done.stdout
 
@@ -116,5 +115,5 @@ def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, 
 def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
-    done = ran("--model", "stopped.py:build", command=memory_command, status=130)
+    done = ran("memory", "--model", "stopped.py:build", status=130)
     assert done.stderr.endswith("interrupted\n")
