@@ -37,20 +37,8 @@ MODELS = """
         return nn.Sequential(*[Block() for _ in range(3)]), torch.randn(8, 16, 32)
 
 
-    def raises():
-        raise KeyError("weights")
-
-
-    def wrong():
-        return 3
-
-
     def needs_gpu():
         return nn.Linear(4, 4).cuda(), torch.randn(4, 4, device="cuda")
-
-
-    def mismatch():
-        return nn.Sequential(Block(), Block()), torch.randn(8, 31)
 
 
     class Branching(nn.Module):
