@@ -33,7 +33,7 @@ BUDGETS = {
     f"{PACKAGE}/gates": 53,
     f"{PACKAGE}/cli": 48,
     PACKAGE: 288,
-    "tests": 289,
+    "tests": 287,
     "benchmarks": 57,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.

@@ -67,7 +67,7 @@ def test_a_model_that_does_not_fit_is_refused_and_not_made_with_values(
     for command in (
         "bench --model large.py:build",
         "validate --model large.py:build --gate sac/off",
-        "savings --model transformer --out nowhere",
+        "savings --model large.py:build --out nowhere",
     ):
         words = flat(ran(*command.split(), status=2).output)
         assert "takes at least" in words

@@ -32,7 +32,7 @@ from ..core.wording import (
     three_digits,
     write_json,
 )
-from ..plan.available import require_available
+from ..plan.available import load_that_fits, require_available
 from ..primitives.running_blocks import BlockChoice
 from ..primitives.strategies import STRATEGIES
 from ..workloads.workload import Case
@@ -255,7 +255,12 @@ def _cases(
     cases: list[CaseAtDepth] = []
     choices: dict[str, BlockChoice] = {}
     asked_for = list(itertools.product(models, depths or [None]))
-    workloads = named_once([load_with_depth(spec, depth) for spec, depth in asked_for])
+    workloads = named_once(
+        [
+            load_with_depth(spec, depth) if depth else load_that_fits(spec, asked.case).workload
+            for spec, depth in asked_for
+        ]
+    )
     for workload, (_, depth) in zip(workloads, asked_for, strict=True):
         default = workload.own_batch or DEFAULT_SAMPLES
         name = workload.name if depth is None else f"{workload.name}, depth {depth}"
