@@ -162,7 +162,7 @@ class StateWatch:
             # A model that was called before may have changed its buffers.
             self._now["model"] = self._states("model") | self._now["model"]
         leaves, form = tree_flatten((args, options))
-        # What another module has computed is no data.
+        # The output of another module is no data.
         tensors = [
             number
             for number, one in enumerate(leaves)

@@ -309,7 +309,7 @@ def sign(trace: Trace) -> Iterator[Fault]:
     for window in trace.windows if len(trace.by_optimizer) == 1 else ():
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
-        # What is added to inputs may well make a loss larger.
+        # An attack learns a change of the inputs that makes the loss larger.
         is_model = any(id(one) in window.own for root in trace.roots for one in root.parameters())
         for call in window.calls if is_model else ():
             is_known = all(term.name in by_loss for term in call.terms)
@@ -383,7 +383,7 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
     kinds = {label for one in labelled for label in one.labels}
     for several in grouped(labelled, lambda one: id(one.loader)):
         labels = [label for one in several for label in one.labels]
-        # Those of another loader may differ, as names of the loaders do.
+        # Labels that name the loader, as domains do, differ between loaders.
         if len(kinds) == 1 and len(labels) >= FEWEST_LABELS:
             measured = f"all {len(labels)} labels are {labels[0]}"
             yield several[0].place, measured, "look at how labels are made"
@@ -846,7 +846,7 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> It
         most = max(rates)
         is_squared = all(map(math.isclose, most, [base**2 for base in bases]))
         # At the end of the steps a warm-up may be anywhere.
-        if is_squared and max(bases) < 1 and (rates[0] == most or rates.count(most) > 1):
+        if is_squared and 0 < max(bases) < 1 and (rates[0] == most or rates.count(most) > 1):
             hint = "return a factor of the optimizer's rate: 1.0 leaves it as it is"
             yield own[0].place, "the lambda returns a rate in place of a factor", hint
     recent = max((rate for one in rates[-3:] for rate in one), default=0)
@@ -955,8 +955,10 @@ def mode(trace: Trace) -> Iterator[Fault]:
         # An input with a gradient is attacked.
         if one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}
     }
-    # In each step they are a part of it, as those that make targets.
-    is_part = all(evaluated.intersection(window.events) for window in trace.windows)
+    # An evaluation in every step belongs to the step, as where it makes targets.
+    is_part = len(trace.windows) >= FEWEST_STEPS and all(
+        evaluated.intersection(window.events) for window in trace.windows
+    )
     for one in trace.of(Forward):
         if one.module not in trace.roots or not (one.drops or _acts(one.module)):
             continue

@@ -184,7 +184,8 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
         rf"{word}[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
         rf"|\[.*\](\.append\(|\s*=[^=])|\s*\+=|\s*=.*{word}\s*\+)"
     )
-    # It takes out, looks for a key first, adds up to a number, or begins anew within a loop.
+    # Lines that keep a container from growing without end: they remove entries, look for a key
+    # first, add up to a limit, or make it anew within a loop.
     takes = re.compile(
         rf"\bdel .*{word}|{word}(\.(pop|popleft|popitem|remove)\(|(\[:\])? = {word}\[)"
         rf"|\bnot in .*{word}|\blen\(.*{word}\) <.*\n?.*{word}\.append\("

@@ -134,6 +134,7 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
             )
 
 
+# The greatest label of a discriminator, where labels are noisy.
 NOISE = 1.3
 # The least and the greatest value that an operation gives. Others may give any value.
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}

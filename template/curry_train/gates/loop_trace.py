@@ -77,7 +77,7 @@ MOST_OF_AVERAGE = 0.9
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
 MORE_SECONDS = 10.0
-# What people set to freeze a module or parameter, without effect.
+# Attributes that people set to freeze a module or parameter, without effect.
 FLAGS = {"require_grad", "requires_grad"}
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
@@ -891,7 +891,7 @@ class Observer(Trace):
             return
         rows = self.crossed[users_line()]
         rows.add(digest(other if one.requires_grad else one))
-        # What stays the same, such as centers, is no target of a batch.
+        # A row that is the same in each step, such as one of centers, is no target.
         if len(rows) == FEWEST_STEPS:
             measured = f"shapes [{number}, 1] and [{number}] are compared, each value with each"
             hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
@@ -1042,10 +1042,9 @@ class Observer(Trace):
 
     def _load(self, load: Call, module: nn.Module, *args: Any, **options: Any) -> Any:
         found = load(module, *args, **options)
-        if found.unexpected_keys and len(found.missing_keys) == len(module.state_dict()):
-            measured = (
-                f"none of {len(found.missing_keys)} weights is loaded: no name is in the file"
-            )
+        num_keys = len(module.state_dict())
+        if found.unexpected_keys and len(found.missing_keys) == num_keys > 0:
+            measured = f"none of {num_keys} weights is loaded: no name is in the file"
             hint = "compare the names, such as a prefix; strict=True (the default) would refuse it"
             self.fault("moves", users_line(), measured, hint)
         return found

@@ -261,7 +261,7 @@ class StepLives(RankStorages):
         # FLOPs of each operation, and the bytes it reads and writes.
         self.flops: list[int] = []
         self.moved: list[int] = []
-        # What one rank among others sends, and what it waits for.
+        # The collectives of one rank among others, and where it waits for them.
         self.course = StepCourse(self.flops, self.moved) if dist.is_initialized() else None
         self.work: defaultdict[str, LayerWork] = defaultdict(LayerWork)
         self.module = module
