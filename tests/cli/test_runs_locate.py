@@ -108,7 +108,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder):
+def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(folder, monkeypatch):
     (folder / "train.py").write_text(SCRIPT)
     for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
         ended = ran(
@@ -116,11 +116,12 @@ def test_two_scripts_are_recorded_and_the_operation_that_differs_is_named(folder
         )
         assert "recorded 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
-    found = ran("runs", "locate", "of/mine/A", "B", "--op", "--json", "found.json", status=1)
+    monkeypatch.chdir("of")
+    found = ran("runs", "locate", "mine/A", "../B", "--op", "--json", "found.json", status=1)
     text = flat(found.stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
-    result = json.loads((folder / "found.json").read_text())
+    result = json.loads(Path("found.json").read_text())
     place = {"step": 1, "phase": "forward", "path": "model", "call": 0}
     assert (result["place"], result["equal"]) == (place, False)
 

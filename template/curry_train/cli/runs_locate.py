@@ -175,7 +175,9 @@ class Again:
             raise UnusableInput(
                 f"{which} was recorded in a loop: --op and --tolerance need `runs record`"
             )
-        with _variables(start["variables"]), messages_on_screen() as show:
+        # A script's own files may be named from the folder in which it was recorded.
+        cwd = start["folder"] if Path(start["folder"]).is_dir() else "."
+        with contextlib.chdir(cwd), _variables(start["variables"]), messages_on_screen() as show:
             show(f"{which} runs again ({name})")
             out, num_ranks = str(self.folder / name), start["environment"]["world_size"]
             _record(out, start["program"], num_ranks, level=start["level"], **options)

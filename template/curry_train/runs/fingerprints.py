@@ -41,7 +41,7 @@ from .values import floats_of
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
 # Of what a record holds: one of another version can't be compared.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -74,7 +74,8 @@ def record_run(
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
     recorder = Recorder(Path(folder), steps, level == "all", **options)
-    return recorder.running({"program": list(program) if program else None, "level": level})
+    again = {"program": list(program) if program else None, "folder": str(Path.cwd())}
+    return recorder.running({**again, "level": level})
 
 
 @dataclass(eq=False)
