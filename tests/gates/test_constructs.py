@@ -26,10 +26,10 @@ NEED_NOT_APPLY = {
     "calls_forward": (ON_BLOCKS, ""),
     "checkpoints_all": (ON_BLOCKS, "save nothing in forward: the model checkpoints by itself"),
     "checkpoints_segments": (
-        ["sac/products", "sac/regions"],
+        ["recompute/flops", "sac/products", "sac/regions"],
         "layers.0: the model recomputes these by itself",
     ),
-    "drops_layers": (["memory-plan/*"], ""),
+    "drops_layers": (["memory-plan/*", "recompute/budget"], ""),
     "keeps_last": ([], "last: a tensor of the last call stays in the module"),
     "keeps_in_closure": (["recompute/memory"], "3 tensors of a step"),
     "raises_in_eval": (

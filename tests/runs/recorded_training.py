@@ -94,6 +94,9 @@ def train(fault="", *, steps=3):
     inputs, labels = torch.randn(64, 16), torch.randint(4, (64,))
     order = torch.Generator().manual_seed(3 if fault == "order" else 2)
     data = DataLoader(TensorDataset(inputs, labels), 8, shuffle=True, generator=order)
+    if fault == "other loader":
+        next(iter(DataLoader(TensorDataset(labels), 8, generator=torch.Generator())))
+    torch.backends.cuda.enable_math_sdp(fault != "other loader")
     losses = []
     for number, (x, y) in zip(range(steps), data, strict=False):
         is_second = number == 1
@@ -109,13 +112,15 @@ def train(fault="", *, steps=3):
         loss.backward()
         if fault == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        if is_second and fault == "flipped moment":
+        if is_second and fault.startswith("flipped"):
             moment = optimizer.state[model.head.weight]["exp_avg"]
-            moment.view(torch.int32)[0, 0] ^= 1
+            flipped = model.head.weight.data if fault == "flipped weight" else moment
+            flipped.view(torch.int32)[0, 0] ^= 1
         for _ in range(1 + is_second * (fault == "two steps")):
             optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    torch.backends.cuda.enable_math_sdp(True)
     return losses
 
 

@@ -29,6 +29,7 @@ stale weight   | 2 | state     | model.h.0.up.weight | since the step before (in
 made anew      | 2 | optimizer | model.h.0.down.bias | in A alone: exp_avg of model.h.0.down.bias
 optimizer      | 1 | optimizer | model.h.0.ln.weight | eps of group 0 of AdamW is 1e-08 in A
 flipped moment | 2 | optimizer | model.head.weight | exp_avg of model.head.weight differs
+flipped weight | 2 | optimizer | model.head.weight | or by code between backward and the step
 other optimizer | 1 | optimizer | model.h.0.ln.weight | renamed: AdamW is Adam in B
 two steps      | 3 | backward  | model.h.0.ln.weight | 1 times before this step in A and 0 in B
 clipped        | 1 | gradients | model.h.0.ln.weight | clipping or scaling
@@ -170,6 +171,27 @@ def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):
     assert locate(*records).headline == "step 3, optimizer: SGD-1 makes more steps in B than in A"
 
 
+def test_settings_of_an_optimizer_with_several_closures_in_a_step_are_named(tmp_path):
+    records = []
+    for rate in (0.5, 1.0):
+        model = nn.Linear(4, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.LBFGS(model.parameters(), rate, max_iter=3)
+
+        def closure(model=model):
+            model.zero_grad()
+            loss = model(torch.ones(1, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        with record_run(tmp_path / str(rate)):
+            optimizer.step(closure)
+        records.append(read_fingerprints(tmp_path / str(rate)))
+    found = locate(*records)
+    assert "optimizer: LBFGS gets equal gradients and leaves another model.w" in found.headline
+    assert "lr of group 0 of LBFGS is 0.5 in A and 1.0 in B" in found.notes
+
+
 def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
     found = locate(*[odd_record(tmp_path / name, name) for name in ("none", "inserted")])
     assert found.is_equal, found
@@ -179,17 +201,23 @@ def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("fault", ["", "more modules", "renamed", "recompute", "inserted"])
+@pytest.mark.parametrize(
+    "fault", ["", "more modules", "renamed", "recompute", "inserted", "other loader"]
+)
 def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fault):
     found, pair = located(tmp_path, fault)
     assert found.is_equal, found
     assert found.num_compared > 150
     # And in the other direction.
     assert locate(pair[1], pair[0]).is_equal
+    cut_off = locate(pair[0], pair[1][:-20])
+    assert cut_off.headline.endswith("; A ends after step 3, and B ends in step 3")
     text = "\n".join(found.notes)
     assert ("called in B alone: model.extra" in text) == (fault == "more modules")
     assert ("model.h.0.up is model.h.0.widen in B" in text) == (fault == "renamed")
     assert ("model.h.2 is model.h.3 in B" in text) == (fault == "inserted")
+    is_other = fault == "other loader"
+    assert ("loader is loader-1 in B" in text, "switch attention" in text) == (is_other, is_other)
 
 
 class Deep(nn.Module):
@@ -228,6 +256,7 @@ backward  | aten.mul.Tensor
 hooked    | aten.mul_.Tensor (recorded_training.py:
 loss      | aten.
 optimizer | aten.
+flipped weight | with aten.bitwise_xor_.Scalar
 clipped   | (recorded_training.py:
 weight    | aten.add_.Tensor (recorded_training.py:
 drawn     | aten.bernoulli_.float (recorded_training.py:
@@ -237,7 +266,7 @@ tied      | no operation differs there: an assignment
 
 @pytest.mark.parametrize(("fault", "text"), cells_of(OPERATIONS))
 def test_the_operation_is_named(tmp_path, fault, text):
-    step = 2 if fault == "drawn" else 1
+    step = 2 if fault in ("drawn", "flipped weight") else 1
     found, (a, b) = located(tmp_path, fault, operations_in_step=step)
     operation = first_operation(a, b, found)
     assert text in operation

@@ -279,7 +279,9 @@ class Recorder:
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
-            self._write({"kind": "settings", "step": self.step, "settings": settings})
+            # The program may have set switches since the start.
+            facts = {"settings": settings, "switches": _switches()}
+            self._write({"kind": "settings", "step": self.step, **facts})
         path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return
@@ -366,7 +368,11 @@ class Recorder:
             return None
 
         def run() -> Any:
-            # What a closure computes is no part of the optimizer's step.
+            # What a closure computes is no part of the optimizer's step. What it did since the last
+            # closure is.
+            path = self._name_of_optimizer(optimizer)
+            if self.counts["update", path] > self.counts["updated", path]:
+                self._note_updated(optimizer)
             self.stepping -= 1
             loss = closure()
             self.stepping += 1
@@ -396,12 +402,10 @@ class Recorder:
         self.stepping -= 1
         if not self.is_on or self.stepping:
             return
-        path = self._name_of_optimizer(optimizer)
-        if self.records_all:
-            parameters, state = self._of_optimizer(optimizer, path)
-            self._note("updated", path, parameters | state)
+        self._note_updated(optimizer)
         if self.in_replay:
             return
+        path = self._name_of_optimizer(optimizer)
         self.num_made[path] += 1
         if self.num_made[path] >= self.step:
             self.step += 1
@@ -410,6 +414,12 @@ class Recorder:
             self._write({"kind": "end", "step": self.step - 1})
             self._end()
             self.when_enough()
+
+    def _note_updated(self, optimizer: Optimizer) -> None:
+        if self.records_all:
+            path = self._name_of_optimizer(optimizer)
+            parameters, state = self._of_optimizer(optimizer, path)
+            self._note("updated", path, parameters | state)
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> str:
         """Return a name, which is that of an earlier one that had the same parameters."""
@@ -604,12 +614,13 @@ def _generator() -> str:
     return hash_of(state)
 
 
-def _environment() -> dict[str, Any]:
-    """Return versions, switches and variables that may change what torch computes."""
-    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+def _switches() -> dict[str, Any]:
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    switches = {
+    return {
         "default dtype": str(torch.get_default_dtype()),
+        "precision of float32 matmul": torch.get_float32_matmul_precision(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
         "kernels of the CPU": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32],
@@ -620,10 +631,15 @@ def _environment() -> dict[str, Any]:
             cuda.math_sdp_enabled(),
         ],
     }
+
+
+def _environment() -> dict[str, Any]:
+    """Return versions, switches and variables that may change what torch computes."""
+    device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     facts = run_facts({}, device=device, world_size=num_ranks)
-    return {**facts, "switches": switches, "variables": variables}
+    return {**facts, "switches": _switches(), "variables": variables}
 
 
 def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dict[str, Any]]:

@@ -39,7 +39,11 @@ IN_STATE = {
         "exchange between ranks)",
     ),
     "update": ("optimizer", "{what} differs {when}"),
-    "updated": ("optimizer", "{path} gets equal gradients and leaves another {what}"),
+    "updated": (
+        "optimizer",
+        "{path} gets equal gradients and leaves another {what} (by itself, or by code between "
+        "backward and the step)",
+    ),
 }
 GRADIENT_AT_STEP = (
     "gradients",
@@ -123,7 +127,7 @@ class Comparison:
         digests = [digest for one in a for digest in one.get("digests", {}).values()]
         # So many terms may be summed up to one value.
         self.most_terms = max(map(num_elements, digests), default=0) if noises else 0
-        self.start = a[0], b[0]
+        self.start = _start_of(a), _start_of(b)
         self.renamed = _renamed(a, b)
         self.b = _in_names_of_a(b, self.renamed)
         self.in_b = _by_place(self.b)
@@ -193,6 +197,12 @@ class Comparison:
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
+        ends = [(run[-1].get("step", 0), run[-1]["kind"] == "end") for run in (self.a, self.b)]
+        if ends[0] != ends[1]:
+            text += "; " + ", and ".join(
+                f"{name} ends {'after' if is_whole else 'in'} step {step}"
+                for name, (step, is_whole) in zip("AB", ends, strict=True)
+            )
         return Located(text, {}, list(self._of_the_runs()), self.num_compared)
 
     def _more_steps(self) -> str:
@@ -371,6 +381,12 @@ class Comparison:
         yield from _changes(settings_of(self.start[0]), settings_of(self.start[1]), "")
 
 
+def _start_of(observations: Sequence[Observation]) -> Observation:
+    """Return what a run was started with, and the switches as its model was called first."""
+    switches = [one["switches"] for one in observations if "switches" in one]
+    return {**observations[0], "switches": switches[:2][-1]}
+
+
 def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
     return {place_of(one): one for one in observations if one["kind"] in COMPARED}
 
@@ -392,7 +408,7 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator
 
 def settings_of(start: Observation) -> dict[str, Any]:
     """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
-    kind, owner, *arguments = start.get("program") or ["", ""]
+    kind, owner, *arguments = start["program"] or ["script", None]
     environment = dict(start["environment"])
     packages = environment.pop("packages", {})
     return {
@@ -456,7 +472,8 @@ def _operations_at(run: Sequence[Observation], found: Located, path: str) -> lis
     if place["phase"] in ("forward", "evaluation"):
         within = [path, place["call"]]
     elif found.kind == "updated":
-        phases = ["optimizer"]
+        phases = ["forward", "optimizer"]
+        run = run[max(n for n, one in enumerate(run) if one["kind"] == "gradients") :]
     elif found.kind == "gradient" or place["phase"] == "recompute":
         phases = ["backward"]
     elif place["phase"] == "gradients":
@@ -520,7 +537,27 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
         (in_b,) = _in_names_of_a([{"digests": initial[1]}], renamed)
         return sum(initial[0].get(name) == it for name, it in in_b["digests"].items())
 
-    return max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
+    modules = max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
+    return modules | _renamed_loaders(a, b)
+
+
+def _renamed_loaders(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
+    """Return the path in A of each loader of B that begins with the batch of another one of A."""
+    first: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    for found, run in zip(first, (a, b), strict=True):
+        for one in run:
+            if one["kind"] == "batch":
+                found.setdefault(one["path"], one["digests"])
+    in_a, in_b = first
+    renamed = {
+        path: own
+        for path, digests in in_b.items()
+        for own in in_a
+        if digests == in_a[own] and digests != in_a.get(path)
+    }
+    return renamed | {
+        path: f"{path} of B" for path in in_b if path in {*renamed.values()} - {*renamed}
+    }
 
 
 def _initial_state(observations: Sequence[Observation]) -> dict[str, str]:
