@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 
 from ..core.wording import provenance
 from ..gates.loop import DEFAULT_STEPS
+from ..gates.loop_events import grouped
 from ..gates.loop_run import preflight_program
-from ..gates.loop_trace import grouped
 from ..gates.verdict import Verdict
 from .options import RESULTS_OPTION, number_option, program_options
 from .screen import Ended, UnusableInput, echo_lines, screen_command

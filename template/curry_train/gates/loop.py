@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import length_hint
 from typing import Any
@@ -22,8 +22,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 
 from ..core.digest import is_plain
 from ..workloads.optimizers import parameter_ids, parameters_of
-from .loop_loss import TOLERANCE, Doubt, Term
-from .loop_trace import (
+from .loop_events import (
     FEWEST_STEPS,
     STEPS,
     Backward,
@@ -40,15 +39,19 @@ from .loop_trace import (
     Targets,
     Trace,
     grouped,
-    observe,
     world_size,
 )
+from .loop_loss import TOLERANCE, Doubt, Term
+from .loop_trace import observe
+from .loop_weights import has_equal_rows
 from .verdict import NotApplicable, Verdict, not_applicable
 
 DEFAULT_STEPS = 8
 FEWEST_LABELS = 24
 # A larger share of weights that a step takes by decay leaves nothing of them.
 MOST_DECAY = 0.1
+# Attributes that people set to freeze a module or parameter, without effect.
+FLAGS = {"require_grad", "requires_grad"}
 
 
 Finder = Callable[[Trace], Iterable[Fault]]
@@ -159,11 +162,15 @@ def _same_batch(window: Step) -> Iterator[Fault]:
 
 def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
     """Yield backward calls of the same lines that have a batch each."""
-    loaders = {digest: id(one.loader) for one in trace.of(Fetch) for digest in one.digests}
     digests = [one.digests for one in window.forwards]
-    known = {loaders[digest] for one in digests for digest in one if digest in loaders}
+    loaders = [
+        {id(fetch.loader) for fetch in trace.fetches[digest]}
+        for one in digests
+        for digest in one
+        if digest in trace.fetches
+    ]
     # Several loaders are several tasks.
-    if window.is_by_hand or len(known) > 1:
+    if window.is_by_hand or (loaders and not set.intersection(*loaders)):
         return
     for several in grouped(window.calls, lambda call: call.lines):
         # A closure that an optimizer calls several times is no accumulation.
@@ -277,14 +284,6 @@ def _divided_for_nothing(call: Backward, window: Step) -> Iterator[Fault]:
         )
 
 
-def _without_graph(trace: Trace) -> Iterator[Fault]:
-    """Find a part of a loss that changes from step to step and has no gradient."""
-    for place, numbers in trace.numbers.items():
-        if len(numbers) > 2:
-            hint = "add the tensor, without item(); use create_graph=True for a gradient in a loss"
-            yield place, "a part of the loss changes and has no gradient", hint
-
-
 def _unused(trace: Trace) -> Iterator[Fault]:
     """Find a line whose losses are computed several times in each window, and used once."""
     for own in trace.by_optimizer:
@@ -371,11 +370,7 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Iterator[Fault]:
     for one in trace.of(Fetch) if not calls else ():
         # A loss by hand does not show its targets.
         one.labels = next(iter(one.integers.values())) if len(one.integers) == 1 else ()
-    labelled = [
-        one
-        for one in trace.of(Fetch)
-        if len(one.labels) > 3 and trace.trained_on.intersection(one.digests)
-    ]
+    labelled = [one for one in trace.trained_fetches if len(one.labels) > 3]
     shuffled = [one for one in calls if one.is_shuffled]
     if len(shuffled) >= FEWEST_STEPS and not any(one.is_used for one in trace.of(Fetch)):
         hint = "index inputs and labels by the same permutation"
@@ -445,7 +440,7 @@ def _at_other_weights(window: Step) -> Iterator[Fault]:
         hint = "call zero_grad() before the second backward"
         yield calls[1].place, "gradients at two points of the weights are added", hint
     last = window.previous
-    if last is not None and abs(window.before - last.after) > 0.05 * change:
+    if last is not None and abs(window.weights[0] - last.weights[1]) > 0.05 * change:
         hint = "put the weights back before the step"
         measured = f"weights that were changed for a trial, before {calls[1].place}, stay so"
         yield window.place, measured, hint
@@ -583,10 +578,10 @@ def _made_anew(trace: Trace) -> Iterator[Fault]:
     for windows in grouped(trace.windows, lambda one: (one.origin, *sorted(one.own))):
         stages = [windows[:1]]
         # Moments that are all 0, or as after an earlier step, are lost; others the user changed.
-        states = {0.0, *(one.state_after for one in windows)}
+        states = {0.0, *(after for _, after in (one.state for one in windows))}
         for last, window in itertools.pairwise(windows):
-            state = window.state_before
-            if state in states and abs(state - last.state_after) > 0:
+            state, _ = window.state
+            if state in states and state != last.state[1]:
                 stages.append([])
             stages[-1].append(window)
         # In stages of a training each has data of its own, or many steps.
@@ -675,6 +670,26 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
         yield last, f"{trace.named(still)} have gradients and do not move", hint
 
 
+def _frozen_by_flag(trace: Trace) -> Iterator[Fault]:
+    """Find parts of trained models that an attribute is to freeze, without effect."""
+    for one in (it for root in trace.roots for it in (*root.modules(), *root.parameters())):
+        own = one.parameters() if isinstance(one, nn.Module) else [one]
+        flags = {name for name, value in vars(one).items() if value is False}
+        for flag in flags & FLAGS if trace.with_gradient.intersection(map(id, own)) else ():
+            places = [*trace.places(rf"\.{flag} *= *False"), ""]
+            hint = "module.requires_grad_(False), or parameter.requires_grad = False for each"
+            yield places[0], f"{flag} of a {type(one).__name__} freezes nothing", hint
+
+
+def _alike(trace: Trace) -> Iterator[Fault]:
+    """Find weights that learn the same in all rows, because they began so."""
+    trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
+    living = (one for one in trained if id(one) in trace.with_gradient)
+    if equal := [id(one) for one in living if has_equal_rows(one) and one.any()]:
+        measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
+        yield trace.of(Step)[-1].place, measured, "initialize weights by random numbers"
+
+
 def _its_own_reference(trace: Trace) -> Iterator[Fault]:
     """Find a model that is compared with itself, as by a loss on preferences."""
     windows = [window for window in trace.windows if window.calls and window.moved]
@@ -710,7 +725,8 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Iterator[Fault]:
         )
     # Where another optimizer steps, a copy of its model may begin anew.
     for old, new in itertools.pairwise(steps) if len(trace.by_optimizer) == 1 else ():
-        if old.moved and old.before == new.before != old.after:
+        before, after = old.weights
+        if old.moved and before == new.weights[0] != after:
             yield (
                 new.place,
                 "parameters are at this step what they were at the one before",
@@ -934,11 +950,10 @@ def _scaled_in_part(trace: Trace) -> Iterator[Fault]:
 def mode(trace: Trace) -> Iterator[Fault]:
     """The model is in training mode in forward passes that are trained on, and only there."""
     # Digests of batches from loaders for evaluation: no model was trained on any of them.
-    others = set[float]()
-    for fetches in grouped(trace.of(Fetch), lambda one: id(one.loader)):
-        digests = {number for one in fetches for number in one.digests}
-        if trace.trained_on.isdisjoint(digests):
-            others |= digests
+    loaders = {id(one.loader) for one in trace.trained_fetches}
+    others = {
+        digest for one in trace.of(Fetch) if id(one.loader) not in loaders for digest in one.digests
+    }
     # Forward passes whose gradients are for what the model was given.
     attacks = set[Forward]()
     is_attack = False
@@ -1038,7 +1053,7 @@ def data(trace: Trace) -> Iterator[Fault]:
         raise NotApplicable("no DataLoader of several batches is known")
     for several in grouped(fetches, lambda one: id(one.loader)):
         # Inputs that the loop has augmented are known by their targets.
-        if any(fetch.is_used or trace.trained_on & set(fetch.digests) for fetch in several):
+        if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several)
         # It draws places in its weights.
         sampler, number = several[0].loader.sampler, length_hint(several[0].loader.dataset)
@@ -1061,7 +1076,7 @@ def data(trace: Trace) -> Iterator[Fault]:
 def _same_samples(trace: Trace) -> Iterator[Fault]:
     """Find batches whose samples are all the same, in each step."""
     alike = [one for one in trace.trained_forwards if one.is_one_sample]
-    places = [one.place for one in trace.of(Fetch) if trace.trained_on & {*one.digests}]
+    places = [one.place for one in trace.trained_fetches]
     # Values that come from no loader and never change may stand for data.
     is_data = places or len({one.digests for one in alike}) > 2
     if len(alike) > 2 and alike == trace.trained_forwards and is_data:
@@ -1071,17 +1086,18 @@ def _same_samples(trace: Trace) -> Iterator[Fault]:
 
 def _other_batches(trace: Trace) -> Iterator[Fault]:
     """Find targets that are of other batches than the inputs, in each window."""
-    batches = defaultdict[float, set[Fetch]](set)
-    for fetch in trace.of(Fetch):
-        # A batch of inputs alone, or of targets alone, is combined with another one on purpose.
-        for digest in fetch.digests if len(fetch.digests) > 1 else ():
-            batches[digest].add(fetch)
     found = []
     for window in trace.windows:
         calls = [one for one in window.body if isinstance(one, LossCall) and one.is_used]
         forwards = [one for one in window.forwards if one in window.body]
-        inputs = set().union(*(batches[one] for each in forwards for one in each.digests))
-        targets = set().union(*(batches[call.targets] for call in calls))
+        # A batch of inputs alone, or of targets alone, is combined with another one on purpose.
+        inputs, targets = (
+            {one for digest in digests for one in trace.fetches[digest] if len(one.digests) > 1}
+            for digests in (
+                {digest for one in forwards for digest in one.digests},
+                {call.targets for call in calls},
+            )
+        )
         if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
             found.append(calls[0].place if inputs.isdisjoint(targets) else "")
     if len(found) >= FEWEST_STEPS and all(found):
@@ -1140,7 +1156,6 @@ CHECKS: dict[str, tuple[str, *tuple[Finder, ...]]] = {
     "accumulation": (
         "a window's gradient is that of the same samples in one batch",
         _unused,
-        _without_graph,
         accumulation,
     ),
     "sign": ("finite losses and gradients, and a loss that is made smaller", sign),
@@ -1154,6 +1169,8 @@ CHECKS: dict[str, tuple[str, *tuple[Finder, ...]]] = {
     ),
     "moves": (
         "trained parameters move, frozen ones do not",
+        _frozen_by_flag,
+        _alike,
         _without_gradient,
         moves,
         _its_own_reference,

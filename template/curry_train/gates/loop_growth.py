@@ -12,13 +12,12 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..workloads.models import LIBRARIES
+from .loop_lines import place_of, users_files, users_frames
 from .loop_loss import nodes_behind
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
@@ -33,22 +32,6 @@ FEWEST_BYTES = 2**16
 # Name of the note on an output or a loss: after how many steps it was made, and where.
 MADE_AT = "preflight step"
 CONTAINERS = (list, dict, set, deque)
-
-
-def users_frames(*inside: str) -> list[Any]:
-    """Return the frames that are in no library, from the innermost on.
-
-    Functions with these qualified names are left out, and what they have called.
-    """
-    found: list[Any] = []
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_qualname in inside:
-            found.clear()
-        elif not frame.f_code.co_filename.startswith(LIBRARIES):
-            found.append(frame)
-        frame = frame.f_back
-    return found
 
 
 class Growth:
@@ -204,16 +187,5 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
                     return None
                 loops += re.findall(r"^(\s*)(?:for|while)\b", line)
                 if found is None and adds.search(line):
-                    found = f"{Path(file).name}:{number}"
+                    found = place_of(file, number)
     return found
-
-
-def users_files() -> list[str]:
-    files = [frame.f_code.co_filename for frame in users_frames()]
-    # Python takes None in place of a module that nobody is to import.
-    files += [str(vars(one).get("__file__")) for one in [*sys.modules.values()] if one]
-    return [
-        file
-        for file in dict.fromkeys(files)
-        if not file.startswith(LIBRARIES) and file.endswith(".py")
-    ]

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from ..workloads.optimizers import parameters_of
 from .loop import totals
+from .loop_events import Fault, Fetch, Trace
 from .loop_loss import TOLERANCE
-from .loop_trace import Fault, Fetch, Trace
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
 
@@ -28,7 +28,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
         steps.append(
             {
                 "place": step.place,
-                "weights": None if is_sharded or step.moved is None else step.after,
+                "weights": None if is_sharded or step.moved is None else step.weights[1],
                 "inputs": [one.digests for one in forwards],
                 "input_place": place,
                 "data_place": next(

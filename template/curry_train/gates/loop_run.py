@@ -36,8 +36,9 @@ from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
 from .loop import DEFAULT_STEPS, judge, verdict_of
+from .loop_events import Trace, world_size
 from .loop_ranks import REQUIRED, faults_of_ranks, rank_facts
-from .loop_trace import Trace, observe, world_size
+from .loop_trace import observe
 from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
 
 # Services that a loop may report to.

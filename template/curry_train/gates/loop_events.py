@@ -1,0 +1,490 @@
+"""The events of a training loop, in their order, and what is known once all are there.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from ..core.wording import some_of
+from ..runs.fingerprints import leaves_of
+from ..workloads.optimizers import parameter_ids
+from .loop_lines import places_with, users_files, users_lines
+from .loop_loss import Term
+
+# A fault of the loop: the line, the measured figure, and advice.
+Fault = tuple[str, ...]
+T = TypeVar("T")
+E = TypeVar("E", bound="Event")
+# Steps after which a loop counts as one that always does the same. Parameters in no optimizer are
+# looked for then, because they may be gone at the end of the loop.
+FEWEST_STEPS = 3
+# Names of parameters that a message quotes.
+MOST_NAMES = 2
+# Of parameters, by id: the id and the version of the gradient, which change with each gradient that
+# is made or added to.
+Versions = dict[int, tuple[int, int] | None]
+
+
+@dataclass(eq=False)
+class Event:
+    """A call that the loop made, at a line of the user's."""
+
+    # Files and lines of the user's that led to it, from the innermost on.
+    lines: tuple[str, ...]
+    # Whether it happened inside of an optimizer's step, as in a closure.
+    in_step: bool
+    # Its number in the order of all.
+    at: int = field(default=-1, kw_only=True)
+    # An event before it, with the user's line where a Trainer makes the call itself: the loss of a
+    # backward pass, the making of the optimizer that steps, or what set a model to eval mode.
+    cause: "Event | None" = field(default=None, kw_only=True)
+
+    @property
+    def origin(self) -> str:
+        """The line of what was before it, if it was seen, or its own."""
+        return (self.cause and self.cause.place) or self.place
+
+    @property
+    def place(self) -> str:
+        lines, of_cause = self.lines, self.cause.lines if self.cause is not None else ()
+        # Whether its line, as a Trainer's call, led to the cause.
+        if len(of_cause) > len(lines) and of_cause[len(of_cause) - len(lines) :] == lines:
+            lines = of_cause
+        return lines[0] if lines else ""
+
+
+@dataclass(eq=False)
+class Fetch(Event):
+    """A batch that a DataLoader returned, or its end (no digests)."""
+
+    loader: DataLoader[Any]
+    # The number of the epoch, from when the loader was iterated over anew.
+    epoch: int
+    digests: tuple[float, ...]
+    # Integers of a batch, one per sample, by where they are in memory; the first ones that a loss
+    # function gets as its targets are the labels.
+    integers: dict[int, list[int]]
+    # Digests of values, one per sample, that are rounded towards 0; only of those with fractions.
+    whole: tuple[float, ...]
+    # Whether a loss function got them, or others of the batch, as its targets.
+    is_used: bool = False
+    labels: Sequence[int] = ()
+
+
+@dataclass(eq=False)
+class Forward(Event):
+    """A call of a module that is inside of no other one."""
+
+    module: nn.Module
+    training: bool
+    digests: tuple[float, ...]
+    # Whether all samples are the same.
+    is_one_sample: bool
+    num_samples: int
+    # Autocast's type, if it is on.
+    autocast: torch.dtype | None
+    # What identifies the state of torch's generator.
+    generator: int
+    # Whether gradients are exchanged between ranks, where a wrapper decides that.
+    syncs: bool | None
+    # What identifies the values of its first and of its last small parameter.
+    weights: tuple[float, float]
+    # Whether an input has a gradient, as what another model gives.
+    passes_on: bool
+    # Rows of tokens, if it was given some.
+    tokens: Tensor | None
+    # Their dimension of time; the first one, where the targets show that.
+    time_dim: int = 1
+    # Whether a backward pass has reached its output.
+    is_trained_on: bool = False
+    # Whether dropout of a function's has a rate in it, in whatever mode.
+    drops: bool = False
+
+
+@dataclass(eq=False)
+class LossCall(Event):
+    """A call of one of torch's loss functions."""
+
+    # The whole loss, as a part of itself.
+    term: Term
+    # A digest of the targets.
+    targets: float
+    # Columns of the model's input that equal the labels; None if samples have not a target each.
+    columns: frozenset[int] | None
+    # Whether the labels of the batch that the model was given are in another order.
+    is_shuffled: bool = False
+    # Whether a backward pass has reached it.
+    is_used: bool = False
+
+
+@dataclass(eq=False)
+class Targets(Event):
+    """Targets that stand for tokens, compared with the tokens that a model was given."""
+
+    model: nn.Module
+    # The share that equals the model's input at this place, by the places that it lies ahead.
+    same_as_input: dict[int, float] = field(default_factory=dict)
+    # What all targets at the end of some rows are, and no other one, if that counts.
+    filler: int | None = None
+    # Whether a target counts where the attention mask of the forward pass is 0.
+    counts_padding: bool = False
+
+
+@dataclass(eq=False)
+class Dropout(Event):
+    """A call of dropout that acts, in a model."""
+
+    # Whether it runs in a backward pass, which recomputes a forward pass.
+    is_recomputed: bool
+    # A hash of the state of the CPU's generator.
+    generator: int
+    # The shape and the rate, which are the same where it is recomputed.
+    kind: tuple[torch.Size, float]
+
+
+@dataclass(eq=False)
+class Backward(Event):
+    """A call of backward on a loss."""
+
+    value: float
+    scale: float
+    # Parameters whose gradients were neither None nor 0 when it began, by id.
+    dirty: set[int]
+    terms: list[Term]
+    # Whether a part of the loss has had a backward call before.
+    is_second: bool
+    # Whether it made gradients of what the model was given, as an attack does.
+    of_inputs: bool = False
+    # Parameters whose gradients it changed, by id.
+    reached: frozenset[int] = frozenset()
+    # Whether gradients were when it began what an earlier call had left.
+    is_next: bool = False
+
+
+@dataclass(eq=False)
+class Clip(Event):
+    """A clipping of gradients."""
+
+    parameters: frozenset[int]
+
+
+@dataclass(eq=False)
+class Zero(Event):
+    """A call that sets gradients to zero or None, after gradients were there."""
+
+    parameters: frozenset[int]
+
+
+class Events:
+    """Events in their order."""
+
+    events: list[Event]
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+@dataclass(eq=False)
+class Step(Event, Events):
+    """A step of an optimizer, with what it did to parameters, and the window that it ends."""
+
+    optimizer: Optimizer
+    rates: list[float]
+    # What identifies its state, and the values of its parameters, before and after it.
+    state: tuple[float, float]
+    weights: tuple[float, float]
+    # What changes with the gradients of its parameters.
+    versions: Versions
+    # Numbers that are linear in a gradient: after the last backward call, and before clipping,
+    # unscaling and the step. The factor between them; None if the loop has not only multiplied it.
+    made: float
+    used: float
+    factor: float | None
+    # Parameters that changed, by id; None where there are too many.
+    moved: frozenset[int] | None
+    # The largest value of each gradient, by the id of its parameter.
+    slopes: dict[int, float]
+    # Of elements in half precision with a gradient, the share that changed.
+    half_moved: float | None
+    in_backward: bool
+    generator: int
+
+    @cached_property
+    def graded(self) -> frozenset[int]:
+        """Parameters with a gradient that is more than what rounding leaves of 0, or is 0."""
+        # As of a bias before a normalization.
+        noise = 1e-6 * max(self.slopes.values(), default=0.0)
+        return frozenset(key for key, slope in self.slopes.items() if not 0 < slope < noise)
+
+    @cached_property
+    def without_slope(self) -> frozenset[int]:
+        """Parameters whose gradient is 0."""
+        return frozenset(key for key, slope in self.slopes.items() if not slope)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether it had gradients that are not 0."""
+        return bool(self.graded - self.without_slope)
+
+    def end_window(self, events: list[Event], previous: "Step | None") -> None:
+        """Note the events that it is made of, and the step of the same optimizer before it."""
+        self.events = events
+        self.previous = previous
+        self.own = parameter_ids(self.optimizer)
+        # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
+        # microbatch without sync to itself.
+        calls = self.of(Backward)
+        lines = {one.lines for one in calls if one.reached & self.own}
+        self.all_calls = [
+            one
+            for one in calls
+            if one.reached & self.own or (not one.reached and one.lines in lines)
+        ]
+        # Without those whose gradients were set to zero before those of another loss. That of
+        # another optimizer reaches these parameters too, as a generator's does. Where each step has
+        # one call, a loop may drop the gradients of a batch.
+        self.calls = self.all_calls
+        has_one = previous and len(previous.all_calls) == 1
+        for number, call in enumerate(self.all_calls):
+            is_other = has_one or call.lines not in {one.lines for one in self.all_calls[:number]}
+            if is_other and self.is_clean(call):
+                self.calls = self.all_calls[number:]
+        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
+
+    @property
+    def body(self) -> list[Event]:
+        """The events after the last step of another optimizer before the first backward call."""
+        first = self.calls[0].at if self.calls else 0
+        others = [one.at for one in self.events if isinstance(one, STEPS) and one.at < first]
+        return [one for one in self.events if one.at > max(others, default=-1)]
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the user made the gradients, as from those of several losses."""
+        return self.factor is None and self.has_gradients
+
+    def is_clean(self, call: Backward) -> bool:
+        """Return whether all gradients of the optimizer were None or 0 before a call."""
+        return self.own.isdisjoint(call.dirty)
+
+
+@dataclass(eq=False)
+class Skipped(Event):
+    """A step that a scaler left out, as gradients were not finite."""
+
+    optimizer: Optimizer
+
+
+STEPS = (Step, Skipped)
+
+
+@dataclass(eq=False)
+class Schedule(Event):
+    """A step of a learning rate's schedule."""
+
+    scheduler: LRScheduler
+    # The learning rates after it.
+    rates: list[float]
+    # Steps of it per step of the optimizer; Accelerate makes one for each process.
+    num_expected: int
+
+
+@dataclass(eq=False)
+class Scaling(Event):
+    """A call of a gradient scaler."""
+
+    call: str
+    scaler: Any
+
+
+@dataclass(eq=False)
+class Seeding(Event):
+    """A call of torch.manual_seed."""
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def grouped(values: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
+    """Return values that have the same key, in order, for each key."""
+    groups = defaultdict[Any, list[T]](list)
+    for value in values:
+        groups[key(value)].append(value)
+    return list(groups.values())
+
+
+@dataclass
+class Trace(Events):
+    """The events of a loop, in order, and the objects that it has."""
+
+    events: list[Event] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    # By id: the call that made an optimizer, and the one that last set a module to eval mode.
+    made: dict[int, Event] = field(default_factory=dict)
+    # Trained modules that were called with gradients, inside of no other one.
+    roots: list[nn.Module] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    # Modules that ran, and where, by whether torch recorded gradients, by their ids.
+    ran: dict[bool, dict[int, tuple[nn.Module, str]]] = field(
+        default_factory=lambda: {True: {}, False: {}}
+    )
+    # Parameters behind tensors that the user's code detaches, by id, by the place.
+    cut: dict[str, set[int]] = field(default_factory=dict)
+    # Parameters that have had a gradient, by id.
+    with_gradient: set[int] = field(default_factory=set)
+    # Faults that are seen at once, by the check.
+    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
+    # Leaves with a gradient that may be in no module, described, by id.
+    living: dict[int, str] = field(default_factory=dict)
+    # Where schedules were made, and their optimizers.
+    schedules: list[tuple[str, Optimizer]] = field(default_factory=list)
+    # Files whose functions led to a step.
+    files: set[str] = field(default_factory=set)
+
+    def named(self, parameters: Iterable[int]) -> str:
+        """Return the names of some parameters, by their ids, in a few words."""
+        names = self.living | self.names
+        return some_of(sorted({names.get(one, "?") for one in parameters}), MOST_NAMES)
+
+    # All that follows is known once all events are there.
+
+    def places(self, pattern: str) -> list[str]:
+        """Return the places of the user's lines in which a pattern occurs."""
+        return places_with(pattern, self.files.union(users_files()))
+
+    @cached_property
+    def held(self) -> set[int]:
+        """The ids of the parameters that optimizers hold."""
+        return set[int]().union(*map(parameter_ids, self.optimizers))
+
+    @cached_property
+    def bare(self) -> list[int]:
+        """The ids of leaves with a gradient that are in no module and no optimizer."""
+        return list(self.living.keys() - self.names.keys() - self.held)
+
+    @cached_property
+    def trained_forwards(self) -> list[Forward]:
+        """The forward passes whose output a backward pass has reached."""
+        return [one for one in self.of(Forward) if one.is_trained_on]
+
+    @cached_property
+    def fetches(self) -> dict[float, set[Fetch]]:
+        """The batches that have a tensor with a digest, by the digest."""
+        found = defaultdict[float, set[Fetch]](set)
+        for fetch in self.of(Fetch):
+            for digest in fetch.digests:
+                found[digest].add(fetch)
+        return found
+
+    @cached_property
+    def trained_fetches(self) -> list[Fetch]:
+        """The batches that models were trained on."""
+        given = {number for one in self.trained_forwards for number in one.digests}
+        return [one for one in self.of(Fetch) if not given.isdisjoint(one.digests)]
+
+    @cached_property
+    def by_optimizer(self) -> list[list[Step]]:
+        """The steps of each optimizer, with their windows."""
+        found = grouped(self.of(Step), lambda step: id(step.optimizer))
+        for steps in found:
+            events: list[Event] = []
+            previous = None
+            own = parameter_ids(steps[0].optimizer)
+            for event in self.events:
+                if isinstance(event, Step) and event in steps:
+                    event.end_window(events, previous)
+                    previous = event
+                # Another optimizer may have trained the same parameters before.
+                if isinstance(event, STEPS) and own & parameter_ids(event.optimizer):
+                    events = []
+                else:
+                    events.append(event)
+        return found
+
+    @cached_property
+    def windows(self) -> list[Step]:
+        return [step for steps in self.by_optimizer for step in steps]
+
+
+@dataclass
+class Given:
+    """The arguments of a forward pass."""
+
+    args: tuple[Any, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return tensors_of((self.args, self.options))
+
+
+class Recording(Trace):
+    """A trace that is being written, with what the replaced calls share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Steps that each optimizer has made, by its id.
+        self.num_made = Counter[int]()
+        # Modules that run, one inside of the other, and optimizers.
+        self.depth = 0
+        self.stepping: list[Optimizer] = []
+        # Of the last forward pass.
+        self.given = Given()
+        # The last batch of each loader, by its id.
+        self.fetched: dict[int, Fetch] = {}
+        # By where the values of a parameter were: it, and where its optimizer was made.
+        self.stepped: dict[int, tuple[Tensor, str]] = {}
+        # Models that were run again.
+        self.probed: list[nn.Module] = []
+        # By what is looked at, and the line: the values that it had there.
+        self.values = defaultdict[tuple[str, str], set[float]](set)
+
+    @property
+    def num_steps_made(self) -> int:
+        return max(self.num_made.values(), default=0)
+
+    def last(self, kind: type[E]) -> E | None:
+        return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
+
+    def fault(self, check: str, *fault: str) -> None:
+        self.faults[check].append(fault)
+
+    def note(self, kind: type[E], /, **facts: Any) -> E:
+        facts.setdefault("lines", users_lines())
+        event = kind(in_step=bool(self.stepping), at=len(self.events), **facts)
+        self.events.append(event)
+        return event
+
+    def is_third(self, what: str, place: str, value: float) -> bool:
+        """Note a value, and return whether it has had so many at this place."""
+        self.values[what, place].add(value)
+        return len(self.values[what, place]) == FEWEST_STEPS
+
+    def optimizer_of(self, one: Tensor) -> str:
+        """Return where the optimizer was made that has stepped a tensor, or nothing."""
+        own, place = self.stepped.get(one.data_ptr(), (one, ""))
+        # The memory may be another one's now.
+        return place if own.is_set_to(one) else ""
+
+    def of_roots(self, *, trained: bool) -> list[Tensor]:
+        """Return the parameters of the models that are trained, or are frozen."""
+        parameters = (one for root in self.roots for one in root.parameters())
+        return [one for one in parameters if one.requires_grad is trained]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of nested containers."""
+    return [one for one in leaves_of(value).values() if isinstance(one, Tensor)]

@@ -1,0 +1,66 @@
+"""Find the lines of the user's that run, and those in which a pattern occurs.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import linecache
+import os
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from ..workloads.models import LIBRARIES
+
+
+def users_frames(*inside: str) -> list[Any]:
+    """Return the frames that are in no library, from the innermost on.
+
+    Functions with these qualified names are left out, and what they have called.
+    """
+    found: list[Any] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname in inside:
+            found.clear()
+        elif not frame.f_code.co_filename.startswith(LIBRARIES):
+            found.append(frame)
+        frame = frame.f_back
+    return found
+
+
+def users_lines(*inside: str) -> tuple[str, ...]:
+    """Return files and lines of the user's, see `users_frames`."""
+    return tuple(
+        place_of(frame.f_code.co_filename, frame.f_lineno) for frame in users_frames(*inside)
+    )
+
+
+def users_line(*inside: str) -> str:
+    """Return the innermost one of them."""
+    return "".join(users_lines(*inside)[:1])
+
+
+def users_files() -> list[str]:
+    files = [frame.f_code.co_filename for frame in users_frames()]
+    # Python takes None in place of a module that nobody is to import.
+    files += [str(vars(one).get("__file__")) for one in [*sys.modules.values()] if one]
+    return [
+        file
+        for file in dict.fromkeys(files)
+        if not file.startswith(LIBRARIES) and file.endswith(".py")
+    ]
+
+
+def place_of(file: str, number: int) -> str:
+    return f"{file.rpartition(os.sep)[2]}:{number}"
+
+
+def places_with(pattern: str, files: Iterable[str]) -> list[str]:
+    """Return the places of lines in which a pattern occurs."""
+    return [
+        place_of(file, number)
+        for file in files
+        for number, line in enumerate(linecache.getlines(file), 1)
+        if re.search(pattern, line)
+    ]

@@ -1,0 +1,153 @@
+"""Run a model again with a part of its input changed, and compare its outputs.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..core.measure import as_trained
+from ..workloads.models import LIBRARIES
+from .loop_events import Fault, Forward, LossCall, Recording, Targets, tensors_of
+
+# Layers that reach over padding, whatever a mask is.
+REACHING = (nn.RNNBase, nn.modules.conv._ConvNd)
+
+
+def probe(trace: Recording) -> None:
+    """Look for outputs that depend on what they must not, once for each model."""
+    forward = trace.last(Forward)
+    # Targets may stand behind a call of another model, as of one that judges.
+    if forward is None or forward.module not in trace.roots or forward.module in trace.probed:
+        return
+    trace.probed.append(forward.module)
+    # A model may refuse to run in eval mode, or have other outputs in each call.
+    with contextlib.suppress(Exception):
+        for fault in itertools.chain(_of_tokens(trace, forward), _of_samples(trace, forward)):
+            trace.fault("targets", *fault)
+
+
+def _of_tokens(trace: Recording, forward: Forward) -> Iterator[Fault]:
+    """Find outputs that change with a later token or with padding."""
+    module, tokens, time = forward.module, forward.tokens, forward.time_dim
+    last = 0 if tokens is None else tokens.shape[time] - 1
+    if tokens is None or last < 2:
+        return
+    # The first token in place of the last one.
+    at = torch.arange(last + 1, device=tokens.device) % last
+    both = _outputs(trace, module, tokens, tokens.index_select(time, at))
+    # Cross-entropy takes outputs whose last dimension is time, too.
+    shape = both[0].shape
+    dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
+    if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
+        for one in trace.of(Targets):
+            if one.model is module and one.same_as_input.get(1, 0) > 0.99:
+                hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
+                yield one.place, "the model sees the tokens that it has to predict", hint
+    # The later tokens of another sample.
+    first = tokens[:, :1]
+    mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
+    is_known = both[0].dim() == 2 and not torch.equal(both[0], both[0].flip(0))
+    if (
+        is_known
+        and not torch.equal(tokens, mixed)
+        and torch.equal(*_outputs(trace, module, tokens, mixed))
+    ):
+        measured = "the outputs of the model depend on the first token alone"
+        hint = "use the output at the last token, or attention without a causal mask"
+        yield forward.place, measured, hint
+    is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
+    padded = _padded(tokens, trace.given.tensors)
+    if padded is None or any(isinstance(one, REACHING) for one in module.modules()):
+        return
+    outputs, others = _outputs(trace, module, tokens, torch.where(padded, first, tokens))
+    if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
+        outputs, others = outputs[~padded], others[~padded]
+    elif outputs.dim() != 2 or not is_users:
+        return
+    if _differ(outputs, others):
+        hint = "look at the mask of the attention: which value of it stands for padding?"
+        yield forward.place, "the outputs of the model change with the padding", hint
+
+
+def _of_samples(trace: Recording, forward: Forward) -> Iterator[Fault]:
+    """Find layers that take the samples of a batch for the steps of a sequence."""
+    tensors = trace.given.tensors
+    call = trace.last(LossCall)
+    if not tensors or call is None or call.columns is None:
+        return
+    given = tensors[0]
+    # Of equal sizes, and of a batch of one, it is not known which one is the batch.
+    if not (given is forward.tokens or given.dim() > 2) or given.shape[1] in (1, len(given)):
+        return
+    # A recurrent layer sees no later steps.
+    changed = torch.cat([given[-1:], given[1:]])
+    outputs, others = _outputs(trace, forward.module, given, changed)
+    if outputs.shape[:1] != given.shape[:1]:
+        return
+    if _differ(outputs[1:], others[1:]):
+        if any(
+            isinstance(one, nn.RNNBase | nn.MultiheadAttention) and not one.batch_first
+            for one in forward.module.modules()
+        ):
+            measured = "the outputs of a sample change with the other samples of the batch"
+            hint = "give the layer batch_first=True, or a tensor with time first"
+            yield forward.place, measured, hint
+    # With an input more the first sample is another one than the last, and sums in half
+    # precision may depend on the place.
+    elif len(tensors) == 1 and outputs.itemsize > 2 and _differ(outputs[-1], others[0]):
+        measured = "the outputs of a sample change with its place in the batch"
+        hint = "add codes of positions along the sequence: codes[:x.size(1)] with batch first"
+        yield forward.place, measured, hint
+
+
+def _outputs(
+    trace: Recording, module: nn.Module, given: Tensor, other: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a model for a tensor that it was given, and for another one.
+
+    It raises where the same input gives another output.
+    """
+    args, options = trace.given.args, trace.given.options
+    outputs = []
+    trace.depth += 1
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
+            module.eval()
+            for value in (given, given, other):
+                words = {k: value if v is given else v for k, v in options.items()}
+                output = module(*(value if one is given else one for one in args), **words)
+                logits = (
+                    one
+                    for one in tensors_of(output)
+                    if one.dim() in (2, 3) and one.is_floating_point()
+                )
+                outputs.append(next(logits, torch.zeros(())))
+    finally:
+        trace.depth -= 1
+    first, again, changed = outputs
+    if _differ(first, again):
+        raise RuntimeError("it draws random numbers that are not torch's")
+    return again, changed
+
+
+def _padded(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
+    """Return where tokens are padding at the end, by a mask among what a model was given."""
+    for mask in given:
+        if mask.shape != tokens.shape or mask.max() > 1:
+            continue
+        differs = mask != mask[:, :1]
+        is_at_end = (differs[:, 1:] >= differs[:, :-1]).all()
+        if is_at_end and len(tokens[differs].unique()) == 1 == len(mask[:, 0].unique()):
+            return differs
+    return None
+
+
+def _differ(first: Tensor, second: Tensor) -> bool:
+    is_other = first.shape != second.shape
+    return is_other or not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True)

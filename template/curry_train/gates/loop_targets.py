@@ -1,0 +1,139 @@
+"""Compare the targets of a loss with the batches that were read, and with what the model was given.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..core.digest import is_plain
+from .loop_events import Forward, LossCall, Recording, Targets, tensors_of
+from .loop_loss import ON_VALUES, digest
+
+
+def of_batch(batch: Any) -> dict[str, Any]:
+    """Return what is noted of a batch, by whose values targets are known."""
+    several = [one for one in tensors_of(batch) if one.dim() and len(one) > 1 and is_plain(one)]
+    return {
+        "digests": () if batch is None else tuple(map(digest, several)) or (0.0,),
+        "integers": {
+            one.data_ptr(): one.tolist()
+            for one in several
+            if one.dim() == 1 and not one.is_floating_point()
+        },
+        "whole": tuple(
+            digest(one.trunc())
+            for one in several
+            if one.dtype.is_floating_point and one.numel() == len(one) and one.frac().any()
+        ),
+    }
+
+
+def note_batches(trace: Recording, target: Tensor, call: LossCall) -> None:
+    """Note the batches whose labels, or a part of them, are the targets of a loss."""
+    is_float = target.is_floating_point()
+    is_index = target.device.type == "cpu" and not is_float
+    at = target.data_ptr() if is_index and is_plain(target) else -1
+    own = [] if is_float else target.flatten().tolist()
+    given = trace.last(Forward)
+    for fetch in trace.fetched.values():
+        # Other targets may be 0 as well.
+        is_same = call.targets in fetch.digests and (call.targets != 0 or not is_index)
+        labels = [
+            values
+            for first, values in fetch.integers.items()
+            if first <= at < first + target.itemsize * len(values)
+            or (target.dim() == 2 and target.argmax(1).tolist() == values)
+            or (is_same and values == own)
+        ]
+        fetch.labels = fetch.labels or next(iter(labels), ())
+        fetch.is_used |= is_same or bool(labels)
+        if given is not None and is_index and not {*given.digests}.isdisjoint(fetch.digests):
+            call.is_shuffled |= any(
+                own != one and sorted(own) == sorted(one) for one in fetch.integers.values()
+            )
+        if call.targets in fetch.whole and call.term.name in ON_VALUES:
+            hint = "leave out the long() or int() of the targets"
+            trace.fault("targets", call.place, "the targets have lost their fractions", hint)
+
+
+def columns_of(given: Tensor | None, target: Tensor) -> frozenset[int] | None:
+    """Compare a target for each sample with what the model was given."""
+    if given is None or given.dim() < 2 or not len(given) == target.numel() > 1:
+        return None
+    # A token may well be what a model has to repeat, and a value what it has to follow.
+    is_table = given.dim() == 2 and given.is_floating_point()
+    if not is_table or target.is_floating_point() or given.device != target.device:
+        return frozenset()
+    # Equal by chance, where there is one label.
+    equal = (given.detach() == target.reshape(-1, 1)).all(0) & (target != target[0]).any()
+    return frozenset(equal.nonzero().flatten().tolist())
+
+
+def tokens_of(given: Any) -> Tensor | None:
+    """Return what a model was given first, where that is rows of tokens."""
+    is_tokens = isinstance(given, Tensor) and given.dim() == 2 and not given.is_floating_point()
+    return given if is_tokens else None
+
+
+def note_targets(trace: Recording, forward: Forward, target: Tensor, ignored: int = -100) -> None:
+    """Compare targets that are indices with the tokens that the model was given."""
+    _find_tokens(trace, forward, target, ignored)
+    tokens, mask = forward.tokens, trace.given.options.get("attention_mask")
+    if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
+        return
+    targets = target.reshape(len(tokens), -1)
+    if not forward.time_dim:
+        tokens, targets = tokens.T, targets.T
+    counted = targets != ignored
+    if not counted.any():
+        return
+    event = trace.note(Targets, model=forward.module)
+    # One of a few classes may well end rows.
+    if targets.max() > 4:
+        event.filler = _filler(targets, counted)
+    # Targets of a part of the tokens, whose first or last ones are left out.
+    if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
+        return
+    same = event.same_as_input = _same_as_input(targets, counted, tokens)
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+        padding = mask[:, int(same.get(1, 0) > same.get(0, 0)) :] == 0
+        width = min(padding.shape[1], targets.shape[1])
+        event.counts_padding = bool((padding[:, :width] & counted[:, :width]).any())
+
+
+def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: int) -> None:
+    """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
+    labels = trace.given.options.get("labels")
+    for one in trace.given.tensors:
+        is_like = one.dim() == 2 and one.numel() == target.numel()
+        if is_like and one is not labels and one.device == target.device:
+            targets = target.reshape(one.shape)
+            for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
+                if _same_as_input(others, others != ignored, rows).get(1, 0) > 0.99:
+                    forward.tokens, forward.time_dim = one, dim
+
+
+def _same_as_input(targets: Tensor, counted: Tensor, tokens: Tensor) -> dict[int, float]:
+    """Return the share of targets that are the tokens so many places ahead, by these places."""
+    same = {}
+    for ahead in (0, 1, 2):
+        width = min(targets.shape[1], tokens.shape[1] - ahead)
+        valid = counted[:, :width]
+        if valid.any():
+            equal = targets[:, :width] == tokens[:, ahead : ahead + width]
+            same[ahead] = float(equal[valid].float().mean())
+    return same
+
+
+def _filler(targets: Tensor, counted: Tensor) -> int | None:
+    """Return the index at the end of rows of different lengths, if it counts."""
+    last = targets[:, -1:]
+    length = (targets == last).flip(1).cumprod(1).sum(1)
+    is_long = (length > 2) & counted[:, -1]
+    fillers = last[is_long].unique().tolist()
+    if is_long.sum() < 2 or len(fillers) > 1 or len(length.unique()) < 2:
+        return None
+    is_nowhere_else = (targets == fillers[0]).sum() == length[last[:, 0] == fillers[0]].sum()
+    return fillers[0] if is_nowhere_else else None

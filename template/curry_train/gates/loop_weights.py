@@ -1,0 +1,177 @@
+"""Measure what happens to weights and gradients between a backward call and the end of a step.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import gc
+import math
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core.digest import is_plain
+from ..workloads.optimizers import parameters_of
+from .loop_events import FEWEST_STEPS, Backward, Recording, Versions, tensors_of
+from .loop_lines import users_line
+from .loop_loss import digest, values_of
+
+# Parameters are compared before and after a step up to this number of elements.
+MOST_COMPARED = 2 * 10**8
+MOST_SMALL = 10**6
+# A larger share of an average that the newest weights have is one by mistake.
+MOST_OF_AVERAGE = 0.9
+
+
+class Gradient:
+    """A small gradient after a backward call, and what the loop makes of it before it is used."""
+
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
+        # The first one of a usual size.
+        self.parameter = next((one for one in parameters if 1 < one.numel() < MOST_SMALL), None)
+        self.grad = getattr(self.parameter, "grad", None)
+        self.made = self._measured()
+        self.used: tuple[float, float] | None = None
+
+    def _measured(self) -> tuple[float, float]:
+        """Return a number that is linear in its values, and their norm."""
+        grad = getattr(self.parameter, "grad", None)
+        return (0.0, 0.0) if grad is None else (digest(grad), float(values_of(grad).norm()))
+
+    def use(self) -> None:
+        """Measure it again, at the first call after a backward call."""
+        self.used = self.used or self._measured()
+
+    def facts(self, own: Container[int]) -> dict[str, Any]:
+        """Return what is noted of it for a step, if it is of one of these parameters."""
+        (made, norm), (used, norm_used) = self.made, self.used or self.made
+        if id(self.parameter) not in own or not made:
+            return {"made": 0.0, "used": 0.0, "factor": 1.0}
+        factor = used / made
+        is_same = getattr(self.parameter, "grad", None) is self.grad
+        is_multiplied = is_same and math.isclose(norm_used, abs(factor) * norm, rel_tol=1e-3)
+        return {"made": made, "used": used, "factor": factor if is_multiplied else None}
+
+
+class Snapshot:
+    """The state of an optimizer, and the values of its parameters and of frozen ones."""
+
+    def __init__(self, optimizer: Optimizer, frozen: Sequence[Tensor] = ()) -> None:
+        own = parameters_of(optimizer)
+        compared = [*own, *frozen]
+        self.state = state_of(optimizer)
+        # Unless there are too many.
+        self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
+        self.values: dict[int, Tensor] = {}
+        self.digest = 0.0
+        if self.is_compared:
+            self.values = {id(one): one.detach().clone() for one in compared}
+            self.digest = sum(map(digest, own))
+
+    def moved(self, parameters: Iterable[Tensor]) -> list[int]:
+        """Return the ids of those parameters that have other values now."""
+        return [
+            id(one)
+            for one in parameters
+            if id(one) in self.values and not torch.equal(self.values[id(one)], one.detach())
+        ]
+
+    def half_moved(self, parameters: Iterable[Tensor]) -> float | None:
+        """Return the share of elements in half precision that changed, of those with a gradient."""
+        changed = [
+            (values_of(one.detach()) != values_of(self.values[id(one)]))[values_of(one.grad) != 0]
+            for one in parameters
+            if one.dtype in (torch.float16, torch.bfloat16)
+            and one.grad is not None
+            and id(one) in self.values
+        ]
+        return float(torch.cat(changed).float().mean()) if changed else None
+
+
+def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest: float) -> None:
+    """Find weights that the loop averages with others or copies, and that are not for that."""
+    # In the first steps an average may follow the weights.
+    is_most = trace.num_steps_made >= FEWEST_STEPS and MOST_OF_AVERAGE < newest < 1
+    for other in filter(is_plain, others):
+        is_itself = one.is_set_to(other)
+        places = [trace.optimizer_of(it) for it in (one, other)]
+        # A whole copy begins anew from other weights, on purpose.
+        if (
+            newest < 1
+            and all(places)
+            and trace.is_third("averaged", users_line(), trace.num_steps_made)
+            and not is_itself
+        ):
+            measured = "this optimizer steps weights that are averages of others, too"
+            hint = f"leave a teacher's parameters out of it; averaged at {users_line()}"
+            trace.fault("moves", places[0], measured, hint)
+        # Another model may share what is frozen.
+        if (is_most or is_itself) and any(
+            map(other.is_set_to, filter(is_plain, trace.of_roots(trained=True)))
+        ):
+            measured = "weights are averaged with, or copied from, themselves"
+            hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
+            if not is_itself:
+                measured = f"an average of weights takes {newest:.4g} of the newest ones"
+                hint = "give the newest weights 1 - decay: average.lerp_(weight, 1 - decay)"
+            trace.fault("moves", users_line(), measured, hint)
+
+
+def state_of(optimizer: Optimizer) -> float:
+    """Return what identifies the state of an optimizer, by that of its first parameter."""
+    first = next(iter(optimizer.state.values()), None)
+    return sum(map(digest, tensors_of(first)))
+
+
+def versions_of(parameters: Iterable[Tensor]) -> Versions:
+    versions: Versions = {}
+    for parameter in parameters:
+        # A sharded gradient has its values in a tensor of its own.
+        local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+        versions[id(parameter)] = None if local is None else (id(local), local._version)
+    return versions
+
+
+def largest(grad: Tensor) -> float:
+    values = values_of(grad).detach()
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def has_equal_rows(one: Tensor) -> bool:
+    """Return whether there are several rows, of memory of their own, and all are alike."""
+    return (
+        is_plain(one)
+        and one.stride()[:1] != (0,)
+        and one.dim() > 1
+        and len(one) > 1
+        and bool((one == one[:1]).all())
+    )
+
+
+def instances_of(kind: type) -> list[Any]:
+    """Return all instances of a class; asking for `__class__` would wake proxies that warn."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def leaves_alone(trace: Recording, leaves: Container[int]) -> dict[int, str]:
+    """Describe the leaves with a gradient, by id, that no module may have, nor these leaves.
+
+    To the gradient of a tensor that no optimizer has each backward call adds, and nothing sets it
+    to 0, as where the user changes it by hand.
+    """
+    return {
+        id(one): f"a {type(one).__name__.lower()} of shape {list(one.shape)}"
+        for one in instances_of(Tensor)
+        if one.is_leaf
+        and one.grad is not None
+        and (
+            isinstance(one, nn.Parameter)
+            or (
+                one._version == 0
+                and 1 < one.grad._version < len(trace.of(Backward))
+                and id(one) not in leaves
+            )
+        )
+    }
