@@ -77,6 +77,6 @@ def describe(program: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
     if not_applicable:
         texts = [
             f"{', '.join(verdict.gate for verdict in several)} ({several[0].hint})"
-            for several in grouped(not_applicable, lambda verdict: verdict.hint)
+            for several in grouped(not_applicable, "hint")
         ]
         yield f"not applicable: {'; '.join(texts)}"

@@ -3,12 +3,15 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+import inspect
 import os
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from ..core.replaced_calls import Call
 from ..core.wording import some_of
 from ..runs.fingerprints import leaves_of
 from ..workloads.optimizers import parameter_ids
 from .loop_lines import places_with, users_files, users_lines
 from .loop_loss import Term
 
-# A fault of the loop: the line, the measured figure, and advice.
-Fault = tuple[str, ...]
 T = TypeVar("T")
 E = TypeVar("E", bound="Event")
 # Steps after which a loop counts as one that always does the same. Parameters in no optimizer are
@@ -36,8 +38,15 @@ MOST_NAMES = 2
 Versions = dict[int, tuple[int, int] | None]
 
 
-@dataclass(eq=False)
-class Event:
+@dataclass_transform(eq_default=False, field_specifiers=(field,))
+class Recorded:
+    """Makes dataclasses of its subclasses, which are equal only to themselves."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(eq=False)(cls)
+
+
+class Event(Recorded):
     """A call that the loop made, at a line of the user's."""
 
     # Files and lines of the user's that led to it, from the innermost on.
@@ -64,7 +73,11 @@ class Event:
         return lines[0] if lines else ""
 
 
-@dataclass(eq=False)
+# A fault of the loop: the event or the line, the measured figure, and advice.
+Fault = tuple[Event | str, str, str]
+Faults = Iterator[Fault]
+
+
 class Fetch(Event):
     """A batch that a DataLoader returned, or its end (no digests)."""
 
@@ -82,7 +95,6 @@ class Fetch(Event):
     labels: Sequence[int] = ()
 
 
-@dataclass(eq=False)
 class Forward(Event):
     """A call of a module that is inside of no other one."""
 
@@ -111,8 +123,36 @@ class Forward(Event):
     # Whether dropout of a function's has a rate in it, in whatever mode.
     drops: bool = False
 
+    @property
+    def acts(self) -> bool:
+        """Whether it computes something else in training mode, at any rate."""
+        return self.drops or depends_on_mode(self.module)
 
-@dataclass(eq=False)
+
+def depends_on_mode(model: nn.Module) -> bool:
+    """Return whether a model computes something else in training mode, by its layers.
+
+    A frozen part of a model that is trained may stay in either mode on purpose.
+    """
+    return any(
+        isinstance(model, nn.modules.batchnorm._BatchNorm)
+        or (
+            isinstance(value, float)
+            and value
+            and "drop" in f"{type(model).__name__} {name}".lower()
+        )
+        for name, value in vars(model).items()
+    ) or any(
+        depends_on_mode(part)
+        for part in model.children()
+        if _trains(part) != {False} or _trains(model) == {False}
+    )
+
+
+def _trains(part: nn.Module) -> set[bool]:
+    return {one.requires_grad for one in part.parameters()}
+
+
 class LossCall(Event):
     """A call of one of torch's loss functions."""
 
@@ -128,7 +168,6 @@ class LossCall(Event):
     is_used: bool = False
 
 
-@dataclass(eq=False)
 class Targets(Event):
     """Targets that stand for tokens, compared with the tokens that a model was given."""
 
@@ -141,7 +180,6 @@ class Targets(Event):
     counts_padding: bool = False
 
 
-@dataclass(eq=False)
 class Dropout(Event):
     """A call of dropout that acts, in a model."""
 
@@ -153,7 +191,6 @@ class Dropout(Event):
     kind: tuple[torch.Size, float]
 
 
-@dataclass(eq=False)
 class Backward(Event):
     """A call of backward on a loss."""
 
@@ -172,14 +209,12 @@ class Backward(Event):
     is_next: bool = False
 
 
-@dataclass(eq=False)
 class Clip(Event):
     """A clipping of gradients."""
 
     parameters: frozenset[int]
 
 
-@dataclass(eq=False)
 class Zero(Event):
     """A call that sets gradients to zero or None, after gradients were there."""
 
@@ -195,11 +230,24 @@ class Events:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-@dataclass(eq=False)
-class Step(Event, Events):
-    """A step of an optimizer, with what it did to parameters, and the window that it ends."""
+class Stepping(Event):
+    """The end of a window, with a step or without."""
 
     optimizer: Optimizer
+
+    @cached_property
+    def own(self) -> frozenset[int]:
+        """The ids of the optimizer's parameters."""
+        return frozenset(parameter_ids(self.optimizer))
+
+
+class Skipped(Stepping):
+    """A step that a scaler left out, as gradients were not finite."""
+
+
+class Step(Stepping, Events):
+    """A step of an optimizer, with what it did to parameters, and the window that it ends."""
+
     rates: list[float]
     # What identifies its state, and the values of its parameters, before and after it.
     state: tuple[float, float]
@@ -241,7 +289,6 @@ class Step(Event, Events):
         """Note the events that it is made of, and the step of the same optimizer before it."""
         self.events = events
         self.previous = previous
-        self.own = parameter_ids(self.optimizer)
         # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
         # microbatch without sync to itself.
         calls = self.of(Backward)
@@ -264,10 +311,19 @@ class Step(Event, Events):
         self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
 
     @property
+    def first(self) -> Forward:
+        """The first forward pass that is trained on, if there is one."""
+        return self.forwards[0]
+
+    @property
+    def num_samples(self) -> int:
+        return sum(one.num_samples for one in self.forwards)
+
+    @property
     def body(self) -> list[Event]:
         """The events after the last step of another optimizer before the first backward call."""
         first = self.calls[0].at if self.calls else 0
-        others = [one.at for one in self.events if isinstance(one, STEPS) and one.at < first]
+        others = [one.at for one in self.events if isinstance(one, Stepping) and one.at < first]
         return [one for one in self.events if one.at > max(others, default=-1)]
 
     @property
@@ -280,17 +336,6 @@ class Step(Event, Events):
         return self.own.isdisjoint(call.dirty)
 
 
-@dataclass(eq=False)
-class Skipped(Event):
-    """A step that a scaler left out, as gradients were not finite."""
-
-    optimizer: Optimizer
-
-
-STEPS = (Step, Skipped)
-
-
-@dataclass(eq=False)
 class Schedule(Event):
     """A step of a learning rate's schedule."""
 
@@ -301,7 +346,6 @@ class Schedule(Event):
     num_expected: int
 
 
-@dataclass(eq=False)
 class Scaling(Event):
     """A call of a gradient scaler."""
 
@@ -309,7 +353,6 @@ class Scaling(Event):
     scaler: Any
 
 
-@dataclass(eq=False)
 class Seeding(Event):
     """A call of torch.manual_seed."""
 
@@ -318,11 +361,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def grouped(values: Iterable[T], key: Callable[[T], Any]) -> list[list[T]]:
-    """Return values that have the same key, in order, for each key."""
+def grouped(values: Iterable[T], *names: str) -> list[list[T]]:
+    """Return values that have the same attributes, in order, for each of these."""
     groups = defaultdict[Any, list[T]](list)
+    of = attrgetter(*names)
     for value in values:
-        groups[key(value)].append(value)
+        groups[of(value)].append(value)
     return list(groups.values())
 
 
@@ -371,6 +415,11 @@ class Trace(Events):
         return set[int]().union(*map(parameter_ids, self.optimizers))
 
     @cached_property
+    def idle(self) -> set[int]:
+        """The ids of those that have never had a gradient."""
+        return self.held - self.with_gradient
+
+    @cached_property
     def bare(self) -> list[int]:
         """The ids of leaves with a gradient that are in no module and no optimizer."""
         return list(self.living.keys() - self.names.keys() - self.held)
@@ -398,17 +447,16 @@ class Trace(Events):
     @cached_property
     def by_optimizer(self) -> list[list[Step]]:
         """The steps of each optimizer, with their windows."""
-        found = grouped(self.of(Step), lambda step: id(step.optimizer))
+        found = grouped(self.of(Step), "optimizer")
         for steps in found:
             events: list[Event] = []
             previous = None
-            own = parameter_ids(steps[0].optimizer)
             for event in self.events:
                 if isinstance(event, Step) and event in steps:
                     event.end_window(events, previous)
                     previous = event
                 # Another optimizer may have trained the same parameters before.
-                if isinstance(event, STEPS) and own & parameter_ids(event.optimizer):
+                if isinstance(event, Stepping) and steps[0].own & event.own:
                     events = []
                 else:
                     events.append(event)
@@ -419,16 +467,47 @@ class Trace(Events):
         return [step for steps in self.by_optimizer for step in steps]
 
 
-@dataclass
-class Given:
-    """The arguments of a forward pass."""
+class Called:
+    """A call of torch's that the loop makes, with its arguments."""
 
-    args: tuple[Any, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, function: Call, /, *args: Any, **options: Any) -> None:
+        self.function = function
+        self.args = args
+        self.options = options
+
+    @property
+    def owner(self) -> Any:
+        """The object whose method it is."""
+        return self.args[0]
+
+    @property
+    def caller(self) -> Any:
+        """The frame that made the call, for the method that handles it."""
+        return sys._getframe(4)
 
     @property
     def tensors(self) -> list[Tensor]:
-        return tensors_of((self.args, self.options))
+        """The tensors among the other arguments."""
+        return tensors_of((self.args[1:], self.options))
+
+    def bound(self) -> inspect.BoundArguments:
+        return inspect.signature(self.function).bind(*self.args, **self.options)
+
+    def argument(self, name: str) -> Any:
+        """Return an argument, or None where it is left out."""
+        return self.bound().arguments.get(name)
+
+    def listed(self, name: str) -> list[Tensor]:
+        """Return an argument as a list of tensors, also where it is one, or an iterator."""
+        bound = self.bound()
+        value = bound.arguments[name]
+        tensors = bound.arguments[name] = [value] if isinstance(value, Tensor) else list(value)
+        self.args = bound.args
+        self.options = bound.kwargs
+        return tensors
+
+    def run(self) -> Any:
+        return self.function(*self.args, **self.options)
 
 
 class Recording(Trace):
@@ -442,7 +521,7 @@ class Recording(Trace):
         self.depth = 0
         self.stepping: list[Optimizer] = []
         # Of the last forward pass.
-        self.given = Given()
+        self.given = Called(list)
         # The last batch of each loader, by its id.
         self.fetched: dict[int, Fetch] = {}
         # By where the values of a parameter were: it, and where its optimizer was made.
@@ -459,7 +538,7 @@ class Recording(Trace):
     def last(self, kind: type[E]) -> E | None:
         return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
 
-    def fault(self, check: str, *fault: str) -> None:
+    def fault(self, check: str, *fault: *Fault) -> None:
         self.faults[check].append(fault)
 
     def note(self, kind: type[E], /, **facts: Any) -> E:

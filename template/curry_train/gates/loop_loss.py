@@ -55,6 +55,7 @@ class Term:
 
 # A likely mistake in a call of a loss function: the measured figure, and what to do.
 Doubt = tuple[str, str]
+Doubts = Iterator[Doubt]
 
 
 def values_of(one: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
 
 
-def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
+def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
     """Find inputs that are no logits or log-probabilities, or of another shape than targets."""
     made, values = made_by(given), given.detach()
     if name == "nll_loss" and made == "LogSoftmax":
@@ -140,7 +141,7 @@ NOISE = 1.3
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
 
 
-def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Iterator[Doubt]:
+def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     """Find targets that the values before a loss can't have, and that have a gradient."""
     is_binary = name.startswith("binary")
     if target.is_floating_point() and (is_binary or name in ON_VALUES):
@@ -174,7 +175,7 @@ def _have_one_call(one: Tensor, other: Tensor) -> bool:
     return any(not hasattr(it, "variable") for it in nodes_behind(one) & nodes_behind(other))
 
 
-def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Iterator[Doubt]:
+def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Doubts:
     """Find targets that are several classes, smoothed away, or ignored."""
     if target.is_floating_point() and target.dim() > 1:
         is_whole = bool(((target == 0) | (target == 1)).all())
@@ -189,7 +190,7 @@ def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Iterat
 
 def _wrong_labels(
     *, targets: Tensor, input_lengths: Any, target_lengths: Any, blank: int, **options: Any
-) -> Iterator[Doubt]:
+) -> Doubts:
     """Find labels of ctc_loss that it can't give."""
     lengths = torch.as_tensor(target_lengths, device=targets.device)
     if targets.dim() == 2:
@@ -202,7 +203,7 @@ def _wrong_labels(
         yield "most samples have fewer frames than labels", hint
 
 
-def _own_pairs(given: Tensor, target: Tensor) -> Iterator[Doubt]:
+def _own_pairs(given: Tensor, target: Tensor) -> Doubts:
     """Find similarities of samples among which is that of each sample with itself."""
     if target.dim() != 1 or given.shape != 2 * target.shape or len(target) < 3:
         return

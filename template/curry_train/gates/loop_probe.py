@@ -6,14 +6,13 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from ..core.measure import as_trained
 from ..workloads.models import LIBRARIES
-from .loop_events import Fault, Forward, LossCall, Recording, Targets, tensors_of
+from .loop_events import Faults, Forward, LossCall, Recording, Targets, tensors_of
 
 # Layers that reach over padding, whatever a mask is.
 REACHING = (nn.RNNBase, nn.modules.conv._ConvNd)
@@ -32,7 +31,7 @@ def probe(trace: Recording) -> None:
             trace.fault("targets", *fault)
 
 
-def _of_tokens(trace: Recording, forward: Forward) -> Iterator[Fault]:
+def _of_tokens(trace: Recording, forward: Forward) -> Faults:
     """Find outputs that change with a later token or with padding."""
     module, tokens, time = forward.module, forward.tokens, forward.time_dim
     last = 0 if tokens is None else tokens.shape[time] - 1
@@ -48,7 +47,7 @@ def _of_tokens(trace: Recording, forward: Forward) -> Iterator[Fault]:
         for one in trace.of(Targets):
             if one.model is module and one.same_as_input.get(1, 0) > 0.99:
                 hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
-                yield one.place, "the model sees the tokens that it has to predict", hint
+                yield one, "the model sees the tokens that it has to predict", hint
     # The later tokens of another sample.
     first = tokens[:, :1]
     mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
@@ -58,9 +57,11 @@ def _of_tokens(trace: Recording, forward: Forward) -> Iterator[Fault]:
         and not torch.equal(tokens, mixed)
         and torch.equal(*_outputs(trace, module, tokens, mixed))
     ):
-        measured = "the outputs of the model depend on the first token alone"
-        hint = "use the output at the last token, or attention without a causal mask"
-        yield forward.place, measured, hint
+        yield (
+            forward,
+            "the outputs of the model depend on the first token alone",
+            "use the output at the last token, or attention without a causal mask",
+        )
     is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
     padded = _padded(tokens, trace.given.tensors)
     if padded is None or any(isinstance(one, REACHING) for one in module.modules()):
@@ -72,10 +73,10 @@ def _of_tokens(trace: Recording, forward: Forward) -> Iterator[Fault]:
         return
     if _differ(outputs, others):
         hint = "look at the mask of the attention: which value of it stands for padding?"
-        yield forward.place, "the outputs of the model change with the padding", hint
+        yield forward, "the outputs of the model change with the padding", hint
 
 
-def _of_samples(trace: Recording, forward: Forward) -> Iterator[Fault]:
+def _of_samples(trace: Recording, forward: Forward) -> Faults:
     """Find layers that take the samples of a batch for the steps of a sequence."""
     tensors = trace.given.tensors
     call = trace.last(LossCall)
@@ -95,15 +96,19 @@ def _of_samples(trace: Recording, forward: Forward) -> Iterator[Fault]:
             isinstance(one, nn.RNNBase | nn.MultiheadAttention) and not one.batch_first
             for one in forward.module.modules()
         ):
-            measured = "the outputs of a sample change with the other samples of the batch"
-            hint = "give the layer batch_first=True, or a tensor with time first"
-            yield forward.place, measured, hint
+            yield (
+                forward,
+                "the outputs of a sample change with the other samples of the batch",
+                "give the layer batch_first=True, or a tensor with time first",
+            )
     # With an input more the first sample is another one than the last, and sums in half
     # precision may depend on the place.
     elif len(tensors) == 1 and outputs.itemsize > 2 and _differ(outputs[-1], others[0]):
-        measured = "the outputs of a sample change with its place in the batch"
-        hint = "add codes of positions along the sequence: codes[:x.size(1)] with batch first"
-        yield forward.place, measured, hint
+        yield (
+            forward,
+            "the outputs of a sample change with its place in the batch",
+            "add codes of positions along the sequence: codes[:x.size(1)] with batch first",
+        )
 
 
 def _outputs(
@@ -113,15 +118,15 @@ def _outputs(
 
     It raises where the same input gives another output.
     """
-    args, options = trace.given.args, trace.given.options
+    call = trace.given
     outputs = []
     trace.depth += 1
     try:
         with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
             module.eval()
             for value in (given, given, other):
-                words = {k: value if v is given else v for k, v in options.items()}
-                output = module(*(value if one is given else one for one in args), **words)
+                words = {k: value if v is given else v for k, v in call.options.items()}
+                output = module(*(value if one is given else one for one in call.args[1:]), **words)
                 logits = (
                     one
                     for one in tensors_of(output)

@@ -3,14 +3,14 @@
 Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
 from ..workloads.optimizers import parameters_of
-from .loop import totals
-from .loop_events import Fault, Fetch, Trace
+from .loop_accumulation import totals
+from .loop_events import Faults, Fetch, Trace
 from .loop_loss import TOLERANCE
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
@@ -44,7 +44,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     return steps
 
 
-def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iterator[Fault]:
+def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faults:
     """Find faults of all ranks; one that has not ended gave nothing."""
     there = [rank for rank in ranks if rank is not None]
     first = there[0]
@@ -77,7 +77,7 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Iter
         yield first[0]["data_place"], "all ranks see the same samples", hint
 
 
-def _averaged(steps: Sequence[Mapping[str, Any]]) -> Iterator[Fault]:
+def _averaged(steps: Sequence[Mapping[str, Any]]) -> Faults:
     """Find gradients that are not the mean over the ranks of the gradients of mean losses."""
     number = len(steps)
     gradients = [one["gradient"] for one in steps]

@@ -55,7 +55,7 @@ def note_batches(trace: Recording, target: Tensor, call: LossCall) -> None:
             )
         if call.targets in fetch.whole and call.term.name in ON_VALUES:
             hint = "leave out the long() or int() of the targets"
-            trace.fault("targets", call.place, "the targets have lost their fractions", hint)
+            trace.fault("targets", call, "the targets have lost their fractions", hint)
 
 
 def columns_of(given: Tensor | None, target: Tensor) -> frozenset[int] | None:

@@ -9,10 +9,8 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import contextlib
-import inspect
 import itertools
 import math
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,12 +35,12 @@ from ..workloads.optimizers import parameters_of
 from .loop_events import (
     FEWEST_STEPS,
     Backward,
+    Called,
     Clip,
     Dropout,
     Event,
     Fetch,
     Forward,
-    Given,
     LossCall,
     Recording,
     Scaling,
@@ -95,44 +93,6 @@ LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 class EnoughSteps(BaseException):
     """The loop has made the steps that were asked for."""
-
-
-class Called:
-    """A call of torch's that the loop makes, with its arguments."""
-
-    def __init__(self, function: Call, /, *args: Any, **options: Any) -> None:
-        self.function = function
-        self.args = args
-        self.options = options
-
-    @property
-    def owner(self) -> Any:
-        """The object whose method it is."""
-        return self.args[0]
-
-    @property
-    def caller(self) -> Any:
-        """The frame that made the call, for the method that handles it."""
-        return sys._getframe(4)
-
-    def bound(self) -> inspect.BoundArguments:
-        return inspect.signature(self.function).bind(*self.args, **self.options)
-
-    def given(self, name: str) -> Any:
-        """Return an argument, or None where it is left out."""
-        return self.bound().arguments.get(name)
-
-    def listed(self, name: str) -> list[Tensor]:
-        """Return an argument as a list of tensors, also where it is one, or an iterator."""
-        bound = self.bound()
-        value = bound.arguments[name]
-        tensors = bound.arguments[name] = [value] if isinstance(value, Tensor) else list(value)
-        self.args = bound.args
-        self.options = bound.kwargs
-        return tensors
-
-    def run(self) -> Any:
-        return self.function(*self.args, **self.options)
 
 
 class Observer(Recording):
@@ -261,9 +221,9 @@ class Observer(Recording):
         # A loss is a module too, without parameters.
         is_model = next(module.parameters(), None) is not None
         if is_model and not self.depth and not in_backward():
-            self.given = Given(call.args[1:], call.options)
+            self.given = call
             with torch.no_grad():
-                event = self._note_forward(module, has_gradients=has_gradients)
+                event = self._note_forward(call, has_gradients=has_gradients)
         self.depth += 1
         try:
             output = call.run()
@@ -273,8 +233,8 @@ class Observer(Recording):
             self._note_outputs(event, tensors_of(output))
         return output
 
-    def _note_forward(self, module: nn.Module, *, has_gradients: bool) -> Forward:
-        inputs = self.given.tensors
+    def _note_forward(self, call: Called, *, has_gradients: bool) -> Forward:
+        module, inputs = call.owner, call.tensors
         given = [it for one in inputs if one.requires_grad for it in leaves(one)]
         self.inputs += [weakref.ref(one) for one in given if not isinstance(one, nn.Parameter)]
         self.leaves.update(map(id, given))
@@ -303,7 +263,7 @@ class Observer(Recording):
             weights=(digest(small[0]), digest(small[-1])) if small else (0.0, 0.0),
             syncs=getattr(module, "require_backward_grad_sync", None),
             passes_on=any(one.requires_grad for one in inputs),
-            tokens=tokens_of(self.given.options.get("input_ids", *self.given.args[:1])),
+            tokens=tokens_of(call.options.get("input_ids", *call.args[1:2])),
             cause=None if module.training else self.made.get(id(module)),
         )
 
@@ -312,9 +272,12 @@ class Observer(Recording):
         if not any(
             all(map(math.isfinite, digests)) for digests in (event.digests, map(digest, outputs))
         ):
-            hint = "look at how the data is read and normalized"
-            measured = "the model is given values that are not finite"
-            self.fault("data", event.place, measured, hint)
+            self.fault(
+                "data",
+                event,
+                "the model is given values that are not finite",
+                "look at how the data is read and normalized",
+            )
         for one in outputs:
             notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
             self._mark(one, event, "is_trained_on")
@@ -347,7 +310,7 @@ class Observer(Recording):
             self.loss_call = event
             for check, of_check in doubts.items():
                 for doubt in of_check:
-                    self.fault(check, event.place, *doubt)
+                    self.fault(check, event, *doubt)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
             self._mark(value, event, "is_used")
@@ -391,9 +354,12 @@ class Observer(Recording):
             return
         # A row that is the same in each step, such as one of centers, is no target.
         if self.is_third("crossed", users_line(), digest(other if one.requires_grad else one)):
-            measured = f"shapes [{number}, 1] and [{number}] are compared, each value with each"
-            hint = "give both the same shape, as by squeeze(1) or unsqueeze(1)"
-            self.fault("logits", users_line(), measured, hint)
+            self.fault(
+                "logits",
+                users_line(),
+                f"shapes [{number}, 1] and [{number}] are compared, each value with each",
+                "give both the same shape, as by squeeze(1) or unsqueeze(1)",
+            )
 
     def _detach(self, call: Called) -> Any:
         one = call.owner
@@ -407,7 +373,7 @@ class Observer(Recording):
 
     def _grad(self, call: Called) -> Any:
         wanted = call.listed("inputs")
-        if not call.given("create_graph"):
+        if not call.argument("create_graph"):
             self.grad_place = users_line()
             # Gradients of inputs alone, as of an attack, train nothing.
             self.is_attack = not any(isinstance(one, nn.Parameter) for one in wanted)
@@ -467,10 +433,10 @@ class Observer(Recording):
                 measured = "a part of the loss changes and has no gradient"
                 self.fault("accumulation", place, measured, hint)
         if not math.isfinite(event.value):
-            self.fault("sign", event.place, f"the loss is {event.value}", LOOK)
+            self.fault("sign", event, f"the loss is {event.value}", LOOK)
         if torch.is_autocast_enabled(loss.device.type):
             hint = "end the autocast block before loss.backward()"
-            self.fault("autocast", event.place, "backward runs under autocast", hint)
+            self.fault("autocast", event, "backward runs under autocast", hint)
         before = versions_of(parameters)
         event.is_next = all(before[key] == self.at_backward.get(key) for key in before)
         call.run()
@@ -499,30 +465,33 @@ class Observer(Recording):
         event = self.note(Scaling, call=name, scaler=scaler)
         # The call before it was one too.
         if [name] == calls[-1:] == ["update"]:
-            measured = "the scale is updated again, without a loss in between"
-            hint = "call scaler.update() once, after the steps of all optimizers"
-            self.fault("scaler", event.place, measured, hint)
+            self.fault(
+                "scaler",
+                event,
+                "the scale is updated again, without a loss in between",
+                "call scaler.update() once, after the steps of all optimizers",
+            )
         value = call.run()
         if name == "scale" and isinstance(value, Tensor):
             notes_on(value)[SCALE] = float(scaler.get_scale())
         elif name == "step" and not isinstance(self.events[-1], Step):
-            self.note(Skipped, optimizer=call.given("optimizer"))
+            self.note(Skipped, optimizer=call.argument("optimizer"))
         return value
 
     def _clip(self, call: Called) -> Any:
         given = call.listed("parameters")
         self.gradient.use()
-        place = self.note(Clip, parameters=frozenset(map(id, given))).place
+        event = self.note(Clip, parameters=frozenset(map(id, given)))
         if not given:
             hint = "pass model.parameters() anew; a generator is empty after one use"
-            self.fault("clipping", place, "it clips no parameter", hint)
+            self.fault("clipping", event, "it clips no parameter", hint)
         if not float(call.bound().args[1]):
             hint = "a norm of 1.0 is usual; leave the clipping out for none"
-            self.fault("clipping", place, "gradients are clipped to 0", hint)
+            self.fault("clipping", event, "gradients are clipped to 0", hint)
         is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
         if is_scaled and getattr(self.last(Scaling), "call", "") == "scale":
             hint = "call scaler.unscale_(optimizer) before it"
-            self.fault("clipping", place, "gradients are clipped while they are scaled", hint)
+            self.fault("clipping", event, "gradients are clipped while they are scaled", hint)
         return call.run()
 
     def _zero(self, call: Called) -> Any:
@@ -539,9 +508,12 @@ class Observer(Recording):
         found = call.run()
         num_keys = len(call.owner.state_dict())
         if found.unexpected_keys and len(found.missing_keys) == num_keys > 0:
-            measured = f"none of {num_keys} weights is loaded: no name is in the file"
-            hint = "compare the names, such as a prefix; strict=True (the default) would refuse it"
-            self.fault("moves", users_line(), measured, hint)
+            self.fault(
+                "moves",
+                users_line(),
+                f"none of {num_keys} weights is loaded: no name is in the file",
+                "compare the names, such as a prefix; strict=True (the default) would refuse it",
+            )
         return found
 
     def _made(self, call: Called) -> None:
@@ -614,11 +586,14 @@ class Observer(Recording):
         plain = (one for one in parameters if id(one) in slopes and is_plain(one))
         self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
-            self.fault("sign", event.place, "a step on gradients that are not finite", LOOK)
+            self.fault("sign", event, "a step on gradients that are not finite", LOOK)
         if frozen := before.moved(self.of_roots(trained=False)):
-            measured = f"frozen parameters move: {self.named(frozen)}"
-            hint = "leave frozen parameters out of the optimizer"
-            self.fault("moves", event.place, measured, hint)
+            self.fault(
+                "moves",
+                event,
+                f"frozen parameters move: {self.named(frozen)}",
+                "leave frozen parameters out of the optimizer",
+            )
         del self.before, before
         probe(self)
         self.num_made[key] += 1
@@ -647,9 +622,12 @@ class Observer(Recording):
             hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
             self.fault("growth", place, measured, hint)
         for place in self.growth.graphs:
-            measured = "a tensor of two steps ago is still held, with its graph"
-            hint = "keep loss.item() or tensor.detach() in place of the tensor"
-            self.fault("graph", place, measured, hint)
+            self.fault(
+                "graph",
+                place,
+                "a tensor of two steps ago is still held, with its graph",
+                "keep loss.item() or tensor.detach() in place of the tensor",
+            )
         for module, _ in (self.ran[False] | self.ran[True]).values():
             for name, parameter in module.named_parameters(recurse=False):
                 self.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
@@ -664,7 +642,7 @@ def _generator() -> int:
 
 
 def _uncompiled(call: Called) -> Any:
-    model = call.given("model")
+    model = call.argument("model")
     return (lambda function: function) if model is None else model
 
 

@@ -104,9 +104,12 @@ def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest
             and trace.is_third("averaged", users_line(), trace.num_steps_made)
             and not is_itself
         ):
-            measured = "this optimizer steps weights that are averages of others, too"
-            hint = f"leave a teacher's parameters out of it; averaged at {users_line()}"
-            trace.fault("moves", places[0], measured, hint)
+            trace.fault(
+                "moves",
+                places[0],
+                "this optimizer steps weights that are averages of others, too",
+                f"leave a teacher's parameters out of it; averaged at {users_line()}",
+            )
         # Another model may share what is frozen.
         if (is_most or is_itself) and any(
             map(other.is_set_to, filter(is_plain, trace.of_roots(trained=True)))

@@ -1,0 +1,287 @@
+"""Check what models are given: inputs of a loss, targets, modes, batches and random numbers.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import length_hint
+
+from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+
+from .loop_events import (
+    FEWEST_STEPS,
+    Backward,
+    Dropout,
+    Fault,
+    Faults,
+    Fetch,
+    Forward,
+    LossCall,
+    Seeding,
+    Step,
+    Targets,
+    Trace,
+    depends_on_mode,
+    grouped,
+)
+from .loop_loss import Doubt
+from .verdict import NotApplicable
+
+FEWEST_LABELS = 24
+
+
+def logits(trace: Trace) -> Iterable[Fault]:
+    """A loss gets logits or log-probabilities, as it needs; what is wrong is seen at its call."""
+    _loss_calls(trace)
+    return ()
+
+
+def targets(trace: Trace) -> Faults:
+    """Targets are the ones to learn."""
+    found = trace.of(Targets)
+    calls = trace.of(LossCall) if found else _loss_calls(trace)
+    for one in found:
+        for measured, hint in _wrong_tokens(one):
+            yield one, measured, hint
+    fillers = Counter((one.place, one.filler) for one in found)
+    for (place, filler), number in fillers.items():
+        if filler is not None and number >= FEWEST_STEPS:
+            hint = f"set labels of padding to -100, or ignore_index={filler}"
+            yield place, f"the targets {filler}, which are padding, count", hint
+    yield from _labels(trace, calls)
+
+
+def _loss_calls(trace: Trace) -> list[LossCall]:
+    calls = trace.of(LossCall)
+    if not calls:
+        raise NotApplicable("no loss function of torch was called")
+    return calls
+
+
+def _wrong_tokens(targets: Targets) -> Iterator[Doubt]:
+    """Find targets that are the tokens of the model's input, or other ones than the next."""
+    same = targets.same_as_input
+    if same.get(1, 0) < 0.9:
+        if same.get(0, 0) > 0.99:
+            hint = "shift the targets by one token to the left"
+            yield "the targets are the model's own input", hint
+        if same.get(2, 0) > 0.99:
+            hint = "shift once: models of Hugging Face shift the labels themselves"
+            yield "the targets are shifted by two tokens", hint
+    if targets.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
+        hint = "set labels of padding to the ignored index, -100"
+        yield "targets count where the attention mask is 0", hint
+
+
+def _labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
+    """Labels of the data are several, in each batch, and not among the inputs."""
+    for of_line in grouped(calls, "lines"):
+        columns = frozenset.intersection(*(call.columns or frozenset() for call in of_line))
+        if columns and sum(call.term.num_terms for call in of_line) >= FEWEST_LABELS:
+            measured = f"column {min(columns)} of the model's input is the target"
+            yield of_line[0], measured, "leave the target out of the input"
+    for one in trace.of(Fetch) if not calls else ():
+        # A loss by hand does not show its targets.
+        one.labels = next(iter(one.integers.values())) if len(one.integers) == 1 else ()
+    labelled = [one for one in trace.trained_fetches if len(one.labels) > 3]
+    shuffled = [one for one in calls if one.is_shuffled]
+    if len(shuffled) >= FEWEST_STEPS and not any(one.is_used for one in trace.of(Fetch)):
+        hint = "index inputs and labels by the same permutation"
+        yield shuffled[0], "the labels are in another order than the inputs", hint
+    kinds = {label for one in labelled for label in one.labels}
+    for several in grouped(labelled, "loader"):
+        labels = [label for one in several for label in one.labels]
+        # Labels that name the loader, as domains do, differ between loaders.
+        if len(kinds) == 1 and len(labels) >= FEWEST_LABELS:
+            measured = f"all {len(labels)} labels are {labels[0]}"
+            yield several[0], measured, "look at how labels are made"
+        elif (
+            len({*labels}) > 1
+            and len(several) > 2
+            and all(len({*one.labels}) == 1 for one in several)
+        ):
+            hint = "shuffle the data: DataLoader(..., shuffle=True)"
+            yield several[0], "each batch has samples of one class only", hint
+
+
+def mode(trace: Trace) -> Faults:
+    """The model is in training mode in forward passes that are trained on, and only there."""
+    # Digests of batches from loaders for evaluation: no model was trained on any of them.
+    loaders = {id(one.loader) for one in trace.trained_fetches}
+    others = {
+        digest for one in trace.of(Fetch) if id(one.loader) not in loaders for digest in one.digests
+    }
+    # Forward passes whose gradients are for what the model was given.
+    attacks = set[Forward]()
+    is_attack = False
+    for event in reversed(trace.events):
+        if isinstance(event, Backward):
+            is_attack = event.of_inputs
+        elif isinstance(event, Forward) and is_attack:
+            attacks.add(event)
+    # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
+    in_training = {one.module for one in trace.trained_forwards if one.training}
+    evaluated = {
+        one
+        for one in trace.of(Forward)
+        # An input with a gradient is attacked.
+        if one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}
+    }
+    # An evaluation in every step belongs to the step, as where it makes targets.
+    is_part = len(trace.windows) >= FEWEST_STEPS and all(
+        evaluated.intersection(window.events) for window in trace.windows
+    )
+    for one in trace.of(Forward):
+        if one.module not in trace.roots or not one.acts:
+            continue
+        is_left = one.module in in_training or not in_training
+        if one.is_trained_on and not one.training and is_left and one not in attacks:
+            hint = (
+                "call model.train() before training, and again after each evaluation; a method "
+                "train of your own calls super().train(mode)"
+            )
+            measured = f"in eval mode from here on: the trained forward pass at {one.place}"
+            yield one.origin, measured, hint
+        elif one in evaluated and not is_part:
+            hint = "call model.eval() before evaluation, and model.train() after it"
+            yield one, "an evaluation in training mode", hint
+
+
+def untrained(trace: Trace) -> Faults:
+    """Find a model that is not trained, as a teacher, and that is always in training mode."""
+    found = []
+    for window in trace.windows:
+        for one in {event.module: event for event in window.of(Forward)}.values():
+            is_trained = any(
+                own.requires_grad and id(own) in trace.held for own in one.module.parameters()
+            )
+            if one.training and not (one.is_trained_on or is_trained):
+                found.append(one)
+    for forwards in grouped(found, "module"):
+        if (
+            len(forwards) >= FEWEST_STEPS
+            # An average of the model moves.
+            and len({one.weights for one in forwards}) == 1
+            and depends_on_mode(forwards[0].module)
+        ):
+            hint = "call eval() on a teacher or another model that is not trained"
+            yield forwards[0], "a model that is not trained is in training mode", hint
+
+
+def recomputed_differently(trace: Trace) -> Faults:
+    for window in trace.windows:
+        drawn = [one for one in window.of(Dropout) if not one.is_recomputed]
+        generators = {one.generator for one in drawn}
+        first = {one.kind: one for one in reversed(drawn)}
+        for event in window.of(Dropout):
+            if event.kind in first and event.generator not in generators:
+                hint = "leave out preserve_rng_state=False of the checkpoint"
+                yield first[event.kind], "dropout is recomputed with other random numbers", hint
+
+
+def data(trace: Trace) -> Faults:
+    """Batches differ from step to step where the data has more than one."""
+    fetches = [one for one in trace.of(Fetch) if length_hint(one.loader) != 1]
+    if not fetches:
+        raise NotApplicable("no DataLoader of several batches is known")
+    for several in grouped(fetches, "loader"):
+        # Inputs that the loop has augmented are known by their targets.
+        if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
+            yield from _epochs(several)
+        # It draws places in its weights.
+        sampler, number = several[0].loader.sampler, length_hint(several[0].loader.dataset)
+        if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) < number:
+            yield (
+                [*trace.places("WeightedRandomSampler\\("), several[0].place][0],
+                f"of {number} samples only the first {len(sampler.weights)} are drawn",
+                "give it a weight for each sample: weights[labels]",
+            )
+    windows = [[one.digests for one in window.forwards] for window in trace.windows]
+    windows = [one for one in windows if any(one)]
+    # A batch that the loop fetched only once is repeated on purpose.
+    is_fetched_again = sum(bool(one.digests) for one in fetches) >= len(windows)
+    if len(windows) > 2 and is_fetched_again and all(one == windows[0] for one in windows):
+        yield (
+            fetches[0],
+            f"{len(windows)} steps on the same batch",
+            "iterate over the loader; next(iter(loader)) begins it anew",
+        )
+
+
+def same_samples(trace: Trace) -> Faults:
+    """Find batches whose samples are all the same, in each step."""
+    forwards = trace.trained_forwards
+    is_alike = len(forwards) > 2 and all(one.is_one_sample for one in forwards)
+    places = [one.place for one in trace.trained_fetches]
+    # Values that come from no loader and never change may stand for data.
+    if is_alike and (places or len({one.digests for one in forwards}) > 2):
+        hint = "look at the dataset and its collate function; clone() a buffer before it is kept"
+        yield [*places, forwards[0].place][0], "all samples of a batch are the same", hint
+
+
+def other_batches(trace: Trace) -> Faults:
+    """Find targets that are of other batches than the inputs, in each window."""
+    found = []
+    for window in trace.windows:
+        calls = [one for one in window.body if isinstance(one, LossCall) and one.is_used]
+        forwards = [one for one in window.forwards if one in window.body]
+        # A batch of inputs alone, or of targets alone, is combined with another one on purpose.
+        inputs, targets = (
+            {one for digest in digests for one in trace.fetches[digest] if len(one.digests) > 1}
+            for digests in (
+                {digest for one in forwards for digest in one.digests},
+                {call.targets for call in calls},
+            )
+        )
+        if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
+            found.append(calls[0].place if inputs.isdisjoint(targets) else "")
+    if len(found) >= FEWEST_STEPS and all(found):
+        hint = "take the targets from the batch that the model is given"
+        yield found[0], "the targets are of another batch than the inputs", hint
+
+
+def _epochs(fetches: Sequence[Fetch]) -> Faults:
+    """Find batches that repeat within an epoch, and epochs of the same order."""
+    full = [fetch for fetch in fetches if fetch.digests]
+    epochs = [[one.digests for one in epoch] for epoch in grouped(full, "epoch")]
+    for epoch in epochs:
+        if len(epoch) > 2 and len(set(epoch)) * 2 <= len(epoch):
+            yield (
+                full[0],
+                f"{len(epoch)} batches of an epoch are only {len(set(epoch))} different ones",
+                "give each worker its own seed and its own part of the data",
+            )
+    sampler = fetches[0].loader.sampler
+    is_shuffled = isinstance(sampler, RandomSampler) or (
+        isinstance(sampler, DistributedSampler) and sampler.shuffle
+    )
+    for first, second in itertools.pairwise(epochs):
+        width = min(len(first), len(second))
+        if (
+            is_shuffled
+            and width > 1
+            and length_hint(sampler) > 4
+            and first[:width] == second[:width]
+        ):
+            yield (
+                full[len(first)],
+                "two epochs have the same order",
+                "call sampler.set_epoch(epoch), and set no seed within the loop",
+            )
+
+
+def same_randomness(trace: Trace) -> Faults:
+    """Find a generator that is set to the same state before each step."""
+    seeds = trace.of(Seeding)
+    for of_one in trace.by_optimizer:
+        windows = [window for window in of_one if window.forwards]
+        # An evaluation now and then leaves other numbers to the step after it.
+        several = max(grouped(windows, "first.generator"), key=len, default=[])
+        moves = any(one.generator != one.first.generator for one in several[:-1])
+        moves |= all(one.of(Seeding) for one in several)
+        if len(several) > 2 and moves:
+            place = seeds[-1].place if seeds else trace.of(Step)[0].place
+            hint = "set seeds once, before the loop"
+            yield place, f"{len(several)} steps begin with the same random numbers", hint

@@ -1,0 +1,591 @@
+"""Check what optimizers are given and make of it: gradients, weights, rates, clipping and scales.
+
+Proof: `python -m pytest tests/gates/test_loop.py`.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+
+from ..core.digest import is_plain
+from ..workloads.optimizers import parameter_ids, parameters_of
+from .loop_events import (
+    FEWEST_STEPS,
+    Backward,
+    Clip,
+    Faults,
+    Fetch,
+    Forward,
+    LossCall,
+    Scaling,
+    Schedule,
+    Step,
+    Stepping,
+    Trace,
+    grouped,
+)
+from .loop_weights import has_equal_rows
+from .verdict import NotApplicable
+
+# A larger share of weights that a step takes by decay leaves nothing of them.
+MOST_DECAY = 0.1
+# Attributes that people set to freeze a module or parameter, without effect.
+FLAGS = {"require_grad", "requires_grad"}
+
+
+def zeroed(trace: Trace) -> Faults:
+    """Gradients are set to zero once per window, before its first backward call."""
+    for window in trace.windows:
+        calls = window.calls
+        if not calls:
+            versions = window.previous and window.previous.versions
+            if window.versions == versions and window.has_gradients and not window.in_backward:
+                yield (
+                    window,
+                    "a step on the gradients of the step before, without a backward call",
+                    "call optimizer.step() once per backward of a window, then zero_grad()",
+                )
+            continue
+        if window.is_by_hand:
+            continue
+        if not any(map(window.is_clean, calls)):
+            yield (
+                # A zero_grad of this window comes too late, or leaves parameters out.
+                [window, *window.zeros][-1],
+                "a step with gradients of the step before",
+                "call optimizer.zero_grad() once per step, before the first backward",
+            )
+        yield from _at_other_weights(window)
+        for attack, call in itertools.pairwise(calls):
+            if attack.of_inputs and attack.lines != call.lines and not window.is_clean(call):
+                yield (
+                    attack,
+                    "gradients of an attack on the inputs are in the step",
+                    "take them by torch.autograd.grad(loss, inputs), or call zero_grad() after it",
+                )
+        yield from _lost(window)
+        yield from _of_another_loss(window, trace.held)
+
+
+def _at_other_weights(window: Step) -> Faults:
+    """Find faults of a step that first changes the weights and takes gradients there, as SAM."""
+    weights = [one.weights for one in window.forwards if one.module is window.forwards[0].module]
+    # SAM changes all weights. An attack on the outputs of one layer changes that layer alone.
+    change = min((max(ends) - min(ends) for ends in zip(*weights, strict=True)), default=0.0)
+    calls = window.all_calls
+    if not change or len({one.digests for one in window.forwards}) > 1 or len(calls) < 2:
+        return
+    if not any(map(window.is_clean, calls[1:])):
+        hint = "call zero_grad() before the second backward"
+        yield calls[1], "gradients at two points of the weights are added", hint
+    last = window.previous
+    if last is not None and abs(window.weights[0] - last.weights[1]) > 0.05 * change:
+        yield (
+            window,
+            f"weights that were changed for a trial, before {calls[1].place}, stay so",
+            "put the weights back before the step",
+        )
+
+
+def _lost(window: Step) -> Faults:
+    """Find gradients of the window that are set to zero before its step."""
+    calls = window.calls
+    zeros = [one for one in window.zeros if not one.in_step]
+    if not window.has_gradients and any(call.value for call in calls):
+        for zero in zeros:
+            if zero.at > calls[-1].at:
+                hint = "move zero_grad() behind the step"
+                yield zero, "gradients are set to zero before the step", hint
+    of_line = [call for call in calls if call.lines == calls[-1].lines and call.reached]
+    for call in of_line[1:]:
+        # Gradients may be 0 by themselves.
+        if window.is_clean(call) and not call.in_step and not call.is_next:
+            between = [one for one in zeros if of_line[0].at < one.at < call.at]
+            yield (
+                [call, *between][-1],
+                "gradients of earlier microbatches are set to zero",
+                "call zero_grad() once per step, not per microbatch",
+            )
+
+
+def _of_another_loss(window: Step, held: set[int]) -> Faults:
+    """Find gradients of a loss that another optimizer has stepped on already."""
+    clean = [number for number, call in enumerate(window.calls) if window.is_clean(call)]
+    used = window.calls[max(clean, default=0) :]
+    own = next((call for call in used if call.reached & held <= window.own), used[0])
+    for call in used[: used.index(own)]:
+        if own.lines != call.lines and any(
+            call.at < one.at < own.at and call.reached & one.own for one in window.of(Step)
+        ):
+            yield (
+                window,
+                f"a step with gradients of the loss at {call.place}, which another optimizer "
+                "has used",
+                "call optimizer.zero_grad() before the backward calls of its own loss",
+            )
+
+
+def optimizer(trace: Trace) -> Faults:
+    """The optimizers hold each parameter that gets a gradient, once."""
+    steps = trace.of(Step)
+    if not steps:
+        raise NotApplicable("the loop made no step of an optimizer")
+    missing = [*_missing(trace), *trace.bare]
+    origin = steps[-1].origin
+    seen = set[int]()
+    for first, *_ in trace.by_optimizer:
+        # It was given what another optimizer has in place of what is missing.
+        if first.own <= seen:
+            origin = first.origin
+        seen |= first.own
+        given = parameters_of(first.optimizer)
+        # Of SGD two steps of one memory add up to that of the sum.
+        is_sum = isinstance(first.optimizer, torch.optim.SGD)
+        memory = {(is_plain(one) and not is_sum and one.data_ptr()) or id(one) for one in given}
+        if len(given) > len(memory):
+            yield (
+                first.origin,
+                f"a parameter, or its memory, is in {type(first.optimizer).__name__} twice",
+                "give each parameter once, and tie layers by head.weight = embedding.weight",
+            )
+    if missing:
+        yield (
+            origin,
+            f"in no optimizer, but with gradients: {trace.named(missing)}; the last step is at "
+            f"{steps[-1].place}",
+            "give the optimizer the parameters of the model that is trained, after it is moved, "
+            "wrapped or copied; freeze the others by requires_grad_(False)",
+        )
+
+
+def _missing(trace: Trace) -> set[int]:
+    """Return parameters that get gradients, next to others that an optimizer has."""
+    inside = {id(module) for root in trace.roots for module in root.modules()}
+    # Of modules that ran, and that no module which was called has.
+    alone = {
+        id(one)
+        for key, (module, _) in trace.ran[True].items()
+        if key not in inside
+        for one in module.parameters(recurse=False)
+    }
+    found = set[int]()
+    stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
+    shapes = {one.shape for several in stepped for one in several}
+    for root in trace.roots:
+        trained = {id(one) for one in root.parameters() if one.requires_grad}
+        own = trained & trace.with_gradient
+        calls = [one for one in trace.trained_forwards if one.module is root]
+        # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
+        is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
+        # The loop may step it by other means, or a copy of it, as in full precision.
+        is_moved = len({one.weights for one in calls}) > 1 or shapes.issuperset(
+            one.shape for one in root.parameters()
+        )
+        if (is_first and not is_moved) or not trace.held.isdisjoint(own):
+            found |= own | alone
+    return found & trace.with_gradient - trace.held
+
+
+def never_steps(trace: Trace) -> Faults:
+    """Find an optimizer without a step, whose parameters get gradients for each of another one."""
+    others = frozenset[int]().union(*(one.own for one in trace.of(Stepping)))
+    for one in trace.optimizers:
+        own = parameter_ids(one) - others
+        windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
+        windows = windows or [[call.reached & own] for call in trace.of(Backward)]
+        if id(one) in trace.made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
+            yield (
+                trace.made[id(one)],
+                f"this {type(one).__name__} makes no step, and its parameters get gradients",
+                "call its step() too; until then, freeze its parameters by requires_grad_(False)",
+            )
+
+
+def stepped_twice(trace: Trace) -> Faults:
+    last: Step | None = None
+    for event in trace.events:
+        if isinstance(event, Backward):
+            last = None
+        elif isinstance(event, Step) and not event.in_backward:
+            shared = last.own & event.own if last is not None else ()
+            if last is not None and last.optimizer is not event.optimizer and shared:
+                yield (
+                    event.origin,
+                    f"the optimizers of {last.origin} and {event.origin} step on the same "
+                    f"gradients of {trace.named(shared)}, at {last.place} and {event.place}",
+                    "give each parameter to one optimizer",
+                )
+            last = event
+
+
+def made_anew(trace: Trace) -> Faults:
+    """Find moments that are lost again and again, as where an optimizer is made anew."""
+    for windows in grouped(trace.windows, "origin", "own"):
+        stages = [windows[:1]]
+        # Moments that are all 0, or as after an earlier step, are lost; others the user changed.
+        states = {0.0, *(after for _, after in (one.state for one in windows))}
+        for last, window in itertools.pairwise(windows):
+            state, _ = window.state
+            if state in states and state != last.state[1]:
+                stages.append([])
+            stages[-1].append(window)
+        # In stages of a training each has data of its own, or many steps.
+        data = [
+            {id(one.loader.dataset) for window in stage for one in window.of(Fetch)}
+            for stage in stages
+        ]
+        is_staged = all(data) and not set.intersection(*data)
+        is_staged |= not any(data) and min(map(len, stages)) > FEWEST_STEPS
+        # One optimizer may begin anew at times; it may be loaded as it was after its first step.
+        is_anew = len({id(one.optimizer) for one in windows}) > 1
+        if len(stages) > 2 and (is_anew or len(stages) >= len(windows) - 1) and not is_staged:
+            yield (
+                windows[0].origin,
+                f"the state of {type(windows[0].optimizer).__name__} is lost {len(stages) - 1} "
+                "times",
+                "make the optimizer once, before the loop, and let it keep its state",
+            )
+
+
+def moves(trace: Trace) -> Faults:
+    """Trained parameters move, and frozen ones do not."""
+    if any(step.moved is None for step in trace.of(Step)):
+        raise NotApplicable("too many parameters to compare")
+    for steps in trace.by_optimizer:
+        yield from _still(trace, steps)
+        yield from _without_effect(trace, steps)
+
+
+def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
+    """Find parameters of an optimizer that do not move, or that only decay moves."""
+    kind = type(steps[0].optimizer).__name__
+    last = steps[-1]
+    if len(steps) > 1 and not any(step.moved for step in steps):
+        hint = (
+            "give it the parameters of the model that is trained, and a learning rate; where your "
+            "code sets the rate, look at its first values"
+        )
+        why = _why_nothing_moves(steps)
+        measured = f"no parameter of {kind} moves: {why}, see {steps[0].place}"
+        yield steps[0].origin, measured, hint
+    elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
+        hint = (
+            "make the optimizer for the model that is trained now, after it is made anew, loaded "
+            "or frozen"
+        )
+        yield last, f"no parameter of {kind} has a gradient any more", hint
+    if len(steps) < FEWEST_STEPS:
+        return
+    # The last backward call, where there is one.
+    where = [last, *last.calls][-1]
+    graded = frozenset.intersection(*(step.graded for step in steps))
+    flat = graded.intersection(*(step.without_slope for step in steps))
+    if flat and not any(step.has_gradients for step in steps):
+        hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
+        yield where, f"all gradients of {kind} are 0", hint
+    # Of two matrices that are multiplied one that is 0 alone has a gradient.
+    wide = [one for one in parameters_of(steps[0].optimizer) if id(one) in flat and one.dim() == 2]
+    # Square ones may well be unused so far, as a table of zeros for each stage.
+    fits = {one.shape[0] for one in wide if one.shape[0] < one.shape[1]}
+    fits &= {one.shape[1] for one in wide if one.shape[1] < one.shape[0]}
+    is_product = fits and len(flat) == len(wide) and not all(one.any() for one in wide)
+    # A bias that has a gradient tells that the layer is used.
+    used = {trace.names.get(one) for one in graded - flat}
+    dead = [
+        one
+        for one in flat
+        if is_product or trace.names.get(one, "").removesuffix("weight") + "bias" in used
+    ]
+    if dead:
+        measured = f"the gradient of {trace.named(dead)} is 0 in each step, as where its inputs are"
+        hint = (
+            "look at a dropout of 1, a dead activation, a hook, a factor of 0, or two matrices "
+            "that are multiplied and both begin at 0"
+        )
+        yield where, measured, hint
+    # A rate may be set after the first step alone.
+    moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
+    still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
+    for group in steps[0].optimizer.param_groups:
+        # A schedule may let a part of the model wait.
+        if not group["lr"] and group.get("initial_lr"):
+            still -= {*map(id, group["params"])}
+    if moved and still and all(any(step.rates) for step in steps):
+        hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
+        yield last, f"{trace.named(still)} have gradients and do not move", hint
+
+
+def _why_nothing_moves(steps: Sequence[Step]) -> str:
+    if not any(any(step.rates) for step in steps):
+        return "its learning rate is 0"
+    if not any(step.has_gradients for step in steps):
+        return "its gradients are None or 0"
+    return "its updates are 0"
+
+
+def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
+    """Find steps whose updates are rounded to nothing, or undone."""
+    for group in steps[0].optimizer.param_groups:
+        # Of the optimizers that multiply weights by what is left.
+        decays = group.get("decoupled_weight_decay") or isinstance(
+            steps[0].optimizer, torch.optim.SGD
+        )
+        share = float(group["lr"] * group["weight_decay"]) if decays else 0.0
+        if share > MOST_DECAY:
+            hint = "lower weight_decay, which is multiplied by the learning rate"
+            yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
+    half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
+    if len(half) > 1 and max(half) < 0.5:
+        yield (
+            steps[0],
+            f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
+            "keep the parameters in float32, and use autocast",
+        )
+    # Where another optimizer steps, a copy of its model may begin anew.
+    for old, new in itertools.pairwise(steps) if len(trace.by_optimizer) == 1 else ():
+        before, after = old.weights
+        if old.moved and before == new.weights[0] != after:
+            yield (
+                new,
+                "parameters are at this step what they were at the one before",
+                "make or load the model once, before the loop, and look at what copies into it",
+            )
+
+
+def without_gradient(trace: Trace) -> Faults:
+    """Find trained parameters that ran and get no gradient, where it is known why."""
+    idle = set[int]()
+    for key, (module, place) in (trace.ran[False] | trace.ran[True]).items():
+        own = [id(one) for one in module.parameters(recurse=False) if one.requires_grad]
+        still = trace.idle.intersection(own)
+        if key in trace.ran[True]:
+            idle |= still
+        elif still:
+            yield (
+                place or trace.of(Step)[-1],
+                "trained parameters get no gradient, because they ran without: "
+                + trace.named(still),
+                "remove the no_grad; with reentrant checkpointing the input of a block needs a "
+                "gradient: use_reentrant=False, or model.enable_input_require_grads()",
+            )
+    used = {call.lines for call in trace.of(LossCall) if call.is_used}
+    unused = [call for call in trace.of(LossCall) if call.lines not in used]
+    if idle and unused:
+        yield (
+            unused[0],
+            f"no backward call reaches this loss, and {trace.named(idle)} get no gradient",
+            "add it to the loss that backward is called on",
+        )
+    for place, behind in trace.cut.items():
+        if detached := behind & trace.idle:
+            measured = "trained parameters are detached, and get no gradient: "
+            hint = "remove the detach, .data, numpy or argmax, or freeze them"
+            yield place, measured + trace.named(detached), hint
+
+
+def frozen_by_flag(trace: Trace) -> Faults:
+    """Find parts of trained models that an attribute is to freeze, without effect."""
+    for one in (it for root in trace.roots for it in (*root.modules(), *root.parameters())):
+        own = one.parameters() if isinstance(one, nn.Module) else [one]
+        flags = {name for name, value in vars(one).items() if value is False}
+        for flag in flags & FLAGS if trace.with_gradient.intersection(map(id, own)) else ():
+            places = [*trace.places(rf"\.{flag} *= *False"), ""]
+            hint = "module.requires_grad_(False), or parameter.requires_grad = False for each"
+            yield places[0], f"{flag} of a {type(one).__name__} freezes nothing", hint
+
+
+def alike(trace: Trace) -> Faults:
+    """Find weights that learn the same in all rows, because they began so."""
+    trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
+    living = (one for one in trained if id(one) in trace.with_gradient)
+    if equal := [id(one) for one in living if has_equal_rows(one) and one.any()]:
+        measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
+        yield trace.of(Step)[-1], measured, "initialize weights by random numbers"
+
+
+def its_own_reference(trace: Trace) -> Faults:
+    """Find a model that is compared with itself, as by a loss on preferences."""
+    windows = [window for window in trace.windows if window.calls and window.moved]
+    values = {call.value for window in windows for call in window.calls}
+    is_same = all(
+        {(one.module, one.digests) for one in window.forwards}
+        & {(one.module, one.digests) for one in window.of(Forward) if not one.is_trained_on}
+        for window in windows
+    )
+    # A loss of 0 or 1 may be made for its gradient alone.
+    if is_same and len(windows) >= FEWEST_STEPS and len(values) == 1 and max(values) % 1:
+        measured = f"the loss is {max(values):.3g} in each step: the model is its own reference"
+        yield windows[0].calls[0], measured, "compare with a copy: copy.deepcopy(model)"
+
+
+def schedule(trace: Trace) -> Faults:
+    """A schedule steps at most once per step of the optimizer, after it."""
+    events = trace.of(Schedule)
+    for own_steps in grouped(events, "scheduler"):
+        one = own_steps[0].scheduler
+        # Of one that wraps the optimizer that steps, the groups are the same.
+        groups = one.optimizer.param_groups
+        windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
+        if type(one) is CosineAnnealingLR and one.last_epoch > one.T_max:
+            places = [made for made, of in trace.schedules if of is one.optimizer]
+            place = own_steps[0].place
+            hint = f"give it the number of all its steps, which are made at {place}"
+            yield [place, *places][-1], f"T_max={one.T_max} is over, and the rate rises again", hint
+        if not windows and len(own_steps) > 1:
+            yield (
+                own_steps[0],
+                "the schedule is of an optimizer that makes no step",
+                "make the schedule for the optimizer that steps",
+            )
+        for window in windows:
+            own = [event for event in window.of(Schedule) if event.scheduler is one]
+            if own and trace.events[0] is window.events[0]:
+                yield (
+                    own[0],
+                    "the schedule steps before the optimizer's first step",
+                    "call scheduler.step() after optimizer.step()",
+                )
+            if own and len(own) > own[0].num_expected:
+                yield (
+                    own[0],
+                    f"{len(own)} steps of the schedule per optimizer step",
+                    "step the schedule once per optimizer step, not per microbatch",
+                )
+    for windows in trace.by_optimizer:
+        yield from _without_schedule(windows, events)
+    if not events:
+        raise NotApplicable("no schedule of torch made a step")
+
+
+def never_stepped(trace: Trace) -> Faults:
+    """Find a schedule without a step, where the code has no call of `step` that did not run."""
+    moved = {id(one.scheduler.optimizer.param_groups) for one in trace.of(Schedule)}
+    ran = {line for one in [*trace.of(Stepping), *trace.of(Scaling)] for line in one.lines}
+    calls = trace.places(r"\.step\b")
+    for place, optimizer in trace.schedules if calls and ran.issuperset(calls) else ():
+        steps = [one for one in trace.of(Step) if one.optimizer is optimizer]
+        if len(steps) >= FEWEST_STEPS and id(optimizer.param_groups) not in moved:
+            hint = f"call its step() after the optimizer's, at {steps[-1].place}"
+            yield place, "this schedule never makes a step", hint
+
+
+def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Faults:
+    """Find a schedule that has no effect, or that leaves no learning rate."""
+    groups = windows[0].optimizer.param_groups
+    own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
+    is_anew = len({id(one.scheduler) for one in own}) == len(own)
+    if len(own) > 2 and is_anew and len({one.lines for one in own}) == 1:
+        hint = "make the schedule once, before the loop"
+        yield own[0], "a new schedule in each step begins anew", hint
+    setters = [
+        {
+            one.scheduler: one.place
+            for one in window.of(Schedule)
+            if one in own and type(one.scheduler) is LambdaLR
+        }
+        for window in windows[-2:]
+    ]
+    # At the end of an epoch one for warm-up may give place to another one.
+    if min(map(len, setters)) > 1:
+        hint = "multiply them in one lr_lambda, or join them by SequentialLR"
+        yield (
+            [*setters[-1].values()][-1],
+            "several LambdaLR set the rate of one optimizer; the last one counts",
+            hint,
+        )
+    rates = [window.rates for window in windows]
+    # A schedule by epochs leaves the rate for many steps.
+    if (
+        len({tuple(one.rates) for one in own}) > 2
+        and len(own) >= len(rates) - 1
+        and rates.count(rates[0]) == len(rates)
+    ):
+        hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
+        yield own[0], "the loop sets its own rate over that of the schedule", hint
+    if own and type(own[0].scheduler) is LambdaLR:
+        bases = own[0].scheduler.base_lrs
+        most = max(rates)
+        is_squared = all(map(math.isclose, most, [base**2 for base in bases]))
+        # At the end of the steps a warm-up may be anywhere.
+        if is_squared and 0 < max(bases) < 1 and (rates[0] == most or rates.count(most) > 1):
+            hint = "return a factor of the optimizer's rate: 1.0 leaves it as it is"
+            yield own[0], "the lambda returns a rate in place of a factor", hint
+    recent = max((rate for one in rates[-3:] for rate in one), default=0)
+    # One of a measure falls as long as that stays.
+    is_planned = own and not isinstance(own[0].scheduler, ReduceLROnPlateau)
+    if is_planned and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
+        hint = "count the steps of the optimizer for the length of the schedule, not epochs"
+        yield own[0], f"the rate has fallen to {recent:.1g}, and steps go on", hint
+
+
+def clipping(trace: Trace) -> Faults:
+    """Gradients are clipped after the last backward call and unscaling, before the step."""
+    clips = trace.of(Clip)
+    if not clips:
+        raise NotApplicable("the loop does not clip")
+    for clip in clips:
+        if clip.parameters and not clip.parameters & trace.held:
+            hint = "clip the parameters of the model that is trained"
+            yield clip, "it clips parameters that no optimizer has", hint
+    for window in trace.windows:
+        if not window.is_by_hand:
+            yield from _clipped_too_late_or_early(window)
+
+
+def _clipped_too_late_or_early(window: Step) -> Faults:
+    for clip in window.of(Clip):
+        before = {call.lines for call in window.all_calls if call.at < clip.at}
+        after = {call.lines for call in window.calls if call.at > clip.at}
+        if not clip.parameters & window.own:
+            continue
+        if after and not before:
+            hint = "clip between the last backward and the step"
+            yield clip, "gradients are clipped after the step", hint
+        if before & after and window.calls[0].at < clip.at:
+            hint = "clip once per step, after the last backward"
+            yield clip, "a part of the window's gradient is clipped", hint
+
+
+def scaler(trace: Trace) -> Faults:
+    """A scaler scales each loss, steps and is updated."""
+    calls = trace.of(Scaling)
+    if not calls:
+        for window in trace.windows:
+            if window.calls and any(one.autocast == torch.float16 for one in window.forwards):
+                yield (
+                    window.calls[0],
+                    "float16 without a scaler: small gradients become 0",
+                    "use torch.amp.GradScaler, or bfloat16",
+                )
+        raise NotApplicable("the loop has no scaler that is on")
+    yield from _scaled_in_part(trace)
+    if all(one.call != "update" for one in calls) and len(trace.of(Step)) > 1:
+        yield calls[0], "the scale is never updated", "call scaler.update()"
+
+
+def _scaled_in_part(trace: Trace) -> Faults:
+    """Find losses of a window that are not scaled, and gradients that are unscaled too early."""
+    for window in trace.windows:
+        plain = [call for call in window.calls if call.scale == 1]
+        if plain and len(plain) < len(window.calls):
+            hint = "call scaler.scale(loss).backward() for each loss"
+            yield plain[0], "one loss is scaled and another is not", hint
+        events = window.of(Scaling)
+        names = {one.call for one in events}
+        if window.calls and not plain and "step" not in names:
+            measured = "the optimizer steps on scaled gradients"
+            if "unscale_" in names:
+                measured = "the optimizer steps also where scaling made gradients infinite"
+            if not ("unscale_" in names and trace.places("isfinite|isinf|isnan|found_inf")):
+                hint = "call scaler.step(optimizer) in place of optimizer.step()"
+                yield window, measured, hint
+        # A model may have a scaler of its own.
+        for event in [one for one in events if one.scaler is events[-1].scaler]:
+            is_within = len({call.at < event.at for call in window.calls}) > 1
+            if event.call in ("unscale_", "update") and is_within:
+                hint = f"call scaler.{event.call} once per step, after the last backward"
+                yield event, f"{event.call} within the window of a step", hint
