@@ -9,12 +9,12 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from .loop_accumulation import accumulation, sign, unused
 from .loop_data import (
     data,
-    logits,
     mode,
     other_batches,
     recomputed_differently,
@@ -23,7 +23,7 @@ from .loop_data import (
     targets,
     untrained,
 )
-from .loop_events import Fault, Step, Trace
+from .loop_events import Clip, Fault, LossCall, Scaling, Schedule, Step, Targets, Trace
 from .loop_optimizers import (
     alike,
     clipping,
@@ -44,7 +44,20 @@ from .loop_trace import observe
 from .verdict import NotApplicable, Verdict, not_applicable
 
 DEFAULT_STEPS = 8
-Finder = Callable[[Trace], Iterable[Fault]]
+NO_LOSS = "no loss function of torch was called"
+NO_STEP = "the loop made no step of an optimizer"
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a loop must do, and how it is found that it does not."""
+
+    required: str
+    # In this order; what is wrong with a single call is seen at once.
+    finders: tuple[Callable[[Trace], Iterable[Fault]], ...] = ()
+    # Where a loop has no such event, nothing is found, and it does not apply, for this reason.
+    needs: Any = Step
+    reason: str = NO_STEP
 
 
 def preflight(train: Callable[[], Any], *, num_steps: int = DEFAULT_STEPS) -> list[Verdict]:
@@ -55,12 +68,17 @@ def preflight(train: Callable[[], Any], *, num_steps: int = DEFAULT_STEPS) -> li
 def judge(trace: Trace) -> list[Verdict]:
     """Return the verdict of each check on what a loop did."""
     verdicts = []
-    for name, (required, *finders) in CHECKS.items():
+    for name, check in CHECKS.items():
+        faults = trace.faults[name]
         try:
-            if not (trace.of(Step) or name == "optimizer" or trace.faults[name]):
-                raise NotApplicable("the loop made no step of an optimizer")
-            found = (fault for find in finders for fault in find(trace))
-            verdicts.append(verdict_of(name, required, trace.faults[name] or found))
+            # Whether an optimizer makes a step at all is a check.
+            if not (trace.of(Step) or name == "optimizer" or faults):
+                raise NotApplicable(NO_STEP)
+            found = (fault for find in check.finders for fault in find(trace))
+            verdict = verdict_of(name, check.required, faults or found)
+            if verdict.passed and not trace.of(check.needs):
+                raise NotApplicable(check.reason)
+            verdicts.append(verdict)
         except NotApplicable as error:
             verdicts.append(not_applicable(f"loop/{name}", str(error)))
     return verdicts
@@ -75,50 +93,50 @@ def verdict_of(name: str, required: str, faults: Iterable[Fault]) -> Verdict:
     return Verdict(f"loop/{name}", True, "held", required, ran=("loop",))
 
 
-# By name: what is required, in words, and what finds faults, in this order.
-CHECKS: dict[str, tuple[str, *tuple[Finder, ...]]] = {
-    "accumulation": (
-        "a window's gradient is that of the same samples in one batch",
-        unused,
-        accumulation,
+CHECKS = {
+    "accumulation": Check(
+        "a window's gradient is that of the same samples in one batch", (unused, accumulation)
     ),
-    "sign": ("finite losses and gradients, and a loss that is made smaller", sign),
-    "zeroed": ("gradients are set to zero once per step", zeroed),
-    "optimizer": (
+    "sign": Check("finite losses and gradients, and a loss that is made smaller", (sign,)),
+    "zeroed": Check("gradients are set to zero once per step", (zeroed,)),
+    "optimizer": Check(
         "each parameter with a gradient is in one optimizer, once",
-        never_steps,
-        optimizer,
-        stepped_twice,
-        made_anew,
+        (never_steps, optimizer, stepped_twice, made_anew),
     ),
-    "moves": (
+    "moves": Check(
         "trained parameters move, frozen ones do not",
-        frozen_by_flag,
-        alike,
-        without_gradient,
-        moves,
-        its_own_reference,
+        (frozen_by_flag, alike, without_gradient, moves, its_own_reference),
     ),
-    "schedule": ("one step of the schedule per optimizer step, after it", never_stepped, schedule),
-    "clipping": ("clipped once, after the last backward, before the step", clipping),
-    "scaler": ("each loss scaled, steps by the scaler, its scale updated", scaler),
-    "autocast": ("autocast around the forward pass alone",),
-    "logits": ("logits or log-probabilities, as the loss needs", logits),
-    "targets": ("targets that are to be learned, without padding", targets),
-    "mode": (
-        "training mode in training, and only there",
-        mode,
-        untrained,
-        recomputed_differently,
+    "schedule": Check(
+        "one step of the schedule per optimizer step, after it",
+        (never_stepped, schedule),
+        Schedule,
+        "no schedule of torch made a step",
     ),
-    "data": (
+    "clipping": Check(
+        "clipped once, after the last backward, before the step",
+        (clipping,),
+        Clip,
+        "the loop does not clip",
+    ),
+    "scaler": Check(
+        "each loss scaled, steps by the scaler, its scale updated",
+        (scaler,),
+        Scaling,
+        "the loop has no scaler that is on",
+    ),
+    "autocast": Check("autocast around the forward pass alone"),
+    "logits": Check("logits or log-probabilities, as the loss needs", (), LossCall, NO_LOSS),
+    "targets": Check(
+        "targets that are to be learned, without padding", (targets,), LossCall | Targets, NO_LOSS
+    ),
+    "mode": Check(
+        "training mode in training, and only there", (mode, untrained, recomputed_differently)
+    ),
+    "data": Check(
         "new samples and random numbers at each step",
-        same_samples,
-        same_randomness,
-        data,
-        other_batches,
+        (same_samples, same_randomness, data, other_batches),
     ),
-    # Seen at once.
-    "graph": ("no graph outlives its step",),
-    "growth": ("nothing large and no hook more in each step",),
+    "graph": Check("no graph outlives its step"),
+    "growth": Check("nothing large and no hook more in each step"),
 }

@@ -226,7 +226,7 @@ def sign(trace: Trace) -> Faults:
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
         # An attack learns a change of the inputs that makes the loss larger.
-        is_model = any(id(one) in window.own for root in trace.roots for one in root.parameters())
+        is_model = any(one in window.own for root in trace.roots for one in root.parameters())
         for call in window.calls if is_model else ():
             is_known = all(term.name in by_loss for term in call.terms)
             if is_known and {(term.factor > 0) == is_up for term in call.terms} == {True}:

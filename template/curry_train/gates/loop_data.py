@@ -5,7 +5,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from operator import length_hint
 
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
@@ -14,7 +14,6 @@ from .loop_events import (
     FEWEST_STEPS,
     Backward,
     Dropout,
-    Fault,
     Faults,
     Fetch,
     Forward,
@@ -26,22 +25,16 @@ from .loop_events import (
     depends_on_mode,
     grouped,
 )
-from .loop_loss import Doubt
+from .loop_loss import Doubts
 from .verdict import NotApplicable
 
 FEWEST_LABELS = 24
 
 
-def logits(trace: Trace) -> Iterable[Fault]:
-    """A loss gets logits or log-probabilities, as it needs; what is wrong is seen at its call."""
-    _loss_calls(trace)
-    return ()
-
-
 def targets(trace: Trace) -> Faults:
     """Targets are the ones to learn."""
     found = trace.of(Targets)
-    calls = trace.of(LossCall) if found else _loss_calls(trace)
+    calls = trace.of(LossCall)
     for one in found:
         for measured, hint in _wrong_tokens(one):
             yield one, measured, hint
@@ -50,17 +43,11 @@ def targets(trace: Trace) -> Faults:
         if filler is not None and number >= FEWEST_STEPS:
             hint = f"set labels of padding to -100, or ignore_index={filler}"
             yield place, f"the targets {filler}, which are padding, count", hint
-    yield from _labels(trace, calls)
+    if found or calls:
+        yield from _labels(trace, calls)
 
 
-def _loss_calls(trace: Trace) -> list[LossCall]:
-    calls = trace.of(LossCall)
-    if not calls:
-        raise NotApplicable("no loss function of torch was called")
-    return calls
-
-
-def _wrong_tokens(targets: Targets) -> Iterator[Doubt]:
+def _wrong_tokens(targets: Targets) -> Doubts:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
     same = targets.same_as_input
     if same.get(1, 0) < 0.9:
@@ -109,9 +96,9 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
 def mode(trace: Trace) -> Faults:
     """The model is in training mode in forward passes that are trained on, and only there."""
     # Digests of batches from loaders for evaluation: no model was trained on any of them.
-    loaders = {id(one.loader) for one in trace.trained_fetches}
+    loaders = {one.loader for one in trace.trained_fetches}
     others = {
-        digest for one in trace.of(Fetch) if id(one.loader) not in loaders for digest in one.digests
+        digest for one in trace.of(Fetch) if one.loader not in loaders for digest in one.digests
     }
     # Forward passes whose gradients are for what the model was given.
     attacks = set[Forward]()
@@ -155,7 +142,7 @@ def untrained(trace: Trace) -> Faults:
     for window in trace.windows:
         for one in {event.module: event for event in window.of(Forward)}.values():
             is_trained = any(
-                own.requires_grad and id(own) in trace.held for own in one.module.parameters()
+                own.requires_grad and own in trace.held for own in one.module.parameters()
             )
             if one.training and not (one.is_trained_on or is_trained):
                 found.append(one)
@@ -235,7 +222,7 @@ def other_batches(trace: Trace) -> Faults:
                 {call.targets for call in calls},
             )
         )
-        if {id(one.loader) for one in inputs} & {id(one.loader) for one in targets}:
+        if {one.loader for one in inputs} & {one.loader for one in targets}:
             found.append(calls[0].place if inputs.isdisjoint(targets) else "")
     if len(found) >= FEWEST_STEPS and all(found):
         hint = "take the targets from the batch that the model is given"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 from ..core.replaced_calls import Call
 from ..core.wording import some_of
 from ..runs.fingerprints import leaves_of
-from ..workloads.optimizers import parameter_ids
+from ..workloads.optimizers import parameters_of
 from .loop_lines import places_with, users_files, users_lines
 from .loop_loss import Term
 
@@ -33,9 +34,9 @@ E = TypeVar("E", bound="Event")
 FEWEST_STEPS = 3
 # Names of parameters that a message quotes.
 MOST_NAMES = 2
-# Of parameters, by id: the id and the version of the gradient, which change with each gradient that
-# is made or added to.
-Versions = dict[int, tuple[int, int] | None]
+# Of parameters: the id and the version of the gradient, which change with each gradient that is
+# made or added to.
+Versions = dict[Tensor, tuple[int, int] | None]
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
@@ -196,15 +197,15 @@ class Backward(Event):
 
     value: float
     scale: float
-    # Parameters whose gradients were neither None nor 0 when it began, by id.
-    dirty: set[int]
+    # Parameters whose gradients were neither None nor 0 when it began.
+    dirty: set[Tensor]
     terms: list[Term]
     # Whether a part of the loss has had a backward call before.
     is_second: bool
     # Whether it made gradients of what the model was given, as an attack does.
     of_inputs: bool = False
-    # Parameters whose gradients it changed, by id.
-    reached: frozenset[int] = frozenset()
+    # Parameters whose gradients it changed.
+    reached: frozenset[Tensor] = frozenset()
     # Whether gradients were when it began what an earlier call had left.
     is_next: bool = False
 
@@ -212,13 +213,13 @@ class Backward(Event):
 class Clip(Event):
     """A clipping of gradients."""
 
-    parameters: frozenset[int]
+    parameters: frozenset[Tensor]
 
 
 class Zero(Event):
     """A call that sets gradients to zero or None, after gradients were there."""
 
-    parameters: frozenset[int]
+    parameters: frozenset[Tensor]
 
 
 class Events:
@@ -236,9 +237,9 @@ class Stepping(Event):
     optimizer: Optimizer
 
     @cached_property
-    def own(self) -> frozenset[int]:
-        """The ids of the optimizer's parameters."""
-        return frozenset(parameter_ids(self.optimizer))
+    def own(self) -> frozenset[Tensor]:
+        """The optimizer's parameters."""
+        return frozenset(parameters_of(self.optimizer))
 
 
 class Skipped(Stepping):
@@ -259,24 +260,24 @@ class Step(Stepping, Events):
     made: float
     used: float
     factor: float | None
-    # Parameters that changed, by id; None where there are too many.
-    moved: frozenset[int] | None
-    # The largest value of each gradient, by the id of its parameter.
-    slopes: dict[int, float]
+    # Parameters that changed; None where there are too many.
+    moved: frozenset[Tensor] | None
+    # The largest value of each gradient, by its parameter.
+    slopes: dict[Tensor, float]
     # Of elements in half precision with a gradient, the share that changed.
     half_moved: float | None
     in_backward: bool
     generator: int
 
     @cached_property
-    def graded(self) -> frozenset[int]:
+    def graded(self) -> frozenset[Tensor]:
         """Parameters with a gradient that is more than what rounding leaves of 0, or is 0."""
         # As of a bias before a normalization.
         noise = 1e-6 * max(self.slopes.values(), default=0.0)
         return frozenset(key for key, slope in self.slopes.items() if not 0 < slope < noise)
 
     @cached_property
-    def without_slope(self) -> frozenset[int]:
+    def without_slope(self) -> frozenset[Tensor]:
         """Parameters whose gradient is 0."""
         return frozenset(key for key, slope in self.slopes.items() if not slope)
 
@@ -376,30 +377,28 @@ class Trace(Events):
 
     events: list[Event] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
-    # By id: the call that made an optimizer, and the one that last set a module to eval mode.
-    made: dict[int, Event] = field(default_factory=dict)
+    # The call that made an optimizer, and the one that last set a module to eval mode.
+    made: WeakKeyDictionary[Any, Event] = field(default_factory=WeakKeyDictionary)
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
-    names: dict[int, str] = field(default_factory=dict)
-    # Modules that ran, and where, by whether torch recorded gradients, by their ids.
-    ran: dict[bool, dict[int, tuple[nn.Module, str]]] = field(
-        default_factory=lambda: {True: {}, False: {}}
-    )
-    # Parameters behind tensors that the user's code detaches, by id, by the place.
-    cut: dict[str, set[int]] = field(default_factory=dict)
-    # Parameters that have had a gradient, by id.
-    with_gradient: set[int] = field(default_factory=set)
+    names: dict[Tensor, str] = field(default_factory=dict)
+    # Modules that ran, and where, by whether torch recorded gradients.
+    ran: dict[bool, dict[nn.Module, str]] = field(default_factory=lambda: {True: {}, False: {}})
+    # Parameters behind tensors that the user's code detaches, by the place.
+    cut: dict[str, set[Tensor]] = field(default_factory=dict)
+    # Parameters that have had a gradient.
+    with_gradient: set[Tensor] = field(default_factory=set)
     # Faults that are seen at once, by the check.
     faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
-    # Leaves with a gradient that may be in no module, described, by id.
-    living: dict[int, str] = field(default_factory=dict)
+    # Leaves with a gradient that may be in no module, described.
+    living: dict[Tensor, str] = field(default_factory=dict)
     # Where schedules were made, and their optimizers.
     schedules: list[tuple[str, Optimizer]] = field(default_factory=list)
     # Files whose functions led to a step.
     files: set[str] = field(default_factory=set)
 
-    def named(self, parameters: Iterable[int]) -> str:
-        """Return the names of some parameters, by their ids, in a few words."""
+    def named(self, parameters: Iterable[Tensor]) -> str:
+        """Return the names of some parameters, in a few words."""
         names = self.living | self.names
         return some_of(sorted({names.get(one, "?") for one in parameters}), MOST_NAMES)
 
@@ -410,19 +409,19 @@ class Trace(Events):
         return places_with(pattern, self.files.union(users_files()))
 
     @cached_property
-    def held(self) -> set[int]:
-        """The ids of the parameters that optimizers hold."""
-        return set[int]().union(*map(parameter_ids, self.optimizers))
+    def held(self) -> set[Tensor]:
+        """The parameters that optimizers hold."""
+        return set[Tensor]().union(*map(parameters_of, self.optimizers))
 
     @cached_property
-    def idle(self) -> set[int]:
-        """The ids of those that have never had a gradient."""
+    def idle(self) -> set[Tensor]:
+        """Those that have never had a gradient."""
         return self.held - self.with_gradient
 
     @cached_property
-    def bare(self) -> list[int]:
-        """The ids of leaves with a gradient that are in no module and no optimizer."""
-        return list(self.living.keys() - self.names.keys() - self.held)
+    def bare(self) -> set[Tensor]:
+        """Leaves with a gradient that are in no module and no optimizer."""
+        return self.living.keys() - self.names.keys() - self.held
 
     @cached_property
     def trained_forwards(self) -> list[Forward]:
@@ -515,15 +514,15 @@ class Recording(Trace):
 
     def __init__(self) -> None:
         super().__init__()
-        # Steps that each optimizer has made, by its id.
-        self.num_made = Counter[int]()
+        # Steps that each optimizer has made.
+        self.num_made = Counter[Optimizer]()
         # Modules that run, one inside of the other, and optimizers.
         self.depth = 0
         self.stepping: list[Optimizer] = []
         # Of the last forward pass.
         self.given = Called(list)
-        # The last batch of each loader, by its id.
-        self.fetched: dict[int, Fetch] = {}
+        # The last batch of each loader.
+        self.fetched: dict[DataLoader[Any], Fetch] = {}
         # By where the values of a parameter were: it, and where its optimizer was made.
         self.stepped: dict[int, tuple[Tensor, str]] = {}
         # Models that were run again.

@@ -8,11 +8,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
 
 from ..core.digest import is_plain
-from ..workloads.optimizers import parameter_ids, parameters_of
+from ..workloads.optimizers import parameters_of
 from .loop_events import (
     FEWEST_STEPS,
     Backward,
@@ -112,7 +112,7 @@ def _lost(window: Step) -> Faults:
             )
 
 
-def _of_another_loss(window: Step, held: set[int]) -> Faults:
+def _of_another_loss(window: Step, held: set[Tensor]) -> Faults:
     """Find gradients of a loss that another optimizer has stepped on already."""
     clean = [number for number, call in enumerate(window.calls) if window.is_clean(call)]
     used = window.calls[max(clean, default=0) :]
@@ -133,10 +133,10 @@ def optimizer(trace: Trace) -> Faults:
     """The optimizers hold each parameter that gets a gradient, once."""
     steps = trace.of(Step)
     if not steps:
-        raise NotApplicable("the loop made no step of an optimizer")
-    missing = [*_missing(trace), *trace.bare]
+        return
+    missing = _missing(trace) | trace.bare
     origin = steps[-1].origin
-    seen = set[int]()
+    seen = set[Tensor]()
     for first, *_ in trace.by_optimizer:
         # It was given what another optimizer has in place of what is missing.
         if first.own <= seen:
@@ -162,22 +162,21 @@ def optimizer(trace: Trace) -> Faults:
         )
 
 
-def _missing(trace: Trace) -> set[int]:
+def _missing(trace: Trace) -> set[Tensor]:
     """Return parameters that get gradients, next to others that an optimizer has."""
-    inside = {id(module) for root in trace.roots for module in root.modules()}
+    inside = {module for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = {
-        id(one)
-        for key, (module, _) in trace.ran[True].items()
-        if key not in inside
+        one
+        for module in trace.ran[True]
+        if module not in inside
         for one in module.parameters(recurse=False)
     }
-    found = set[int]()
+    found = set[Tensor]()
     stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
     shapes = {one.shape for several in stepped for one in several}
     for root in trace.roots:
-        trained = {id(one) for one in root.parameters() if one.requires_grad}
-        own = trained & trace.with_gradient
+        own = {one for one in root.parameters() if one.requires_grad} & trace.with_gradient
         calls = [one for one in trace.trained_forwards if one.module is root]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
@@ -192,14 +191,14 @@ def _missing(trace: Trace) -> set[int]:
 
 def never_steps(trace: Trace) -> Faults:
     """Find an optimizer without a step, whose parameters get gradients for each of another one."""
-    others = frozenset[int]().union(*(one.own for one in trace.of(Stepping)))
+    others = frozenset[Tensor]().union(*(one.own for one in trace.of(Stepping)))
     for one in trace.optimizers:
-        own = parameter_ids(one) - others
+        own = {*parameters_of(one)} - others
         windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
         windows = windows or [[call.reached & own] for call in trace.of(Backward)]
-        if id(one) in trace.made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
+        if one in trace.made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
             yield (
-                trace.made[id(one)],
+                trace.made[one],
                 f"this {type(one).__name__} makes no step, and its parameters get gradients",
                 "call its step() too; until then, freeze its parameters by requires_grad_(False)",
             )
@@ -241,7 +240,7 @@ def made_anew(trace: Trace) -> Faults:
         is_staged = all(data) and not set.intersection(*data)
         is_staged |= not any(data) and min(map(len, stages)) > FEWEST_STEPS
         # One optimizer may begin anew at times; it may be loaded as it was after its first step.
-        is_anew = len({id(one.optimizer) for one in windows}) > 1
+        is_anew = len({one.optimizer for one in windows}) > 1
         if len(stages) > 2 and (is_anew or len(stages) >= len(windows) - 1) and not is_staged:
             yield (
                 windows[0].origin,
@@ -288,7 +287,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
         yield where, f"all gradients of {kind} are 0", hint
     # Of two matrices that are multiplied one that is 0 alone has a gradient.
-    wide = [one for one in parameters_of(steps[0].optimizer) if id(one) in flat and one.dim() == 2]
+    wide = [one for one in parameters_of(steps[0].optimizer) if one in flat and one.dim() == 2]
     # Square ones may well be unused so far, as a table of zeros for each stage.
     fits = {one.shape[0] for one in wide if one.shape[0] < one.shape[1]}
     fits &= {one.shape[1] for one in wide if one.shape[1] < one.shape[0]}
@@ -313,7 +312,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     for group in steps[0].optimizer.param_groups:
         # A schedule may let a part of the model wait.
         if not group["lr"] and group.get("initial_lr"):
-            still -= {*map(id, group["params"])}
+            still -= {*group["params"]}
     if moved and still and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
         yield last, f"{trace.named(still)} have gradients and do not move", hint
@@ -358,11 +357,11 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
 
 def without_gradient(trace: Trace) -> Faults:
     """Find trained parameters that ran and get no gradient, where it is known why."""
-    idle = set[int]()
-    for key, (module, place) in (trace.ran[False] | trace.ran[True]).items():
-        own = [id(one) for one in module.parameters(recurse=False) if one.requires_grad]
+    idle = set[Tensor]()
+    for module, place in (trace.ran[False] | trace.ran[True]).items():
+        own = [one for one in module.parameters(recurse=False) if one.requires_grad]
         still = trace.idle.intersection(own)
-        if key in trace.ran[True]:
+        if module in trace.ran[True]:
             idle |= still
         elif still:
             yield (
@@ -392,7 +391,7 @@ def frozen_by_flag(trace: Trace) -> Faults:
     for one in (it for root in trace.roots for it in (*root.modules(), *root.parameters())):
         own = one.parameters() if isinstance(one, nn.Module) else [one]
         flags = {name for name, value in vars(one).items() if value is False}
-        for flag in flags & FLAGS if trace.with_gradient.intersection(map(id, own)) else ():
+        for flag in flags & FLAGS if trace.with_gradient.intersection(own) else ():
             places = [*trace.places(rf"\.{flag} *= *False"), ""]
             hint = "module.requires_grad_(False), or parameter.requires_grad = False for each"
             yield places[0], f"{flag} of a {type(one).__name__} freezes nothing", hint
@@ -401,8 +400,8 @@ def frozen_by_flag(trace: Trace) -> Faults:
 def alike(trace: Trace) -> Faults:
     """Find weights that learn the same in all rows, because they began so."""
     trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
-    living = (one for one in trained if id(one) in trace.with_gradient)
-    if equal := [id(one) for one in living if has_equal_rows(one) and one.any()]:
+    living = trace.with_gradient.intersection(trained)
+    if equal := [one for one in living if has_equal_rows(one) and one.any()]:
         measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
         yield trace.of(Step)[-1], measured, "initialize weights by random numbers"
 
@@ -457,8 +456,6 @@ def schedule(trace: Trace) -> Faults:
                 )
     for windows in trace.by_optimizer:
         yield from _without_schedule(windows, events)
-    if not events:
-        raise NotApplicable("no schedule of torch made a step")
 
 
 def never_stepped(trace: Trace) -> Faults:
@@ -477,7 +474,7 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Fa
     """Find a schedule that has no effect, or that leaves no learning rate."""
     groups = windows[0].optimizer.param_groups
     own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
-    is_anew = len({id(one.scheduler) for one in own}) == len(own)
+    is_anew = len({one.scheduler for one in own}) == len(own)
     if len(own) > 2 and is_anew and len({one.lines for one in own}) == 1:
         hint = "make the schedule once, before the loop"
         yield own[0], "a new schedule in each step begins anew", hint
@@ -524,10 +521,7 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Fa
 
 def clipping(trace: Trace) -> Faults:
     """Gradients are clipped after the last backward call and unscaling, before the step."""
-    clips = trace.of(Clip)
-    if not clips:
-        raise NotApplicable("the loop does not clip")
-    for clip in clips:
+    for clip in trace.of(Clip):
         if clip.parameters and not clip.parameters & trace.held:
             hint = "clip the parameters of the model that is trained"
             yield clip, "it clips parameters that no optimizer has", hint
@@ -561,7 +555,7 @@ def scaler(trace: Trace) -> Faults:
                     "float16 without a scaler: small gradients become 0",
                     "use torch.amp.GradScaler, or bfloat16",
                 )
-        raise NotApplicable("the loop has no scaler that is on")
+        return
     yield from _scaled_in_part(trace)
     if all(one.call != "update" for one in calls) and len(trace.of(Step)) > 1:
         yield calls[0], "the scale is never updated", "call scaler.update()"

@@ -192,7 +192,7 @@ class Observer(Recording):
         finally:
             if loader is not None:
                 facts = of_batch(batch)
-                self.fetched[id(loader)] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                self.fetched[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
 
     def _seed(self, call: Called) -> Any:
         self.note(Seeding)
@@ -215,8 +215,8 @@ class Observer(Recording):
         module = call.owner
         has_gradients = torch.is_grad_enabled()
         ran = self.ran[has_gradients]
-        if id(module) not in ran or (module.training and not ran[id(module)][1]):
-            ran[id(module)] = module, users_line("checkpoint") if module.training else ""
+        if module not in ran or (module.training and not ran[module]):
+            ran[module] = users_line("checkpoint") if module.training else ""
         event = None
         # A loss is a module too, without parameters.
         is_model = next(module.parameters(), None) is not None
@@ -238,14 +238,13 @@ class Observer(Recording):
         given = [it for one in inputs if one.requires_grad for it in leaves(one)]
         self.inputs += [weakref.ref(one) for one in given if not isinstance(one, nn.Parameter)]
         self.leaves.update(map(id, given))
-        parameters = list(module.parameters())
-        is_trained = has_gradients and any(one.requires_grad for one in parameters)
+        # A function of the module may have put results in their place.
+        parameters = {one: name for name, one in module.named_parameters() if one.is_leaf}
+        is_trained = has_gradients and any(one.requires_grad for one in module.parameters())
         if is_trained and module not in self.roots:
             self.roots.append(module)
-            for name, parameter in module.named_parameters():
-                self.names.setdefault(id(parameter), name)
-        # A function of the module may have put others in their place.
-        small = [one for one in parameters if one.is_leaf and one.numel() < MOST_SMALL]
+            self.names = parameters | self.names
+        small = [one for one in parameters if one.numel() < MOST_SMALL]
         small = [one for one in small if one.requires_grad] or small
         device = inputs[0].device.type if inputs else "cpu"
         is_autocast = torch.is_autocast_enabled(device)
@@ -264,7 +263,7 @@ class Observer(Recording):
             syncs=getattr(module, "require_backward_grad_sync", None),
             passes_on=any(one.requires_grad for one in inputs),
             tokens=tokens_of(call.options.get("input_ids", *call.args[1:2])),
-            cause=None if module.training else self.made.get(id(module)),
+            cause=None if module.training else self.made.get(module),
         )
 
     def _note_outputs(self, event: Forward, outputs: list[Tensor]) -> None:
@@ -368,7 +367,7 @@ class Observer(Recording):
         if one.requires_grad and is_made and not is_ours:
             place = users_line()
             if place not in self.cut:
-                self.cut[place] = {*map(id, leaves(one))}
+                self.cut[place] = {*leaves(one)}
         return call.run()
 
     def _grad(self, call: Called) -> Any:
@@ -413,14 +412,14 @@ class Observer(Recording):
         for optimizer in self.optimizers:
             parameters += parameters_of(optimizer)
         # Also of modules that no other one has.
-        for module, _ in self.ran[True].values():
+        for module in self.ran[True]:
             parameters += module.parameters(recurse=False)
         terms, numbers, scale, is_second = terms_of(loss)
         event = self.note(
             Backward,
             value=float(loss.detach()),
             scale=scale,
-            dirty={id(one) for one in parameters if one.grad is not None and largest(one.grad)},
+            dirty={one for one in parameters if one.grad is not None and largest(one.grad)},
             terms=terms,
             is_second=is_second,
             cause=self.loss_call,
@@ -442,7 +441,7 @@ class Observer(Recording):
         call.run()
         self.at_backward = after = versions_of(parameters)
         event.reached = frozenset(key for key in after if after[key] != before[key])
-        self.gradient = Gradient(one for one in parameters if id(one) in event.reached)
+        self.gradient = Gradient(one for one in parameters if one in event.reached)
         self.with_gradient |= {key for key in after if after[key] is not None}
         event.of_inputs = any(getattr(ref(), "grad", None) is not None for ref in self.inputs)
         self.inputs.clear()
@@ -481,7 +480,7 @@ class Observer(Recording):
     def _clip(self, call: Called) -> Any:
         given = call.listed("parameters")
         self.gradient.use()
-        event = self.note(Clip, parameters=frozenset(map(id, given)))
+        event = self.note(Clip, parameters=frozenset(given))
         if not given:
             hint = "pass model.parameters() anew; a generator is empty after one use"
             self.fault("clipping", event, "it clips no parameter", hint)
@@ -499,7 +498,7 @@ class Observer(Recording):
         is_module = isinstance(owner, nn.Module)
         parameters = list(owner.parameters()) if is_module else parameters_of(owner)
         if any(parameter.grad is not None for parameter in parameters):
-            self.note(Zero, parameters=frozenset(map(id, parameters)))
+            self.note(Zero, parameters=frozenset(parameters))
         return call.run()
 
     # Models and steps.
@@ -522,7 +521,7 @@ class Observer(Recording):
         self.optimizers.append(one)
         # Not a line of the object's own class, where that is the user's.
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
-        self.made[id(one)] = Event(lines, False)
+        self.made[one] = Event(lines, False)
 
     def _set(self, call: Called) -> None:
         one, name, value = call.args
@@ -535,7 +534,7 @@ class Observer(Recording):
     def _set_mode(self, call: Called) -> Any:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
         if not call.bound().arguments.get("mode", True):
-            self.made[id(call.owner)] = Event(users_lines(), False)
+            self.made[call.owner] = Event(users_lines(), False)
         return call.run()
 
     def _schedule(self, call: Called) -> Any:
@@ -565,9 +564,9 @@ class Observer(Recording):
         if self.stepping:  # an optimizer that steps another one
             return
         self.files |= {frame.f_code.co_filename for frame in users_frames()}
-        key, before = id(optimizer), self.before
+        before = self.before
         parameters = parameters_of(optimizer)
-        slopes = {id(one): largest(one.grad) for one in parameters if one.grad is not None}
+        slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
         event = self.note(
             Step,
             optimizer=optimizer,
@@ -581,9 +580,9 @@ class Observer(Recording):
             half_moved=before.half_moved(parameters),
             in_backward=in_backward(),
             generator=_generator(),
-            cause=self.made.get(key),
+            cause=self.made.get(optimizer),
         )
-        plain = (one for one in parameters if id(one) in slopes and is_plain(one))
+        plain = (one for one in parameters if one in slopes and is_plain(one))
         self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", event, "a step on gradients that are not finite", LOOK)
@@ -596,11 +595,11 @@ class Observer(Recording):
             )
         del self.before, before
         probe(self)
-        self.num_made[key] += 1
+        self.num_made[optimizer] += 1
         self.growth.count(self.num_steps_made)
-        if self.num_made[key] == FEWEST_STEPS:
+        if self.num_made[optimizer] == FEWEST_STEPS:
             self.living |= leaves_alone(self, self.leaves)
-        if self._is_enough(self.num_made[key]):
+        if self._is_enough(self.num_made[optimizer]):
             self.finish()
             self.when_enough(self)
 
@@ -628,9 +627,9 @@ class Observer(Recording):
                 "a tensor of two steps ago is still held, with its graph",
                 "keep loss.item() or tensor.detach() in place of the tensor",
             )
-        for module, _ in (self.ran[False] | self.ran[True]).values():
+        for module in self.ran[False] | self.ran[True]:
             for name, parameter in module.named_parameters(recurse=False):
-                self.names.setdefault(id(parameter), f"{type(module).__name__}.{name}")
+                self.names.setdefault(parameter, f"{type(module).__name__}.{name}")
 
 
 def rates_of(optimizer: Optimizer) -> list[float]:

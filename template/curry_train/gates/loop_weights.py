@@ -44,10 +44,10 @@ class Gradient:
         """Measure it again, at the first call after a backward call."""
         self.used = self.used or self._measured()
 
-    def facts(self, own: Container[int]) -> dict[str, Any]:
+    def facts(self, own: Container[Tensor]) -> dict[str, Any]:
         """Return what is noted of it for a step, if it is of one of these parameters."""
         (made, norm), (used, norm_used) = self.made, self.used or self.made
-        if id(self.parameter) not in own or not made:
+        if self.parameter not in own or not made:
             return {"made": 0.0, "used": 0.0, "factor": 1.0}
         factor = used / made
         is_same = getattr(self.parameter, "grad", None) is self.grad
@@ -64,28 +64,28 @@ class Snapshot:
         self.state = state_of(optimizer)
         # Unless there are too many.
         self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
-        self.values: dict[int, Tensor] = {}
+        self.values: dict[Tensor, Tensor] = {}
         self.digest = 0.0
         if self.is_compared:
-            self.values = {id(one): one.detach().clone() for one in compared}
+            self.values = {one: one.detach().clone() for one in compared}
             self.digest = sum(map(digest, own))
 
-    def moved(self, parameters: Iterable[Tensor]) -> list[int]:
-        """Return the ids of those parameters that have other values now."""
+    def moved(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Return those parameters that have other values now."""
         return [
-            id(one)
+            one
             for one in parameters
-            if id(one) in self.values and not torch.equal(self.values[id(one)], one.detach())
+            if one in self.values and not torch.equal(self.values[one], one.detach())
         ]
 
     def half_moved(self, parameters: Iterable[Tensor]) -> float | None:
         """Return the share of elements in half precision that changed, of those with a gradient."""
         changed = [
-            (values_of(one.detach()) != values_of(self.values[id(one)]))[values_of(one.grad) != 0]
+            (values_of(one.detach()) != values_of(self.values[one]))[values_of(one.grad) != 0]
             for one in parameters
             if one.dtype in (torch.float16, torch.bfloat16)
             and one.grad is not None
-            and id(one) in self.values
+            and one in self.values
         ]
         return float(torch.cat(changed).float().mean()) if changed else None
 
@@ -133,7 +133,7 @@ def versions_of(parameters: Iterable[Tensor]) -> Versions:
     for parameter in parameters:
         # A sharded gradient has its values in a tensor of its own.
         local = getattr(parameter.grad, "_local_tensor", parameter.grad)
-        versions[id(parameter)] = None if local is None else (id(local), local._version)
+        versions[parameter] = None if local is None else (id(local), local._version)
     return versions
 
 
@@ -158,14 +158,14 @@ def instances_of(kind: type) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
-def leaves_alone(trace: Recording, leaves: Container[int]) -> dict[int, str]:
-    """Describe the leaves with a gradient, by id, that no module may have, nor these leaves.
+def leaves_alone(trace: Recording, leaves: Container[int]) -> dict[Tensor, str]:
+    """Describe the leaves with a gradient that no module may have, nor these leaves.
 
     To the gradient of a tensor that no optimizer has each backward call adds, and nothing sets it
     to 0, as where the user changes it by hand.
     """
     return {
-        id(one): f"a {type(one).__name__.lower()} of shape {list(one.shape)}"
+        one: f"a {type(one).__name__.lower()} of shape {list(one.shape)}"
         for one in instances_of(Tensor)
         if one.is_leaf
         and one.grad is not None
