@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plan_models import squares
 from rank_calls import run_on_ranks
 from torch import nn
 
@@ -27,7 +28,6 @@ from curry_train.plan.profiler import (
 )
 from curry_train.plan.rank_step import one_rank
 from curry_train.workloads.models import mlp
-from curry_train.workloads.workload import default_workload
 from ranks import predict, small
 
 # Some at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
@@ -131,26 +131,18 @@ def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
     assert together.reserved_bytes < apart.reserved_bytes
 
 
-class Shared(nn.Module):
+def sharing():
     """Blocks that share a layer, which FSDP2 refuses to divide twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.shared = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), self.shared)
-            for _ in range(2)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+    shared = nn.Linear(16, 16)
+    blocks = (
+        nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16), shared) for _ in range(2)
+    )
+    return nn.Sequential(*blocks)
 
 
 def test_what_fsdp2_refuses_is_one_line_and_no_way_out_of_a_plan_that_does_not_fit():
-    workload = default_workload("shared", Shared, (Shared(), torch.randn(4, 16)))
-    refused_by_torch = pytest.raises(ValueError, match=r"fsdp2 refuses Shared: .*share none")
+    workload = squares(sharing, 16)
+    refused_by_torch = pytest.raises(ValueError, match=r"fsdp2 refuses Sequential: .*share none")
     with refused_by_torch, Sketch(workload, sharding=Sharding("fsdp2", 2)) as sketch:
         sketch.step(2)
     with pytest.raises(Infeasible, match="nothing fits") as refused:
