@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from plan_models import built
+from plan_models import Runs, built
 from torch import nn
 from unchanged import unchanged
 
@@ -149,19 +149,11 @@ def test_bytes_belong_to_the_innermost_layer():
 
 
 def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
-    class Shares(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.shared = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
-            self.blocks = nn.ModuleList(nn.Sequential(self.shared, nn.Sigmoid()) for _ in range(2))
-
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x)
-            return self.shared(x)
-
-    held = {layer.name: layer.bytes for layer in profile(Shares(), torch.randn(4, 8)).layers}
-    assert held == {"blocks.0": 256, "blocks.1": 256, "shared": 128, REST_LAYER: 4}
+    shared = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    blocks = nn.Sequential(*(nn.Sequential(shared, nn.Sigmoid()) for _ in range(2)))
+    model = Runs(lambda inner, x: inner[0](inner[1](x)), shared, blocks)
+    held = {layer.name: layer.bytes for layer in profile(model, torch.randn(4, 8)).layers}
+    assert held == {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, REST_LAYER: 4}
 
 
 def test_an_input_that_experts_share_is_held_once():
