@@ -11,7 +11,7 @@ import foreign_recompute as foreign
 import numpy
 import pytest
 import torch
-from plan_models import squares
+from plan_models import Runs, squares
 from saboteurs import verdict_of
 from torch import nn
 
@@ -68,22 +68,17 @@ def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
 def list_of(make, call=lambda layer, x: layer(x)):
     """Build a model that runs a ModuleList of three layers."""
 
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([make() for _ in range(3)])
+    def run(layers, x):
+        for layer in layers:
+            x = call(layer, x)
+        return x
 
-        def forward(self, x):
-            for layer in self.layers:
-                x = call(layer, x)
-            return x
-
-    return squares(Chain, 8)
+    return squares(lambda: Runs(run, make(), make(), make()), 8)
 
 
 @pytest.mark.parametrize("change", [recompute_blocks, foreign.nothing])
 def test_gates_do_not_apply_to_blocks_of_a_single_layer(change):
-    case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="layers.*")
+    case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="inner.*")
     assert verdict_of(recompute.compare_selection, case).passed is None
     verdict = verdict_of(recompute.compare_training, case, recompute_blocks=change)
     assert verdict.passed is None, verdict
@@ -112,7 +107,7 @@ def past_the_first(layer, x):
     ids=["gelu", "relu", "bypassed", "lone and bypassed"],
 )
 def test_a_no_op_fails_if_recompute_would_free_memory_or_the_block_never_runs(workload, change):
-    case = Case(workload, blocks="layers.?")
+    case = Case(workload, blocks="inner.?")
     verdict = verdict_of(
         recompute.compare_training, case, recompute_blocks=change or recompute_blocks
     )
@@ -208,27 +203,20 @@ def test_parity_names_the_block_that_is_unfit(disturb, in_hint, change):
     assert in_hint in verdict.hint
 
 
-class UnevenUnderAutocast(nn.Module):
-    """Blocks whose results under autocast differ each time, as of a kernel that reads too far."""
-
+def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
+    """Its results under autocast differ each time, as of a kernel that reads too far."""
     calls = itertools.count()
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3)
-        )
-
-    def forward(self, x):
+    def run(blocks, x):
         if torch.is_autocast_enabled("cpu"):
-            x = x + next(self.calls)
-        for block in self.blocks:
-            x = block(x)
-        return x
+            x = x + next(calls)
+        return blocks[2](blocks[1](blocks[0](x)))
 
+    def build():
+        blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        return Runs(run, *blocks)
 
-def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
-    verdict = verdict_of(recompute.compare_training, Case(squares(UnevenUnderAutocast, 16)))
+    verdict = verdict_of(recompute.compare_training, Case(squares(build, 16)))
     assert verdict.passed, verdict
     assert "without autocast: the plain model does not repeat itself" in verdict.measured
 
