@@ -4,15 +4,15 @@ python -m pytest tests/gates/test_offload.py
 """
 
 import pytest
-import torch
 from compiled_models import TRACING, build, hidden, loss, rows
+from plan_models import squares
 from saboteurs import verdict_of
 from torch import nn
 
 from curry_train.gates import offload
 from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
 from curry_train.workloads.models import load_workload, transformer
-from curry_train.workloads.workload import Case, Workload, default_workload
+from curry_train.workloads.workload import Case, Workload
 
 pytestmark = TRACING
 CHECKS = (compare_offload, compare_freed_bytes)
@@ -24,23 +24,14 @@ def test_gates_hold_for_a_single_block_and_do_not_apply_to_small_ones(check):
     assert verdict_of(check, Case(transformer(), blocks="layers.*.attention_norm")).passed
 
 
-class SavedOutside(nn.Module):
+def saved_outside():
     """Layers whose inputs are saved by the activations between them too."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+    return nn.Sequential(*(part for _ in range(3) for part in (nn.Linear(32, 32), nn.ReLU())))
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_applicable(check):
-    workload = default_workload("outside", SavedOutside, (SavedOutside(), torch.randn(40, 32)))
-    verdict = verdict_of(check, Case(workload, blocks="layers.*"))
+    verdict = verdict_of(check, Case(squares(saved_outside, 32), blocks="[024]", batch_size=40))
     assert verdict.passed is None
     assert "saved outside of them too" in verdict.hint
 
