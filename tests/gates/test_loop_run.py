@@ -301,8 +301,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def failed(kind, *words):
-    verdicts = preflight_program(kind, words, num_steps=3)
+def failed(kind, *words, **options):
+    verdicts = preflight_program(kind, words, num_steps=3, **options)
     return {verdict.gate: verdict.measured for verdict in verdicts if verdict.passed is False}
 
 
@@ -339,23 +339,21 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
 )
 def test_ranks_are_compared(folder, kind, line, expected):
     Path("ranks.py").write_text(RANKS)
-    verdicts = preflight_program("script", ["ranks.py", kind], num_steps=3, num_ranks=2)
-    failed = {one.gate: one.measured for one in verdicts if one.passed is False}
+    found = failed("script", "ranks.py", kind, num_ranks=2)
     lines = RANKS.splitlines()
     (number,) = [at for at, text in enumerate(lines, 1) if text.endswith(f"  # {line}")] or [0]
-    assert failed == ({"loop/ranks": f"ranks.py:{number}: {expected}"} if expected else {})
+    assert found == ({"loop/ranks": f"ranks.py:{number}: {expected}"} if expected else {})
 
 
 def test_a_script_that_starts_its_ranks_has_to_be_given_their_number(folder):
     Path("ranks.py").write_text(RANKS)
     with pytest.raises(LoopFailed, match="starts 2 ranks of its own: give --ranks 2"):
-        preflight_program("script", ["ranks.py", "summed"], num_steps=3)
+        failed("script", "ranks.py", "summed")
 
 
 def test_a_sharded_model_is_checked_on_two_ranks(folder):
     Path("sharded.py").write_text(SHARDED)
-    verdicts = preflight_program("script", ["sharded.py"], num_steps=3, num_ranks=2)
-    assert [verdict for verdict in verdicts if verdict.passed is False] == []
+    assert failed("script", "sharded.py", num_ranks=2) == {}
 
 
 def test_a_script_of_a_package_has_its_relative_imports(folder):
@@ -374,7 +372,7 @@ def test_a_loop_that_ends_early_is_said_to(folder, capfd):
 
 def test_an_error_of_the_script_names_its_line(folder):
     with pytest.raises(LoopFailed, match=r"^ValueError: .*: correct your .*train.py, line 8"):
-        preflight_program("script", ["train.py", "half"], num_steps=3)
+        failed("script", "train.py", "half")
     assert Path("log.txt").read_text() == "before\n"
 
 
@@ -446,8 +444,7 @@ def test_calls_are_missing_if_no_line_has_them(folder, more, expected):
 
 def test_the_schedule_of_accelerate_steps_once_for_each_process(folder):
     Path("mine.py").write_text(ACCELERATE)
-    verdicts = preflight_program("script", ["mine.py", "right"], num_steps=3, num_ranks=2)
-    assert [verdict for verdict in verdicts if verdict.passed is False] == []
+    assert failed("script", "mine.py", "right", num_ranks=2) == {}
 
 
 BEHIND = """\
@@ -503,12 +500,11 @@ for _ in range(20):
 
 def test_a_model_too_large_for_the_machine_is_built_with_fewer_layers(folder):
     Path("deep.py").write_text(DEEP)
-    words = ["deep.py", "4000", "2600"]
-    assert preflight_program("script", words, num_steps=3, num_layers=2)
+    assert preflight_program("script", ["deep.py", "4000", "2600"], num_steps=3, num_layers=2)
     with pytest.raises(LoopFailed, match=r"--shrink: no model is built from a configuration"):
-        preflight_program("script", ["deep.py", "2", "8"], num_steps=3, num_layers=2)
+        failed("script", "deep.py", "2", "8", num_layers=2)
     with pytest.raises(LoopFailed, match="try --shrink 2"):
-        preflight_program("script", ["deep.py", "1", "10000000"], num_steps=3)
+        failed("script", "deep.py", "1", "10000000")
 
 
 WRITING = """\
@@ -540,7 +536,7 @@ for _ in range(9):
 def test_files_that_a_thread_goes_on_to_write_are_removed_too(folder):
     Path("writing.py").write_text(WRITING)
     before = files(folder)
-    preflight_program("script", ["writing.py"], num_steps=3)
+    failed("script", "writing.py")
     assert files(folder) == before
 
 
