@@ -9,7 +9,12 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from healthy_loops import low_rank, short, speech, unfrozen_step_by_step
+from healthy_loops import (
+    low_rank,
+    samples_compared_with_others,
+    speech,
+    unfrozen_step_by_step,
+)
 from loops import (
     Attention,
     Codes,
@@ -21,6 +26,7 @@ from loops import (
     adversarial,
     classifier,
     completions,
+    encoder_and_head,
     fit,
     fit_and_evaluate,
     fit_masked,
@@ -33,6 +39,7 @@ from loops import (
     keep_average,
     loader,
     of_tokens,
+    padded_batches,
     padded_tokens,
     scaler_on_cpu,
     sequences,
@@ -92,14 +99,14 @@ def mean_over_ignored_targets():
 
 def window_over_the_end_of_an_epoch():
     model, optimizer = started()
-    data = short()
+    data = loader(40)
     for _ in range(8):
         accumulate(model, optimizer, data)  # here: half
 
 
 def end_of_an_epoch_lost():
     model, optimizer = started()
-    data = short()
+    data = loader(40)
     for _ in range(8):
         optimizer.zero_grad()  # here
         accumulate(model, optimizer, data)
@@ -226,7 +233,7 @@ def encoder_data():
             encoder, head = self
             return head(encoder(inputs).data)  # here
 
-    fit(Model(nn.Linear(8, 16), nn.Linear(16, 5)))
+    fit(Model(*encoder_and_head()))
 
 
 def weights_loaded_in_each_step():
@@ -357,7 +364,7 @@ def dropout_in_evaluation():
 
 def seeded_in_each_epoch():
     model, optimizer = started()
-    data = short()
+    data = loader(40)
     for _ in range(8):
         torch.manual_seed(0)
         fit(model, optimizer, ((inputs.neg(), labels) for inputs, labels in data))  # here
@@ -424,7 +431,7 @@ def callback_that_keeps_activations():
     model, optimizer = started()
     model[0].register_forward_hook(Recorder())
     for _ in range(8):
-        fit(model, optimizer, short())
+        fit(model, optimizer, loader(40))
 
 
 def total_loss_with_its_graph():
@@ -536,8 +543,7 @@ class OfTheFirst(Language):
 
 
 def first_token_alone():
-    batches = [(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)]
-    fit(OfTheFirst(), None, batches)  # here: sample
+    fit(OfTheFirst(), None, padded_batches())  # here: sample
 
 
 def same_weights_everywhere():
@@ -897,13 +903,13 @@ def never_stepped():
 
 
 def network_in_no_optimizer():
-    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    encoder, head = encoder_and_head()
     optimizer = together(adamw(head), SGD(head.parameters()))  # here
     fit(lambda inputs: head(encoder(inputs).relu()), optimizer)
 
 
 def optimizer_that_never_steps():
-    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    encoder, head = encoder_and_head()
     of_encoder = Adam(encoder.parameters())  # here
     fit(lambda one: head(encoder(one).relu()), adamw(head), after=of_encoder.zero_grad)
 
@@ -968,10 +974,7 @@ def targets_without_fractions():
 
 
 def samples_compared_with_themselves():
-    model, optimizer = started()
-    for _ in range(4):
-        codes = F.normalize(model(torch.randn(8, 8)))
-        step(optimizer, F.cross_entropy(codes @ codes.T, torch.arange(8).flip(0)))  # here
+    samples_compared_with_others(lambda scores: scores)  # here: scores
 
 
 def average_in_the_optimizer():

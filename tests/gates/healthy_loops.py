@@ -19,6 +19,7 @@ from loops import (
     adamw,
     adversaries,
     classifier,
+    encoder_and_head,
     fit,
     fit_and_evaluate,
     fit_heads,
@@ -32,6 +33,7 @@ from loops import (
     in_half,
     loader,
     of_tokens,
+    padded_batches,
     padded_tokens,
     recompute,
     scaler_on_cpu,
@@ -55,13 +57,9 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
-def short(num_batches=5):
-    return loader(8 * num_batches)
-
-
 def last_window_short():
     model, optimizer = started()
-    data = short()
+    data = loader(40)
     for _ in range(6):
         for number, (inputs, labels) in enumerate(data):
             size = 2 if number < 4 else 1
@@ -275,7 +273,7 @@ def batch_norm_frozen():
     for _ in range(4):
         model.train()
         model[1].eval()
-        fit(model, optimizer, short())
+        fit(model, optimizer, loader(40))
 
 
 def part_in_eval_mode_from_the_start():
@@ -428,7 +426,7 @@ def schedule_per_epoch_and_plateau():
     model, optimizer = started()
     scheduler = ReduceLROnPlateau(optimizer)
     for _ in range(6):
-        for inputs, labels in short():
+        for inputs, labels in loader(40):
             optimizer.zero_grad()
             loss = F.cross_entropy(model(inputs), labels)
             loss.backward()
@@ -455,7 +453,7 @@ def hooks_and_histories():
     norms, losses = [], []
     model[0].weight.register_hook(lambda grad: norms.append(grad.norm()))
     for _ in range(8):
-        for inputs, labels in short():
+        for inputs, labels in loader(40):
             handle = model[0].register_forward_hook(lambda *_: None)
             loss = F.cross_entropy(model(inputs), labels)
             step(optimizer, loss)
@@ -525,7 +523,7 @@ def reset_between_tasks():
 
 def two_segments():
     """Two parts on their own optimizers, one of which steps every second time."""
-    body, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    body, head = encoder_and_head()
     of_body, of_head = adamw(body), adamw(head)
     for number, (inputs, labels) in enumerate(loader()):
         (F.cross_entropy(head(body(inputs).relu()), labels) / 2).backward()
@@ -857,7 +855,7 @@ def gradients_by_autograd():
 
 
 def one_network_stepped_by_hand():
-    encoder, head = nn.Linear(8, 16), nn.Linear(16, 5)
+    encoder, head = encoder_and_head()
     optimizer = adamw(head)
     for inputs, labels in loader():
         step(optimizer, F.cross_entropy(head(encoder(inputs)), labels))
@@ -1148,7 +1146,7 @@ class Drawn(Language):
 
 
 def random_numbers_of_python_in_the_model():
-    fit(Drawn(), batches=[(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)])
+    fit(Drawn(), batches=padded_batches())
 
 
 def compared_with_centers():
@@ -1158,9 +1156,8 @@ def compared_with_centers():
 
 def ends_to_be_filled_in():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    batches = [(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)]
     model = nn.Sequential(nn.Embedding(50, 16), layer)
-    fit(model, None, batches, loss=lambda one, of: F.cross_entropy(one[:, 0], of))
+    fit(model, None, padded_batches(), loss=lambda one, of: F.cross_entropy(one[:, 0], of))
 
 
 def log_probabilities_of_a_bounded_model():
@@ -1178,12 +1175,12 @@ def labels_mixed():
     fit(loss=loss)
 
 
-def samples_compared_with_others():
+def samples_compared_with_others(hide_itself=lambda scores: scores.fill_diagonal_(-9.0)):
     model, optimizer = started()
     for _ in range(4):
         codes = F.normalize(model(torch.randn(8, 8)))
-        others = (codes @ codes.T).fill_diagonal_(-9.0)
-        step(optimizer, F.cross_entropy(others, torch.arange(8).flip(0)))
+        scores = hide_itself(codes @ codes.T)
+        step(optimizer, F.cross_entropy(scores, torch.arange(8).flip(0)))  # scores
 
 
 class Recurrent(nn.Module):
@@ -1344,9 +1341,6 @@ def several_answers_to_one_question():
 
 HEALTHY = [
     one
-    for name, one in list(globals().items())
-    if callable(one)
-    and one.__module__ == __name__
-    and name not in ("short", "step")
-    and not isinstance(one, type)
+    for one in list(globals().values())
+    if callable(one) and one.__module__ == __name__ and not isinstance(one, type)
 ]

@@ -23,6 +23,10 @@ def classifier(width=16, *, dropout=0.0, classes=5):
     )
 
 
+def encoder_and_head():
+    return nn.Linear(8, 16), nn.Linear(16, 5)
+
+
 def loader(num_samples=64, batch_size=8, *, shuffle=True):
     data = TensorDataset(torch.randn(num_samples, 8), torch.randint(5, (num_samples,)))
     return DataLoader(data, batch_size, shuffle=shuffle)
@@ -290,6 +294,10 @@ class Attention(nn.Module):
 def padded_tokens():
     lengths = torch.tensor([[3], [5], [8], [4], [8], [7]])
     return torch.randint(1, 50, (6, 8)).masked_fill(torch.arange(8) >= lengths, 0)
+
+
+def padded_batches():
+    return [(padded_tokens(), torch.randint(5, (6,))) for _ in range(8)]
 
 
 class Layers(nn.Module):
