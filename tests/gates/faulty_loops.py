@@ -25,6 +25,7 @@ from loops import (
     adamw,
     adversarial,
     classifier,
+    clip,
     completions,
     encoder_and_head,
     fit,
@@ -576,7 +577,7 @@ def rate_set_over_the_schedule():
 def clipped_to_nothing():
     model = classifier()
     optimizer = SGD(model.parameters(), 0.1)
-    fit(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.0))  # here
+    fit(model, optimizer, before=lambda: clip(model, most=0.0))  # here: clip
 
 
 def targets_out_of_reach():
@@ -800,7 +801,7 @@ def clipped_before_its_backward():
     for inputs, labels in loader():
         step(first, F.cross_entropy(model(inputs), labels))
         second.zero_grad()
-        nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # here
+        clip(other)  # here: clip
         F.mse_loss(other(inputs), inputs[:, :5]).backward()
         second.step()
 

@@ -19,6 +19,7 @@ from loops import (
     adamw,
     adversaries,
     classifier,
+    clip,
     encoder_and_head,
     fit,
     fit_and_evaluate,
@@ -44,6 +45,7 @@ from loops import (
     texts_with_time_first,
     together,
     trial_step,
+    with_values,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -304,7 +306,7 @@ def sharpness_aware():
     @torch.no_grad()
     def move(model):
         changes = [0.05 * one.grad / (one.grad.norm() + 1e-6) for one in model.parameters()]
-        for one, change in zip(model.parameters(), changes, strict=True):
+        for one, change in with_values(model, changes):
             one.add_(change)
         return changes
 
@@ -321,7 +323,7 @@ def surgery_of_gradients():
             optimizer.zero_grad()
             loss.backward(retain_graph=True)
             found.append([one.grad.clone() for one in model.parameters()])
-        for one, first, second in zip(model.parameters(), *found, strict=True):
+        for one, first, second in with_values(model, *found):
             one.grad = first + second
         optimizer.step()
 
@@ -665,10 +667,10 @@ def differentially_private():
         for given, label in zip(inputs, labels, strict=True):
             model.zero_grad()
             F.cross_entropy(model(given[None]), label[None]).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for total, one in zip(sums, model.parameters(), strict=True):
+            clip(model)
+            for one, total in with_values(model, sums):
                 total += one.grad
-        for total, one in zip(sums, model.parameters(), strict=True):
+        for one, total in with_values(model, sums):
             one.grad = (total + 0.5 * torch.randn_like(total)) / len(inputs)
         optimizer.step()
 
@@ -680,11 +682,11 @@ def masters_in_full_precision(rate=1e-3):
     for inputs, labels in loader():
         model.zero_grad()
         F.cross_entropy(model(inputs.bfloat16()).float(), labels).backward()
-        for master, one in zip(masters, model.parameters(), strict=True):
+        for one, master in with_values(model, masters):
             master.grad = one.grad.float()
         optimizer.step()
         with torch.no_grad():
-            for master, one in zip(masters, model.parameters(), strict=True):
+            for one, master in with_values(model, masters):
                 one.copy_(master)
 
 
@@ -849,7 +851,7 @@ def gradients_by_autograd():
     for inputs, labels in loader():
         loss = F.nll_loss(model(inputs).log_softmax(1), labels)
         slopes = torch.autograd.grad(loss, model.parameters(), None, True)  # the graph is kept
-        for one, slope in zip(model.parameters(), slopes, strict=True):
+        for one, slope in with_values(model, slopes):
             one.grad = slope
         optimizer.step()
 
@@ -971,7 +973,7 @@ def gradients_read_and_set_to_zero():
         chosen = torch.distributions.Categorical(logits=model(inputs))
         optimizer.zero_grad()
         (-chosen.log_prob(chosen.sample())).mean().backward()
-        for one, parameter in zip(information, model.parameters(), strict=True):
+        for parameter, one in with_values(model, information):
             one.lerp_(parameter.grad.square(), 0.1)
         step(optimizer, F.cross_entropy(model(inputs), labels))
 
@@ -1232,7 +1234,7 @@ def copies_that_begin_anew():
         if number % 2:
             loss = F.cross_entropy(copied(inputs), labels)
             gradients = torch.autograd.grad(loss, [*copied.parameters()])
-            for one, gradient in zip(model.parameters(), gradients, strict=True):
+            for one, gradient in with_values(model, gradients):
                 one.grad = gradient
             outer.step()
 

@@ -42,6 +42,10 @@ def step(optimizer, loss):
     optimizer.step()  # step
 
 
+def clip(model, *, most=1.0):
+    nn.utils.clip_grad_norm_(model.parameters(), most)  # clip
+
+
 def fit(
     model=None, optimizer=None, batches=None, *, loss=None, before=None, schedule=None, after=None
 ):
@@ -106,7 +110,7 @@ def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscale_at=0, 
         if number % every == unscale_at:
             scaler.unscale_(optimizer)  # unscaled
         if number % every == every - 1:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # clip
+            clip(model)
             scaler.step(optimizer)
             (update or scaler.update)()
             schedule.step()
@@ -200,6 +204,11 @@ def together(*optimizers):
             one.step()
 
     return SimpleNamespace(zero_grad=zero_grad, step=step)
+
+
+def with_values(model, *values):
+    """Yield each parameter of a model with its value of each list."""
+    return zip(model.parameters(), *values, strict=True)
 
 
 class Language(nn.Module):
@@ -413,7 +422,7 @@ def accumulated():
     for number, (inputs, labels) in enumerate(loader()):
         (nn.CrossEntropyLoss()(model(inputs), labels) / 2).backward()
         if number % 2:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clip(model)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
@@ -478,7 +487,7 @@ def frozen_backbone():
     for inputs, labels in loader():
         optimizer.zero_grad(set_to_none=False)
         F.cross_entropy(model(inputs), labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(model)
         optimizer.step()
 
 
@@ -534,7 +543,7 @@ def policy_by_minibatches():
                 loss = value(states[part]).square().mean() - gain
                 optimizer.zero_grad()
                 loss.backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                clip(model, most=0.5)
                 optimizer.step()
 
 
@@ -688,12 +697,12 @@ def scheduled_first():
 
 def clipped_after_the_step():
     model = classifier()
-    fit(model, after=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # here
+    fit(model, after=lambda: clip(model))  # here: clip
 
 
 def clipped_per_microbatch():
     model = classifier()
-    accumulate(model, each=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))  # here
+    accumulate(model, each=lambda: clip(model))  # here: clip
 
 
 def clipped_nothing():
@@ -709,7 +718,7 @@ def clipped_while_scaled():
     for inputs, labels in loader():
         optimizer.zero_grad()
         (scaler.scale(F.cross_entropy(model(inputs), labels)) / 1).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+        clip(model)  # here: clip
         scaler.step(optimizer)
         scaler.update()
 
@@ -816,7 +825,7 @@ def detached_loss():
 
 def clipped_another_model():
     other = classifier()
-    fit(before=lambda: nn.utils.clip_grad_norm_(other.parameters(), 1.0))  # here
+    fit(before=lambda: clip(other))  # here: clip
 
 
 def scale_never_updated():
