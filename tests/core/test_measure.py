@@ -5,6 +5,7 @@ python -m pytest tests/core/test_measure.py
 
 import pytest
 import torch
+from losses import square_sum
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
@@ -18,10 +19,6 @@ from curry_train.core.measure import (
 from curry_train.core.measure_compiled import measure_allocated
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.workload import Case
-
-
-def square_sum(module, batch):
-    return module(batch).square().sum()
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])

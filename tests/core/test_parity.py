@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
+from losses import square_sum
 from torch import nn
 
 from curry_train.core.generators import seeded
@@ -25,10 +26,6 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.last(self.norm(self.first(x)))
-
-
-def square_sum(model, batch):
-    return model(batch).square().sum()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import functools
 import random
 
 import torch
+from losses import square_sum
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -200,10 +201,6 @@ class Differentiates(nn.Module):
 # Losses and batches.
 
 
-def squares(model, batch):
-    return model(batch).square().sum()
-
-
 def with_derivative(model, batch):
     """Penalize the derivative by the input, as physics-informed losses do."""
     batch = batch.detach().requires_grad_()
@@ -213,11 +210,11 @@ def with_derivative(model, batch):
 
 
 def noisy(model, batch):
-    return squares(model, batch) * torch.rand(())
+    return square_sum(model, batch) * torch.rand(())
 
 
 def of_last(model, batch):
-    return squares(model, batch) + model.last.abs().sum()
+    return square_sum(model, batch) + model.last.abs().sum()
 
 
 def rows(size):
@@ -242,7 +239,7 @@ def own_rows(size):
 
 
 def of_own_rows(model, batch):
-    return squares(model, batch.x)
+    return square_sum(model, batch.x)
 
 
 def with_momentum(model):
@@ -482,8 +479,8 @@ CONSTRUCTS = {
     "derivative_in_loss": [Model, with_derivative],
     "noisy_loss": [Model, noisy],
     "own_batch": [Model, of_own_rows, own_rows, {"count": len}],
-    "own_optimizer": [Model, squares, rows, {"optimizer": with_momentum}],
-    "sparse": [Looks, squares, words],
+    "own_optimizer": [Model, square_sum, rows, {"optimizer": with_momentum}],
+    "sparse": [Looks, square_sum, words],
     "grows_a_list": [Dense],
     "normalized": [of_block(Normalized)],
     "shares_a_weight": [SharesWeight],
@@ -503,7 +500,7 @@ CONSTRUCTS = {
 }
 
 
-def workload(name, build, loss=squares, batch=rows, more=None):
+def workload(name, build, loss=square_sum, batch=rows, more=None):
     return Workload(name, build, batch, loss, spec=f"{__file__}:{name}", **more or {})
 
 

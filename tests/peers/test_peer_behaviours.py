@@ -14,6 +14,7 @@ import peer_state
 import peer_surroundings
 import pytest
 import torch
+from losses import square_sum
 from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, Chain, error_of, rendered, torch_checkpoints
 from rank_calls import run_on_ranks
 
@@ -81,9 +82,7 @@ def test_the_page_shows_the_table():
 @pytest.mark.parametrize("lever", LEVERS)
 def test_each_lever_of_the_table_is_at_work(lever):
     def held(model):
-        return measure_memory(
-            model, torch.randn(64, 8), lambda module, batch: module(batch).square().sum()
-        ).held_bytes
+        return measure_memory(model, torch.randn(64, 8), square_sum).held_bytes
 
     plain, changed = Chain(), Chain()
     LEVERS[lever](changed)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from command_runs import ran
+from losses import square_sum
 from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of, trace_of_sizes
 from torch import nn
 
@@ -39,7 +40,7 @@ def squares(optimizer=None, *, rows=8, depth=2):
         "squares",
         lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))),
         lambda size: torch.randn(size * rows, WIDTH),
-        lambda module, x: module(x).square().sum(),
+        square_sum,
         optimizer=optimizer,
     )
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from command_runs import ran
+from losses import square_sum
 from plan_models import built
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,10 +24,6 @@ from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 OTHER = nn.Linear(8, 8)
 BEFORE = ("parameters", "buffers and batch", "optimizer state")
-
-
-def square_sum(module, batch):
-    return module(batch).square().sum()
 
 
 def small_step(optimizer=None):

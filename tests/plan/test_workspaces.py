@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from losses import square_sum
 from plan_models import trace_of, trace_of_sizes
 from torch import nn
 
@@ -28,7 +29,7 @@ def images(module, *, channels=3, memory_format=torch.contiguous_format):
         "images",
         lambda: module().to(memory_format=memory_format),
         lambda size: torch.randn(size, channels, SIZE, SIZE).to(memory_format=memory_format),
-        lambda module, x: module(x).square().sum(),
+        square_sum,
     )
 
 

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 import torch
+from losses import square_sum
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,10 +29,6 @@ from curry_train.primitives.recompute import recompute_blocks
 def chain(block, depth=3):
     torch.manual_seed(0)
     return nn.Sequential(*[block() for _ in range(depth)])
-
-
-def square_sum(module, batch):
-    return module(batch).square().sum()
 
 
 def block():

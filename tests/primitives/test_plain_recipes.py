@@ -7,6 +7,7 @@ import copy
 
 import pytest
 import torch
+from losses import square_sum
 from pages import fenced_blocks
 from torch import nn
 from torch.nn import functional as F
@@ -46,10 +47,6 @@ class Block(nn.Module):
 
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
-
-
-def square_sum(model, batch):
-    return model(batch).square().sum()
 
 
 def chain(change=lambda model: None, norm=nn.BatchNorm1d):

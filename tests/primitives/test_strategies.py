@@ -5,6 +5,7 @@ python -m pytest tests/primitives/test_strategies.py
 
 import pytest
 import torch
+from losses import square_sum
 from torch import nn
 
 from curry_train.primitives.strategies import (
@@ -18,10 +19,6 @@ def chain(depth=4):
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth)]
     return nn.Sequential(*blocks)
-
-
-def loss(model, batch):
-    return model(batch).square().sum()
 
 
 BATCH = torch.randn(256, 8)
@@ -81,13 +78,13 @@ class InPairs(nn.Module):
 def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
     model = InPairs()
     config = CheckpointConfig(enabled=True, strategy=strategy, **more)
-    names = apply_config(model, config, batch=BATCH.repeat(8, 1), loss=loss)
+    names = apply_config(model, config, batch=BATCH.repeat(8, 1), loss=square_sum)
     assert names
     assert set(names) <= {"layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"}
 
 
 def test_patterns_of_a_configuration_are_over_the_blocks_of_the_containers():
     config = CheckpointConfig(enabled=True, strategy="full", include_patterns=("1",))
-    assert apply_config(chain(), config, batch=BATCH, loss=loss) == ["1"]
+    assert apply_config(chain(), config, batch=BATCH, loss=square_sum) == ["1"]
     with pytest.raises(ValueError, match=r"there are layers\.0, layers\.1"):
-        apply_config(InPairs(), config, batch=BATCH, loss=loss)
+        apply_config(InPairs(), config, batch=BATCH, loss=square_sum)

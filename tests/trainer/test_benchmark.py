@@ -5,15 +5,12 @@ Run with `python -m pytest tests/trainer/test_benchmark.py`.
 
 import pytest
 import torch
+from losses import square_sum
 from torch import nn
 
 from curry_train import benchmark
 from curry_train.benchmark import compare_steps, run_accumulated_step
 from curry_train.primitives import GradientAccumulation
-
-
-def square_sum(model, batch):
-    return model(batch).square().sum()
 
 
 def test_an_accumulated_step_trains_once_and_returns_terms_and_time():
