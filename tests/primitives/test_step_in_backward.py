@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from losses import square_sum
 from torch import nn
 
 from curry_train.primitives.grad_accum import (
@@ -38,14 +39,10 @@ def microbatches(count=6):
     return [torch.randn(3, 4, generator=generator) for _ in range(count)]
 
 
-def loss(module, batch):
-    return module(batch).square().sum()
-
-
-def train(module, optimizer, steps=2, scheduler=None):
+def train(module, optimizer, steps=2, *, data=None, **options):
     return [
-        train_window(module, window, loss, optimizer, scheduler=scheduler)
-        for window in GradientAccumulation(steps).windows(microbatches(), count=len)
+        train_window(module, window, square_sum, optimizer, **options)
+        for window in GradientAccumulation(steps).windows(data or microbatches(), count=len)
     ]
 
 
@@ -61,8 +58,8 @@ def test_windows_train_the_same(steps):
     # The hooks above run before its own, which free a gradient.
     optimizer = StepInBackward(during.parameters(), ADAM)
     schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.1) for one in (plain, optimizer)]
-    expected = train(after, plain, steps, schedules[0])
-    found = train(during, optimizer, steps, schedules[1])
+    expected = train(after, plain, steps, scheduler=schedules[0])
+    found = train(during, optimizer, steps, scheduler=schedules[1])
     assert [one.loss for one in found] == [one.loss for one in expected]
     assert all(map(torch.equal, during.parameters(), after.parameters()))
     assert all(parameter.grad is None for parameter in during.parameters())
@@ -120,13 +117,12 @@ def test_what_needs_all_gradients_first_is_refused(options):
     """With a global clip each parameter would step before the norm is known."""
     module, optimizer = stepping()
     before = model()
-    (window,) = GradientAccumulation(6).windows(microbatches())
     message = (
         f"{next(iter(options))} needs all gradients before the first step, and StepInBackward has "
         "stepped by then: leave it out, or give the optimizer itself"
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
-        train_window(module, window, loss, optimizer, **options)
+        train(module, optimizer, **options)
     assert all(map(torch.equal, module.parameters(), before.parameters()))
 
 
@@ -134,19 +130,16 @@ def test_a_loss_that_is_not_finite_changes_no_weight():
     module, optimizer = stepping()
     before = model()
     bad = [*microbatches(1), torch.full((3, 4), torch.nan)]
-    (window,) = GradientAccumulation(2).windows(bad)
     with pytest.raises(NonFiniteWindow, match=r"loss nan, gradient norm nan; .* microbatch 1 of 2"):
-        train_window(module, window, loss, optimizer)
+        train(module, optimizer, data=bad)
     assert all(map(torch.equal, module.parameters(), before.parameters()))
 
 
 def test_two_ranks_would_step_before_they_agree(pair_of_four_ranks, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    (window,) = GradientAccumulation(6).windows(microbatches())
-    module, optimizer = stepping()
     with pytest.raises(
         ValueError,
         match=r"^StepInBackward steps before the ranks have agreed on a gradient: give the "
         "optimizer itself$",
     ):
-        train_window(module, window, loss, optimizer)
+        train(*stepping())
