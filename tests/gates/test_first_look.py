@@ -7,10 +7,9 @@ import json
 
 import constructs
 import pytest
-from click.testing import CliRunner
+from command_runs import flat, ran
 from saboteurs import verdict_of
 
-from curry_train.cli.main import main
 from curry_train.gates.first_look import FailureCause, explained, look
 from curry_train.gates.recompute import compare_inactive
 from curry_train.gates.verdict import Verdict
@@ -45,9 +44,8 @@ def test_a_failure_for_another_reason_is_not_explained_by_sparse_gradients():
 
 def validate(spec, path, *gates, status):
     words = [word for gate in gates for word in ("--gate", gate)]
-    ended = CliRunner().invoke(main, ["validate", "--model", spec, *words, "--json", str(path)])
-    assert ended.exit_code == status, ended.output
-    return " ".join(ended.output.split()), json.loads(path.read_text())
+    ended = ran("validate", "--model", spec, *words, "--json", path, status=status)
+    return flat(ended.output), json.loads(path.read_text())
 
 
 def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(tmp_path):

@@ -5,11 +5,11 @@ Run: `python -m pytest tests/gates/test_implementation.py`.
 """
 
 import sys
+from functools import partial
 
 import pytest
-from click.testing import CliRunner
+from command_runs import flat, ran
 
-from curry_train.cli.validate import validate_command
 from curry_train.gates.implementation import (
     CONTRACTS,
     Implementation,
@@ -48,7 +48,7 @@ def run(monkeypatch, tmp_path):
     (tmp_path / "my_foreign.py").write_text(FOREIGN)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.syspath_prepend(tmp_path)
-    yield lambda *arguments: CliRunner().invoke(validate_command, [*arguments, "--device", "cpu"])
+    yield partial(ran, "validate", "--device", "cpu")
     sys.modules.pop("my_foreign", None)
 
 
@@ -72,14 +72,11 @@ def test_gates_that_do_not_take_an_implementation_do_not_apply(name):
 def test_a_foreign_implementation_is_checked_in_place_of_ours(run):
     options = ["--model", TWO_LAYERS, "--impl", "recompute_blocks=my_foreign:Layers.again"]
     ended = run(*options, "--gate", "recompute/parity-full", "--gate", "recompute/flops")
-    assert ended.exit_code == 0, ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output
     assert "my_foreign:Layers.again in place of our recompute_blocks" in ended.output
     assert "2 gates ran your model, 2 its loss, 2 your implementation" in ended.output
-    ended = run(*options, "--gate", "recompute/parity-sequential")
-    assert ended.exit_code == 2
-    error = " ".join(ended.stderr.split())
-    assert "takes no --impl; it runs only without it" in error
+    ended = run(*options, "--gate", "recompute/parity-sequential", status=2)
+    assert "takes no --impl; it runs only without it" in flat(ended.stderr)
 
 
 @pytest.mark.parametrize(
@@ -93,15 +90,13 @@ def test_a_foreign_implementation_is_checked_in_place_of_ours(run):
     ],
 )
 def test_an_implementation_that_can_not_be_called_ends_with_2_and_one_sentence(text, message, run):
-    ended = run("--model", "mlp", "--gate", "sac", "--impl", text)
-    assert ended.exit_code == 2
-    error = " ".join(ended.stderr.split())
+    ended = run("--model", "mlp", "--gate", "sac", "--impl", text, status=2)
+    error = flat(ended.stderr)
     assert message in error
     assert error.startswith("Error: ")
     assert "Traceback" not in ended.output
 
 
 def test_a_function_of_another_name_needs_one(run):
-    ended = run("--model", "mlp", "--impl", "math:sqrt")
-    assert ended.exit_code == 2
-    assert "write NAME=math:sqrt, where NAME tells" in " ".join(ended.stderr.split())
+    ended = run("--model", "mlp", "--impl", "math:sqrt", status=2)
+    assert "write NAME=math:sqrt, where NAME tells" in flat(ended.stderr)

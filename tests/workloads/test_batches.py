@@ -9,11 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from click.testing import CliRunner
+from command_runs import ran
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
-from curry_train.cli.validate import validate_command
 from curry_train.gates.verdict import discover
 from curry_train.workloads import Case, Workload, load_workload
 from curry_train.workloads.workload import (
@@ -200,12 +199,9 @@ def test_an_object_that_can_not_be_cut_is_taken_whole():
 
 
 def test_an_object_that_can_not_be_cut_sets_the_batch_size_of_commands():
-    runner = CliRunner()
-    arguments = ["--model", f"{__file__}:reads", "--gate", "recompute/parity-full"]
-    done = runner.invoke(validate_command, arguments)
-    assert done.exit_code == 0, done.output
-    refused = runner.invoke(validate_command, [*arguments, "--batch-size", "3"])
-    assert refused.exit_code == 2
+    arguments = ["validate", "--model", f"{__file__}:reads", "--gate", "recompute/parity-full"]
+    ran(*arguments)
+    refused = ran(*arguments, "--batch-size", "3", status=2)
     assert "reads has one batch of 1, which can't be divided" in refused.output
 
 
