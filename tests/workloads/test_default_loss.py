@@ -118,19 +118,10 @@ def test_an_output_of_zeros_has_a_gradient():
     assert found["end.weight"].norm() > 0.01
 
 
-class Recurrent(nn.Module):
-    """Outputs with the samples in the first and in the second dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(6, 5, num_layers=2, batch_first=True)
-
-    def forward(self, x):
-        return self.rnn(x)
-
-
 def recurrent():
-    return Recurrent(), torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(1))
+    """A model whose outputs have the samples in the first and in the second dimension."""
+    model = nn.LSTM(6, 5, num_layers=2, batch_first=True)
+    return model, torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(1))
 
 
 class Jagged(nn.Module):
