@@ -1,6 +1,7 @@
 """Loops that accumulate gradients as users write them, and wrong twins of each."""
 
 import contextlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,12 @@ def num_ranks():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def by_hand(model, window, loss, optimizer):
+def by_hand(model, window, loss, optimizer, *, synced=synced_if, factor=num_ranks):
     """Zero the gradients after the step, not before the first microbatch."""
     last = len(window.microbatches) - 1
     for index, microbatch in enumerate(window.microbatches):
-        with synced_if(model, index == last):
-            value = loss(model, microbatch) * num_ranks() / window.num_terms
+        with synced(model, index == last):
+            value = loss(model, microbatch) * factor() / window.num_terms
             value.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -117,28 +118,12 @@ def clips_each_time(model, window, loss, optimizer, clip_norm=None):
     optimizer.step()
 
 
-def syncs_each_time(model, window, loss, optimizer):
-    for microbatch in window.microbatches:
-        (loss(model, microbatch) * num_ranks() / window.num_terms).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def ddp_alone_synced_if(model, is_synced):
+    held = model.no_sync() if hasattr(model, "no_sync") and not is_synced else None
+    return held or contextlib.nullcontext()
 
 
-def syncs_fsdp_each_time(model, window, loss, optimizer):
-    """Hold back the syncs of DDP alone."""
-    for microbatch in window.microbatches:
-        is_last = microbatch is window.microbatches[-1]
-        held = model.no_sync() if hasattr(model, "no_sync") and not is_last else None
-        with held or contextlib.nullcontext():
-            (loss(model, microbatch) * num_ranks() / window.num_terms).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def divides_by_own_terms(model, window, loss, optimizer):
-    """Divide by the terms of one rank, as loops do that count in their own batch."""
-    for microbatch in window.microbatches:
-        with synced_if(model, microbatch is window.microbatches[-1]):
-            (loss(model, microbatch) / window.num_terms).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+syncs_each_time = partial(by_hand, synced=lambda *_: contextlib.nullcontext())
+syncs_fsdp_each_time = partial(by_hand, synced=ddp_alone_synced_if)
+# By the terms of one rank, as loops do that count in their own batch.
+divides_by_own_terms = partial(by_hand, factor=lambda: 1)
