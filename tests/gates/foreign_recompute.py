@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/gates/test_foreign.py`.
 import functools
 
 import torch
+from language_models import language_model
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -16,7 +17,6 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import GPT2Config, GPT2LMHeadModel
 
 
 def around_blocks(model, blocks, around):
@@ -52,9 +52,8 @@ def by_reentrant_transformers(model, *, blocks):
 
 def gpt2():
     torch.manual_seed(0)
-    sizes = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
     tokens = torch.randint(64, (4, 16))
-    return GPT2LMHeadModel(GPT2Config(**sizes)), {"input_ids": tokens, "labels": tokens}
+    return language_model("GPT2", num_hidden_layers=3), {"input_ids": tokens, "labels": tokens}
 
 
 def nothing(model, *, blocks):
