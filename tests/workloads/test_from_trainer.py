@@ -12,11 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 from command_runs import flat, ran
 from torch import nn
 
-from curry_train.cli.main import main
 from curry_train.plan import plan
 from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
@@ -277,9 +275,9 @@ def test_commands_take_a_trainer_in_place_of_a_model(theirs):
 @pytest.mark.filterwarnings("ignore")
 def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
     source = ["--trainer", "their_trainers:accelerator"]
-    ended = CliRunner().invoke(main, ["bench", *source, "--steps", "1", "--warmup", "0"])
+    ended = ran("bench", *source, "--steps", "1", "--warmup", "0")
     assert "float32, SGD, on cpu" in ended.output
-    ended = CliRunner().invoke(main, ["plan", *source, "--budget", "1MiB"])
+    ended = ran("plan", *source, "--budget", "1MiB")
     assert "as it is, 8 samples" in ended.output
 
 
