@@ -9,7 +9,8 @@ import copy
 import numpy
 import pytest
 import torch
-from faulty_routing import EXPERTS, WIDTH, Router
+from faulty_routing import EXPERTS, WIDTH, Experts
+from losses import square_sum
 from torch import nn
 
 from curry_train.primitives.recompute import recompute_blocks
@@ -53,37 +54,6 @@ class SharpRouter(nn.Module):
         return torch.topk(OtherKernel.round(torch.softmax(self.score(x), -1)), 2, dim=-1)
 
 
-class ExpertsBlock(nn.Module):
-    """A block with experts of equal shapes, so that another choice is not noticed."""
-
-    def __init__(self, router):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.router = router()
-        self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x):
-        normed = self.norm(x)
-        weights, chosen = self.router(normed)
-        taken = self.experts[chosen]
-        out = torch.einsum("tkwv,tw->tkv", taken, normed).tanh()
-        return x + (weights[..., None] * out).sum(1)
-
-
-class Experts(nn.Module):
-    def __init__(self, router=Router):
-        super().__init__()
-        self.blocks = nn.ModuleList(ExpertsBlock(router) for _ in range(3))
-        for block in self.blocks:
-            with torch.no_grad():
-                block.router.score.weight[1:] = block.router.score.weight[:1]
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
@@ -100,13 +70,13 @@ def test_a_router_is_known_by_its_class_or_its_attribute(block, expected):
 def perturb_bias(model, seed):
     """Update the bias in place between forward and backward, as balancing without a loss does."""
     generator = torch.Generator().manual_seed(seed)
-    for block in model.blocks:
+    for block in model:
         with torch.no_grad():
             block.router.bias += torch.randn(EXPERTS, generator=generator)
 
 
 def gradients_of(model, batch, between=lambda: None, during=None):
-    loss = model(batch)
+    loss = square_sum(model, batch)
     between()
     with during or contextlib.nullcontext():
         loss.backward()
@@ -118,9 +88,13 @@ def equal(left, right):
 
 
 def example(seed, **options):
+    """Return a model whose experts have equal scores, and a batch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Experts(**options), torch.randn(TOKENS, WIDTH)
+        model = nn.Sequential(*(Experts(**options) for _ in range(3)))
+        for block in model:
+            nn.init.ones_(block.router.score.weight)
+        return model, torch.randn(TOKENS, WIDTH)
 
 
 TECHNIQUES = {
@@ -168,7 +142,7 @@ def test_a_second_backward_repeats_the_same_choices():
     keep_routing(other)
     expected = gradients_of(model, batch)[1:]
 
-    loss = other(batch)
+    loss = square_sum(other, batch)
     loss.backward(retain_graph=True)
     perturb_bias(other, 5)
     loss.backward()

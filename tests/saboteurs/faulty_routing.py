@@ -32,9 +32,11 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    def __init__(self):
+    """A block with experts of equal shapes, so that another choice is not noticed."""
+
+    def __init__(self, router=Router):
         super().__init__()
-        self.router = Router()
+        self.router = router()
         self.experts = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
 
     def forward(self, x):
