@@ -16,12 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from warm_python import warm_python
 
 import curry_train
-from curry_train.core.measure import LiveStorages
+from curry_train.core.measure import LiveStorages, OperationMode
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.shapes import (
     KERNEL_DEVICES,
@@ -37,19 +36,19 @@ from curry_train.workloads.workload import IndivisibleBatch, WorkloadError
 TEMPLATE = Path(curry_train.__file__).parents[1]
 
 
-class Names(TorchDispatchMode):
+class Names(OperationMode):
     """A mode that records the attention kernels that run."""
 
     def __init__(self):
         super().__init__()
         self.found = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def run(self, func, args, kwargs):
         if "scaled_dot_product" in str(func):
             self.found.append(
                 str(func).removeprefix("aten._scaled_dot_product_").removesuffix(".default")
             )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 # What CUDA's kernels keep.

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.core.measure import LiveStorages, operation_flops
+from curry_train.core.measure import LiveStorages, OperationMode, operation_flops
 from curry_train.plan.shapes import GROUPED_MM_OPERATION, KernelsAsTheyRun, pretended
 
 
@@ -86,15 +85,15 @@ def test_dtypes_may_be_written_as_python_has_them(dtype):
         assert not isinstance(torch.ones(2, dtype=dtype), FakeTensor)
 
 
-class NormOutputs(TorchDispatchMode):
+class NormOutputs(OperationMode):
     """Record shape, stride and dtype of what each norm kernel returns."""
 
     def __init__(self):
         super().__init__()
         self.made = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+    def run(self, func, args, kwargs):
+        out = func(*args, **kwargs)
         if "norm" in str(func):
             self.made += [
                 None if tensor is None else (tuple(tensor.shape), tensor.stride(), tensor.dtype)

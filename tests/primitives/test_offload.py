@@ -13,9 +13,8 @@ import pytest
 import torch
 from losses import square_sum
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from curry_train.core.measure import measure_memory
+from curry_train.core.measure import OperationMode, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import offload
 from curry_train.primitives.offload import (
@@ -316,15 +315,15 @@ def test_backward_brings_back_two_storages_at_most_ahead_of_the_one_in_use(batch
     assert max(counts) == 3
 
 
-class CastsOfWeights(TorchDispatchMode):
+class CastsOfWeights(OperationMode):
     """Weak references to the storages of all casts of a parameter."""
 
     def __init__(self):
         super().__init__()
         self.storages = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
+    def run(self, function, args, kwargs):
+        result = function(*args, **kwargs)
         if function.overloadpacket is torch.ops.aten._to_copy and isinstance(args[0], nn.Parameter):
             self.storages.append(weakref.ref(result.untyped_storage()))
         return result

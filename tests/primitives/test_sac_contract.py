@@ -13,12 +13,11 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from curry_train.core.measure import count_flops, measure_memory
+from curry_train.core.measure import OperationMode, count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import sac
 from curry_train.primitives.regions import apply_regions
@@ -221,14 +220,14 @@ COUNTED = {
 }
 
 
-class Operations(TorchDispatchMode):
+class Operations(OperationMode):
     def __init__(self):
         super().__init__()
         self.counts = Counter()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def run(self, func, args, kwargs):
         self.counts.update(kind for text, kind in COUNTED.items() if text in str(func))
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def operations_of(model, batch):

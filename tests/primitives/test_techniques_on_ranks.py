@@ -10,8 +10,8 @@ from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from curry_train.core.measure import OperationMode
 from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.primitives import GradFlow, recompute_segments
 from curry_train.primitives.grad_accum import GradientAccumulation, train_window
@@ -137,12 +137,12 @@ class Reducing(nn.Module):
         return x + torch.sin(self.linear(x) * total)
 
 
-class Reductions(TorchDispatchMode):
+class Reductions(OperationMode):
     num_calls = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def run(self, func, args, kwargs):
         self.num_calls += func is torch.ops._c10d_functional.all_reduce.default
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def collectives_on_ranks():
