@@ -65,7 +65,7 @@ def files(folder):
 
 def step_of(workload):
     """Take the optimizer step of a workload on its own batch, and return the module."""
-    case = Case(workload, dtype=workload.dtype, batch_size=workload.own_batch)
+    case = Case(workload, batch_size=workload.own_batch)
     module = case.build()
     batches = [case.batch() for _ in range(workload.accumulation)]
     window = next(GradientAccumulation(len(batches)).windows(iter(batches), count=workload.count))
@@ -136,7 +136,7 @@ def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     assert "AdamW, lr 0.5" in ended.output
     factory = load_workload("kept.py:build")
     direct = load_workload("script=train.py --lr 0.5")
-    case = Case(direct, dtype=direct.dtype, batch_size=8)
+    case = Case(direct, batch_size=8)
     module = case.build()
     assert torch.equal(factory.loss(module, case.batch()), direct.loss(module, case.batch()))
     # The view had the sizes of the script's batch.
@@ -148,7 +148,7 @@ def test_the_factory_that_is_printed_makes_the_same_workload(folder):
 
 def test_flattened_targets_belong_to_their_rows(folder, monkeypatch):
     workload = load_workload(written(folder, "shifted_targets", monkeypatch))
-    case = Case(workload, dtype=workload.dtype, batch_size=4)
+    case = Case(workload, batch_size=4)
     module, whole = case.build(), case.batch()
     assert workload.is_divisible
     parts = [workload.loss(module, part) for part in case.split(whole, [1, 3])]
@@ -360,7 +360,7 @@ def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
     (folder / "train.py").write_text(text)
     workload = load_workload("script=train.py")
     assert "its loss is a sum over samples" in workload.notes[-1]
-    case = Case(workload, dtype=workload.dtype, batch_size=8)
+    case = Case(workload, batch_size=8)
     module = case.build()
     batch = case.batch()
     parts = sum(workload.loss(module, part) for part in case.split(batch, [3, 5]))

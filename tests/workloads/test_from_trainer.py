@@ -222,7 +222,7 @@ def test_a_step_of_what_is_read_is_the_trainers_own_first_step(theirs, library, 
     assert workload.accumulation == 2
     assert (workload.output_until == "loss") == (library != "accelerator")
     assert ("autocast to bfloat16" in workload.notes[0]) == bool(precision)
-    case = Case(workload, dtype=workload.dtype, batch_size=workload.own_batch)
+    case = Case(workload, batch_size=workload.own_batch)
     module = case.build()
 
     trained, batches = TRAIN[library](getattr(theirs, library + precision)())
