@@ -43,15 +43,8 @@ class MoeBlock(nn.Module):
         return x + out
 
 
-class MoeNet(nn.Module):
-    def __init__(self, *, block=MoeBlock):
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def moe_net(block=MoeBlock):
+    return nn.Sequential(block(), block())
 
 
 class SharedBlock(MoeBlock):
@@ -101,12 +94,12 @@ def share_experts(model, mesh):
     sharing = mesh["ep"]
     each = NUM_EXPERTS // sharing.size()
     first = sharing.get_local_rank() * each
-    for block in model.blocks:
+    for block in model:
         block.group = sharing.get_group()
         block.experts = nn.ModuleList([*block.experts][first : first + each])
 
 
-def routed(build=MoeNet):
+def routed(build=moe_net):
     return squares(build, WIDTH)
 
 
@@ -116,7 +109,7 @@ def program(name, *, rank=0):
         return routed(), Sharding("fsdp2", 2, rank=rank)
     block = {"shared": SharedBlock, "shared, called": CallingBlock}[name]
     sharding = Sharding(share_experts, mesh={"ep": 2}, rank=rank)
-    return routed(lambda: MoeNet(block=block)), sharding
+    return routed(lambda: moe_net(block)), sharding
 
 
 def measure(name):

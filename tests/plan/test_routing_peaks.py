@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from routed_ranks import WIDTH, MoeNet, routed
+from routed_ranks import WIDTH, moe_net, routed
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
@@ -15,12 +15,12 @@ from curry_train.plan.rank_step import EvenRouting
 
 
 def test_tokens_are_spread_evenly():
-    model = MoeNet()
+    model = moe_net()
     with EvenRouting():
         model(torch.randn(32, WIDTH)).sum().backward()
-    assert [block.counts for block in model.blocks] == 2 * [[16, 16, 16, 16]]
+    assert [block.counts for block in model] == 2 * [[16, 16, 16, 16]]
     # The scores are the model's own, so the router is trained.
-    assert model.blocks[0].router.weight.grad.abs().sum() > 0
+    assert model[0].router.weight.grad.abs().sum() > 0
 
 
 def test_a_rank_whose_shapes_depend_on_other_values_is_refused_in_one_line():
