@@ -94,8 +94,8 @@ class Runs(nn.Module):
         super().__init__()
         self.run, self.inner = run, nn.ModuleList(modules)
 
-    def forward(self, x):
-        return self.run(self.inner, x)
+    def forward(self, *args, **named):
+        return self.run(self.inner, *args, **named)
 
 
 class Net(nn.Module):

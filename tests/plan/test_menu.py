@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import squares
+from plan_models import Runs, squares
 from torch import nn
 from torch.nn import functional as F
 
@@ -274,19 +274,14 @@ class Neuron(nn.Module):
         return torch.sigmoid(self.sum)
 
 
-class Spiking(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Neuron() for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            layer.kept["potential"] = 0.0
-            vars(layer).pop("sum", None)
-        for _ in range(3):
-            for layer in self.layers:
-                x = layer(x)
-        return x
+def over_time(neurons, x):
+    for neuron in neurons:
+        neuron.kept["potential"] = 0.0
+        vars(neuron).pop("sum", None)
+    for _ in range(3):
+        for neuron in neurons:
+            x = neuron(x)
+    return x
 
 
 class Prepared:
@@ -313,29 +308,27 @@ class Given(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Giving(nn.Module):
-    def __init__(self, error):
-        super().__init__()
-        self.layers = nn.ModuleList(Given(error) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            layer.prepared.calls = 1
-            x = layer(x)
-        return x
+def prepared(layers, x):
+    for layer in layers:
+        layer.prepared.calls = 1
+        x = layer(x)
+    return x
 
 
 @pytest.mark.parametrize("error", [None, AssertionError, RuntimeError])
 def test_blocks_are_offered_what_they_can_do_in_their_model(error):
-    steps, left_out = measured(
-        squares(lambda: Giving(error) if error else Spiking(), 16), offload=True
-    )
-    assert [*steps.menus] == ["layers.0", "layers.1"]
+    def build():
+        if error:
+            return Runs(prepared, Given(error), Given(error))
+        return Runs(over_time, Neuron(), Neuron())
+
+    steps, left_out = measured(squares(build, 16), offload=True)
+    assert [*steps.menus] == ["inner.0", "inner.1"]
     for menu in steps.menus.values():
         kinds = {option.kind for option in menu}
         assert {NONE_KIND, OFFLOAD_KIND if error else FULL_KIND} <= kinds
         assert (FULL_KIND in kinds) == (error is None)
-    assert ("layers.0 can't run as full: call prepare() first" in left_out) == bool(error)
+    assert ("inner.0 can't run as full: call prepare() first" in left_out) == bool(error)
 
 
 def test_calls_that_draw_are_never_offered(monkeypatch):

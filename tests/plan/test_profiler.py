@@ -165,18 +165,13 @@ def test_an_input_that_experts_share_is_held_once():
         def forward(self, x):
             return torch.sigmoid(x + self.bias).tanh()
 
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.ModuleList(Expert() for _ in range(4))
+    def run(experts, x):
+        x = x * 2
+        return sum(expert(x).sum() for expert in experts)
 
-        def forward(self, x):
-            x = x * 2
-            return sum(expert(x).sum() for expert in self.experts)
-
-    model, batch = Experts(), torch.randn(4, 8)
-    layers = profile(model, batch).layers
-    experts = [layer for layer in layers if layer.name.startswith("experts.")]
+    batch = torch.randn(4, 8)
+    layers = profile(Runs(run, *(Expert() for _ in range(4))), batch).layers
+    experts = [layer for layer in layers if layer.name.startswith("inner.")]
     own = experts[1].boundary_bytes
     assert [layer.boundary_bytes for layer in experts] == [own + batch.nbytes, own, own, own]
 
@@ -205,23 +200,19 @@ def test_a_model_without_blocks_is_divided_into_its_children():
 
 
 def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_recommended():
-    class Apart(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.many = nn.ModuleList([nn.Linear(8, 8), nn.Sigmoid()])
-            self.parts = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid())
+    def run(inner, x):
+        for module in (*inner[0], *inner[1]):
+            x = module(x)
+        return x
 
-        def forward(self, x):
-            for module in (*self.many, *self.parts):
-                x = module(x)
-            return x
-
-    report = profile(Apart(), torch.randn(4, 8))
+    many = nn.ModuleList([nn.Linear(8, 8), nn.Sigmoid()])
+    parts = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid())
+    report = profile(Runs(run, many, parts), torch.randn(4, 8))
     assert figures(report) == {
-        "parts": (256, 256),
-        "many.1": (128, 256),
+        "inner.1": (256, 256),
+        "inner.0.1": (128, 256),
         REST_LAYER: (4, 4),
-        "many.0": (0, 0),
+        "inner.0.0": (0, 0),
     }
     with pytest.raises(ValueError, match="recomputing no layer saves anything"):
         report.recommend_layers(1 / MIB)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_models import Runs
 from torch import nn
 
 from curry_train.primitives.recompute import recompute_blocks
@@ -64,15 +65,10 @@ class Block(nn.Module):
         return self.linear(torch.tanh(x) + mask_of(mask))
 
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Block(), Block(), Block()])
-
-    def forward(self, x, mask, *, named):
-        for layer in self.layers:
-            x = layer(x, mask=mask) if named else layer(x, mask)
-        return x
+def run(layers, x, mask, *, named):
+    for layer in layers:
+        x = layer(x, mask=mask) if named else layer(x, mask)
+    return x
 
 
 def gradients(model, mask, container, *, named, overwritten):
@@ -87,7 +83,7 @@ def gradients(model, mask, container, *, named, overwritten):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return Chain()
+    return Runs(run, Block(), Block(), Block())
 
 
 @pytest.fixture

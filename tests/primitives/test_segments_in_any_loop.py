@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from plan_models import Runs
 from torch import nn
 
 from curry_train.primitives.segments import (
@@ -16,74 +17,67 @@ from curry_train.primitives.segments import (
 )
 
 
-class Chain(nn.Module):
-    """A model of eight blocks, called by a loop that the test chooses."""
-
-    def __init__(self, loop, block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(block() for _ in range(8))
-        self.loop = loop
-
-    def forward(self, x):
-        return self.loop(self, x)
+def chain(loop, block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())):
+    """Return a model of eight blocks, called by a loop that the test chooses."""
+    torch.manual_seed(0)
+    return Runs(loop, *(block() for _ in range(8)))
 
 
-def plain(model, x):
-    for layer in model.layers:
+def plain(layers, x):
+    for layer in layers:
         x = layer(x)
     return x
 
 
-def runs_twice(model, x):
-    return plain(model, plain(model, x))
+def runs_twice(layers, x):
+    return plain(layers, plain(layers, x))
 
 
-def writes_in_place(model, x):
-    for layer in model.layers:
+def writes_in_place(layers, x):
+    for layer in layers:
         x = layer(x)
         x += 1
     return x
 
 
-def adds_between(model, x):
-    for layer in model.layers:
+def adds_between(layers, x):
+    for layer in layers:
         x = layer(x) * 0.5
     return x
 
 
-def looks_between(model, x):
+def looks_between(layers, x):
     total = 0
-    for layer in model.layers:
+    for layer in layers:
         x = layer(x)
         total = total + x.square()
     return x + total
 
 
-def drops_a_block(model, x):
-    for number, layer in enumerate(model.layers):
+def drops_a_block(layers, x):
+    for number, layer in enumerate(layers):
         if number != 1:
             x = layer(x)
     return x
 
 
-def leaves_early(model, x):
-    for layer in model.layers[:2]:
+def leaves_early(layers, x):
+    for layer in layers[:2]:
         x = layer(x)
     return x.square()
 
 
-def calls_a_block_twice(model, x):
-    for layer in model.layers:
+def calls_a_block_twice(layers, x):
+    for layer in layers:
         x = layer(x)
-        if layer is model.layers[1]:
+        if layer is layers[1]:
             x = layer(x)
     return x
 
 
-def collects_hidden_states(model, x):
+def collects_hidden_states(layers, x):
     hidden = []
-    for layer in model.layers:
+    for layer in layers:
         x = layer(x)
         hidden.append(x)
     return torch.stack(hidden).mean(0)
@@ -107,30 +101,30 @@ BROKEN = [writes_in_place, adds_between, looks_between, drops_a_block, calls_a_b
 def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
     loop, num_segments, num_blocks
 ):
-    model = Chain(loop).double()
+    model = chain(loop).double()
     x = torch.randn(4, 8, dtype=torch.float64)
     expected = gradients(model, x)
-    names = [f"layers.{index}" for index in range(num_blocks)]
+    names = [f"inner.{index}" for index in range(num_blocks)]
     assert recompute_segments(model, num_segments) == names
     assert all(map(torch.equal, gradients(model, x), expected))
     remove_segments(model)
-    assert {type(layer) for layer in model.layers} == {nn.Sequential}
+    assert {type(layer) for layer in model.inner} == {nn.Sequential}
 
 
 @pytest.mark.parametrize("loop", BROKEN)
 def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
-    model = Chain(loop)
+    model = chain(loop)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
-    with pytest.raises(ChainBroken, match=r"layers\.\d"):
+    with pytest.raises(ChainBroken, match=r"inner\.\d"):
         gradients(model, x)
     with torch.no_grad():
         assert model(x).shape == (4, 8)
-    model.loop = plain
+    model.run = plain
     gradients(model, x)
     # A segment of one block is right in any loop.
-    model = Chain(loop)
+    model = chain(loop)
     recompute_segments(model, 8)
     assert all(map(torch.equal, gradients(model, x), expected))
 
@@ -147,16 +141,16 @@ class Pair(nn.Module):
         return x, x.softmax(-1)
 
 
-def takes_the_weights_too(model, x):
+def takes_the_weights_too(layers, x):
     total = 0
-    for layer in model.layers:
+    for layer in layers:
         x, weights = layer(x)
         total = total + weights.square().mean()
     return x + total
 
 
 def test_the_first_element_of_a_tuple_goes_on_to_the_next_block():
-    model = Chain(takes_the_weights_too, Pair)
+    model = chain(takes_the_weights_too, Pair)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
@@ -193,32 +187,32 @@ class Masked(nn.Module):
     ids=["same slice", "none", "other slice", "other number"],
 )
 def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused):
-    def loop(model, x):
-        for index, layer in enumerate(model.layers):
+    def loop(layers, x):
+        for index, layer in enumerate(layers):
             x = layer(x, *arguments(index))
         return x
 
-    model = Chain(loop, Masked)
+    model = chain(loop, Masked)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
     if refused:
-        with pytest.raises(ChainBroken, match=r"layers\.1 takes other arguments than layers\.0"):
+        with pytest.raises(ChainBroken, match=r"inner\.1 takes other arguments than inner\.0"):
             gradients(model, x)
     else:
         assert all(map(torch.equal, gradients(model, x), expected))
 
 
 def test_nothing_of_a_forward_stays_alive_behind_it():
-    def loop(model, x):
+    def loop(layers, x):
         mask = torch.ones(4, 8)
         masks.append(weakref.ref(mask))
-        for layer in model.layers:
+        for layer in layers:
             x = layer(x, mask)
         return x
 
     masks = []
-    model = Chain(loop, Masked)
+    model = chain(loop, Masked)
     recompute_segments(model, 2)
     output = model(torch.randn(4, 8))
     seen = weakref.ref(output)

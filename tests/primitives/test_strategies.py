@@ -6,6 +6,7 @@ python -m pytest tests/primitives/test_strategies.py
 import pytest
 import torch
 from losses import square_sum
+from plan_models import Runs
 from torch import nn
 
 from curry_train.primitives.strategies import (
@@ -52,17 +53,15 @@ def test_a_batch_without_its_loss_is_refused():
 # Blocks that run, where a batch is at hand.
 
 
-class InPairs(nn.Module):
+def in_pairs():
     """A chain whose blocks stand in lists of two, which never run."""
 
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([*chain(2)]) for _ in range(2))
-
-    def forward(self, x):
-        for first, second in self.layers:
+    def run(pairs, x):
+        for first, second in pairs:
             x = second(first(x))
         return x
+
+    return Runs(run, *(nn.ModuleList([*chain(2)]) for _ in range(2)))
 
 
 @pytest.mark.parametrize(
@@ -76,15 +75,15 @@ class InPairs(nn.Module):
     ],
 )
 def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
-    model = InPairs()
+    model = in_pairs()
     config = CheckpointConfig(enabled=True, strategy=strategy, **more)
     names = apply_config(model, config, batch=BATCH.repeat(8, 1), loss=square_sum)
     assert names
-    assert set(names) <= {"layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"}
+    assert set(names) <= {"inner.0.0", "inner.0.1", "inner.1.0", "inner.1.1"}
 
 
 def test_patterns_of_a_configuration_are_over_the_blocks_of_the_containers():
     config = CheckpointConfig(enabled=True, strategy="full", include_patterns=("1",))
     assert apply_config(chain(), config, batch=BATCH, loss=square_sum) == ["1"]
-    with pytest.raises(ValueError, match=r"there are layers\.0, layers\.1"):
-        apply_config(InPairs(), config, batch=BATCH, loss=square_sum)
+    with pytest.raises(ValueError, match=r"there are inner\.0, inner\.1"):
+        apply_config(in_pairs(), config, batch=BATCH, loss=square_sum)
