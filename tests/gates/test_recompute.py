@@ -22,18 +22,14 @@ from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.workload import Case
 
 
-class Wide(nn.Module):
+def wide(num_copies):
     """A block whose forward makes copies that it does not save."""
 
-    def __init__(self, num_copies):
-        super().__init__()
-        self.up = nn.Linear(16, 64)
-        self.down = nn.Linear(64, 16)
-        self.num_copies = num_copies
+    def run(inner, x):
+        copies = torch.sigmoid(inner[0](x)).repeat(1, num_copies)
+        return x + inner[1](copies.view(-1, num_copies, 64).mean(1))
 
-    def forward(self, x):
-        copies = torch.sigmoid(self.up(x)).repeat(1, self.num_copies)
-        return x + self.down(copies.view(-1, self.num_copies, 64).mean(1))
+    return Runs(run, nn.Linear(16, 64), nn.Linear(64, 16))
 
 
 def keep_gradients(model, *, blocks):
@@ -49,7 +45,7 @@ def keep_gradients(model, *, blocks):
 
 def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
     def build():
-        return nn.Sequential(Wide(5), *(Wide(1) for _ in range(3)))
+        return nn.Sequential(wide(5), *(wide(1) for _ in range(3)))
 
     case = Case(squares(build, 16), batch_size=256)
     verdict = verdict_of(recompute.compare_memory, case)

@@ -218,22 +218,20 @@ def test_blocks_of_one_kind_are_measured_together(monkeypatch):
     assert counts[2] == counts[6] > 2
 
 
-class Windowed(nn.Module):
+def windowed(again):
     """A block like others in class, parameters and held bytes, but with another window."""
 
-    def __init__(self, again):
-        super().__init__()
-        self.again, self.linear = again, nn.Linear(16, 16)
-
-    def forward(self, x):
-        y = self.linear(x)
+    def run(inner, x):
+        y = inner[0](x)
         with torch.no_grad():
-            scale = torch.stack([y * y for _ in range(self.again)]).mean() + 1
+            scale = torch.stack([y * y for _ in range(again)]).mean() + 1
         return x + y * scale
+
+    return Runs(run, nn.Linear(16, 16))
 
 
 def test_two_kinds_of_one_class_are_not_confused():
-    made = stack(lambda index: Windowed(1 + 7 * (index % 2)), 4, 16)
+    made = stack(lambda index: windowed(1 + 7 * (index % 2)), 4, 16)
     assert kinds_of(made) == [("1.0", "1.2"), ("1.1", "1.3")]
 
 
@@ -247,16 +245,10 @@ def test_a_frozen_block_is_a_kind_of_its_own():
 
 
 def test_a_reason_for_which_many_options_can_not_run_is_there_once():
-    class Recurrent(nn.Module):
-        def __init__(self, width):
-            super().__init__()
-            self.cell = nn.GRUCell(width, width)
-            self.linear = nn.Linear(width, width)
+    def recurrent(_):
+        return nn.Sequential(nn.GRUCell(16, 16), nn.Linear(16, 16), nn.Tanh())
 
-        def forward(self, x):
-            return torch.tanh(self.linear(self.cell(x)))
-
-    _, left_out = measured(stack(lambda _: Recurrent(16), 2, 16))
+    _, left_out = measured(stack(recurrent, 2, 16))
     assert [reason.partition(" runs")[2][:18] for reason in left_out] == [" aten.unsafe_split"]
 
 

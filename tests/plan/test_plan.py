@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import measured, net, squares
+from plan_models import Runs, measured, net, squares
 from torch import nn
 from torch.nn import functional as F
 
@@ -166,18 +166,13 @@ def test_a_plan_warns_if_its_microbatches_change_the_training(model, message):
     assert what_microbatches_change(model, replace(best, steps=1)) == ""
 
 
-class NormalizedBlock(nn.Module):
+def normalized():
     """A residual block whose norm refuses a batch of one sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + torch.tanh(self.layer(self.norm(x)))
+    norm, layer = nn.BatchNorm1d(16), nn.Linear(16, 16)
+    return Runs(lambda inner, x: x + torch.tanh(inner[1](inner[0](x))), norm, layer)
 
 
-NORMALIZED = squares(lambda: nn.Sequential(*(NormalizedBlock() for _ in range(3))), 16)
+NORMALIZED = squares(lambda: nn.Sequential(*(normalized() for _ in range(3))), 16)
 
 
 def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_models import squares
+from plan_models import Runs, squares
 from rank_calls import run_on_ranks
 from torch import nn
 
@@ -220,18 +220,9 @@ def test_a_parallelize_that_shares_nothing_is_named():
         sketch.step(1)
 
 
-class Misnamed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner.gone(x)
-
-
 def test_a_forward_that_fails_after_parallelize_is_one_line():
-    shared = Sharding(lambda model, mesh: Misnamed(model), 2)
-    message = r"a forward of Misnamed after parallelize raised AttributeError: .*test_ranks.py"
+    shared = Sharding(lambda model, mesh: Runs(lambda inner, x: inner.gone(x), model), 2)
+    message = r"a forward of Runs after parallelize raised AttributeError: .*test_ranks.py"
     failed = pytest.raises(ValueError, match=message)
     with failed, Sketch(mlp(depth=2, width=4), sharding=shared) as sketch:
         sketch.step(1)

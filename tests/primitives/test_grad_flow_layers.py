@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from plan_models import Runs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -92,15 +93,6 @@ class Out:
     count: int
 
 
-class Several(nn.Module):
-    def __init__(self, contain):
-        super().__init__()
-        self.inner, self.contain = nn.Linear(4, 4), contain
-
-    def forward(self, x):
-        return self.contain(self.inner(x))
-
-
 @pytest.mark.parametrize(
     ("contain", "first"),
     [
@@ -111,10 +103,11 @@ class Several(nn.Module):
     ids=["tuple", "dict", "dataclass"],
 )
 def test_outputs_of_every_structure_are_counted_once(contain, first):
-    model = nn.Sequential(nn.Identity(), Several(contain))
+    several = Runs(lambda inner, x: contain(inner[0](x)), nn.Linear(4, 4))
+    model = nn.Sequential(nn.Identity(), several)
     record = probe(model, torch.randn(2, 4), loss=lambda out: first(out).sum(), layers="*")
     assert record.layers["1"].activation.elements == 8
-    assert record.layers["1"].activation == record.layers["1.inner"].activation
+    assert record.layers["1"].activation == record.layers["1.inner.0"].activation
 
 
 @pytest.mark.parametrize(

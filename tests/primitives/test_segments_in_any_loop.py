@@ -129,16 +129,14 @@ def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
     assert all(map(torch.equal, gradients(model, x), expected))
 
 
-class Pair(nn.Module):
+def pair():
     """A block that returns a tuple, as attention blocks do."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.linear(x)
+    def run(inner, x):
+        x = inner[0](x)
         return x, x.softmax(-1)
+
+    return Runs(run, nn.Linear(8, 8))
 
 
 def takes_the_weights_too(layers, x):
@@ -150,7 +148,7 @@ def takes_the_weights_too(layers, x):
 
 
 def test_the_first_element_of_a_tuple_goes_on_to_the_next_block():
-    model = chain(takes_the_weights_too, Pair)
+    model = chain(takes_the_weights_too, pair)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
@@ -221,18 +219,6 @@ def test_nothing_of_a_forward_stays_alive_behind_it():
     assert masks[0]() is None
 
 
-class Returning(nn.Module):
-    """A block that returns what a function makes of its output."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.make = make
-
-    def forward(self, x):
-        return self.make(self.linear(x).tanh())
-
-
 @pytest.mark.parametrize(
     ("error", "call"),
     [
@@ -244,13 +230,13 @@ class Returning(nn.Module):
 def test_an_error_of_a_block_stays_its_own_and_the_next_forward_is_sound(error, call):
     calls = []
 
-    def make(x):
+    def run(inner, x):
         calls.append(None)
         if len(calls) == call:
             raise error
-        return x
+        return inner[0](x).tanh()
 
-    model = nn.Sequential(*(Returning(make) for _ in range(4)))
+    model = nn.Sequential(*(Runs(run, nn.Linear(8, 8)) for _ in range(4)))
     x = torch.randn(4, 8)
     recompute_segments(model, 2)
     with pytest.raises(type(error)) as raised:

@@ -6,6 +6,7 @@ python -m pytest tests/primitives/test_techniques_on_ranks.py
 import pytest
 import torch
 import torch.distributed as dist
+from plan_models import Runs
 from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -123,18 +124,16 @@ def test_offload_moves_the_same_bytes_under_ddp_and_fsdp2(answers):
         assert reports[0] == reports[1]
 
 
-class Reducing(nn.Module):
+def reducing():
     """A block with a collective of its own, as under tensor parallelism."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x):
+    def run(inner, x):
         total = torch.distributed._functional_collectives.all_reduce(
-            torch.sin(self.linear(x)).detach(), "sum", dist.group.WORLD
+            torch.sin(inner[0](x)).detach(), "sum", dist.group.WORLD
         )
-        return x + torch.sin(self.linear(x) * total)
+        return x + torch.sin(inner[0](x) * total)
+
+    return Runs(run, nn.Linear(8, 8, bias=False))
 
 
 class Reductions(OperationMode):
@@ -150,7 +149,7 @@ def collectives_on_ranks():
     gradients = []
     for policy in (None, "save_expensive", ["aten.mm"]):
         torch.manual_seed(0)
-        model = nn.Sequential(*[Reducing() for _ in range(2)])
+        model = nn.Sequential(reducing(), reducing())
         if policy:
             apply_sac(model, policy)
         with Reductions() as reductions:
@@ -170,22 +169,18 @@ def test_collectives_are_kept_or_repeated_on_all_ranks_alike(answers):
 # Parts of a block may be sharded.
 
 
-class TwoParts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
+def two_parts():
+    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
+    return Runs(lambda parts, x: x + parts[1](torch.tanh(parts[0](x))), up, down)
 
 
 def gradients_with_sharded_parts(technique, *, reshard):
     torch.manual_seed(0)
-    model = nn.Sequential(*[TwoParts() for _ in range(3)])
+    model = nn.Sequential(*[two_parts() for _ in range(3)])
     technique(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
-        for part in block.children():
+        for part in block.inner:
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
     found = []
