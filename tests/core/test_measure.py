@@ -6,6 +6,7 @@ python -m pytest tests/core/test_measure.py
 import pytest
 import torch
 from losses import square_sum
+from plan_models import Runs
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
@@ -160,19 +161,13 @@ MODELS = (
 )
 
 
-class Model(nn.Module):
-    def __init__(self, run):
-        super().__init__()
-        self.run = run
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x):
-        return self.run(self.layers, x)
+def of_layers(run):
+    return Runs(run, *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
 @pytest.mark.parametrize("run", MODELS, ids=lambda run: run.__name__)
 def test_the_peak_is_that_of_the_cpus_own_allocations(run):
-    model = Model(run)
+    model = of_layers(run)
     x = torch.randn(ROWS, WIDTH)
     assert measure_memory(model, x, square_sum) == measure_allocated(model, x, square_sum)
 
@@ -187,7 +182,7 @@ def test_a_gradient_that_someone_holds_is_not_added_to_in_place():
         z.register_hook(held.append)
         return torch.tanh(z + torch.sigmoid(y))
 
-    model = Model(run)
+    model = of_layers(run)
     x = torch.randn(ROWS, WIDTH)
     real = measure_allocated(model, x, square_sum)
     held.clear()
@@ -195,7 +190,7 @@ def test_a_gradient_that_someone_holds_is_not_added_to_in_place():
 
 
 def test_a_sum_has_one_record_whose_bytes_end_with_it():
-    model = Model(three_uses)
+    model = of_layers(three_uses)
     x = torch.randn(ROWS, WIDTH)
     with LiveStorages() as storages:
         square_sum(model, x).backward()

@@ -152,23 +152,20 @@ class Again(Gated):
         return [super().forward(seen[-1])]
 
 
-class Passing(nn.Module):
-    def __init__(self, build, times):
-        super().__init__()
-        self.scale, self.times = Scale(), times
-        self.blocks = nn.ModuleList(build() for _ in range(3))
-
-    def forward(self, x):
-        seen = [self.scale(x)]
-        for block in self.blocks:
-            for _ in range(self.times):
+@pytest.mark.parametrize(("build", "times"), [(Listing, 1), (Carrying, 1), (Again, 2)])
+def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(build, times):
+    def run(inner, x):
+        scale, blocks = inner
+        seen = [scale(x)]
+        for block in blocks:
+            for _ in range(times):
                 seen = block(seen)
         return torch.stack(seen).sum(0)
 
+    def passing():
+        return Runs(run, Scale(), nn.ModuleList(build() for _ in range(3)))
 
-@pytest.mark.parametrize(("build", "times"), [(Listing, 1), (Carrying, 1), (Again, 2)])
-def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(build, times):
-    steps, _ = measured(squares(lambda: Passing(build, times), 8, 16), without=OTHERS)
+    steps, _ = measured(squares(passing, 8, 16), without=OTHERS)
     found = steps.plain_steps(chunked=False)[-1].blocks.values()
     assert all(block.peak > block.held > 0 for block in found)
     numbers = {len(block.work.operations) for block in found}

@@ -130,20 +130,10 @@ def test_a_loop_holds_bytes_in_proportion_to_its_turns():
     assert (thrice.name, thrice.calls, thrice.bytes) == ("blocks.0", 3, 3 * 256 + 2 * 128)
 
 
-class Caller(nn.Module):
-    """A layer that runs a module which is registered elsewhere."""
-
-    def __init__(self, other):
-        super().__init__()
-        self.own, self.others = nn.Linear(8, 8), [other]
-
-    def forward(self, x):
-        return torch.sigmoid(self.own(self.others[0](x)))
-
-
 def test_bytes_belong_to_the_innermost_layer():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Identity())
-    model.append(Caller(model[0]))
+    # A layer that runs a module which is registered elsewhere.
+    model.append(Runs(lambda own, x: torch.sigmoid(own[0](model[0](x))), nn.Linear(8, 8)))
     held = {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
     assert held == {"0": 2 * 128, "2": 128, "1": 0, REST_LAYER: 4}
 

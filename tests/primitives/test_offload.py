@@ -98,21 +98,15 @@ def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset(batch):
     assert report.skipped["alias of what moved"] == (1, 64 * 96 * 4)
 
 
-class Transposed(nn.Module):
-    """A block that reads its weight as a transposed view, and a table that its model owns."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x, table):
-        return (x @ self.weight.t()) * table
+def transposed(inner, x, table):
+    """Read a weight as a transposed view, and a table that the model owns."""
+    return (x @ inner[0].weight.t()) * table
 
 
 class WithTable(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Transposed() for _ in range(3))
+        self.layers = nn.ModuleList(Runs(transposed, nn.Linear(64, 64, bias=False)) for _ in "123")
         self.register_buffer("table", torch.rand(64, 64))
 
     def forward(self, x):

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from plan_models import Runs
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
@@ -102,19 +103,11 @@ def test_an_option_in_whose_place_the_policy_stands_is_refused(option):
         apply_sac(CASE.build(), **option)
 
 
-class Overwriting(nn.Module):
-    """Changes in place a product that a policy keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return torch.mm(x, self.weight).mul_(2).tanh()
-
-
 def test_outputs_that_are_changed_in_place_are_kept_on_request():
-    model = nn.ModuleList([Overwriting()])
+    def run(inner, x):
+        return torch.mm(x, inner[0].weight).mul_(2).tanh()
+
+    model = nn.ModuleList([Runs(run, nn.Linear(4, 4))])
     apply_sac(model, ["aten.mm"], blocks="0", allow_cache_entry_mutation=True)
     model[0](torch.randn(3, 4)).sum().backward()
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from command_runs import ran
+from plan_models import Runs
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 
@@ -277,16 +278,11 @@ def test_complex_parameters_stay_complex(dtype):
 
 
 def test_positions_that_all_samples_share_stay_whole_in_batches_of_their_length():
-    class Adds(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x, positions):
-            return self.layer(x) + positions.sin()
+    def build():
+        return Runs(lambda inner, x, positions: inner[0](x) + positions.sin(), nn.Linear(4, 4))
 
     batch = {"x": torch.randn(2, 8, 4), "positions": torch.zeros(8, 1)}
-    case = Case(default_workload("adds", Adds, (Adds(), batch)), batch_size=8)
+    case = Case(default_workload("adds", build, (build(), batch)), batch_size=8)
     parts = case.split(case.batch(), [2, 6])
     assert [(len(part["x"]), len(part["positions"])) for part in parts] == [(2, 8), (6, 8)]
     last = case.take(case.batch(), [7, 0])
