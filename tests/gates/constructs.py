@@ -186,15 +186,13 @@ class Spectral(Block):
         self.up = nn.utils.parametrizations.spectral_norm(self.up)
 
 
-class Differentiates(nn.Module):
+class Differentiates(Block):
     """Takes a derivative inside of its forward."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU())
-
     def forward(self, x):
-        energy = torch.func.grad(lambda value: self.inner(value).square().sum())
+        energy = torch.func.grad(
+            lambda value: super(Differentiates, self).forward(value).square().sum()
+        )
         return x + torch.func.vmap(energy)(x)
 
 
@@ -392,15 +390,12 @@ def penalized(model, tokens):
     return loss + gradient.square().sum()
 
 
-class LazyBlock(nn.Module):
+class LazyBlock(Block):
     """Gets its widths in the first forward."""
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = nn.LazyLinear(64), nn.Linear(64, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(x)))
+        self.up = nn.LazyLinear(4 * WIDTH)
 
 
 class Frozen(Model):
@@ -433,15 +428,9 @@ class Quantized(Model):
         return self.decoder(self.layers(x).detach().round())
 
 
-class OpensInPlace(nn.Module):
-    """Writes to its own input."""
-
-    def __init__(self):
-        super().__init__()
-        self.act, self.inner = nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.inner(self.act(x))
+def in_place():
+    """Return a block that writes to its own input."""
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
 
 
 def ragged(size):
@@ -495,7 +484,7 @@ CONSTRUCTS = {
     "frozen": [Frozen],
     "partly_unused": [PartlyUnused],
     "quantized": [Quantized],
-    "opens_in_place": [of_block(OpensInPlace)],
+    "opens_in_place": [of_block(in_place)],
     "ragged": [Model, squares_of_values, ragged],
 }
 
