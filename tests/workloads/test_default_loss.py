@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plan_models import Runs
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
@@ -29,17 +30,14 @@ class Output:
     note: str = "a text"
 
 
-class Towers(nn.Module):
-    """Two towers, whose outputs are returned in one container."""
+def towers(contain):
+    """Return two towers, whose outputs are returned in one container."""
 
-    def __init__(self, contain):
-        super().__init__()
-        self.left = nn.Linear(6, 4)
-        self.right = nn.Linear(6, 3)
-        self.contain = contain
+    def run(inner, x):
+        left, right = inner
+        return contain(left(x), right(x))
 
-    def forward(self, x):
-        return self.contain(self.left(x), self.right(x))
+    return Runs(run, nn.Linear(6, 4), nn.Linear(6, 3))
 
 
 CONTAINERS = {
@@ -63,7 +61,7 @@ def gradients(module, batch=X):
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_every_output_has_a_gradient_in_any_container(name):
-    found = gradients(Towers(CONTAINERS[name]))
+    found = gradients(towers(CONTAINERS[name]))
     assert len(found) == 4
     for gradient in found.values():
         assert gradient.norm() > 0.01
@@ -124,17 +122,11 @@ def recurrent():
     return model, torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Jagged(nn.Module):
-    """Outputs of different lengths, with the samples in one nested tensor."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 5)
-
-    def forward(self, x):
-        lengths = [1 + int(row.abs().sum() * 10) % 3 for row in x.detach()]
-        rows = [self.linear(row).expand(length, -1) for row, length in zip(x, lengths, strict=True)]
-        return {"nested": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+def jagged(inner, x):
+    """Return outputs of different lengths, with the samples in one nested tensor."""
+    lengths = [1 + int(row.abs().sum() * 10) % 3 for row in x.detach()]
+    rows = [inner[0](row).expand(length, -1) for row, length in zip(x, lengths, strict=True)]
+    return {"nested": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
 
 
 def packed():
@@ -149,9 +141,9 @@ def packed():
     [
         recurrent,
         packed,
-        lambda: (Jagged(), X),
-        lambda: (Towers(CONTAINERS["nested"]), X),
-        lambda: (Towers(lambda left, right: (left, right, (left * 0).sum() + 2)), X),
+        lambda: (Runs(jagged, nn.Linear(6, 5)), X),
+        lambda: (towers(CONTAINERS["nested"]), X),
+        lambda: (towers(lambda left, right: (left, right, (left * 0).sum() + 2)), X),
     ],
     ids=["recurrent", "packed", "jagged", "nested", "constant"],
 )
@@ -181,10 +173,10 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(make):
     ids=["mapping", "loss of each sample", "tuple", "several losses"],
 )
 def test_a_loss_of_the_module_is_taken_and_other_outputs_are_not(contain):
-    module = Towers(contain)
+    module = towers(contain)
     found = gradients(module)
-    assert found["left.weight"].norm() > 0.01
-    assert found["right.weight"] is None
+    assert found["inner.0.weight"].norm() > 0.01
+    assert found["inner.1.weight"] is None
     loss = default_workload("theirs", lambda: module, (module, X)).loss(module, X)
     if isinstance(output := module(X), SimpleNamespace):
         assert loss.item() == pytest.approx(output.loss.sum().item())
@@ -195,7 +187,7 @@ def test_a_loss_of_the_module_is_taken_and_other_outputs_are_not(contain):
 @pytest.mark.parametrize("check", [equal_windows, uneven_windows])
 @pytest.mark.parametrize(
     "make",
-    [lambda: (Towers(Pair), X), lambda: (Ends(ENDS["layer norm"]), X), recurrent, packed],
+    [lambda: (towers(Pair), X), lambda: (Ends(ENDS["layer norm"]), X), recurrent, packed],
     ids=["towers", "layer norm", "recurrent", "packed"],
 )
 def test_accumulation_is_checked_on_models_without_a_loss(make, check):
@@ -224,7 +216,7 @@ def last_alone(model, window, loss, optimizer, **options):
 
 @pytest.mark.parametrize("rows", [2, 4, 8])
 def test_microbatches_differ_though_the_factory_has_few_samples(rows):
-    case = Case(learned(lambda: Towers(Pair), X[:rows]))
+    case = Case(learned(lambda: towers(Pair), X[:rows]))
     assert not todo(equal_windows, case)
     assert todo(equal_windows, case, train_window=last_alone)
 
