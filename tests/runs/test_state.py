@@ -5,6 +5,7 @@ python -m pytest tests/runs/test_state.py
 
 import pytest
 import torch
+from plan_models import Runs
 from store_models import WIDTH, equal, network, new_state, tensors_of, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -29,17 +30,10 @@ def goes_on_alike(store, make, *, steps=2, act=train):
     return notes
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = (
-            nn.Linear(WIDTH, WIDTH, bias=False),
-            nn.Linear(WIDTH, WIDTH, bias=False),
-        )
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.embed(x)))
+def tied():
+    embed, head = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+    head.weight = embed.weight
+    return nn.Sequential(embed, nn.Tanh(), head)
 
 
 def frozen():
@@ -49,25 +43,17 @@ def frozen():
 
 
 def half():
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4)).to(torch.bfloat16)
-
-
-class Cast(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x.to(torch.bfloat16))
+    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4)).to(torch.bfloat16)
+    return Runs(lambda inner, x: inner[0](x.to(torch.bfloat16)), model)
 
 
 @pytest.mark.parametrize(
     "build",
     [
         network,
-        Tied,
+        tied,
         frozen,
-        lambda: Cast(half()),
+        half,
     ],
     ids=["plain", "tied", "frozen", "bfloat16"],
 )
@@ -76,20 +62,20 @@ def test_every_model_continues_bit_equal(store, build):
 
 
 def test_a_tied_weight_is_stored_once(store):
-    state = new_state(build=Tied)
+    state = new_state(build=tied)
     values = state.snapshot().values["content"]
-    assert values["model.head.weight"].name == values["model.embed.weight"].name
-    assert "model.head.weight" not in state.snapshot().tensors
+    assert values["model.2.weight"].name == values["model.0.weight"].name
+    assert "model.2.weight" not in state.snapshot().tensors
     saved = store.save("rollback", 1, state)
 
     def untied():
-        model = Tied()
-        model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+        model = tied()
+        model[2].weight = nn.Parameter(model[0].weight.detach().clone())
         return model
 
     with pytest.raises(
         StateMismatch,
-        match=r"head.weight was one tensor with model.embed.weight and is \[8, 8\]",
+        match=r"2.weight was one tensor with model.0.weight and is \[8, 8\]",
     ):
         store.load(saved, new_state(build=untied))
 
@@ -155,7 +141,7 @@ def test_every_optimizer_continues_bit_equal(store, name, steps):
 
 def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
     def make(seed):
-        return new_state(seed, build=lambda: Cast(half()))
+        return new_state(seed, build=half)
 
     state = make(0)
     train(state, 1)
@@ -164,7 +150,7 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
     saved, other = store.save("rollback", 1, state), make(1)
     store.load(saved, other)
     assert equal(tensors_of(other), tensors_of(state))
-    assert tensors_of(other)["optimizer.0.model.0.weight/exp_avg"].dtype is torch.float32
+    assert tensors_of(other)["optimizer.0.inner.0.0.weight/exp_avg"].dtype is torch.float32
 
 
 SCHEDULERS = {
