@@ -11,6 +11,7 @@ import pytest
 import torch
 from plan_models import squares
 from torch import nn
+from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curry_train.bench import steps
@@ -57,7 +58,7 @@ def test_the_peak_of_a_step_has_weights_gradients_and_moments_compiled_too(lever
     step = TrainingStep(
         Case(wide, batch_size=2),
         find_lever(lever),
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), momentum=0.9),
+        optimizer=lambda model: SGD(model.parameters(), momentum=0.9),
     )
     step()
     assert 3 <= step.peak_bytes() / 2**14 < 3.2
@@ -68,10 +69,10 @@ def test_a_step_takes_the_batch_and_the_optimizer_that_are_given():
     step = TrainingStep(
         Case(ROWS),
         batch=given,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        optimizer=lambda model: SGD(model.parameters(), 0.1),
     )
     assert torch.equal(step.window.microbatches[0], given)
-    assert isinstance(step.optimizer, torch.optim.SGD)
+    assert isinstance(step.optimizer, SGD)
     assert step.optimizer.param_groups[0]["lr"] == 0
     assert not step.optimizer.state
     mean, summed = step.mean_loss(step.model, given), step.loss(step.model, given)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from losses import square_sum
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import SGD, AdamW
 
 from curry_train.primitives.grad_accum import (
     GradientAccumulation,
@@ -57,7 +58,7 @@ def test_an_index_outside_the_window_is_refused():
 def linear_step(microbatches, **options):
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = SGD(model.parameters(), lr=1.0)
     window = next(GradientAccumulation(len(microbatches)).windows(microbatches, count=len))
     loss = options.pop("loss", square_sum)
     return model, train_window(model, window, loss, optimizer, **options)
@@ -76,7 +77,7 @@ def test_a_list_is_no_window():
     with pytest.raises(
         TypeError, match=r"^train_window takes a window, .*count=\.\.\.\)\); got list$"
     ):
-        train_window(model, [], summed_loss, torch.optim.SGD(model.parameters()))
+        train_window(model, [], summed_loss, SGD(model.parameters()))
 
 
 def test_an_optimizer_of_another_model_is_refused():
@@ -104,7 +105,7 @@ def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
 
 def test_a_scaler_skips_the_step_and_the_schedule_stays():
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     window = next(GradientAccumulation(1).windows([torch.full((1, 2), 100.0)], count=len))
@@ -207,7 +208,7 @@ def window_of(microbatches, **options):
 
 
 def train(model, window, *, joint, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = SGD(model.parameters(), lr=0.0)
     if joint:
         return train_window(model, window, both_views, optimizer, joint_loss=contrastive, **options)
     return train_window(model, window, summed_loss, optimizer, **options)
@@ -237,7 +238,7 @@ def test_a_joint_loss_that_is_not_finite_changes_no_weight():
             model,
             window,
             both_views,
-            torch.optim.SGD(model.parameters(), lr=0.1),
+            SGD(model.parameters(), lr=0.1),
             joint_loss=lambda outputs: contrastive(outputs) * float("nan"),
         )
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -297,7 +298,7 @@ def test_options_that_have_no_effect_are_refused():
 def test_a_parameter_outside_of_the_loss_does_not_decay():
     model = make_model()
     model.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    optimizer = AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for _ in range(2):
         model.unused.grad = torch.ones(3, dtype=torch.float64)  # of another loss
         train_window(

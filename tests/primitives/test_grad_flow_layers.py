@@ -17,6 +17,7 @@ from plan_models import Runs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim import LBFGS, SGD, AdamW
 
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, grad_flow_probe
@@ -28,7 +29,7 @@ from curry_train.primitives.grad_flow_report import flow_findings, flow_json, fl
 @contextlib.contextmanager
 def probed(model, **options):
     """Probe what runs inside, and the step of an optimizer after it."""
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     with GradFlow(model, optimizer, every=1, **options) as flow:
         yield flow
         optimizer.step()
@@ -126,7 +127,7 @@ def test_outputs_of_every_structure_are_counted_once(contain, first):
         ),
         (lambda: GradFlow(build(), layers="9.*"), "layers '9.*' matches no module"),
         (
-            lambda: GradFlow(build(), torch.optim.SGD(build().parameters())),
+            lambda: GradFlow(build(), SGD(build().parameters())),
             "^SGD holds no parameter of this model: create it after the model is moved, sharded or "
             "adapted, and pass that optimizer$",
         ),
@@ -191,7 +192,7 @@ def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
 
 def test_nothing_of_a_step_stays_alive():
     model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     with GradFlow(model, optimizer, every=1):
         out = model(batch())
         node, seen = out.grad_fn, weakref.ref(out)
@@ -204,7 +205,7 @@ def test_nothing_of_a_step_stays_alive():
 
 def test_weights_are_kept_while_the_optimizer_steps_and_no_longer():
     model = build(width=512)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     peaks = []
     for updates in (False, True):
@@ -220,7 +221,7 @@ def test_weights_are_kept_while_the_optimizer_steps_and_no_longer():
 
 def scaled_loop(losses, *, fused, given=True, early=False):
     model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    optimizer = AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with GradFlow(model, optimizer, every=1, scaler=scaler if given else None) as flow:
         for factor in losses:
@@ -264,8 +265,8 @@ def test_the_scale_of_a_scaler_is_removed_and_an_unnamed_scaler_is_reported(fuse
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_optimizers_end_a_step_together(order):
     model = build()
-    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    second = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.1)
+    first = SGD(model[0].parameters(), lr=0.1)
+    second = AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.1)
     optimizers = [first, second]
     with GradFlow(model, optimizers, every=2) as flow:
         for _ in range(3):
@@ -280,7 +281,7 @@ def test_two_optimizers_end_a_step_together(order):
 
 def test_an_optimizer_with_a_closure_is_probed():
     model = build()
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    optimizer = LBFGS(model.parameters(), max_iter=2)
 
     def closure():
         optimizer.zero_grad()

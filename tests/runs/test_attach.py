@@ -13,6 +13,7 @@ import pytest
 import torch
 from attached_scripts import PLAIN, attached, flip_a_bit, start
 from torch import nn
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 from warm_python import warm_python
 
@@ -87,7 +88,7 @@ def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted
 def attach(folder, **options):
     torch.manual_seed(0)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     return saving(model, optimizer, runs=folder, **{"rollback_every": 1, **options})
 
 
@@ -185,7 +186,7 @@ def test_starting_a_new_run_in_the_folder_of_another_fails_before_deleting(tmp_p
 def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
     """Refuse it, because it would restart at each resume without an error."""
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     with pytest.raises(
         ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"
@@ -199,7 +200,7 @@ def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
 
 def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path):
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     options = {"steps": 1, "schedule": lambda step: 0.5}
     run_training_steps(
         model, optimizer, [torch.ones(2)], lambda model, x: model(x).sum(), **options
@@ -222,7 +223,7 @@ def trained_to(folder, until):
     """Train until so many steps are done; return the weights and the number of steps trained."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = AdamW(model.parameters(), lr=0.1)
     data = DataLoader(torch.randn(20, 2), batch_size=4, shuffle=True)
     run = saving(model, optimizer, runs=folder, rollback_every=100)
     num_trained = 0

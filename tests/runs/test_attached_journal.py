@@ -9,6 +9,7 @@ import pytest
 import torch
 from journals import lines_of
 from torch import nn
+from torch.optim import SGD
 
 from curry_train.cli.runs_diff import difference
 from curry_train.runs import saving
@@ -23,7 +24,7 @@ def train(folder, *, steps=12, until=None):
     """Run a user's loop, which is interrupted after a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     data = torch.randn(steps, 4)
     retention = {"rollback_keep": 2}
@@ -68,7 +69,7 @@ def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path)
 
 def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_path):
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with saving(model, optimizer, scheduler, runs=tmp_path / "run", journal=True) as run:
         for _ in run.epochs(range(2)):
@@ -92,7 +93,7 @@ def test_a_journal_and_a_watch_need_the_losses(tmp_path, option):
 
 def test_the_journal_is_closed_when_the_last_save_fails(tmp_path, monkeypatch):
     model = torch.nn.Linear(2, 2)
-    run = saving(model, torch.optim.SGD(model.parameters(), lr=0.1), runs=tmp_path, journal=True)
+    run = saving(model, SGD(model.parameters(), lr=0.1), runs=tmp_path, journal=True)
     run.step(loss=1.0)
     monkeypatch.setattr(run.policy, "save_now", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -9,7 +9,7 @@ from plan_models import Runs
 from store_models import WIDTH, equal, network, new_state, tensors_of, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim import lr_scheduler
+from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
@@ -116,10 +116,10 @@ def test_no_wrapper_is_in_a_name(store, kind):
 
 
 OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
-    "groups": lambda p: torch.optim.AdamW(
+    "momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
+    "adamw, fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adafactor": lambda p: Adafactor(p, lr=0.01),
+    "groups": lambda p: AdamW(
         [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
     ),
 }
@@ -272,15 +272,15 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
             "part.scaler is missing in the checkpoint",
         ),
         (
-            lambda s: s.optimizers.append(torch.optim.SGD(s.model.parameters())),
+            lambda s: s.optimizers.append(SGD(s.model.parameters())),
             "optimizer.1 is missing in the checkpoint",
         ),
         (
-            lambda s: setattr(s, "optimizers", [torch.optim.SGD(s.model.parameters())]),
+            lambda s: setattr(s, "optimizers", [SGD(s.model.parameters())]),
             "optimizer.0 was AdamW and is SGD",
         ),
         (
-            lambda s: setattr(s, "optimizers", [torch.optim.AdamW([*s.model.parameters()][1:])]),
+            lambda s: setattr(s, "optimizers", [AdamW([*s.model.parameters()][1:])]),
             "0.weight of optimizer.0 is only in the checkpoint",
         ),
     ],
@@ -313,7 +313,7 @@ def test_harmless_differences_are_reported(store):
 
 def test_a_parameter_that_the_model_does_not_have_is_refused():
     state = new_state()
-    state.optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(3))])]
+    state.optimizers = [SGD([nn.Parameter(torch.ones(3))])]
     with pytest.raises(
         ValueError,
         match=r"group 0 of SGD has a parameter of shape \[3\] that the model does not have",

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from store_models import WIDTH, equal, network, new_state, tensors_of, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import LBFGS, SGD, AdamW
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
@@ -38,7 +39,7 @@ class Quantised(nn.Linear):
         )
 
 
-class OwnKey(torch.optim.SGD):
+class OwnKey(SGD):
     """An optimizer with state of no parameter."""
 
     def step(self, closure=None):
@@ -48,11 +49,11 @@ class OwnKey(torch.optim.SGD):
 
 # Model, optimizer, steps before the save, and the error; False where not all of it is restored.
 CASES = {
-    "no state yet": (network, torch.optim.AdamW, 0, False),
-    "parameters without gradient": (Unused, torch.optim.AdamW, 2, dcp.api.CheckpointException),
-    "quantised": (lambda: nn.Sequential(Quantised()), torch.optim.AdamW, 2, AttributeError),
+    "no state yet": (network, AdamW, 0, False),
+    "parameters without gradient": (Unused, AdamW, 2, dcp.api.CheckpointException),
+    "quantised": (lambda: nn.Sequential(Quantised()), AdamW, 2, AttributeError),
     "state of no parameter": (network, OwnKey, 2, KeyError),
-    "closure": (network, torch.optim.LBFGS, 0, TypeError),
+    "closure": (network, LBFGS, 0, TypeError),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rank_calls import run_on_ranks
 from torch import nn
+from torch.optim import SGD
 
 from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
@@ -21,7 +22,7 @@ CASE = Case(load_workload("mlp"))
 
 def parts(learning_rate=0.1):
     module = CASE.build()
-    return module, torch.optim.SGD(module.parameters(), lr=learning_rate)
+    return module, SGD(module.parameters(), lr=learning_rate)
 
 
 def batches(number=None):
@@ -63,7 +64,7 @@ def test_steps_equal_those_written_by_hand():
 def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
     module, _ = parts()
     first, *rest = module.parameters()
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": rest, "lr": 0.01}])
+    optimizer = SGD([{"params": [first], "lr": 1.0}, {"params": rest, "lr": 0.01}])
     run(module, optimizer, steps=2, schedule=lambda step: 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.005]
 
@@ -165,7 +166,7 @@ def poisoned_on_rank_1():
     try:
         run(
             module,
-            torch.optim.SGD(module.parameters(), lr=0.1),
+            SGD(module.parameters(), lr=0.1),
             data,
             steps=4,
             after_step=[done.append],
