@@ -5,12 +5,12 @@ python -m pytest tests/core/test_measure.py
 
 import pytest
 import torch
-from losses import square_sum
 from plan_models import Runs
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
+from toy_steps import square_sum
 
 from curry_train.core.measure import (
     FlopCount,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy
 import pytest
 import torch
-from losses import square_sum
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.core.generators import seeded
 from curry_train.core.parity import NothingToCompare, check_comparable, compare, record_step

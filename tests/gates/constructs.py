@@ -4,10 +4,10 @@ import functools
 import random
 
 import torch
-from losses import square_sum
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from toy_steps import square_sum
 
 from curry_train.workloads.workload import Workload
 

@@ -11,10 +11,10 @@ import foreign_recompute as foreign
 import numpy
 import pytest
 import torch
-from losses import square_sum
 from plan_models import Runs, squares
 from saboteurs import verdict_of
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.gates import recompute
 from curry_train.gates.same_training import same_training

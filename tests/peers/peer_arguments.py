@@ -19,6 +19,7 @@ from peer_table import (
     trains,
 )
 from torch import Tensor, nn
+from toy_steps import drawn
 
 # Arguments.
 
@@ -137,7 +138,7 @@ def small_tensors(model):
 
 @step("inputs that are slices and transposed", block=Scaled)
 def views(model):
-    table = torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
+    table = drawn(8, 16, seed=3)
     return train(model, table[::2, 1::2], table.t()[4:12, :1].t())
 
 

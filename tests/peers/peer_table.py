@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from toy_steps import drawn
 
 from curry_train.primitives import (
     apply_regions,
@@ -207,7 +208,7 @@ def blocks_of(model):
     return [module for module in model.modules() if isinstance(module, Block)]
 
 
-X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+X = drawn(4, 8)
 
 
 def loss_of(output):

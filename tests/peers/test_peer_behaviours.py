@@ -14,9 +14,9 @@ import peer_state
 import peer_surroundings
 import pytest
 import torch
-from losses import square_sum
 from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, Chain, error_of, rendered, torch_checkpoints
 from rank_calls import run_on_ranks
+from toy_steps import square_sum
 
 from curry_train.core.measure import measure_memory
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from command_runs import ran
-from losses import square_sum
 from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of, trace_of_sizes
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (

@@ -10,10 +10,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from command_runs import ran
-from losses import square_sum
 from plan_models import built
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from toy_steps import square_sum
 from unchanged import unchanged
 
 from curry_train.core.measure import REST_LAYER, measure_memory

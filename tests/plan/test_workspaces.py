@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from losses import square_sum
 from plan_models import trace_of, trace_of_sizes
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,

@@ -11,6 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.nn import functional as F
+from toy_steps import drawn
 
 from curry_train.core.parity import StepRecord, record_step
 from curry_train.primitives.compile_budget import memory_budget
@@ -56,7 +57,7 @@ def build(block: Callable[[], nn.Module]) -> Net:
 
 
 def rows(size: int = ROWS) -> Tensor:
-    return torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(1))
+    return drawn(size, WIDTH)
 
 
 def loss(module: Callable[[Any], Tensor], batch: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from toy_steps import drawn
 
 from curry_train.core.generators import seeded
 from curry_train.core.parity import StepRecord, compare, record
@@ -71,7 +72,7 @@ def build(make: Callable[[], Any] = Net) -> Any:
 
 def currents(steps: int = 10, batch: int = 4) -> Tensor:
     """Make inputs with time as the first dimension."""
-    return torch.randn(steps, batch, WIDTH, generator=torch.Generator().manual_seed(1))
+    return drawn(steps, batch, WIDTH)
 
 
 def trained(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
+from toy_steps import drawn
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.sac import apply_sac
@@ -66,7 +67,7 @@ def run(layers, x, mask, *, named):
 
 
 def gradients(model, mask, container, *, named, overwritten):
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = drawn(4, 16).requires_grad_()
     out = model(x, container(mask), named=named)
     if overwritten:
         mask.zero_()

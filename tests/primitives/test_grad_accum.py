@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from losses import square_sum
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
+from toy_steps import square_sum
 
 from curry_train.primitives.grad_accum import (
     GradientAccumulation,

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW
+from toy_steps import drawn
 
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, grad_flow_probe
@@ -158,7 +159,7 @@ def build(*, width=8):
 
 
 def batch(rows=4, width=8):
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(1))
+    return drawn(rows, width)
 
 
 def norm(model):

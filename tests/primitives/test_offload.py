@@ -11,9 +11,9 @@ import weakref
 
 import pytest
 import torch
-from losses import square_sum
 from plan_models import Runs
 from torch import nn
+from toy_steps import drawn, square_sum
 
 from curry_train.core.measure import OperationMode, measure_memory
 from curry_train.core.parity import compare, record_step
@@ -37,7 +37,7 @@ def block():
 
 @pytest.fixture
 def batch():
-    return torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    return drawn(64, 32)
 
 
 def twins(block, depth=3, **options):

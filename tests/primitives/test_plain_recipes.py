@@ -7,10 +7,10 @@ import copy
 
 import pytest
 import torch
-from losses import square_sum
 from pages import fenced_blocks
 from torch import nn
 from torch.nn import functional as F
+from toy_steps import drawn, square_sum
 from tree import ROOT
 
 from curry_train.core.measure import measure_memory
@@ -46,7 +46,7 @@ class Block(nn.Module):
         return x + self.last(F.dropout(F.gelu(self.first(self.norm(x))), 0.2, self.training))
 
 
-X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+X = drawn(32, 16)
 
 
 def chain(change=lambda model: None, norm=nn.BatchNorm1d):
@@ -123,7 +123,7 @@ def test_chunks_of_timesteps_are_those_of_the_technique():
     found = []
     for run in (loop, checkpoint_timesteps):
         cell.zero_grad()
-        inputs = torch.randn(23, 3, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        inputs = drawn(23, 3, 4).requires_grad_()
         zero = torch.zeros(3, 4)
         torch.manual_seed(3)
         outputs, state = run(step, inputs, (zero, zero), chunk_size=5)

@@ -5,8 +5,8 @@ python -m pytest tests/primitives/test_recompute_contract.py
 
 import pytest
 import torch
-from losses import square_sum
 from torch import nn
+from toy_steps import drawn, square_sum
 
 from curry_train.core.measure import measure_memory
 from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
@@ -40,7 +40,7 @@ def block():
 
 @pytest.fixture
 def batch():
-    return torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    return drawn(16, 8)
 
 
 # Refusals and their messages.

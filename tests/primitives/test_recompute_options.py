@@ -14,6 +14,7 @@ from types import FunctionType
 import pytest
 import torch
 from torch import nn
+from toy_steps import drawn
 
 from curry_train.primitives import (
     Recompute,
@@ -31,7 +32,7 @@ LEVERS = {
     "segments": lambda model, **options: recompute_segments(model, 2, **options),
     "reentrant": lambda model: recompute_blocks(model, use_reentrant=True),
 }
-X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+X = drawn(6, 8)
 
 
 class Block(nn.Module):

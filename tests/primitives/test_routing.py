@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 from faulty_routing import EXPERTS, WIDTH, Experts
-from losses import square_sum
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import Choices, has_router, keep_routing

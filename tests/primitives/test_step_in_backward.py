@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 import torch
-from losses import square_sum
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.primitives.grad_accum import (
     GradientAccumulation,

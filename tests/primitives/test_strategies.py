@@ -5,9 +5,9 @@ python -m pytest tests/primitives/test_strategies.py
 
 import pytest
 import torch
-from losses import square_sum
 from plan_models import Runs
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train.primitives.strategies import (
     CONFIGURED_STRATEGIES,

@@ -11,6 +11,7 @@ from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from toy_steps import drawn
 
 from curry_train.core.measure import OperationMode
 from curry_train.gates.two_ranks import GradientSyncs
@@ -182,7 +183,7 @@ def gradients_with_sharded_parts(technique, *, reshard):
     for block in model:
         for part in block.inner:
             fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+    x = drawn(4, 8, seed=dist.get_rank())
     found = []
     for _ in range(2):
         model(x).square().mean().backward()

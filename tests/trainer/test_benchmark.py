@@ -5,8 +5,8 @@ Run with `python -m pytest tests/trainer/test_benchmark.py`.
 
 import pytest
 import torch
-from losses import square_sum
 from torch import nn
+from toy_steps import square_sum
 
 from curry_train import benchmark
 from curry_train.benchmark import compare_steps, run_accumulated_step

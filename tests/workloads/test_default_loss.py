@@ -13,13 +13,14 @@ from plan_models import Runs
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
+from toy_steps import drawn
 
 from curry_train.gates.grad_accum import equal_windows, uneven_windows
 from curry_train.primitives.grad_accum import train_window
 from curry_train.workloads import Case
 from curry_train.workloads.workload import default_workload, take
 
-X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+X = drawn(8, 6, seed=0)
 Pair = namedtuple("Pair", ["left", "right"])
 
 
@@ -119,7 +120,7 @@ def test_an_output_of_zeros_has_a_gradient():
 def recurrent():
     """A model whose outputs have the samples in the first and in the second dimension."""
     model = nn.LSTM(6, 5, num_layers=2, batch_first=True)
-    return model, torch.randn(8, 3, 6, generator=torch.Generator().manual_seed(1))
+    return model, drawn(8, 3, 6)
 
 
 def jagged(inner, x):
