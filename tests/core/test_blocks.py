@@ -10,6 +10,7 @@ import pytest
 import torch
 from language_models import language_model
 from torch import nn
+from toy_steps import stacked
 
 from curry_train.core.blocks import NoBlocks, find_blocks, tensors_in
 from curry_train.primitives.recompute import recompute_blocks
@@ -33,7 +34,7 @@ def encoder_and_decoder():
 
 
 def stages(*depths):
-    return nn.Sequential(*(nn.Sequential(*(Residual() for _ in range(depth))) for depth in depths))
+    return nn.Sequential(*(stacked(Residual, depth) for depth in depths))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_pattern_selects_the_outermost_matching_modules():
 
 
 def test_block_10_is_not_inside_block_1():
-    model = nn.Sequential(*[Residual() for _ in range(11)])
+    model = stacked(Residual, 11)
     assert list(find_blocks(model)) == [str(index) for index in range(11)]
     assert list(find_blocks(model, "1*")) == ["1", "10"]
 

@@ -1,6 +1,11 @@
-"""What small training steps share: numbers that are the same each time, and a loss."""
+"""What small training steps share: blocks in a row, numbers that stay the same, and a loss."""
 
 import torch
+from torch import nn
+
+
+def stacked(block, number):
+    return nn.Sequential(*(block() for _ in range(number)))
 
 
 def drawn(*shape, seed=1):

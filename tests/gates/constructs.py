@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from toy_steps import square_sum
+from toy_steps import square_sum, stacked
 
 from curry_train.workloads.workload import Workload
 
@@ -28,7 +28,7 @@ class Model(nn.Module):
     def __init__(self, block=Block):
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.Sequential(*(block() for _ in range(3)))
+        self.layers = stacked(block, 3)
 
     def forward(self, x):
         return self.run(self.embed(x))
@@ -422,7 +422,7 @@ class Quantized(Model):
 
     def __init__(self):
         super().__init__()
-        self.decoder = nn.Sequential(*(Block() for _ in range(3)))
+        self.decoder = stacked(Block, 3)
 
     def run(self, x):
         return self.decoder(self.layers(x).detach().round())
@@ -475,7 +475,7 @@ CONSTRUCTS = {
     "shares_a_weight": [SharesWeight],
     "partly_frozen": [Parts],
     "lone_layers": [of_block(nn.Linear, WIDTH, WIDTH)],
-    "no_products": [lambda: nn.Sequential(*(Scale() for _ in range(3)))],
+    "no_products": [lambda: stacked(Scale, 3)],
     "flat": [lambda: nn.Linear(WIDTH, WIDTH)],
     "tied_words": [functools.partial(Words, is_tied=True), next_words, texts],
     "weighted_words": [Words, weighted, texts],

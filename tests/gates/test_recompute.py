@@ -14,7 +14,7 @@ import torch
 from plan_models import Runs, squares
 from saboteurs import verdict_of
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import square_sum, stacked
 
 from curry_train.gates import recompute
 from curry_train.gates.same_training import same_training
@@ -223,7 +223,7 @@ def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
 
     def required(loss):
         def build():
-            return nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)])
+            return stacked(lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()), 2)
 
         case = Case(replace(squares(build, 16), loss=loss))
         _, required, hint = same_training(case, lambda model, sample: recompute_blocks(model))

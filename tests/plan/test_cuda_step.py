@@ -11,7 +11,7 @@ import torch
 from command_runs import ran
 from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of, trace_of_sizes
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import square_sum, stacked
 
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
@@ -38,7 +38,7 @@ def squares(optimizer=None, *, rows=8, depth=2):
     """Layers of exactly 4 MiB without biases."""
     return Workload(
         "squares",
-        lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth))),
+        lambda: stacked(lambda: nn.Linear(WIDTH, WIDTH, bias=False), depth),
         lambda size: torch.randn(size * rows, WIDTH),
         square_sum,
         optimizer=optimizer,

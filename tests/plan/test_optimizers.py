@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import ASGD, LBFGS, SGD, Adagrad, AdamW, Muon, NAdam, Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
+from toy_steps import stacked
 from transformers.optimization import Adafactor
 
 from curry_train.plan.estimate import Sketch
@@ -203,7 +204,7 @@ def test_a_quantised_base_counts_its_bytes_and_its_scales():
     """Such a parameter is not made without values, so the model is measured."""
 
     def make():
-        return nn.Sequential(*(Adapted(32) for _ in range(3))), torch.randn(4, 32)
+        return stacked(lambda: Adapted(32), 3), torch.randn(4, 32)
 
     workload = default_workload("adapted", lambda: make()[0], make())
     with Sketch(workload) as sketch:

@@ -16,6 +16,7 @@ import torch
 from plan_models import Runs, measured, net, squares
 from torch import nn
 from torch.nn import functional as F
+from toy_steps import stacked
 
 from curry_train.gates.same_training import same_training
 from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
@@ -172,7 +173,7 @@ def normalized():
     return Runs(lambda inner, x: x + torch.tanh(inner[1](inner[0](x))), norm, layer)
 
 
-NORMALIZED = squares(lambda: nn.Sequential(*(normalized() for _ in range(3))), 16)
+NORMALIZED = squares(lambda: stacked(normalized, 3), 16)
 
 
 def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from plan_models import Runs, built
 from torch import nn
+from toy_steps import stacked
 from unchanged import unchanged
 
 from curry_train.core.measure import (
@@ -140,7 +141,7 @@ def test_bytes_belong_to_the_innermost_layer():
 
 def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
     shared = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
-    blocks = nn.Sequential(*(nn.Sequential(shared, nn.Sigmoid()) for _ in range(2)))
+    blocks = stacked(lambda: nn.Sequential(shared, nn.Sigmoid()), 2)
     model = Runs(lambda inner, x: inner[0](inner[1](x)), shared, blocks)
     held = {layer.name: layer.bytes for layer in profile(model, torch.randn(4, 8)).layers}
     assert held == {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, REST_LAYER: 4}
@@ -222,7 +223,7 @@ def test_a_pattern_names_the_blocks():
 
 
 def test_a_model_in_eval_mode_is_profiled_as_it_trains():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(2)])
+    model = stacked(lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout()), 2)
     trained = profile(model.train(), torch.randn(4, 8))
     assert profile(model.eval(), torch.randn(4, 8)) == trained
 
@@ -292,9 +293,7 @@ def test_on_cuda_the_layers_add_up_to_the_allocator_and_repeat(name):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_and_the_generators_are_unchanged(training, fails):
-    model = nn.Sequential(
-        *[nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()) for _ in range(2)]
-    )
+    model = stacked(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout()), 2)
     model.train(training)
     model[0][1].eval()
     error = pytest.raises(ValueError, match="raised RuntimeError") if fails else nullcontext()

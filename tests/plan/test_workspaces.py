@@ -9,7 +9,7 @@ import pytest
 import torch
 from plan_models import trace_of, trace_of_sizes
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import square_sum, stacked
 
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
@@ -98,7 +98,7 @@ def test_a_step_searches_where_the_users_setting_says_so(monkeypatch):
 
 
 def test_a_plan_names_the_workspace_and_the_kernels_of_cudnn():
-    model = images(lambda: nn.Sequential(*(nn.Conv2d(3, 3, 19, padding=9) for _ in range(3))))
+    model = images(lambda: stacked(lambda: nn.Conv2d(3, 3, 19, padding=9), 3))
     with Planner(model, device="h100") as planner:
         plan = planner.plan(4 * 2**30, global_batch=2)
     assert plan.cuda["context_bytes"] == CONTEXT_BYTES + CUDNN_BYTES

@@ -13,7 +13,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import drawn, square_sum
+from toy_steps import drawn, square_sum, stacked
 
 from curry_train.core.measure import OperationMode, measure_memory
 from curry_train.core.parity import compare, record_step
@@ -28,7 +28,7 @@ from curry_train.primitives.recompute import recompute_blocks
 
 def chain(block, depth=3):
     torch.manual_seed(0)
-    return nn.Sequential(*[block() for _ in range(depth)])
+    return stacked(block, depth)
 
 
 def block():

@@ -10,7 +10,7 @@ import torch
 from pages import fenced_blocks
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import drawn, square_sum
+from toy_steps import drawn, square_sum, stacked
 from tree import ROOT
 
 from curry_train.core.measure import measure_memory
@@ -51,7 +51,7 @@ X = drawn(32, 16)
 
 def chain(change=lambda model: None, norm=nn.BatchNorm1d):
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(norm) for _ in range(3)))
+    model = stacked(lambda: Block(norm), 3)
     change(model)
     return model
 

@@ -6,7 +6,7 @@ python -m pytest tests/primitives/test_recompute_contract.py
 import pytest
 import torch
 from torch import nn
-from toy_steps import drawn, square_sum
+from toy_steps import drawn, square_sum, stacked
 
 from curry_train.core.measure import measure_memory
 from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
@@ -110,7 +110,7 @@ def test_reentrant_is_refused_if_it_would_lose_gradients(block, batch):
 
 def chain(length=6):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(length)])
+    return stacked(Block, length)
 
 
 def test_the_chosen_count_has_the_lowest_peak(batch):

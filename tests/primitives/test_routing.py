@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty_routing import EXPERTS, WIDTH, Experts
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import square_sum, stacked
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import Choices, has_router, keep_routing
@@ -91,7 +91,7 @@ def example(seed, **options):
     """Return a model whose experts have equal scores, and a batch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = nn.Sequential(*(Experts(**options) for _ in range(3)))
+        model = stacked(lambda: Experts(**options), 3)
         for block in model:
             nn.init.ones_(block.router.score.weight)
         return model, torch.randn(TOKENS, WIDTH)
@@ -151,7 +151,7 @@ def test_a_second_backward_repeats_the_same_choices():
 
 
 def test_other_models_are_left_as_they_are():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    model = stacked(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 3)
     recompute_blocks(model)
     assert keep_routing(model) == []
     assert keep_routing(model, blocks="1") == ["1"]

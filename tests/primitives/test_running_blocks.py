@@ -7,7 +7,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import square_sum, stacked
 from unchanged import unchanged
 
 from curry_train.core.blocks import find_blocks
@@ -187,7 +187,7 @@ def test_a_model_of_the_class_of_its_block_is_no_block_itself():
 
 
 def test_blocks_that_the_containers_give_stay_where_they_serve():
-    model = made(lambda: nn.Sequential(Block(), Block(), Block()))
+    model = made(lambda: stacked(Block, 3))
     choice = chosen(model)
     assert choice.blocks is None
     assert list(choice.names) == list(find_blocks(model))
@@ -306,7 +306,7 @@ def test_a_loss_with_derivatives_is_recorded_too():
 
 
 def test_compiled_blocks_are_not_replaced_by_what_is_left():
-    model = made(lambda: nn.Sequential(Block(), Block(), Block()))
+    model = made(lambda: stacked(Block, 3))
     for block in model:
         block.compile(backend="eager")
     choice = chosen(model)
@@ -327,7 +327,7 @@ def test_recording_leaves_the_model_as_it_was_and_keeps_no_activation():
 
 
 def test_a_name_that_only_begins_as_that_of_a_compiled_module_is_a_block():
-    model = nn.Sequential(*(FeedForward() for _ in range(11)))
+    model = stacked(FeedForward, 11)
     model[1] = torch.compile(model[1], backend="eager")
     names = chosen(model).names
     assert "10" in names

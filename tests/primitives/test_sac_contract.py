@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
+from toy_steps import stacked
 
 from curry_train.core.measure import OperationMode, count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
@@ -233,7 +234,7 @@ def operations_of(model, batch):
 
 def stack(block, num_blocks=3):
     torch.manual_seed(0)
-    return nn.Sequential(*[block() for _ in range(num_blocks)])
+    return stacked(block, num_blocks)
 
 
 # Policies.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
+from toy_steps import stacked
 
 from curry_train.primitives.segments import (
     ChainBroken,
@@ -236,7 +237,7 @@ def test_an_error_of_a_block_stays_its_own_and_the_next_forward_is_sound(error, 
             raise error
         return inner[0](x).tanh()
 
-    model = nn.Sequential(*(Runs(run, nn.Linear(8, 8)) for _ in range(4)))
+    model = stacked(lambda: Runs(run, nn.Linear(8, 8)), 4)
     x = torch.randn(4, 8)
     recompute_segments(model, 2)
     with pytest.raises(type(error)) as raised:

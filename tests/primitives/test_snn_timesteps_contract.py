@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers
 from snn_models import WIDTH, Net, build, currents, same
 from torch import nn
+from toy_steps import stacked
 
 from curry_train.core.measure import LiveStorages
 from curry_train.gates.same_training import sample_of
@@ -204,7 +205,7 @@ def test_only_the_first_call_measures_and_it_changes_nothing(monkeypatch):
 
 
 def test_only_outer_loops_are_replaced_and_one_on_the_instance_is_restored():
-    model = nn.Sequential(*[Case(snn()).build() for _ in range(3)])
+    model = stacked(lambda: Case(snn()).build(), 3)
     model[0].inner = Case(snn()).build()
     model[1].unroll = 3
     model[2].unroll = own = functools.partial(run_timesteps)

@@ -11,7 +11,7 @@ from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy_steps import drawn
+from toy_steps import drawn, stacked
 
 from curry_train.core.measure import OperationMode
 from curry_train.gates.two_ranks import GradientSyncs
@@ -177,7 +177,7 @@ def two_parts():
 
 def gradients_with_sharded_parts(technique, *, reshard):
     torch.manual_seed(0)
-    model = nn.Sequential(*[two_parts() for _ in range(3)])
+    model = stacked(two_parts, 3)
     technique(model)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:

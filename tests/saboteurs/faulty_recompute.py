@@ -15,6 +15,7 @@ from saboteurs import planted
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
+from toy_steps import stacked
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
@@ -24,9 +25,7 @@ from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.recompute import recompute_blocks
 
 FROZEN_START = squares(
-    lambda: nn.Sequential(
-        *[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3)]
-    ),
+    lambda: stacked(lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), 3),
     8,
     name="frozen start",
 )

@@ -7,6 +7,7 @@ import torch
 from plan_models import squares
 from saboteurs import planted
 from torch import nn
+from toy_steps import stacked
 
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives.routing import keep_routing
@@ -45,7 +46,7 @@ class Experts(nn.Module):
         return x + (weights[..., None] * out).sum(1)
 
 
-ROUTED = squares(lambda: nn.Sequential(*(Experts() for _ in range(3))), WIDTH, name="routed")
+ROUTED = squares(lambda: stacked(Experts, 3), WIDTH, name="routed")
 
 
 def choices_not_kept(module):

@@ -19,6 +19,7 @@ from plan_models import squares
 from saboteurs import planted
 from torch import nn
 from torch.nn import functional as F
+from toy_steps import stacked
 
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives.regions import apply_regions
@@ -46,8 +47,8 @@ class ThreeProducts(nn.Sequential):
         super().__init__(*[nn.Linear(16, 16) for _ in range(3)])
 
 
-NOISY = squares(lambda: nn.Sequential(*[Noisy() for _ in range(3)]), 16, name="noisy")
-SQUARE = squares(lambda: nn.Sequential(*[ThreeProducts() for _ in range(3)]), 16, name="square")
+NOISY = squares(lambda: stacked(Noisy, 3), 16, name="noisy")
+SQUARE = squares(lambda: stacked(ThreeProducts, 3), 16, name="square")
 
 
 def keeps_what_is_drawn(model, *, blocks):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from toy_steps import drawn, square_sum
+from toy_steps import drawn, square_sum, stacked
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
@@ -35,9 +35,7 @@ ROWS = drawn(32, 16)
 def blocks(*layers, depth=8):
     """Build a chain of equal blocks; `layers` build the layers after the linear one."""
     torch.manual_seed(0)
-    return nn.Sequential(
-        *[nn.Sequential(nn.Linear(16, 16), *[layer() for layer in layers]) for _ in range(depth)]
-    )
+    return stacked(lambda: nn.Sequential(nn.Linear(16, 16), *[layer() for layer in layers]), depth)
 
 
 def memory(model):

@@ -13,6 +13,7 @@ from command_runs import ran
 from plan_models import Runs
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from toy_steps import stacked
 
 from curry_train.gates.verdict import discover
 from curry_train.workloads import Case, Workload, load_workload
@@ -149,7 +150,7 @@ class Reads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(3, 3), nn.GELU()) for _ in range(3)])
+        self.blocks = stacked(lambda: nn.Sequential(nn.Linear(3, 3), nn.GELU()), 3)
 
     def forward(self, batch):
         return self.blocks(batch.get())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
+from toy_steps import stacked
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from curry_train.workloads import Workload
@@ -150,7 +151,7 @@ def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
 def test_a_workload_is_shrunk_by_its_own_build():
     workload = Workload(
         "net",
-        build=lambda: nn.Sequential(*[Block(4) for _ in range(4)]),
+        build=lambda: stacked(lambda: Block(4), 4),
         batch=lambda size: torch.ones(size, 4),
         loss=lambda module, batch: module(batch).sum(),
     )
