@@ -13,6 +13,7 @@ from plan_models import squares
 from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from toy_steps import all_equal
 
 from curry_train.bench import steps
 from curry_train.bench.report import measure_levers
@@ -105,7 +106,7 @@ def test_steps_share_weights_and_moments_and_leave_them():
     for _ in range(3):
         other()
         plain()
-    assert all(map(torch.equal, before, plain.model.parameters()))
+    assert all_equal(before, plain.model.parameters())
     half = TrainingStep(
         Case(SMALL), find_lever("bf16"), like=plain
     )  # a different dtype shares nothing

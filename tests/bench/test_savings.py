@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_models import squares
 from torch import nn
-from toy_steps import stacked
+from toy_steps import all_equal, stacked
 
 from curry_train.bench.savings import (
     MEASURED_OUTCOME,
@@ -105,10 +105,7 @@ def test_weights_are_shared_and_left_as_they_were_and_so_are_the_generators(monk
     measure_savings(case, ["look", "full"], repeats=1)
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in seen[0].parameters())
-    assert all(
-        torch.equal(*pair)
-        for pair in zip(seen[0].parameters(), case.build().parameters(), strict=True)
-    )
+    assert all_equal(seen[0].parameters(), case.build().parameters())
 
 
 @pytest.mark.parametrize(

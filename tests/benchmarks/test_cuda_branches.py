@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from toy_steps import all_equal
 
 from curry_train.bench import savings
 from curry_train.core import measure
@@ -207,7 +208,7 @@ def test_offload_trains_alike_where_copies_are_as_late_as_they_may(
     expected = trained(model)
     model.zero_grad()
     offload_blocks(model, min_bytes=0)
-    assert all(map(torch.equal, trained(model), expected)) is waits
+    assert all_equal(trained(model), expected) is waits
 
 
 # Copies for a save in the background.

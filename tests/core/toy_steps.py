@@ -1,4 +1,4 @@
-"""What small training steps share: blocks in a row, numbers that stay the same, and a loss."""
+"""What small training steps share: models, inputs, a loss, and what is compared."""
 
 import torch
 from torch import nn
@@ -10,6 +10,14 @@ def stacked(block, number):
 
 def drawn(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients_of(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def all_equal(tensors, others):
+    return all(torch.equal(*pair) for pair in zip(tensors, others, strict=True))
 
 
 def square_sum(model, batch):

@@ -5,13 +5,14 @@ import copy
 import random
 
 import torch
+from toy_steps import gradients_of
 
 
 @contextlib.contextmanager
 def unchanged(model):
     """Require that a measurement leaves weights, buffers, gradients, modes, hooks, generators."""
     next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
-    gradients = [one.grad for one in model.parameters()]
+    gradients = gradients_of(model)
     before = copy.deepcopy([model.state_dict(), gradients])
     modes = [one.training for one in model.modules()]
     generators = torch.get_rng_state(), random.getstate()

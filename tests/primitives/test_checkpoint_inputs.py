@@ -12,7 +12,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import drawn
+from toy_steps import all_equal, drawn, gradients_of
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.sac import apply_sac
@@ -72,7 +72,7 @@ def gradients(model, mask, container, *, named, overwritten):
     if overwritten:
         mask.zero_()
     out.square().sum().backward()
-    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+    return [x.grad, *gradients_of(model)]
 
 
 @pytest.fixture
@@ -97,9 +97,9 @@ def test_an_input_overwritten_between_forward_and_backward_is_refused(
         return gradients(copied, mask.clone(), container, named=named, overwritten=overwritten)
 
     plain = run(False)
-    assert all(map(torch.equal, plain, run(True)))  # the plain model accepts it
+    assert all_equal(plain, run(True))  # the plain model accepts it
     change(model)
-    assert all(map(torch.equal, plain, run(False)))
+    assert all_equal(plain, run(False))
     with pytest.raises(RuntimeError, match=WRITTEN):
         run(True)
 

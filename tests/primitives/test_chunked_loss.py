@@ -16,6 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 from torch.profiler import profile
 from torch.utils.module_tracker import ModuleTracker
+from toy_steps import all_equal, gradients_of
 
 from curry_train.core.measure import FlopCount, LiveStorages, OperationMode
 from curry_train.core.parity import compare, record_step
@@ -186,7 +187,7 @@ def test_an_instrument_sees_the_same_step_in_chunks(instrument):
         model.zero_grad()
         with around():
             F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
-        found.append([parameter.grad for parameter in model.parameters()])
+        found.append(gradients_of(model))
     assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
     torch.testing.assert_close(*found)
 
@@ -547,7 +548,7 @@ def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
             outcomes.append([loss, *torch.autograd.grad(loss, (inputs, weight))])
         products = 3 if reduction == "mean" else 4
         assert counter.flops == 2 * counted * 6 * 30 * products
-    assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+    assert all_equal(*outcomes)
 
 
 def on_meta(tokens, width, classes, dtype=torch.float32):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
-from toy_steps import square_sum
+from toy_steps import gradients_of, square_sum
 
 from curry_train.primitives.grad_accum import (
     GradientAccumulation,
@@ -198,7 +198,7 @@ def large_batch_gradients(microbatches, *, joint):
     total = contrastive([both_views(model, inputs)]) if joint else summed_loss(model, inputs)
     mean = total / sum(SIZES)
     mean.backward()
-    return mean.item(), [parameter.grad for parameter in model.parameters()]
+    return mean.item(), gradients_of(model)
 
 
 def window_of(microbatches, **options):

@@ -10,7 +10,7 @@ import torch
 from pages import fenced_blocks
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import drawn, square_sum, stacked
+from toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
 from tree import ROOT
 
 from curry_train.core.measure import measure_memory
@@ -60,7 +60,7 @@ def step(model):
     torch.manual_seed(2)
     loss = square_sum(model, X)
     loss.backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = gradients_of(model)
     return [loss.detach(), torch.get_rng_state(), *gradients, *model.buffers()]
 
 
@@ -89,8 +89,8 @@ def test_blocks_train_as_under_the_technique_and_hold_as_much(page, name, techni
     by_hand = to_each_block(recipe(page)[name])
     models = [chain(change, norm) for change in (lambda model: None, by_hand, technique)]
     plain, ours, theirs = map(step, models)
-    assert all(map(torch.equal, ours, plain))
-    assert all(map(torch.equal, theirs, plain))
+    assert all_equal(ours, plain)
+    assert all_equal(theirs, plain)
     held = [measure_memory(model, X, square_sum).held_bytes for model in models]
     assert held[1] < 0.8 * held[0]
     assert abs(held[1] - held[2]) < 0.1 * held[0]
@@ -108,7 +108,7 @@ def test_a_window_gives_the_weights_of_train_window():
     (whole,) = GradientAccumulation(3).windows(window, count=names["num_terms"])
     result = train_window(models[1], whole, names["summed_loss"], optimizers[1], clip_norm=0.5)
     assert found.item() == pytest.approx(result.loss, rel=1e-6)
-    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert all_equal(models[0].parameters(), models[1].parameters())
 
 
 def test_chunks_of_timesteps_are_those_of_the_technique():
@@ -128,8 +128,8 @@ def test_chunks_of_timesteps_are_those_of_the_technique():
         torch.manual_seed(3)
         outputs, state = run(step, inputs, (zero, zero), chunk_size=5)
         (outputs.square().sum() + state[1].sum()).backward()
-        found.append([outputs, *state, inputs.grad, *(one.grad for one in cell.parameters())])
-    assert all(map(torch.equal, *found))
+        found.append([outputs, *state, inputs.grad, *gradients_of(cell)])
+    assert all_equal(*found)
 
 
 def test_norms_of_layers_are_those_of_the_probe_under_recompute():

@@ -14,7 +14,7 @@ from types import FunctionType
 import pytest
 import torch
 from torch import nn
-from toy_steps import drawn
+from toy_steps import all_equal, drawn, gradients_of
 
 from curry_train.primitives import (
     Recompute,
@@ -54,10 +54,6 @@ def gradients(model, run=None):
     model.zero_grad()
     (run or model)(X).square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def equal(one, other):
-    return all(map(torch.equal, one, other))
 
 
 # Options of `torch.utils.checkpoint.checkpoint`.
@@ -159,7 +155,7 @@ def test_methods_partials_and_decorated_functions_recompute(make):
     plain = Methods()
     model = copy.deepcopy(plain)
     found = gradients(model, lambda x: make(model)(x, power=2))
-    assert equal(found, gradients(plain, lambda x: plain.compute(x, 2)))
+    assert all_equal(found, gradients(plain, lambda x: plain.compute(x, 2)))
     assert int(model.inner[1].num_batches_tracked) == 1
     with torch.no_grad():
         assert torch.equal(model.decorated(X), model.compute(X))
@@ -244,7 +240,7 @@ def test_backward_inside_plain_blocks_runs_the_blocks_of_timesteps_as_forward_di
         with plain_blocks():
             outputs.square().sum().backward()
         losses.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert equal(*losses)
+    assert all_equal(*losses)
 
 
 # A block and the module that it was made of.
@@ -354,9 +350,9 @@ def test_state_is_updated_once_and_recompute_sees_that_of_the_first_call(lever):
             for loss in losses:
                 loss.backward()
             optimizer.step()
-        found.append([parameter.grad for parameter in model.parameters()])
+        found.append(gradients_of(model))
         states.append([vars(layer) for layer in model[1:]])
-    assert all(map(torch.equal, *found))
+    assert all_equal(*found)
     for plain, ours in zip(*states, strict=True):
         for name in ("mean", "last", "total", "noise"):
             assert torch.equal(plain[name], ours[name])

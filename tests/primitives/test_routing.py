@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty_routing import EXPERTS, WIDTH, Experts
 from torch import nn
-from toy_steps import square_sum, stacked
+from toy_steps import all_equal, gradients_of, square_sum, stacked
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import Choices, has_router, keep_routing
@@ -75,16 +75,12 @@ def perturb_bias(model, seed):
             block.router.bias += torch.randn(EXPERTS, generator=generator)
 
 
-def gradients_of(model, batch, between=lambda: None, during=None):
+def step_of(model, batch, between=lambda: None, during=None):
     loss = square_sum(model, batch)
     between()
     with during or contextlib.nullcontext():
         loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-def equal(left, right):
-    return all(map(torch.equal, left, right))
+    return [loss.detach(), *gradients_of(model)]
 
 
 def example(seed, **options):
@@ -115,8 +111,8 @@ def test_an_updated_bias_changes_no_gradient(technique, seed):
     TECHNIQUES[technique](other)
     assert keep_routing(other)
 
-    expected = gradients_of(model, batch)
-    assert equal(gradients_of(other, batch, lambda: perturb_bias(other, seed)), expected)
+    expected = step_of(model, batch)
+    assert all_equal(step_of(other, batch, lambda: perturb_bias(other, seed)), expected)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
@@ -130,9 +126,9 @@ def test_another_kernel_in_backward_changes_no_gradient(technique, seed):
     TECHNIQUES[technique](kept)
     keep_routing(kept)
 
-    expected = gradients_of(model, batch)
-    assert equal(gradients_of(kept, batch, during=OtherKernel.on(seed)), expected)
-    assert not equal(gradients_of(left_alone, batch, during=OtherKernel.on(seed)), expected)
+    expected = step_of(model, batch)
+    assert all_equal(step_of(kept, batch, during=OtherKernel.on(seed)), expected)
+    assert not all_equal(step_of(left_alone, batch, during=OtherKernel.on(seed)), expected)
 
 
 def test_a_second_backward_repeats_the_same_choices():
@@ -140,14 +136,14 @@ def test_a_second_backward_repeats_the_same_choices():
     other = copy.deepcopy(model)
     recompute_blocks(other)
     keep_routing(other)
-    expected = gradients_of(model, batch)[1:]
+    expected = step_of(model, batch)[1:]
 
     loss = square_sum(other, batch)
     loss.backward(retain_graph=True)
     perturb_bias(other, 5)
     loss.backward()
-    found = [parameter.grad for parameter in other.parameters()]
-    assert equal(found, [2 * gradient for gradient in expected])
+    found = gradients_of(other)
+    assert all_equal(found, [2 * gradient for gradient in expected])
 
 
 def test_other_models_are_left_as_they_are():

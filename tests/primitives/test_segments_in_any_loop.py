@@ -9,7 +9,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import stacked
+from toy_steps import all_equal, stacked
 
 from curry_train.primitives.segments import (
     ChainBroken,
@@ -107,7 +107,7 @@ def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
     expected = gradients(model, x)
     names = [f"inner.{index}" for index in range(num_blocks)]
     assert recompute_segments(model, num_segments) == names
-    assert all(map(torch.equal, gradients(model, x), expected))
+    assert all_equal(gradients(model, x), expected)
     remove_segments(model)
     assert {type(layer) for layer in model.inner} == {nn.Sequential}
 
@@ -127,7 +127,7 @@ def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
     # A segment of one block is right in any loop.
     model = chain(loop)
     recompute_segments(model, 8)
-    assert all(map(torch.equal, gradients(model, x), expected))
+    assert all_equal(gradients(model, x), expected)
 
 
 def pair():
@@ -153,7 +153,7 @@ def test_the_first_element_of_a_tuple_goes_on_to_the_next_block():
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
-    assert all(map(torch.equal, gradients(model, x), expected))
+    assert all_equal(gradients(model, x), expected)
 
 
 MASK = torch.linspace(0.5, 1.5, 8)[:, None]
@@ -199,7 +199,7 @@ def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused)
         with pytest.raises(ChainBroken, match=r"inner\.1 takes other arguments than inner\.0"):
             gradients(model, x)
     else:
-        assert all(map(torch.equal, gradients(model, x), expected))
+        assert all_equal(gradients(model, x), expected)
 
 
 def test_nothing_of_a_forward_stays_alive_behind_it():
@@ -245,4 +245,4 @@ def test_an_error_of_a_block_stays_its_own_and_the_next_forward_is_sound(error, 
     assert raised.value is error
     found = gradients(model, x)
     remove_segments(model)
-    assert all(map(torch.equal, gradients(model, x), found))
+    assert all_equal(gradients(model, x), found)

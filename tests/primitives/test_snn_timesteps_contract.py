@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers
 from snn_models import WIDTH, Net, build, currents, same
 from torch import nn
-from toy_steps import stacked
+from toy_steps import all_equal, stacked
 
 from curry_train.core.measure import LiveStorages
 from curry_train.gates.same_training import sample_of
@@ -61,7 +61,7 @@ def test_state_and_outputs_may_be_nested():
             assert after["last"][1] == 10
             found.append([made["spikes"], *made["trace"]])
     for plain, ours in zip(found[:4], found[4:], strict=True):
-        assert all(map(torch.equal, plain, ours))
+        assert all_equal(plain, ours)
 
 
 class Draws(nn.Module):
@@ -98,7 +98,7 @@ def test_backward_may_come_twice_and_be_differentiated():
         return [first, *torch.autograd.grad(second.square().sum(), [module.first.weight, x])]
 
     plain = gradients(run_timesteps)
-    assert all(map(torch.equal, plain, gradients(checkpoint_timesteps, chunk_size=3)))
+    assert all_equal(plain, gradients(checkpoint_timesteps, chunk_size=3))
 
 
 @pytest.mark.filterwarnings(

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import all_equal, square_sum
 
 from curry_train.primitives.grad_accum import (
     GradientAccumulation,
@@ -61,7 +61,7 @@ def test_windows_train_the_same(steps):
     expected = train(after, plain, steps, scheduler=schedules[0])
     found = train(during, optimizer, steps, scheduler=schedules[1])
     assert [one.loss for one in found] == [one.loss for one in expected]
-    assert all(map(torch.equal, during.parameters(), after.parameters()))
+    assert all_equal(during.parameters(), after.parameters())
     assert all(parameter.grad is None for parameter in during.parameters())
     assert steps > 1 or max(num_gradients) == 1
 
@@ -74,7 +74,7 @@ def test_a_state_dict_goes_on():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(module, optimizer)
     train(copied, other)
-    assert all(map(torch.equal, module.parameters(), copied.parameters()))
+    assert all_equal(module.parameters(), copied.parameters())
 
 
 def train_copy(optimizer, module):
@@ -99,9 +99,9 @@ def test_a_copy_goes_on_with_its_own_weights_and_state(train_one):
     train(module, optimizer)
     before = [one.clone() for one in module.parameters()]
     other = train_one(optimizer, module)
-    assert all(map(torch.equal, module.parameters(), before))
+    assert all_equal(module.parameters(), before)
     train(module, optimizer)
-    assert all(map(torch.equal, module.parameters(), other.parameters()))
+    assert all_equal(module.parameters(), other.parameters())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_needs_all_gradients_first_is_refused(options):
     )
     with pytest.raises(ValueError, match=f"^{message}$"):
         train(module, optimizer, **options)
-    assert all(map(torch.equal, module.parameters(), before.parameters()))
+    assert all_equal(module.parameters(), before.parameters())
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight():
@@ -132,7 +132,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight():
     bad = [*microbatches(1), torch.full((3, 4), torch.nan)]
     with pytest.raises(NonFiniteWindow, match=r"loss nan, gradient norm nan; .* microbatch 1 of 2"):
         train(module, optimizer, data=bad)
-    assert all(map(torch.equal, module.parameters(), before.parameters()))
+    assert all_equal(module.parameters(), before.parameters())
 
 
 def test_two_ranks_would_step_before_they_agree(pair_of_four_ranks, monkeypatch):

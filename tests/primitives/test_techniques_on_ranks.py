@@ -11,7 +11,7 @@ from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy_steps import drawn, stacked
+from toy_steps import all_equal, drawn, gradients_of, stacked
 
 from curry_train.core.measure import OperationMode
 from curry_train.gates.two_ranks import GradientSyncs
@@ -156,8 +156,8 @@ def collectives_on_ranks():
         with Reductions() as reductions:
             model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
         calls.append(reductions.num_calls)
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    equal = [all(map(torch.equal, gradients[0], other)) for other in gradients[1:]]
+        gradients.append(gradients_of(model))
+    equal = [all_equal(gradients[0], other) for other in gradients[1:]]
     return [calls, equal]
 
 

@@ -15,6 +15,7 @@ from attached_scripts import PLAIN, attached, flip_a_bit, start
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
+from toy_steps import all_equal
 from warm_python import warm_python
 
 from curry_train.loop import run_training_steps
@@ -249,7 +250,7 @@ def test_a_loop_that_ends_by_steps_is_safe_on_a_finished_run_and_goes_on_bit_equ
     assert caplog.messages == [ended] * 2
     whole, trained = trained_to(tmp_path / "whole", 13)
     assert trained == 13
-    assert all(map(torch.equal, weights, whole))
+    assert all_equal(weights, whole)
 
 
 UNCAUGHT = """

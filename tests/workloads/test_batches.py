@@ -13,7 +13,7 @@ from command_runs import ran
 from plan_models import Runs
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
-from toy_steps import stacked
+from toy_steps import all_equal, stacked
 
 from curry_train.gates.verdict import discover
 from curry_train.workloads import Case, Workload, load_workload
@@ -109,7 +109,7 @@ def test_a_packed_sequence_is_cut_into_its_sequences(enforce_sorted):
     cut, targets = take((packed, torch.arange(3)), [2, 0])
     assert targets.tolist() == [2, 0]
     found = unpack_sequence(cut)
-    assert all(map(torch.equal, found, [sequences[2], sequences[0]]))
+    assert all_equal(found, [sequences[2], sequences[0]])
 
 
 class Graphs:

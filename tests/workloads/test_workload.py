@@ -13,6 +13,7 @@ import pytest
 import torch
 from command_runs import ran
 from language_models import SIZES
+from toy_steps import all_equal
 
 import curry_train
 from curry_train.plan.estimate import Sketch
@@ -63,9 +64,7 @@ def test_a_model_stays_in_the_dtype_in_which_it_is_made(factory, batch):
 def test_built_in_workloads_are_the_same_each_time(name):
     case = Case(load_workload(name), seed=3)
     first, second = case.build(), case.build()
-    assert all(
-        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
-    )
+    assert all_equal(first.parameters(), second.parameters())
     value = case.workload.mean_loss(first, case.batch())
     assert torch.equal(value, case.workload.mean_loss(second, case.batch()))
     value.backward()
