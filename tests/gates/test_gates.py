@@ -12,7 +12,7 @@ from saboteurs import CASES, case_of, faults, gates
 
 from curry_train.gates import discover
 from curry_train.gates.verdict import TECHNIQUES, drop_shared_results
-from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS
 from curry_train.workloads.workload import Case
 
 # Gates that need not apply, by model.
@@ -31,7 +31,7 @@ assert set(NOT_ON) == set(BUILTIN_WORKLOADS)
 @pytest.mark.parametrize("name", NOT_ON)
 def test_gates_hold_on_built_in_models(name, technique):
     # Two layers show the same as four.
-    case = Case(load_workload(f"shrink=2:{name}" if name == "transformer" else name))
+    case = case_of(f"shrink=2:{name}" if name == "transformer" else name)
     for gate in discover([technique]):
         verdict = gate.run(case)
         may_not_apply = gate.name.startswith((*NOT_ON[name], "recompute/routing"))

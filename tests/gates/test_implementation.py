@@ -9,14 +9,13 @@ from functools import partial
 
 import pytest
 from command_runs import flat, ran
+from saboteurs import case_of
 
 from curry_train.gates.implementation import (
     CONTRACTS,
     Implementation,
 )
 from curry_train.gates.verdict import discover, technique_of
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
 
 TWO_LAYERS = "shrink=2:transformer"
 FOREIGN = """
@@ -60,7 +59,7 @@ def test_each_contract_is_taken_by_gates_of_one_technique_alone():
 
 @pytest.mark.parametrize("name", CONTRACTS)
 def test_gates_that_do_not_take_an_implementation_do_not_apply(name):
-    case = Case(load_workload("mlp"))
+    case = case_of("mlp")
     given = [Implementation(name, "nowhere:nothing", lambda *args, **kwargs: None)]
     for gate in discover():
         if name not in gate.takes:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 from plan_models import ROUTED
-from saboteurs import gates
+from saboteurs import case_of, gates
 
 from curry_train.primitives import chunked_loss
 from curry_train.primitives.cross_entropy import chunked_cross_entropy
@@ -26,7 +26,7 @@ def test_float32_may_round_the_gradients_of_sure_predictions_and_no_more(monkeyp
         )
         assert verdict.passed, verdict
     monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", leave_out_a_token)
-    verdict = gates()["memory-plan/chunked-loss"].run(Case(load_workload("constructs:tied_words")))
+    verdict = gates()["memory-plan/chunked-loss"].run(case_of("constructs:tied_words"))
     assert verdict.passed is False, verdict
 
 

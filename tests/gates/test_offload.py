@@ -6,12 +6,12 @@ python -m pytest tests/gates/test_offload.py
 import pytest
 from compiled_models import TRACING, build, hidden, loss, rows
 from plan_models import squares
-from saboteurs import verdict_of
+from saboteurs import case_of, verdict_of
 from torch import nn
 
 from curry_train.gates import offload
 from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
-from curry_train.workloads.models import load_workload, transformer
+from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case, Workload
 
 pytestmark = TRACING
@@ -50,4 +50,4 @@ def test_an_error_of_a_budget_alone_stays_one(monkeypatch):
 
     monkeypatch.setattr(offload, "bound_blocks", broken)
     with pytest.raises(RuntimeError, match="only this implementation fails"):
-        compare_budget(Case(load_workload("mlp")))
+        compare_budget(case_of("mlp"))

@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_calls import run_on_ranks
+from saboteurs import case_of, verdict_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates import two_ranks
 from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.gates.verdict import Gate
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def is_killed():
 
 def test_a_rank_that_the_system_kills_leaves_its_gate_unchecked():
     gate = Gate("recompute/two-ranks", lambda case: run_on_ranks(f"{__file__}:is_killed"))
-    verdict = gate.run(Case(load_workload("mlp")))
+    verdict = gate.run(case_of("mlp"))
     assert verdict.passed is None
     assert "memory ran out (the system ended one of 2 ranks)" in verdict.hint
 
@@ -82,7 +81,7 @@ def test_a_gpu_without_memory_leaves_a_gate_unchecked():
     def check(case):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
 
-    verdict = Gate("recompute/off", check).run(Case(load_workload("mlp")))
+    verdict = verdict_of(check, case_of("mlp"))
     assert verdict.passed is None
     assert verdict.hint.startswith("memory ran out (CUDA out of memory): try a smaller --batch")
 

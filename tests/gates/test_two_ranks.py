@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from saboteurs import case_of
 
 from curry_train.gates import checkpoint_policy, recompute
 from curry_train.gates.implementation import load_implementation
@@ -47,9 +48,7 @@ def test_a_workload_is_loaded_as_without_a_launcher(tmp_path):
         "    layers = [torch.nn.Linear(4, 4) for _ in range(2)]\n"
         "    return torch.nn.Sequential(*layers), torch.ones(8, 4) * part\n"
     )
-    verdict = GATES["checkpoint-policy/two-ranks"].run(
-        Case(load_workload(f"{tmp_path}/launched.py:build"))
-    )
+    verdict = GATES["checkpoint-policy/two-ranks"].run(case_of(f"{tmp_path}/launched.py:build"))
     assert verdict.passed, verdict
 
 
@@ -62,7 +61,7 @@ def test_an_error_on_the_ranks_is_one_line_and_names_the_users_own(tmp_path):
         "        raise RuntimeError('not on ranks\\nas torch goes on')\n"
     )
     given = load_implementation(f"{wrong}:recompute_blocks")
-    verdict = GATES["recompute/two-ranks"].run(Case(load_workload("mlp")), [given])
+    verdict = GATES["recompute/two-ranks"].run(case_of("mlp"), [given])
     assert verdict.passed is False
     assert verdict.measured == "raised on a rank: RuntimeError: not on ranks"
     assert verdict.hint.startswith(f"correct your {wrong}, line 4: raise RuntimeError(")

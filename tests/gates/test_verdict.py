@@ -6,6 +6,7 @@ Run: `python -m pytest tests/gates/test_verdict.py`.
 from dataclasses import replace
 
 import torch
+from saboteurs import case_of, verdict_of
 from torch import nn
 
 from curry_train.core.blocks import NoBlocks
@@ -16,8 +17,6 @@ from curry_train.gates.verdict import (
     shared,
     techniques_of,
 )
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
 
 
 def test_what_a_gate_ran_is_counted():
@@ -30,14 +29,14 @@ def test_what_a_gate_ran_is_counted():
         case.workload.loss(case.build(), case.batch())
         return "1", "1", ""
 
-    case = Case(load_workload("mlp"))
+    case = case_of("mlp")
     assert Gate("a/planted", of_ours).run(case).ran == ()
     assert Gate("a/model", of_user).run(case).ran == ("model", "loss")
     assert Gate("a/machine", of_ours, machine=True).run(case).ran == ("machine",)
 
 
 def test_gates_of_one_case_share_a_result_and_those_of_another_do_not():
-    case = Case(load_workload("mlp"))
+    case = case_of("mlp")
     another = replace(case, dtype=torch.bfloat16)
     calls = []
     look = shared(calls.append)
@@ -57,7 +56,7 @@ def test_a_gate_that_fails_before_the_model_runs_does_not_count_as_one_that_ran_
         case.build()
         torch.stack([torch.ones(1), torch.ones(2)])
 
-    verdict = Gate("a/batch", fails_in_the_batch).run(Case(load_workload("mlp")))
+    verdict = verdict_of(fails_in_the_batch, case_of("mlp"))
     assert verdict.ran == ()
     assert "test_verdict.py, line" in verdict.hint
     assert verdict.hint.endswith("torch.stack([torch.ones(1), torch.ones(2)])")
@@ -67,7 +66,7 @@ def test_shrink_1_points_to_two_layers():
     def needs_blocks(case):
         raise NoBlocks("none")
 
-    verdict = Gate("a/blocks", needs_blocks).run(Case(load_workload("shrink=1:mlp")))
+    verdict = verdict_of(needs_blocks, case_of("shrink=1:mlp"))
     assert verdict.passed is None
     assert verdict.hint.startswith("--shrink 1 leaves one block")
 
@@ -76,4 +75,4 @@ def test_an_error_without_a_text_is_reported_by_its_line():
     def fails(case):
         raise ValueError
 
-    assert Gate("a/fails", fails).run(Case(load_workload("mlp"))).hint.endswith("raise ValueError")
+    assert verdict_of(fails, case_of("mlp")).hint.endswith("raise ValueError")
