@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import Runs, squares
+from plan_models import Block, Runs, squares
 from torch import nn
 from torch.nn import functional as F
 
@@ -72,12 +72,10 @@ def kinds_of(made):
 # The chain against whole steps.
 
 
-class Gated(nn.Module):
-    def __init__(self, width=16):
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 64)
-        self.down = nn.Linear(32, width)
+class Gated(Block):
+    def __init__(self):
+        super().__init__(64, width=16)
+        self.down = nn.Linear(32, 16)
 
     def forward(self, x):
         value, gate = self.up(self.norm(x)).chunk(2, -1)
