@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from toy_steps import all_equal
+from toy_steps import all_equal, gradients_of, square_sum
 
 from curry_train.bench import savings
 from curry_train.core import measure
@@ -178,8 +178,8 @@ def test_sources_are_held_until_they_are_copied_and_not_beyond_a_limit(copies):
 
 
 def trained(model):
-    model(torch.ones(3, 8)).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    square_sum(model, torch.ones(3, 8)).backward()
+    return gradients_of(model)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -53,7 +53,7 @@ def chain(block=Block, depth=4):
 def gradients(model, run=None):
     model.zero_grad()
     (run or model)(X).square().sum().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
+    return gradients_of(model)
 
 
 # Options of `torch.utils.checkpoint.checkpoint`.
@@ -239,7 +239,7 @@ def test_backward_inside_plain_blocks_runs_the_blocks_of_timesteps_as_forward_di
         outputs, _ = checkpoint_timesteps(step, X[:, None], torch.zeros(1, 8), chunk_size=2)
         with plain_blocks():
             outputs.square().sum().backward()
-        losses.append([parameter.grad.clone() for parameter in model.parameters()])
+        losses.append(gradients_of(model))
     assert all_equal(*losses)
 
 
