@@ -87,7 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Freeze the heap again before each test, since tests import more modules."""
+    """Skip what needs a device that is not there, and freeze the heap again before each test."""
+    import torch
+
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    # Tests import more modules.
     gc.collect()
     gc.freeze()
     # Counting a million of them takes longer than most tests.

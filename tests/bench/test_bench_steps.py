@@ -375,7 +375,7 @@ def test_what_is_timed_is_one_whole_step_on_all_samples():
     ]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 def test_on_cuda_bytes_come_from_the_allocator_and_the_clock_waits_for_the_device():
     plain, full = measure_levers(Case(SMALL, device=CUDA), [find_lever("full")], rounds=6).rows
     assert full.peak_bytes < plain.peak_bytes

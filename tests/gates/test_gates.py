@@ -46,11 +46,9 @@ SLOW_GATES += ("memory-plan/parity-plan",)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("length", ["short", "long"])
 def test_no_gate_fails_with_dropout_in_half_precision(device, technique, length):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     case = Case(CASES["dropout"], device=torch.device(device), dtype=torch.bfloat16)
     for gate in discover([technique]):
         if not gate.name.endswith("two-ranks") and (length == "long") is (gate.name in SLOW_GATES):

@@ -198,7 +198,6 @@ def test_wrong_input_is_refused(module, options, message):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_the_points_are_the_allocators():
     module, batch, loss = built("transformer", device=torch.device("cuda"), batch_size=32)
     timeline = measure_timeline(module, batch, loss)

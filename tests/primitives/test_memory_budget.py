@@ -248,10 +248,8 @@ needs_cpp = pytest.mark.skipif(
 
 
 @needs_cpp
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_inductor_draws_once_at_zero_and_torchs_own_setting_draws_again(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     block = block_class(dropout)
     models = [build(block).to(device) for _ in range(2)]
     for model, budget in zip(models, (1.0, 0.0), strict=True):

@@ -329,8 +329,6 @@ def test_no_cast_of_a_weight_stays_alive_until_backward(batch):
 
 @pytest.mark.cuda
 def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     plain, model = (one.cuda() for one in twins(block, 6, keep_last=1))
     batch = batch.cuda().repeat(64, 1)
     for _ in range(3):

@@ -39,7 +39,7 @@ LOSS = CASE.workload.mean_loss
 # Policies.
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
 def test_each_attention_kernel_of_cuda_is_kept(backend):
     # The efficient kernel takes as many heads of keys as of queries.
