@@ -13,10 +13,10 @@ import sys
 import pytest
 import torch
 from command_runs import ran
+from plan_models import measured
 from user_scripts import DATA, SCRIPTS
 
 from curry_train.plan import plan
-from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.optimizers import SteppedTogether
@@ -260,11 +260,8 @@ def test_a_module_of_a_package_runs_with_its_relative_imports(folder):
 
 def test_a_plan_counts_the_state_of_both_optimizers(folder, monkeypatch):
     spec = written(folder, "matrices_and_others", monkeypatch)
-    case = Case(load_workload(spec), batch_size=8)
-    module = case.build()
-    timeline = measure_timeline(
-        module, case.batch(), case.workload.mean_loss, optimizer=case.workload.optimizer(module)
-    )
+    workload = load_workload(spec)
+    timeline = measured(workload, 8, optimizer=workload.optimizer)
     found = plan(spec, 2**30, global_batch=8, microbatch=8, chunked_loss=False)
     assert found.peak_bytes == timeline.peak.bytes_alive
 

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_runs import flat, ran
+from plan_models import measured
 from torch import nn
 
 from curry_train.plan import plan
-from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import GradientAccumulation, train_window
 from curry_train.workloads.from_trainer import Autocast, is_sum_over_samples
 from curry_train.workloads.models import load_workload
@@ -244,11 +244,7 @@ def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
     """The precision is part of the estimate, which runs on shapes after the trainer was read."""
     spec = f"trainer=their_trainers:{library}"
     workload = load_workload(spec)
-    case = Case(workload, batch_size=workload.own_batch)
-    module = case.build()
-    timeline = measure_timeline(
-        module, case.batch(), workload.mean_loss, optimizer=workload.optimizer(module)
-    )
+    timeline = measured(workload, 4, optimizer=workload.optimizer)
     found = plan(
         spec, 2**30, global_batch=4, microbatch=4, chunked_loss=False, without=OTHER_OPTIONS
     )
