@@ -75,6 +75,10 @@ def both(loss, *, dtype=torch.float64, tolerance=None, **options):
     return chunked_loss_report(model)["head"]
 
 
+def flat_loss(logits, tokens):
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
 class Custom(torch.autograd.Function):
     """A loss that takes its tensors past `__torch_function__`, as kernels of others do."""
 
@@ -99,11 +103,9 @@ STAYS = {
     "reduction none of classes in dimension 1": lambda m, t: (
         F.cross_entropy(m(t).transpose(1, 2), t, reduction="none")[:, 1:].square().sum()
     ),
-    "two losses": lambda m, t: (
-        lambda y: sum(
-            F.cross_entropy(y[:, i::2].flatten(0, 1), t[:, i::2].flatten()) for i in (0, 1)
-        )
-    )(m(t)),
+    "two losses": lambda m, t: (lambda y: sum(flat_loss(y[:, i::2], t[:, i::2]) for i in (0, 1)))(
+        m(t)
+    ),
 }
 MADE = {
     "cross_entropy with targets that are no indices": lambda m, t: F.cross_entropy(
@@ -112,15 +114,13 @@ MADE = {
     "cross_entropy with scaled logits of a head with a bias": lambda m, t: F.cross_entropy(
         m(t).flatten(0, 1) / 2, t.flatten()
     ),
-    "__setitem__": lambda m, t: (
-        lambda y: (y.__setitem__((..., 0), -9.0), F.cross_entropy(y.flatten(0, 1), t.flatten()))[1]
-    )(m(t)),
+    "__setitem__": lambda m, t: (lambda y: (y.__setitem__((..., 0), -9.0), flat_loss(y, t))[1])(
+        m(t)
+    ),
     "__getitem__": lambda m, t: F.cross_entropy(
         m(t)[..., 1:].flatten(0, 1), t.flatten().clamp(max=9)
     ),
-    "square": lambda m, t: (
-        lambda y: F.cross_entropy(y.flatten(0, 1), t.flatten()) + y.square().mean()
-    )(m(t)),
+    "square": lambda m, t: (lambda y: flat_loss(y, t) + y.square().mean())(m(t)),
     "cross_entropy with classes that are not in dimension 1": lambda m, t: F.cross_entropy(
         m(t), torch.zeros(4, CLASSES).long()
     ),
@@ -186,7 +186,7 @@ def test_an_instrument_sees_the_same_step_in_chunks(instrument):
     for around in (contextlib.nullcontext, instrument):
         model.zero_grad()
         with around():
-            F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+            flat_loss(model(TOKENS), TOKENS).backward()
         found.append(gradients_of(model))
     assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
     torch.testing.assert_close(*found)
@@ -202,7 +202,7 @@ def test_hooks_on_the_node_of_the_logits_run_in_backward():
     assert logits.untyped_storage().nbytes() == 0
     register_multi_grad_hook([logits], lambda gradients: calls.append("all"))
     logits.grad_fn.register_hook(lambda *gradients: calls.append("node"))
-    F.cross_entropy(logits.flatten(0, 1), TOKENS.flatten()).backward()
+    flat_loss(logits, TOKENS).backward()
     assert sorted(calls) == ["all", "node"]
     assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
 
@@ -230,9 +230,7 @@ def test_written_logits_and_their_views_stay_in_step():
         logits = model(tokens)
         flat, wide = logits.view(-1, CLASSES), logits.float()
         logits.mul_(2)
-        return F.cross_entropy(flat.float(), tokens.flatten()) + F.cross_entropy(
-            wide.flatten(0, 1), tokens.flatten()
-        )
+        return F.cross_entropy(flat.float(), tokens.flatten()) + flat_loss(wide, tokens)
 
     both(loss, dtype=torch.bfloat16)
 
@@ -243,7 +241,7 @@ def test_logits_asked_for_after_the_weight_changed_are_refused():
     logits = model(TOKENS)
     with torch.no_grad():
         model.head.weight.mul_(2)
-    for use in (torch.Tensor.argmax, lambda y: F.cross_entropy(y.flatten(0, 1), TOKENS.flatten())):
+    for use in (torch.Tensor.argmax, lambda y: flat_loss(y, TOKENS)):
         with pytest.raises(
             RuntimeError,
             match=r"^the logits of a head in chunks, weight \(301, 16\), were read after "
