@@ -8,10 +8,10 @@ import json
 import sys
 
 import torch
+from plan_models import squares
 from torch import nn
 
 import gpumemnet
-from curry_train.workloads.workload import Workload
 
 MLP = {
     "input_features": "8",
@@ -22,12 +22,7 @@ MLP = {
 
 
 def small(name):
-    return Workload(
-        name,
-        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()),
-        lambda size: torch.randn(size, 3, 12, 12),
-        lambda module, x: module(x).sum(),
-    )
+    return squares(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), 3, 12, 12, name=name)
 
 
 def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):

@@ -130,8 +130,7 @@ class Dropping(nn.Linear):
 
 
 def test_a_model_that_repeats_no_block_is_planned_by_its_microbatch():
-    made = net(64)
-    workload = Workload("alone", lambda: Dropping(8, 32), made.batch, made.loss)
+    workload = squares(lambda: Dropping(8, 32), 64, 8)
     with Planner(workload, blocks=None, chunked_loss=False) as planner:
         whole = planner.plan(2**40, global_batch=8)
         small = planner.plan(whole.peak_bytes - 1, global_batch=8)

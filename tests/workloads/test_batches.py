@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from command_runs import ran
-from plan_models import Runs
+from plan_models import Runs, squares
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from toy_steps import all_equal, stacked
 
 from curry_train.gates.verdict import discover
-from curry_train.workloads import Case, Workload, load_workload
+from curry_train.workloads import Case, load_workload
 from curry_train.workloads.workload import (
     IndivisibleBatch,
     WorkloadError,
@@ -170,8 +170,7 @@ class Applied(Movable):
 
 
 def test_the_dtype_reaches_tensors_inside_of_objects_or_is_refused():
-    workload = Workload("any", Reads, lambda size: None, lambda module, batch: 0)
-    case = Case(workload, dtype=torch.bfloat16)
+    case = Case(squares(Reads), dtype=torch.bfloat16)
     sequence = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert case.place(sequence).data.dtype is torch.bfloat16
     before = Applied(INPUTS)
@@ -267,13 +266,7 @@ class Complex(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_complex_parameters_stay_complex(dtype):
-    workload = Workload(
-        "complex",
-        Complex,
-        lambda size: torch.randn(size, 3),
-        lambda module, batch: module(batch.float()).square().sum(),
-    )
-    module = Case(workload, dtype=dtype).build()
+    module = Case(squares(Complex), dtype=dtype).build()
     assert module.weight.dtype is torch.complex64
     assert module.scale.dtype is dtype
 

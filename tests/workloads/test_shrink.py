@@ -7,12 +7,12 @@ import copy
 
 import pytest
 import torch
+from plan_models import squares
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from toy_steps import stacked
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from curry_train.workloads import Workload
 from curry_train.workloads.models import load_workload
 from curry_train.workloads.shrink import Shrink
 from curry_train.workloads.workload import WorkloadError
@@ -149,12 +149,7 @@ def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
 
 
 def test_a_workload_is_shrunk_by_its_own_build():
-    workload = Workload(
-        "net",
-        build=lambda: stacked(lambda: Block(4), 4),
-        batch=lambda size: torch.ones(size, 4),
-        loss=lambda module, batch: module(batch).sum(),
-    )
+    workload = squares(lambda: stacked(lambda: Block(4), 4), 4)
     small = Shrink(1).factory(lambda: workload)()
     assert len(small.build()) == 1
     assert "1 of 4 Block" in small.notes[0]
