@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 from command_runs import ran
-from plan_models import MomentsInATuple, MomentsMadeAnew, trace_of, trace_of_sizes
+from plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
 from torch import nn
-from toy_steps import square_sum, stacked
+from toy_steps import stacked
 
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
@@ -27,26 +27,23 @@ from curry_train.plan.estimate import Sketch
 from curry_train.plan.planner import Infeasible, Planner
 from curry_train.plan.saved import NONE_KIND, OPTION_KINDS, Plan
 from curry_train.workloads.models import mlp
-from curry_train.workloads.workload import Workload
 
 MIB = 2**20
 WIDTH = 1024
 LAYER_BYTES = WIDTH * WIDTH * 4
 
 
-def squares(optimizer=None, *, rows=8, depth=2):
+def layers(optimizer=None, *, rows=8, depth=2):
     """Layers of exactly 4 MiB without biases."""
-    return Workload(
-        "squares",
-        lambda: stacked(lambda: nn.Linear(WIDTH, WIDTH, bias=False), depth),
-        lambda size: torch.randn(size * rows, WIDTH),
-        square_sum,
-        optimizer=optimizer,
-    )
+
+    def build():
+        return stacked(lambda: nn.Linear(WIDTH, WIDTH, bias=False), depth)
+
+    return replace(squares(build, rows, WIDTH), optimizer=optimizer)
 
 
 def test_the_trace_of_a_linear_step_by_hand():
-    trace = trace_of(squares(torch_sgd, depth=1))
+    trace = trace_of(layers(torch_sgd, depth=1))
     x = 8 * WIDTH * 4
     assert [trace.sizes[number] for number in trace.given] == [LAYER_BYTES, x]
     assert trace.state == ()
@@ -98,7 +95,7 @@ def both_sketches(workload):
 @pytest.mark.parametrize(("until", "held"), [("loss", 0), ("step", 0), ("next step", 1)])
 def test_a_function_that_returns_frees_the_output_it_held(until, held):
     logits = 1024 * WIDTH * 4
-    workload = replace(squares(torch_sgd, rows=1024), output_until=until)
+    workload = replace(layers(torch_sgd, rows=1024), output_until=until)
     allocator = CudaAllocator()
     replay = TrainingReplay(trace_of(workload), allocator)
     before = allocator.allocated
@@ -113,12 +110,12 @@ def test_a_function_that_returns_frees_the_output_it_held(until, held):
 
 def test_another_end_is_refused():
     with pytest.raises(ValueError, match="got 'forward'"):
-        replace(squares(), output_until="forward")
+        replace(layers(), output_until="forward")
 
 
 def test_gradients_are_freed_before_the_next_forward():
     allocator = CudaAllocator()
-    replay = TrainingReplay(trace_of(squares(torch_sgd)), allocator)
+    replay = TrainingReplay(trace_of(layers(torch_sgd)), allocator)
     replay.step()
     after_one = allocator.allocated
     for _ in range(2):
@@ -131,7 +128,7 @@ def test_gradients_are_freed_before_the_next_forward():
 
 def test_the_users_optimizer_copies_all_parameters_for_a_moment_unless_it_is_fused():
     def peak(**options):
-        workload = squares(lambda one: torch.optim.AdamW(one.parameters(), **options), depth=8)
+        workload = layers(lambda one: torch.optim.AdamW(one.parameters(), **options), depth=8)
         return cuda_memory(trace_of(workload)).allocated_bytes
 
     assert peak() == peak(foreach=True) > peak(foreach=False) > peak(fused=True)
@@ -140,7 +137,7 @@ def test_the_users_optimizer_copies_all_parameters_for_a_moment_unless_it_is_fus
 
 @pytest.mark.parametrize("optimizer", [MomentsMadeAnew, MomentsInATuple])
 def test_state_that_is_made_anew_does_not_pile_up(optimizer):
-    workload = squares(optimizer, depth=4)
+    workload = layers(optimizer, depth=4)
     trace = trace_of(workload)
     few = cuda_memory(trace, num_steps=2)
     many = cuda_memory(trace, num_steps=6)
@@ -149,7 +146,7 @@ def test_state_that_is_made_anew_does_not_pile_up(optimizer):
 
 
 def test_an_optimizer_of_a_factory_that_returns_something_else_is_an_error():
-    sketch = Sketch(squares(lambda module: module), kernels="cuda")
+    sketch = Sketch(layers(lambda module: module), kernels="cuda")
     with pytest.raises(ValueError, match="factory returned Sequential"), sketch:
         pass
 
@@ -174,7 +171,7 @@ def test_a_plan_fits_by_what_is_reserved_and_the_context():
 def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
     settings = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 0}
     without = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
-    with Planner(squares(rows=700, depth=12), without=without, **settings) as planner:
+    with Planner(layers(rows=700, depth=12), without=without, **settings) as planner:
         figures = planner.plan(2**40, global_batch=4, microbatch=4).cuda
         budget = (figures["expandable_reserved_bytes"] + figures["reserved_bytes"]) // 2
         with pytest.raises(Infeasible) as raised:
