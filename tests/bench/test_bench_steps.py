@@ -13,7 +13,7 @@ from plan_models import squares
 from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from toy_steps import all_equal
+from toy_steps import all_equal, feed_forward
 
 from curry_train.bench import steps
 from curry_train.bench.report import measure_levers
@@ -36,7 +36,7 @@ from curry_train.workloads.workload import Case, WorkloadError, batch_size
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)
-ROWS = squares(lambda: nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)), 16)
+ROWS = squares(lambda: feed_forward(16, 32), 16)
 
 
 def figures(case, *levers, **options):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plan_models import squares
 from torch import nn
-from toy_steps import all_equal, stacked
+from toy_steps import all_equal, feed_forward, stacked
 
 from curry_train.bench.savings import (
     MEASURED_OUTCOME,
@@ -33,7 +33,7 @@ from curry_train.workloads.workload import Case, WorkloadError
 
 # Blocks of two linear layers with a GELU between them.
 CHAIN = squares(
-    lambda: stacked(lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), 4),
+    lambda: stacked(lambda: feed_forward(16, 64), 4),
     16,
     name="chain",
 )

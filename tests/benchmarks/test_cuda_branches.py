@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from toy_steps import all_equal, gradients_of, square_sum
+from toy_steps import all_equal, feed_forward, gradients_of, square_sum, stacked
 
 from curry_train.bench import savings
 from curry_train.core import measure
@@ -203,8 +203,7 @@ def test_offload_trains_alike_where_copies_are_as_late_as_they_may(
 
     monkeypatch.setattr(offload, "HostCopies", Copies)
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(8, 1024), nn.GELU(), nn.Linear(1024, 8)) for _ in range(4)]
-    model = nn.Sequential(*blocks)
+    model = stacked(lambda: feed_forward(8, 1024), 4)
     expected = trained(model)
     model.zero_grad()
     offload_blocks(model, min_bytes=0)

@@ -12,6 +12,7 @@ import torch
 from compiled_models import ROWS, TRACING, WIDTH, block_class, bounded, build, loss, rows
 from torch import nn
 from torch.nn import functional as F
+from toy_steps import activated
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.measure_compiled import (
@@ -118,7 +119,7 @@ def compiled_forward(model):
     ],
 )
 def test_a_module_with_compiled_code_inside_is_recognised(make):
-    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    model = activated(4)
     assert not holds_compiled_code(model)
     assert holds_compiled_code(make(model))
 

@@ -4,6 +4,14 @@ import torch
 from torch import nn
 
 
+def activated(width, activation=nn.GELU):
+    return nn.Sequential(nn.Linear(width, width), activation())
+
+
+def feed_forward(width, hidden):
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
 def stacked(block, number):
     return nn.Sequential(*(block() for _ in range(number)))
 

@@ -10,6 +10,7 @@ import torch
 from plan_models import squares
 from saboteurs import verdict_of
 from torch import nn
+from toy_steps import activated, stacked
 
 from curry_train.gates import discover, grad_accum, two_ranks
 from curry_train.gates.verdict import NotApplicable
@@ -17,12 +18,8 @@ from curry_train.primitives.grad_accum import train_window
 from curry_train.workloads.workload import Case
 
 
-def blocks(end=()):
-    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)], *end)
-
-
 def with_loss(loss):
-    return replace(squares(blocks, 8), loss=loss)
+    return replace(squares(lambda: stacked(lambda: activated(8), 3), 8), loss=loss)
 
 
 def constant():

@@ -14,7 +14,7 @@ import torch
 from plan_models import Runs, squares
 from saboteurs import verdict_of
 from torch import nn
-from toy_steps import square_sum, stacked
+from toy_steps import activated, feed_forward, square_sum, stacked
 
 from curry_train.gates import recompute
 from curry_train.gates.same_training import same_training
@@ -94,11 +94,11 @@ def past_the_first(layer, x):
     ("workload", "change"),
     [
         # Recompute would free memory.
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())), foreign.nothing),
+        (list_of(lambda: activated(8)), foreign.nothing),
         # Recompute would free nothing, but run the block again.
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU())), foreign.nothing),
+        (list_of(lambda: activated(8, nn.ReLU)), foreign.nothing),
         # The block never runs.
-        (list_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), past_the_block), None),
+        (list_of(lambda: activated(8), past_the_block), None),
         (list_of(lambda: nn.Linear(8, 8), past_the_first), None),
     ],
     ids=["gelu", "relu", "bypassed", "lone and bypassed"],
@@ -210,7 +210,7 @@ def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it
         return blocks[2](blocks[1](blocks[0](x)))
 
     def build():
-        blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+        blocks = (feed_forward(16, 64) for _ in range(3))
         return Runs(run, *blocks)
 
     verdict = verdict_of(recompute.compare_training, Case(squares(build, 16)))
@@ -223,7 +223,7 @@ def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
 
     def required(loss):
         def build():
-            return stacked(lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()), 2)
+            return stacked(lambda: activated(16), 2)
 
         case = Case(replace(squares(build, 16), loss=loss))
         _, required, hint = same_training(case, lambda model, sample: recompute_blocks(model))

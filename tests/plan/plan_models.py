@@ -6,6 +6,7 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
+from toy_steps import activated
 
 from curry_train.plan.cuda_step import StepTrace
 from curry_train.plan.estimate import Sketch
@@ -135,7 +136,7 @@ class Routed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2))
+        self.layers = nn.ModuleList(activated(8) for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:

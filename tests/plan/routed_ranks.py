@@ -6,6 +6,7 @@ import torch.distributed._functional_collectives as functional
 from plan_models import squares
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from toy_steps import feed_forward
 
 from curry_train.core.blocks import find_blocks
 from curry_train.plan.optimizers import make_optimizer
@@ -26,10 +27,7 @@ class MoeBlock(nn.Module):
     def __init__(self):
         super().__init__()
         self.router = nn.Linear(WIDTH, NUM_EXPERTS)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
-            for _ in range(NUM_EXPERTS)
-        )
+        self.experts = nn.ModuleList(feed_forward(WIDTH, 8 * WIDTH) for _ in range(NUM_EXPERTS))
         self.counts = []
 
     def forward(self, x):

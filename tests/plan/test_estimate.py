@@ -13,6 +13,7 @@ from plan_models import Runs, check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from toy_steps import activated
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
@@ -138,7 +139,7 @@ LAST = {"memory_format": torch.channels_last}
 MODELS = {
     "loop": lambda: Runs(
         lambda inner, x: inner[0](inner[0](inner[0](x))),
-        nn.Sequential(nn.Linear(16, 16), nn.GELU()),
+        activated(16),
     ),
     "encoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2
@@ -148,9 +149,7 @@ MODELS = {
     "skips-layers": lambda: Runs(skips_layers, *(nn.Linear(16, 16) for _ in range(6))),
     "attention-bool-mask": lambda: attention(lambda x: torch.ones(12, 12, dtype=torch.bool).tril()),
     "attention-float-mask": lambda: attention(lambda x: x.new_zeros(1, 1, 12, 12)),
-    "user-checkpoint": lambda: Runs(
-        checkpointed, *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
-    ),
+    "user-checkpoint": lambda: Runs(checkpointed, *(activated(16) for _ in range(3))),
     "autocast": lambda: Runs(autocast, nn.Linear(16, 32), nn.Linear(32, 16)),
     "gradient-penalty": lambda: Runs(penalty, nn.Linear(16, 16)),
 }

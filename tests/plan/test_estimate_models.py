@@ -10,6 +10,7 @@ import torch
 from language_models import language_model
 from plan_models import Coded, Runs, check_workload, measured, squares
 from torch import nn
+from toy_steps import activated
 from transformers import BartConfig, BartForConditionalGeneration
 
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
@@ -84,7 +85,7 @@ def skipping(runs):
         return head(x)
 
     def build():
-        layers = (nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6))
+        layers = (activated(16) for _ in range(6))
         return Runs(run, *layers, nn.Linear(16, 4))
 
     return squares(build, 16)

@@ -12,6 +12,7 @@ import torch
 from plan_models import Block, Runs, squares
 from torch import nn
 from torch.nn import functional as F
+from toy_steps import activated
 
 from curry_train.plan import record
 from curry_train.plan.card import Card
@@ -84,7 +85,7 @@ class Gated(Block):
 BLOCKS = {
     "gated": (Gated, (8, 16)),
     "relu": (functools.partial(Bottleneck, 16), (16, 6, 6)),
-    "gelu": (lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU()), (16,)),
+    "gelu": (lambda: activated(16), (16,)),
 }
 
 

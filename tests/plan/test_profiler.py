@@ -9,7 +9,7 @@ import pytest
 import torch
 from plan_models import Runs, built
 from torch import nn
-from toy_steps import stacked
+from toy_steps import activated, stacked
 from unchanged import unchanged
 
 from curry_train.core.measure import (
@@ -132,7 +132,7 @@ def test_a_loop_holds_bytes_in_proportion_to_its_turns():
 
 
 def test_bytes_belong_to_the_innermost_layer():
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Identity())
+    model = nn.Sequential(activated(8, nn.Sigmoid), nn.Identity())
     # A layer that runs a module which is registered elsewhere.
     model.append(Runs(lambda own, x: torch.sigmoid(own[0](model[0](x))), nn.Linear(8, 8)))
     held = {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
@@ -140,7 +140,7 @@ def test_bytes_belong_to_the_innermost_layer():
 
 
 def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
-    shared = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid())
+    shared = activated(8, nn.Sigmoid)
     blocks = stacked(lambda: nn.Sequential(shared, nn.Sigmoid()), 2)
     model = Runs(lambda inner, x: inner[0](inner[1](x)), shared, blocks)
     held = {layer.name: layer.bytes for layer in profile(model, torch.randn(4, 8)).layers}
@@ -171,7 +171,7 @@ def test_a_model_without_blocks_is_divided_into_its_children():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()), nn.Linear(8, 2)
+            self.first, self.second = activated(8, nn.Sigmoid), nn.Linear(8, 2)
 
         def forward(self, x):
             return self.second(self.first(x))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW
-from toy_steps import drawn, stacked
+from toy_steps import activated, drawn, stacked
 
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, grad_flow_probe
@@ -155,7 +155,7 @@ def test_values_are_counted_in_pieces_of_a_strided_tensor(monkeypatch, most, dty
 
 def build(*, width=8):
     torch.manual_seed(0)
-    return stacked(lambda: nn.Sequential(nn.Linear(width, width), nn.ReLU()), 3)
+    return stacked(lambda: activated(width, nn.ReLU), 3)
 
 
 def batch(rows=4, width=8):

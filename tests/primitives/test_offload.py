@@ -13,7 +13,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import drawn, square_sum, stacked
+from toy_steps import activated, drawn, square_sum, stacked
 
 from curry_train.core.measure import OperationMode, measure_memory
 from curry_train.core.parity import compare, record_step
@@ -32,7 +32,7 @@ def chain(block, depth=3):
 
 
 def block():
-    return nn.Sequential(nn.Linear(32, 32), nn.Sigmoid())
+    return activated(32, nn.Sigmoid)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from faulty_routing import EXPERTS, WIDTH, Experts
 from torch import nn
-from toy_steps import all_equal, gradients_of, square_sum, stacked
+from toy_steps import activated, all_equal, gradients_of, square_sum, stacked
 
 from curry_train.primitives.recompute import recompute_blocks
 from curry_train.primitives.routing import Choices, has_router, keep_routing
@@ -147,7 +147,7 @@ def test_a_second_backward_repeats_the_same_choices():
 
 
 def test_other_models_are_left_as_they_are():
-    model = stacked(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 3)
+    model = stacked(lambda: activated(4, nn.Tanh), 3)
     recompute_blocks(model)
     assert keep_routing(model) == []
     assert keep_routing(model, blocks="1") == ["1"]

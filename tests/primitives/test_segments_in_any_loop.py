@@ -9,7 +9,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import all_equal, stacked
+from toy_steps import activated, all_equal, stacked
 
 from curry_train.primitives.segments import (
     ChainBroken,
@@ -18,7 +18,7 @@ from curry_train.primitives.segments import (
 )
 
 
-def chain(loop, block=lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU())):
+def chain(loop, block=lambda: activated(8)):
     """Return a model of eight blocks, called by a loop that the test chooses."""
     torch.manual_seed(0)
     return Runs(loop, *(block() for _ in range(8)))

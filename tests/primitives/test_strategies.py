@@ -7,7 +7,7 @@ import pytest
 import torch
 from plan_models import Runs
 from torch import nn
-from toy_steps import square_sum
+from toy_steps import feed_forward, square_sum, stacked
 
 from curry_train.primitives.strategies import (
     CONFIGURED_STRATEGIES,
@@ -18,8 +18,7 @@ from curry_train.primitives.strategies import (
 
 def chain(depth=4):
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(depth)]
-    return nn.Sequential(*blocks)
+    return stacked(lambda: feed_forward(8, 32), depth)
 
 
 BATCH = torch.randn(256, 8)

@@ -10,6 +10,7 @@ import torch
 from recorded_training import WrongBackward, located, recorded
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from toy_steps import activated
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -77,7 +78,7 @@ class Odd(nn.Module):
         super().__init__()
         self.fault = fault
         self.norm = nn.BatchNorm1d(4)
-        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.mlp = activated(4, nn.Tanh)
         self.pair = Pair()
         self.shared = nn.Linear(4, 4)
 

@@ -12,10 +12,9 @@ import torch.distributed as dist
 from foreign_recompute import around_blocks
 from plan_models import squares
 from saboteurs import planted
-from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
-from toy_steps import stacked
+from toy_steps import feed_forward, stacked
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
@@ -25,7 +24,7 @@ from curry_train.primitives.compile_budget import memory_budget
 from curry_train.primitives.recompute import recompute_blocks
 
 FROZEN_START = squares(
-    lambda: stacked(lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), 3),
+    lambda: stacked(lambda: feed_forward(8, 32), 3),
     8,
     name="frozen start",
 )

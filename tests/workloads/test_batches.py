@@ -13,7 +13,7 @@ from command_runs import ran
 from plan_models import Runs, squares
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
-from toy_steps import all_equal, stacked
+from toy_steps import activated, all_equal, stacked
 
 from curry_train.gates.verdict import discover
 from curry_train.workloads import Case, load_workload
@@ -150,7 +150,7 @@ class Reads(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = stacked(lambda: nn.Sequential(nn.Linear(3, 3), nn.GELU()), 3)
+        self.blocks = stacked(lambda: activated(3), 3)
 
     def forward(self, batch):
         return self.blocks(batch.get())
