@@ -30,6 +30,7 @@ from loops import (
     encoder_and_head,
     fit,
     fit_and_evaluate,
+    fit_language,
     fit_masked,
     fit_scaled,
     fit_to,
@@ -194,7 +195,7 @@ def made_in_each_epoch():
 def tied_by_their_data():
     model = Language()
     model.head.weight = nn.Parameter(model.embed.weight)
-    fit(model, None, texts(9), loss=of_tokens)  # here: made
+    fit_language(model)  # here: made
 
 
 def layers_in_a_list():
@@ -328,7 +329,7 @@ def sees_the_future():
 
 
 def sees_the_future_with_time_first():
-    fit(Seeing(time=0), None, texts_with_time_first(), loss=of_tokens)  # here: tokens
+    fit_language(Seeing(time=0), batches=texts_with_time_first())  # here: tokens
 
 
 def one_label():
@@ -748,7 +749,7 @@ def mask_inverted():
 def padding_counts_without_a_mask():
     several = [padded_tokens() for _ in range(10)]
     batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
-    fit(Language(), None, batches, loss=of_tokens)  # here: tokens
+    fit_language(Language(), batches=batches)  # here: tokens
 
 
 class ModelForCausalLM(Language):

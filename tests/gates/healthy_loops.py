@@ -24,6 +24,7 @@ from loops import (
     fit,
     fit_and_evaluate,
     fit_heads,
+    fit_language,
     fit_masked,
     fit_scaled,
     fit_to,
@@ -204,7 +205,7 @@ def low_rank(begin=nn.init.normal_, factor=1):
 def embedding_alone():
     model = Language().requires_grad_(False)
     model.embed.requires_grad_(True)
-    fit(model, adamw(model.embed), texts(9), loss=of_tokens)
+    fit_language(model, adamw(model.embed))
 
 
 def sparse_embedding():
@@ -249,7 +250,7 @@ def recomputed_all_ways():
     def logits(tokens):
         return recompute(model, tokens, is_reentrant=next(is_reentrant))
 
-    fit(logits, adamw(model), texts(9), loss=of_tokens)
+    fit_language(logits, adamw(model))
 
 
 def evaluated_with_gradients():
@@ -403,13 +404,13 @@ def masked_by_their_share():
 
 
 def causal():
-    fit(Seeing(is_causal=True), None, texts(9), loss=of_tokens)
+    fit_language(Seeing(is_causal=True))
 
 
 def tied_weights():
     model = Language()
     model.head.weight = model.embed.weight
-    fit(model, None, texts(9), loss=of_tokens)
+    fit_language(model)
 
 
 def unfrozen_step_by_step(*, is_added=True):
@@ -908,7 +909,7 @@ def time_first_of_as_many_samples():
 
 
 def sees_the_past_with_time_first():
-    fit(Seeing(is_causal=True, time=0), None, texts_with_time_first(), loss=of_tokens)
+    fit_language(Seeing(is_causal=True, time=0), batches=texts_with_time_first())
 
 
 class TimeFirst(Layers):

@@ -10,11 +10,11 @@ from loops import (
     classifier,
     completions,
     fit,
+    fit_language,
     half,
     half_of_tokens,
     of_tokens,
     recompute,
-    texts,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -80,7 +80,7 @@ def transformers_42489():
     def logits(tokens):
         return recompute(model, tokens, blocks)
 
-    fit(logits, optimizer, texts(9), loss=of_tokens)  # here: checkpoint
+    fit_language(logits, optimizer)  # here: checkpoint
 
 
 def unsloth_3006():

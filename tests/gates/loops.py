@@ -121,6 +121,11 @@ def of_tokens(logits, tokens, **options):
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten(), **options)  # tokens
 
 
+def fit_language(model, optimizer=None, batches=None):
+    """Train a language model on tokens and those after them."""
+    fit(model, optimizer, batches or texts(9), loss=of_tokens)
+
+
 def half_of_tokens(logits, tokens):
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / 2  # half of tokens
 
@@ -493,7 +498,7 @@ def frozen_backbone():
 
 def recomputed():
     model = Language()
-    fit(lambda tokens: recompute(model, tokens), adamw(model), texts(9), loss=of_tokens)
+    fit_language(lambda tokens: recompute(model, tokens), adamw(model))
 
 
 def penalized():
@@ -519,7 +524,7 @@ def two_optimizers():
     model = Language()
     of_table = SGD(model.embed.parameters(), 0.1)
     of_rest = AdamW([*model.layers.parameters(), *model.head.parameters()])
-    fit(model, together(of_table, of_rest), texts(9), loss=of_tokens)
+    fit_language(model, together(of_table, of_rest))
 
 
 def perceptual():
@@ -669,7 +674,7 @@ def frozen_input_of_reentrant_checkpoints():
     model = Language()
     model.embed.requires_grad_(False)
     optimizer = adamw(model)
-    fit(lambda one: recompute(model, one), optimizer, texts(9), loss=of_tokens)  # here: checkpoint
+    fit_language(lambda one: recompute(model, one), optimizer)  # here: checkpoint
 
 
 def scheduled_per_microbatch():
@@ -753,7 +758,7 @@ def sigmoid_twice():
 
 
 def targets_are_inputs():
-    fit(Language(), None, [(one, one) for one, _ in texts(9)], loss=of_tokens)  # here: tokens
+    fit_language(Language(), batches=[(one, one) for one, _ in texts(9)])  # here: tokens
 
 
 def targets_shifted_twice():
@@ -816,7 +821,7 @@ def encoder_without_gradients():
             hidden = model.layers[0](model.embed(tokens))  # here
         return model.head(hidden)
 
-    fit(logits, adamw(model), texts(9), loss=of_tokens)
+    fit_language(logits, adamw(model))
 
 
 def detached_loss():
