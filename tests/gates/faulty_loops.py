@@ -22,6 +22,7 @@ from loops import (
     Layers,
     Seeing,
     accumulate,
+    accumulate_language,
     adamw,
     adversarial,
     classifier,
@@ -34,6 +35,7 @@ from loops import (
     fit_masked,
     fit_scaled,
     fit_to,
+    fit_values,
     follow,
     half,
     half_of_tokens_by_hand,
@@ -96,7 +98,7 @@ def mean_over_ignored_targets():
     def loss(logits, labels):
         return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean() / 12  # here
 
-    accumulate(Language(), None, completions([15, 6] * 24), loss=loss, every=12)
+    accumulate_language(completions([15, 6] * 24), loss=loss, every=12)
 
 
 def window_over_the_end_of_an_epoch():
@@ -116,7 +118,7 @@ def end_of_an_epoch_lost():
 
 def sums_over_own_tokens():
     lengths = texts(9, 17)
-    accumulate(Language(), None, lengths, loss=half_of_tokens_by_hand)  # here: tokens
+    accumulate_language(lengths, loss=half_of_tokens_by_hand)  # here: tokens
 
 
 def backward_twice():
@@ -245,8 +247,7 @@ def weights_loaded_in_each_step():
 
 
 def frozen_by_decay():
-    model = classifier()
-    optimizer = AdamW(model.parameters(), 1e-2)
+    model, optimizer = started()
     for number, (inputs, labels) in enumerate(loader()):
         F.cross_entropy(model(inputs), labels).backward()
         optimizer.step()  # here
@@ -302,11 +303,11 @@ def relu_behind_the_last_layer():
 
 
 def each_with_each():
-    fit(classifier(classes=1), loss=lambda one, labels: F.mse_loss(one, labels.float()))  # here
+    fit_values(lambda one, labels: F.mse_loss(one, labels.float()))  # here
 
 
 def each_with_each_by_hand():
-    fit(classifier(classes=1), loss=lambda one, labels: (one - labels).abs().mean())  # here
+    fit_values(lambda one, labels: (one - labels).abs().mean())  # here
 
 
 def advantage_of_each_at_each():
@@ -518,7 +519,7 @@ def rounded_outputs():
     def loss(values, labels):
         return F.mse_loss(values.round().squeeze(1), labels.float())  # here
 
-    fit(classifier(classes=1), loss=loss)
+    fit_values(loss)
 
 
 def matrices_of_zeros_multiplied():
@@ -591,7 +592,7 @@ def labels_of_minus_one():
         signs = (labels > 2).float() * 2 - 1
         return F.binary_cross_entropy_with_logits(logits.squeeze(1), signs)  # here
 
-    fit(classifier(classes=1), loss=loss)
+    fit_values(loss)
 
 
 def targets_as_inputs():

@@ -16,6 +16,7 @@ from loops import (
     Seeing,
     Signs,
     accumulate,
+    accumulate_language,
     adamw,
     adversaries,
     classifier,
@@ -28,6 +29,7 @@ from loops import (
     fit_masked,
     fit_scaled,
     fit_to,
+    fit_values,
     fit_with_closures,
     follow,
     half_of_tokens_by_hand,
@@ -89,7 +91,7 @@ def head_of_a_constant_rate():
 
 
 def compared_each_with_each():
-    fit(classifier(classes=1), loss=lambda one, labels: (one.view(8, 1) - labels).abs().mean())
+    fit_values(lambda one, labels: (one.view(8, 1) - labels).abs().mean())
 
 
 def last_batch_short():
@@ -103,11 +105,11 @@ def several_tasks_several_loaders():
 
 
 def half_of_the_square():
-    fit(classifier(classes=1), loss=lambda one, wanted: 0.5 * F.mse_loss(one[:, 0], wanted.float()))
+    fit_values(lambda one, wanted: 0.5 * F.mse_loss(one[:, 0], wanted.float()))
 
 
 def half_by_division():
-    fit(classifier(classes=1), loss=lambda one, wanted: (one[:, 0] - wanted).square().mean() / 2)
+    fit_values(lambda one, wanted: (one[:, 0] - wanted).square().mean() / 2)
 
 
 def distilled(soften=F.softmax, **options):
@@ -883,7 +885,7 @@ def adversarial_domains():
 
 def means_by_hand_of_windows_of_a_length():
     lengths = (9, 9, 17, 17, 12, 12, 5, 5)
-    accumulate(Language(), None, texts(*lengths), loss=half_of_tokens_by_hand)
+    accumulate_language(texts(*lengths), loss=half_of_tokens_by_hand)
 
 
 def count_of_a_window_that_equals_one_microbatch():
@@ -893,7 +895,7 @@ def count_of_a_window_that_equals_one_microbatch():
         losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
         return (losses * mask).sum() / 16
 
-    accumulate(Language(), None, texts(9), loss=loss)
+    accumulate_language(texts(9), loss=loss)
 
 
 def head_of_zeros_in_half():
@@ -1154,7 +1156,7 @@ def random_numbers_of_python_in_the_model():
 
 def compared_with_centers():
     centers = torch.arange(8.0)
-    fit(classifier(classes=1), loss=lambda one, _: (one - centers).abs().mean())
+    fit_values(lambda one, _: (one - centers).abs().mean())
 
 
 def ends_to_be_filled_in():
@@ -1255,7 +1257,7 @@ def noisy_labels_of_a_discriminator():
     def loss(logits, _):
         return F.binary_cross_entropy_with_logits(logits, 0.7 + 0.5 * torch.rand(8, 1))
 
-    fit(classifier(classes=1), loss=loss)
+    fit_values(loss)
 
 
 def lengths_and_domains_next_to_labels():

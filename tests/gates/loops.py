@@ -126,6 +126,15 @@ def fit_language(model, optimizer=None, batches=None):
     fit(model, optimizer, batches or texts(9), loss=of_tokens)
 
 
+def accumulate_language(batches, **options):
+    accumulate(Language(), None, batches, **options)
+
+
+def fit_values(loss):
+    """Train a model with one value for each sample."""
+    fit(classifier(classes=1), loss=loss)
+
+
 def half_of_tokens(logits, tokens):
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()) / 2  # half of tokens
 
@@ -437,7 +446,7 @@ def tokens_weighted():
     def loss(logits, tokens):
         return of_tokens(logits, tokens, reduction="sum") / (2 * (8 + 16))
 
-    accumulate(Language(), None, texts(9, 17), loss=loss)
+    accumulate_language(texts(9, 17), loss=loss)
 
 
 def scaled():
@@ -629,7 +638,7 @@ def undivided():
 
 
 def mean_of_means():
-    accumulate(Language(), None, texts(9, 17), loss=half_of_tokens)  # here: half of tokens
+    accumulate_language(texts(9, 17), loss=half_of_tokens)  # here: half of tokens
 
 
 def never_zeroed():
@@ -754,7 +763,7 @@ def sigmoid_twice():
         output = torch.sigmoid(logits).squeeze(1)
         return F.binary_cross_entropy_with_logits(output, (labels > 2).float())  # here
 
-    fit(classifier(classes=1), loss=loss)
+    fit_values(loss)
 
 
 def targets_are_inputs():
