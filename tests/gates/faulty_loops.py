@@ -42,6 +42,7 @@ from loops import (
     in_half,
     keep_average,
     loader,
+    loss_of,
     of_tokens,
     padded_batches,
     padded_tokens,
@@ -248,8 +249,8 @@ def weights_loaded_in_each_step():
 
 def frozen_by_decay():
     model, optimizer = started()
-    for number, (inputs, labels) in enumerate(loader()):
-        F.cross_entropy(model(inputs), labels).backward()
+    for number, batch in enumerate(loader()):
+        loss_of(model, batch).backward()
         optimizer.step()  # here
         optimizer.zero_grad(set_to_none=False)
         if number == 1:
@@ -452,8 +453,8 @@ def total_loss_with_its_graph():
 def running_total():
     model, optimizer = started()
     total = 0
-    for number, (inputs, labels) in enumerate(loader()):
-        total = total + F.cross_entropy(model(inputs), labels) / 4
+    for number, batch in enumerate(loader()):
+        total = total + loss_of(model, batch) / 4
         total.backward(retain_graph=True)  # here
         if number % 4 == 3:
             optimizer.step()
@@ -858,10 +859,10 @@ def state_loaded_in_each_step():
     model = classifier()
     optimizer = adamw(model)  # here: made
     saved = None
-    for inputs, labels in loader():
+    for batch in loader():
         if saved:
             optimizer.load_state_dict(copy.deepcopy(saved))
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+        step(optimizer, loss_of(model, batch))
         saved = saved or copy.deepcopy(optimizer.state_dict())
 
 

@@ -36,6 +36,7 @@ from loops import (
     headless,
     in_half,
     loader,
+    loss_of,
     of_tokens,
     padded_batches,
     padded_tokens,
@@ -66,9 +67,9 @@ def last_window_short():
     model, optimizer = started()
     data = loader(40)
     for _ in range(6):
-        for number, (inputs, labels) in enumerate(data):
+        for number, batch in enumerate(data):
             size = 2 if number < 4 else 1
-            (F.cross_entropy(model(inputs), labels) / size).backward()
+            (loss_of(model, batch) / size).backward()
             if number % 2 or number + 1 == len(data):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -334,13 +335,13 @@ def surgery_of_gradients():
 def evolution():
     model = nn.Linear(8, 5).requires_grad_(False)
     optimizer = SGD(model.parameters(), 0.1)
-    for inputs, labels in loader():
+    for batch in loader():
         for one in model.parameters():
             noise = torch.randn_like(one)
             losses = []
             for sign in (1, -2):
                 one.add_(noise, alpha=0.1 * sign)
-                losses.append(F.cross_entropy(model(inputs), labels))
+                losses.append(loss_of(model, batch))
             one.add_(noise, alpha=0.1)
             one.grad = (losses[0] - losses[1]) / 0.2 * noise
         optimizer.step()
@@ -419,12 +420,12 @@ def unfrozen_step_by_step(*, is_added=True):
     model = classifier()
     model[0].requires_grad_(False)
     optimizer = AdamW([one for one in model.parameters() if one.requires_grad])  # first
-    for number, (inputs, labels) in enumerate(loader()):
+    for number, batch in enumerate(loader()):
         if number == 3:
             model[0].requires_grad_(True)
             if is_added:
                 optimizer.add_param_group({"params": model[0].parameters(), "lr": 1e-4})
-        step(optimizer, F.cross_entropy(model(inputs), labels))
+        step(optimizer, loss_of(model, batch))
 
 
 def schedule_per_epoch_and_plateau():
@@ -458,9 +459,9 @@ def hooks_and_histories():
     norms, losses = [], []
     model[0].weight.register_hook(lambda grad: norms.append(grad.norm()))
     for _ in range(8):
-        for inputs, labels in loader(40):
+        for batch in loader(40):
             handle = model[0].register_forward_hook(lambda *_: None)
-            loss = F.cross_entropy(model(inputs), labels)
+            loss = loss_of(model, batch)
             step(optimizer, loss)
             handle.remove()
             losses.append(loss.detach())
@@ -722,8 +723,8 @@ def restarts_by_parts_of_an_epoch():
     scheduler = CosineAnnealingWarmRestarts(optimizer, 1)
     batches = loader(40)
     for epoch in range(4):
-        for number, (inputs, labels) in enumerate(batches):
-            step(optimizer, F.cross_entropy(model(inputs), labels))
+        for number, batch in enumerate(batches):
+            step(optimizer, loss_of(model, batch))
             scheduler.step(epoch + (number + 1) / len(batches))
 
 
@@ -934,9 +935,9 @@ def scaler_of_each_model():
     models = [classifier(), classifier()]
     scalers = [scaler_on_cpu() for _ in models]
     several = [*zip(models, map(adamw, models), scalers, (1, 2), strict=True)]
-    for number, (inputs, labels) in enumerate(loader()):
+    for number, batch in enumerate(loader()):
         for model, _, scaler, every in several:
-            scaler.scale(F.cross_entropy(model(inputs), labels) / every).backward()
+            scaler.scale(loss_of(model, batch) / every).backward()
         due = several[: 1 + number % 2]
         for _, optimizer, scaler, _ in due:
             scaler.step(optimizer)
@@ -949,8 +950,8 @@ def losses_scaled_first():
     models = [classifier(), classifier()]
     optimizer = adamw(nn.ModuleList(models))
     scaler = scaler_on_cpu()
-    for inputs, labels in loader():
-        losses = [scaler.scale(F.cross_entropy(model(inputs), labels)) for model in models]
+    for batch in loader():
+        losses = [scaler.scale(loss_of(model, batch)) for model in models]
         for one in losses:
             one.backward()
         scaler.step(optimizer)

@@ -42,6 +42,11 @@ def step(optimizer, loss):
     optimizer.step()  # step
 
 
+def loss_of(model, batch):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
+
+
 def clip(model, *, most=1.0):
     nn.utils.clip_grad_norm_(model.parameters(), most)  # clip
 
@@ -103,9 +108,9 @@ def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscale_at=0, 
     model, optimizer = started()
     scaler = scaler or scaler_on_cpu()
     schedule = CosineAnnealingLR(optimizer, 100)
-    for number, (inputs, labels) in enumerate(batches or loader()):
+    for number, batch in enumerate(batches or loader()):
         with torch.autocast("cpu", dtype=dtype, enabled=bool(dtype)):
-            loss = F.cross_entropy(model(inputs), labels) / every
+            loss = loss_of(model, batch) / every
         scaler.scale(loss).backward()  # scaled
         if number % every == unscale_at:
             scaler.unscale_(optimizer)  # unscaled
@@ -498,9 +503,9 @@ def frozen_backbone():
     model = classifier()
     model[0].requires_grad_(False)
     optimizer = SGD(model[3].parameters(), 0.1)
-    for inputs, labels in loader():
+    for batch in loader():
         optimizer.zero_grad(set_to_none=False)
-        F.cross_entropy(model(inputs), labels).backward()
+        loss_of(model, batch).backward()
         clip(model)
         optimizer.step()
 
@@ -585,8 +590,8 @@ def steps_in_hooks():
 
     for one in model.parameters():
         one.register_post_accumulate_grad_hook(step)
-    for inputs, labels in loader():
-        F.cross_entropy(model(inputs), labels).backward()
+    for batch in loader():
+        loss_of(model, batch).backward()
 
 
 def experts():
@@ -643,8 +648,8 @@ def mean_of_means():
 
 def never_zeroed():
     model, optimizer = started()
-    for inputs, labels in loader():
-        F.cross_entropy(model(inputs), labels).backward()
+    for batch in loader():
+        loss_of(model, batch).backward()
         optimizer.step()  # here
 
 
@@ -691,9 +696,9 @@ def scheduled_per_microbatch():
     optimizers = [adamw(model) for model in models]
     scheduler = LambdaLR(optimizers[0], lambda step: 0.9**step)
     scaler = scaler_on_cpu()
-    for number, (inputs, labels) in enumerate(loader()):
+    for number, batch in enumerate(loader()):
         for model in models:
-            scaler.scale(F.cross_entropy(model(inputs), labels) / 2).backward()
+            scaler.scale(loss_of(model, batch) / 2).backward()
         if number % 2:
             for optimizer in optimizers:
                 scaler.step(optimizer)
@@ -729,9 +734,9 @@ def clipped_nothing():
 def clipped_while_scaled():
     model, optimizer = started()
     scaler = scaler_on_cpu()
-    for inputs, labels in loader():
+    for batch in loader():
         optimizer.zero_grad()
-        (scaler.scale(F.cross_entropy(model(inputs), labels)) / 1).backward()
+        (scaler.scale(loss_of(model, batch)) / 1).backward()
         clip(model)  # here: clip
         scaler.step(optimizer)
         scaler.update()
@@ -740,16 +745,16 @@ def clipped_while_scaled():
 def stepped_while_scaled():
     model, optimizer = started()
     scaler = scaler_on_cpu()
-    for inputs, labels in loader():
-        step(optimizer, scaler.scale(F.cross_entropy(model(inputs), labels)))  # here: step
+    for batch in loader():
+        step(optimizer, scaler.scale(loss_of(model, batch)))  # here: step
 
 
 def backward_under_autocast():
     model, optimizer = started()
-    for inputs, labels in loader():
+    for batch in loader():
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(inputs), labels)
+            loss = loss_of(model, batch)
             loss.backward()  # here
         optimizer.step()
 
