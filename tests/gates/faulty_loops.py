@@ -25,6 +25,7 @@ from loops import (
     accumulate_language,
     adamw,
     adversarial,
+    body_and_heads,
     classifier,
     clip,
     completions,
@@ -43,11 +44,13 @@ from loops import (
     keep_average,
     loader,
     loss_of,
+    of_one_label,
     of_tokens,
     padded_batches,
     padded_tokens,
     scaler_on_cpu,
     sequences,
+    shifted,
     started,
     step,
     texts,
@@ -335,8 +338,7 @@ def sees_the_future_with_time_first():
 
 
 def one_label():
-    data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
-    fit(batches=DataLoader(data, 8, shuffle=True))  # here: fetch
+    fit(batches=of_one_label())  # here: fetch
 
 
 def sorted_by_class():
@@ -474,8 +476,7 @@ def attack_left_in_the_gradients():
 
 
 def second_loss_forgotten():
-    body, first, second = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
-    optimizer = adamw(nn.ModuleList([body, first, second]))
+    body, first, second, optimizer = body_and_heads()
     for inputs, labels in loader():
         hidden = body(inputs).relu()
         loss = F.cross_entropy(first(hidden), labels)
@@ -749,8 +750,7 @@ def mask_inverted():
 
 
 def padding_counts_without_a_mask():
-    several = [padded_tokens() for _ in range(10)]
-    batches = [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
+    batches = shifted(padded_tokens() for _ in range(10))
     fit_language(Language(), batches=batches)  # here: tokens
 
 

@@ -19,6 +19,7 @@ from loops import (
     accumulate_language,
     adamw,
     adversaries,
+    body_and_heads,
     classifier,
     clip,
     encoder_and_head,
@@ -37,6 +38,7 @@ from loops import (
     in_half,
     loader,
     loss_of,
+    of_one_label,
     of_tokens,
     padded_batches,
     padded_tokens,
@@ -139,9 +141,8 @@ def momentum_contrast():
     slow = copy.deepcopy(model).requires_grad_(False)
     optimizer = SGD(model.parameters(), 0.05)
     queue = F.normalize(torch.randn(32, 8), dim=1)
-    # Labels that nobody reads.
-    data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
-    for inputs, _ in DataLoader(data, 8, shuffle=True):
+    # Nobody reads the labels.
+    for inputs, _ in of_one_label():
         query = F.normalize(model(inputs), dim=1)
         follow(slow, model, 0.1)
         with torch.no_grad():
@@ -875,8 +876,7 @@ def each_batch_echoed():
 
 
 def adversarial_domains():
-    body, label, domain = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
-    optimizer = adamw(nn.ModuleList([body, label, domain]))
+    body, label, domain, optimizer = body_and_heads()
     for inputs, labels in loader():
         hidden = body(inputs).relu()
         where = domain(Reversed.apply(hidden)).squeeze(1)

@@ -23,8 +23,19 @@ def classifier(width=16, *, dropout=0.0, classes=5):
     )
 
 
+def of_one_label():
+    data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
+    return DataLoader(data, 8, shuffle=True)
+
+
 def encoder_and_head():
     return nn.Linear(8, 16), nn.Linear(16, 5)
+
+
+def body_and_heads():
+    """Return layers for the inputs, the labels and one value, and their optimizer."""
+    layers = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
+    return *layers, adamw(nn.ModuleList(layers))
 
 
 def loader(num_samples=64, batch_size=8, *, shuffle=True):
@@ -148,10 +159,13 @@ def half_of_tokens_by_hand(logits, tokens):
     return of_tokens(logits, tokens, reduction="sum") / tokens.numel() / 2
 
 
+def shifted(several):
+    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
+
+
 def texts(*lengths):
     """Return tokens and those after them, of these lengths in turn."""
-    several = [torch.randint(50, (2, length)) for length in lengths * (8 // len(lengths))]
-    return [(tokens[:, :-1], tokens[:, 1:]) for tokens in several]
+    return shifted(torch.randint(50, (2, one)) for one in lengths * (8 // len(lengths)))
 
 
 def texts_with_time_first():
