@@ -58,23 +58,22 @@ def deferring(loss):
     return apply_chunked_loss
 
 
+def linear_loss(rows, head, targets, **given):
+    return F.linear_cross_entropy(rows, head.weight, targets, linear_bias=head.bias, **given)
+
+
+by_torch_without_options = deferring(linear_loss)
+
+
 @deferring
 def by_torch(rows, head, targets, **given):
-    options = nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(
-        rows, head.weight, targets, linear_bias=head.bias, options=options, **given
-    )
-
-
-@deferring
-def by_torch_without_options(rows, head, targets, **given):
-    return F.linear_cross_entropy(rows, head.weight, targets, linear_bias=head.bias, **given)
+    return linear_loss(rows, head, targets, options=nn.LinearCrossEntropyOptions(), **given)
 
 
 @deferring
 def by_torch_with_ignored_targets(rows, head, targets, **given):
     options = nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(rows, head.weight, targets.clamp(min=0), options=options, **given)
+    return linear_loss(rows, head, targets.clamp(min=0), options=options, **given)
 
 
 def losses_of_chunks(rows, head, targets, *, run, reduction="sum", ignore_index):
