@@ -40,9 +40,9 @@ ROWS = squares(lambda: feed_forward(16, 32), 16)
 
 
 def figures(case, *levers, **options):
-    return measure_levers(
-        case, [find_lever(name) for name in levers], **({"rounds": 1, "warmup": 0} | options)
-    )
+    """Measure levers, or those of these names."""
+    found = [find_lever(one) if isinstance(one, str) else one for one in levers]
+    return measure_levers(case, found, **({"rounds": 1, "warmup": 0} | options))
 
 
 def changed(name, change):
@@ -293,8 +293,7 @@ def test_each_step_is_announced_prepared_and_waited_for(monkeypatch):
     ],
 )
 def test_a_setup_that_fails_gets_a_row_and_the_others_are_measured(change, outcome, message):
-    levers = [changed("planted", change), find_lever("full")]
-    rows = measure_levers(Case(SMALL), levers, rounds=6, warmup=0).rows
+    rows = figures(Case(SMALL), changed("planted", change), "full", rounds=6).rows
     assert [row.outcome for row in rows] == [MEASURED_OUTCOME, outcome, MEASURED_OUTCOME]
     assert message in rows[1].why
     assert rows[1].step is None
@@ -312,13 +311,11 @@ def test_a_plain_step_that_fails_is_an_error():
     with pytest.raises(
         WorkloadError, match=r"transformer, batch size 4: a plain step: .* not finite"
     ):
-        measure_levers(Case(replace(SMALL, build=built)), rounds=1, warmup=0)
+        figures(Case(replace(SMALL, build=built)))
 
 
 def test_a_lever_that_skips_work_is_found_by_its_loss():
-    rows = measure_levers(
-        Case(SMALL), [changed("fast", skip_a_block), find_lever("full")], rounds=1, warmup=0
-    ).rows
+    rows = figures(Case(SMALL), changed("fast", skip_a_block), "full").rows
     assert "changes the training result" in rows[1].notes[0]
     assert rows[1].notes[0].startswith(f"loss {rows[1].loss:.5g}, plain {rows[0].loss:.5g}")
     assert rows[2].notes == []
@@ -337,7 +334,7 @@ def test_unreliable_times_get_a_note():
 
 def test_two_models_are_compared_on_the_same_batch():
     wider = replace(transformer(depth=2, dim=64, length=16, vocabulary=64), name="wider")
-    plain, other = measure_levers(Case(SMALL), against=[wider], rounds=1, warmup=0).rows
+    plain, other = figures(Case(SMALL), against=[wider]).rows
     assert other.name == "wider"
     assert other.num_terms == plain.num_terms
     assert other.model_flops == other.executed_flops > plain.model_flops
@@ -345,7 +342,7 @@ def test_two_models_are_compared_on_the_same_batch():
     with pytest.raises(
         WorkloadError, match=r"mlp can't take the batch of transformer, on which both are compared"
     ):
-        measure_levers(Case(SMALL), against=[mlp()], rounds=1, warmup=0)
+        figures(Case(SMALL), against=[mlp()])
 
 
 def test_what_is_timed_is_one_whole_step_on_all_samples():
