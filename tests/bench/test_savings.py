@@ -18,7 +18,6 @@ from torch import nn
 from toy_steps import all_equal, feed_forward, stacked
 
 from curry_train.bench.savings import (
-    MEASURED_OUTCOME,
     SavingsRow,
     choose_strategies,
     measure_savings,
@@ -88,13 +87,11 @@ def test_every_registered_strategy_is_measured_and_none_comes_first(monkeypatch)
     rows = measure_savings(Case(CHAIN), repeats=1)
     assert [row.name for row in rows] == list(STRATEGIES)
     assert rows[-1].modules == ["0", "1"]
-    refused = {row.name for row in rows if row.outcome != MEASURED_OUTCOME}
+    refused = {row.name for row in rows if row.outcome != "measured"}
     # No loop over time, and no attention.
     assert refused == {"timesteps", "sac_attention"}
     assert [row.name for row in rows if row.stays_here] == ["offload"]
-    assert all(
-        row.held_bytes <= rows[0].held_bytes for row in rows if row.outcome == MEASURED_OUTCOME
-    )
+    assert all(row.held_bytes <= rows[0].held_bytes for row in rows if row.outcome == "measured")
     assert choose_strategies(["halves"]) == ["none", "halves"]
 
 
@@ -253,7 +250,7 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
     assert {"command", "device", "dtype", "seed", "repeats"} <= set(data)
     rows = data["rows"]
     assert len(rows) == 2 * 2 * 3
-    assert {row["outcome"] for row in rows} == {MEASURED_OUTCOME}
+    assert {row["outcome"] for row in rows} == {"measured"}
     depths = {row["depth"]: len(row["modules"]) for row in rows if row["name"] == "full"}
     assert depths == {2: 2, 3: 3}
     assert (tmp_path / "out" / "savings.png").read_bytes().startswith(b"\x89PNG")

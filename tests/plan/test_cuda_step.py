@@ -25,7 +25,7 @@ from curry_train.plan.cuda_step import (
 )
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.planner import Infeasible, Planner
-from curry_train.plan.saved import NONE_KIND, OPTION_KINDS, Plan
+from curry_train.plan.saved import OPTION_KINDS, Plan
 from curry_train.workloads.models import mlp
 
 MIB = 2**20
@@ -170,7 +170,7 @@ def test_a_plan_fits_by_what_is_reserved_and_the_context():
 
 def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
     settings = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 0}
-    without = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
+    without = [kind for kind in OPTION_KINDS if kind != "none"]
     with Planner(layers(rows=700, depth=12), without=without, **settings) as planner:
         figures = planner.plan(2**40, global_batch=4, microbatch=4).cuda
         budget = (figures["expandable_reserved_bytes"] + figures["reserved_bytes"]) // 2

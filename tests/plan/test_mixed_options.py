@@ -10,10 +10,6 @@ import pytest
 from curry_train.core.blocks import find_blocks
 from curry_train.gates.same_training import same_training
 from curry_train.plan.saved import (
-    FULL_KIND,
-    OFFLOAD_KIND,
-    REGIONS_KIND,
-    SAC_KIND,
     Option,
     apply_options,
 )
@@ -23,10 +19,10 @@ from curry_train.workloads.workload import Case
 # One case, whose plain training is kept.
 CASE = Case(mlp(depth=4, width=32))
 OPTIONS = {
-    FULL_KIND: Option(FULL_KIND),
-    REGIONS_KIND: Option(REGIONS_KIND),
-    SAC_KIND: Option(SAC_KIND, frozenset({("matmul", 0)})),
-    OFFLOAD_KIND: Option(OFFLOAD_KIND),
+    "full": Option("full"),
+    "regions": Option("regions"),
+    "sac": Option("sac", frozenset({("matmul", 0)})),
+    "offload": Option("offload"),
 }
 
 

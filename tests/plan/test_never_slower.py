@@ -9,10 +9,10 @@ import pytest
 from plan_models import net
 
 from curry_train.plan.planner import Infeasible, Planner
-from curry_train.plan.saved import NONE_KIND, OPTION_KINDS
+from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp, resnet, transformer
 
-KINDS = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
+KINDS = [kind for kind in OPTION_KINDS if kind != "none"]
 MODELS = {
     "equal blocks": lambda draw: net(*[64] * draw.randint(2, 5)),
     "two kinds": lambda draw: net(*draw.choices((32, 128, 256), k=4)),

@@ -5,7 +5,6 @@ python -m pytest tests/plan/test_profile_report.py
 
 import pytest
 
-from curry_train.core.measure import REST_LAYER
 from curry_train.plan.profiler import LayerMemory, ProfileReport
 
 MIB = 2**20
@@ -13,7 +12,7 @@ MIB = 2**20
 
 def report_of(*layers, rest=10):
     made = [LayerMemory(name, "Block", held * MIB, stays * MIB, 1) for name, held, stays in layers]
-    made.append(LayerMemory(REST_LAYER, "Model", rest * MIB, rest * MIB, 0))
+    made.append(LayerMemory("(rest)", "Model", rest * MIB, rest * MIB, 0))
     made.sort(key=lambda layer: -layer.bytes)
     return ProfileReport("Model", "cpu", tuple(made), sum(layer.bytes for layer in made), 0.0, 1)
 

@@ -13,7 +13,6 @@ from toy_steps import activated, stacked
 from unchanged import unchanged
 
 from curry_train.core.measure import (
-    REST_LAYER,
     divide,
     measure_memory,
 )
@@ -136,7 +135,7 @@ def test_bytes_belong_to_the_innermost_layer():
     # A layer that runs a module which is registered elsewhere.
     model.append(Runs(lambda own, x: torch.sigmoid(own[0](model[0](x))), nn.Linear(8, 8)))
     held = {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
-    assert held == {"0": 2 * 128, "2": 128, "1": 0, REST_LAYER: 4}
+    assert held == {"0": 2 * 128, "2": 128, "1": 0, "(rest)": 4}
 
 
 def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
@@ -144,7 +143,7 @@ def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
     blocks = stacked(lambda: nn.Sequential(shared, nn.Sigmoid()), 2)
     model = Runs(lambda inner, x: inner[0](inner[1](x)), shared, blocks)
     held = {layer.name: layer.bytes for layer in profile(model, torch.randn(4, 8)).layers}
-    assert held == {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, REST_LAYER: 4}
+    assert held == {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, "(rest)": 4}
 
 
 def test_an_input_that_experts_share_is_held_once():
@@ -179,7 +178,7 @@ def test_a_model_without_blocks_is_divided_into_its_children():
     assert list(divide(Plain())) == ["first", "second"]
     assert figures(profile(Plain(), torch.randn(4, 8))) == {
         "first": (128, 128),
-        REST_LAYER: (4, 4),
+        "(rest)": (4, 4),
         "second": (0, 0),
     }
     assert list(divide(nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8))))) == [
@@ -187,7 +186,7 @@ def test_a_model_without_blocks_is_divided_into_its_children():
         "1",
     ]
     leaf = profile(nn.Linear(8, 2), torch.randn(4, 8))
-    assert figures(leaf) == {REST_LAYER: (4, 4)}
+    assert figures(leaf) == {"(rest)": (4, 4)}
 
 
 def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_recommended():
@@ -202,7 +201,7 @@ def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_r
     assert figures(report) == {
         "inner.1": (256, 256),
         "inner.0.1": (128, 256),
-        REST_LAYER: (4, 4),
+        "(rest)": (4, 4),
         "inner.0.0": (0, 0),
     }
     with pytest.raises(ValueError, match="recomputing no layer saves anything"):
@@ -213,7 +212,7 @@ def test_a_pattern_names_the_blocks():
     report = profile(Tower(), torch.randn(4, 8), blocks="blocks.*.wide")
     assert {layer.name for layer in report.layers} == {
         *[f"blocks.{index}.{part}" for index in range(3) for part in ("wide", "narrow")],
-        *("stem", "head", REST_LAYER),
+        *("stem", "head", "(rest)"),
     }
     with pytest.raises(ValueError, match="'layers' matches no module"):
         profile(Tower(), torch.randn(4, 8), blocks="layers")

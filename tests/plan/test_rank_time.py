@@ -15,11 +15,8 @@ from curry_train.plan.estimate import Sketch, count_window, time_of_window
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.planner import plan
 from curry_train.plan.rank_time import (
-    ALL_GATHER_KIND,
-    ALL_REDUCE_KIND,
     COLLECTIVE_SECONDS,
     LINKS_OF_PROFILES,
-    REDUCE_SCATTER_KIND,
     Collective,
     Links,
     StepCourse,
@@ -52,25 +49,25 @@ def fsdp():
 
 
 def test_fsdp2_gathers_all_parameters_twice_and_scatters_their_gradients_once(fsdp):
-    gathers = {ALL_GATHER_KIND: (2 * UNITS, 2 * BYTES)}
-    scatters = {REDUCE_SCATTER_KIND: (UNITS, BYTES)}
+    gathers = {"all-gather": (2 * UNITS, 2 * BYTES)}
+    scatters = {"reduce-scatter": (UNITS, BYTES)}
     assert calls_and_bytes(count_window(fsdp, 1)) == gathers | scatters
     window = calls_and_bytes(count_window(fsdp, 3))
-    assert window == {ALL_GATHER_KIND: (6 * UNITS, 6 * BYTES)} | scatters
+    assert window == {"all-gather": (6 * UNITS, 6 * BYTES)} | scatters
 
 
 def test_ddp_reduces_all_gradients_once_a_window():
     step = step_of("ddp", ranks=8, accumulated=True)
-    assert calls_and_bytes(count_window(step, 1)) == {ALL_REDUCE_KIND: (1, BYTES)}
+    assert calls_and_bytes(count_window(step, 1)) == {"all-reduce": (1, BYTES)}
     assert not step.middle_course.collectives
 
 
 def test_hsdp_reduces_the_part_of_a_rank_among_the_replicas():
     course = step_of("hsdp", mesh={"replicate": 2, "shard": 4}).course
-    reduced = [one for one in course.collectives.values() if one.kind == ALL_REDUCE_KIND]
+    reduced = [one for one in course.collectives.values() if one.kind == "all-reduce"]
     assert sum(one.nbytes for one in reduced) == BYTES // 4
     assert {one.ranks for one in reduced} == {(0, 4)}
-    scattered = [one for one in course.collectives.values() if one.kind == REDUCE_SCATTER_KIND]
+    scattered = [one for one in course.collectives.values() if one.kind == "reduce-scatter"]
     assert {one.ranks for one in scattered} == {(0, 1, 2, 3)}
 
 
@@ -80,15 +77,15 @@ GIGA = 10**9
 @pytest.mark.parametrize(
     ("kind", "ranks", "seconds"),
     [
-        (ALL_GATHER_KIND, range(8), 7 / 8 / 100),
-        (ALL_REDUCE_KIND, range(8), 2 * 7 / 8 / 100),
-        (REDUCE_SCATTER_KIND, range(4), 3 / 4 / 100),
+        ("all-gather", range(8), 7 / 8 / 100),
+        ("all-reduce", range(8), 2 * 7 / 8 / 100),
+        ("reduce-scatter", range(4), 3 / 4 / 100),
         # Eight GPUs of each node have a way of 10 GB/s each to the next node.
-        (ALL_GATHER_KIND, range(16), 15 / 16 / 80),
+        ("all-gather", range(16), 15 / 16 / 80),
         # One GPU of each node.
-        (ALL_REDUCE_KIND, (0, 8), 2 * 1 / 2 / 10),
+        ("all-reduce", (0, 8), 2 * 1 / 2 / 10),
         ("send", (0, 1), 1 / 100),
-        (ALL_GATHER_KIND, (0,), -COLLECTIVE_SECONDS),
+        ("all-gather", (0,), -COLLECTIVE_SECONDS),
     ],
 )
 def test_a_collective_takes_the_time_of_a_ring(kind, ranks, seconds):
@@ -114,8 +111,8 @@ def course_of(rows, waits):
 # One second for each byte, and for each byte of a collective of two ranks.
 SLOW = replace(PROFILES["cpu"], bytes_per_second=1.0, dispatch_seconds=1e-9)
 SLOW_LINKS = Links(0.5, 0.5)
-GATHER = Collective(ALL_GATHER_KIND, 3, (0, 1), blocks_stream=True)
-SCATTER = Collective(REDUCE_SCATTER_KIND, 3, (0, 1), blocks_stream=True)
+GATHER = Collective("all-gather", 3, (0, 1), blocks_stream=True)
+SCATTER = Collective("reduce-scatter", 3, (0, 1), blocks_stream=True)
 # Rows of a unit of FSDP2: the gather of its parameters, and their copy.
 UNIT = ((1, GATHER), (0, 1e-6))
 
@@ -179,7 +176,7 @@ def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
     parts = ("compute_seconds", "exposed_seconds", "optimizer_seconds")
     assert math.isclose(slow.step_seconds, sum(found[name] for name in parts))
     assert found["communication_seconds"] > found["exposed_seconds"] > num_bytes / 1e6
-    assert found["collectives"][REDUCE_SCATTER_KIND]["bytes"] >= num_bytes
+    assert found["collectives"]["reduce-scatter"]["bytes"] >= num_bytes
     text = " ".join(slow.explain().split())
     assert "estimated, not measured" in text
     assert "0.001 GB/s within nodes of 8" in text

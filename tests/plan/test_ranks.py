@@ -20,12 +20,6 @@ from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.parallel import Sharding
 from curry_train.plan.planner import Infeasible, plan
-from curry_train.plan.profiler import (
-    COLLECTIVES_GROUP,
-    GATHERED_GROUP,
-    OPTIMIZER_STATE_GROUP,
-    PARAMETERS_GROUP,
-)
 from curry_train.plan.rank_step import one_rank
 from curry_train.workloads.models import mlp
 from ranks import predict, small
@@ -79,11 +73,11 @@ def owners(world, *, rank):
 def test_state_is_divided_by_64_to_1024_ranks_and_what_is_gathered_stays():
     few = owners(64, rank=0)
     many = owners(1024, rank=1023)
-    for group in (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP):
+    for group in ("parameters", "optimizer state"):
         # AdamW counts its steps in a tensor of 4 bytes for each parameter, which stays.
-        numbers = 4 * 12 if group == OPTIMIZER_STATE_GROUP else 0
+        numbers = 4 * 12 if group == "optimizer state" else 0
         assert few.owners[group][0] - numbers == 16 * (many.owners[group][0] - numbers)
-    assert max(many.owners[GATHERED_GROUP]) == max(few.owners[GATHERED_GROUP])
+    assert max(many.owners["gathered parameters"]) == max(few.owners["gathered parameters"])
 
 
 def test_a_sync_of_each_microbatch_leaves_no_whole_gradients_to_a_rank():
@@ -115,7 +109,7 @@ def test_a_parallelize_of_the_users_own_runs_without_a_name():
     with Sketch(workload, sharding=Sharding(ranks=4)) as sketch:
         found = sketch.step(2)
     assert seen == [("Transformer", ("dp",), 4)]
-    assert found.timeline.owners[COLLECTIVES_GROUP]
+    assert found.timeline.owners["collective buffers"]
     refused = pytest.raises(ValueError, match="4 ranks need a way to share")
     with refused, Sketch(small(), sharding=Sharding(ranks=4)) as sketch:
         sketch.step(2)

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from curry_train.primitives.grad_flow import (
-    AFTER_BACKWARD,
-    AT_THE_STEP,
     GradFlow,
     LayerFlow,
     StepFlow,
@@ -29,7 +27,7 @@ NAN = float("nan")
 
 
 def record(
-    step=0, *, stepped=True, scaled=1.0, read=AFTER_BACKWARD, gradient=GOOD.gradient, **layers
+    step=0, *, stepped=True, scaled=1.0, read="after backward", gradient=GOOD.gradient, **layers
 ):
     """Return a step of four good blocks, with figures replaced by the number of the layer."""
     flows = {name: layers.get(f"at_{name[-1]}", GOOD) for name in NAMES}
@@ -49,7 +47,7 @@ def spread(part, **changes):
         {"at_2": replace(GOOD, update=Update(0.0, 0.1))},
         {"at_2": replace(GOOD, update=None, gradient=None, frozen=("layers.2.weight",))},
         {"scaled": 0.3},
-        {"scaled": 0.01, "read": AT_THE_STEP},
+        {"scaled": 0.01, "read": "at the optimizer's step"},
     ],
 )
 def test_figures_within_bounds_are_not_reported(planted):

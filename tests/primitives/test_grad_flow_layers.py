@@ -22,7 +22,6 @@ from toy_steps import activated, drawn, stacked
 
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, grad_flow_probe
-from curry_train.primitives.grad_flow import AFTER_BACKWARD, AT_THE_STEP
 from curry_train.primitives.grad_flow_probe import compiled_modules, inner_of
 from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
@@ -186,7 +185,7 @@ def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
     assert activation.elements == 32
     assert activation.norm == pytest.approx(torch.cat(outputs).norm().item(), rel=1e-12)
     assert record.gradient.norm == pytest.approx(expected, rel=1e-12)
-    assert record.gradients_read == AFTER_BACKWARD
+    assert record.gradients_read == "after backward"
     assert record.scaled == pytest.approx(0.25, rel=1e-5)
     assert record.forwards == record.layers["0.0"].calls == 2
 
@@ -276,7 +275,7 @@ def test_two_optimizers_end_a_step_together(order):
                 optimizers[number].step()
                 optimizers[number].zero_grad()
     found = [(record.step, record.gradients_read) for record in flow.records]
-    assert found == [(0, AFTER_BACKWARD), (2, AFTER_BACKWARD)]
+    assert found == [(0, "after backward"), (2, "after backward")]
     assert all(flow.records[0].layers[name].update.distance > 0 for name in ("0.0", "1.0", "2.0"))
 
 
@@ -295,7 +294,7 @@ def test_an_optimizer_with_a_closure_is_probed():
     (record,) = flow.records
     assert record.stepped
     assert record.forwards >= 2
-    assert record.gradients_read == AT_THE_STEP
+    assert record.gradients_read == "at the optimizer's step"
     assert record.gradient.norm == pytest.approx(norm(model))
     assert record.layers["0.0"].update.distance > 0
 
