@@ -117,10 +117,6 @@ SCATTER = Collective("reduce-scatter", 3, (0, 1), blocks_stream=True)
 UNIT = ((1, GATHER), (0, 1e-6))
 
 
-def seconds_of(rows, waits):
-    return time_of_course(course_of(rows, waits), SLOW, SLOW_LINKS, dtype="float32")
-
-
 @pytest.mark.parametrize(
     ("rows", "waits", "exposed"),
     [
@@ -139,7 +135,7 @@ def seconds_of(rows, waits):
 def test_communication_overlaps_with_the_computation_that_does_not_wait_for_it(
     rows, waits, exposed
 ):
-    found = seconds_of(rows, waits)
+    found = time_of_course(course_of(rows, waits), SLOW, SLOW_LINKS, dtype="float32")
     assert math.isclose(found.exposed, exposed, abs_tol=1e-3)
     assert math.isclose(
         found.communication, 3 * sum(isinstance(what, Collective) for _, what in rows), abs_tol=1e-3

@@ -98,13 +98,12 @@ def test_segments_alone_are_a_snapshot_without_events(tmp_path):
 def test_windows_paths_are_read_as_those_of_linux():
     linux, windows = Training(), Training(windows=True)
     frames = [linux.in_forward("mlp", 5), windows.in_forward("mlp", 5)]
-    first, second = ([*map(as_frame, stack)] for stack in frames)
-    assert origin_of(tuple(first)) == origin_of(tuple(second))
-    assert origin_of(tuple(first)).line == "mlp train.py:5 < train_step train.py:90"
-
-
-def as_frame(frame):
-    return Frame(frame["name"], frame["filename"], frame["line"])
+    first, second = (
+        origin_of(tuple(Frame(one["name"], one["filename"], one["line"]) for one in stack))
+        for stack in frames
+    )
+    assert first == second
+    assert first.line == "mlp train.py:5 < train_step train.py:90"
 
 
 # Files that are no snapshot.
