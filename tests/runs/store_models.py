@@ -35,6 +35,12 @@ def new_state(
     return TrainingState(model, optimizer, scheduler, **options)
 
 
+def linear_training(rate: float = 0.1) -> tuple[nn.Module, torch.optim.SGD]:
+    """Build the smallest model, which takes two numbers, and its optimizer."""
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=rate)
+
+
 def train(state: TrainingState, steps: int) -> list[float]:
     """Train some steps and return the losses; inputs and dropout use torch's generator."""
     losses = []

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from attached_scripts import PLAIN, attached, flip_a_bit, start
+from store_models import linear_training
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
@@ -88,9 +89,7 @@ def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted
 
 def attach(folder, **options):
     torch.manual_seed(0)
-    model = nn.Linear(2, 2)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    return saving(model, optimizer, runs=folder, **{"rollback_every": 1, **options})
+    return saving(*linear_training(), runs=folder, **{"rollback_every": 1, **options})
 
 
 def go(run, batches, *, epochs=None):
@@ -186,8 +185,7 @@ def test_starting_a_new_run_in_the_folder_of_another_fails_before_deleting(tmp_p
 
 def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
     """Refuse it, because it would restart at each resume without an error."""
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = linear_training()
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     with pytest.raises(
         ValueError, match=r"has a learning rate scheduler that saving\(\) was not given"
@@ -200,8 +198,7 @@ def test_a_scheduler_that_was_not_passed_is_refused(tmp_path):
 
 
 def test_an_optimizer_that_the_loop_has_used_has_no_forgotten_schedule(tmp_path):
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = linear_training()
     options = {"steps": 1, "schedule": lambda step: 0.5}
     run_training_steps(
         model, optimizer, [torch.ones(2)], lambda model, x: model(x).sum(), **options

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from attached_scripts import PLAIN, attached, flip_a_bit, on_ranks, start
 from rank_calls import run_on_ranks
+from store_models import linear_training
 from warm_python import warm_python
 
 from curry_train.runs import SavedRun, attach, saving
@@ -119,8 +120,7 @@ class SignalAt:
 def train_three_steps(folder):
     """Return the steps done, and the exit status, 0 where the training came to its end."""
     torch.manual_seed(7)
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = linear_training()
     losses = []
     try:
         run = saving(model, optimizer, runs=folder, rollback_every=2, recovery_every=None)

@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from journals import lines_of
+from store_models import linear_training
 from torch import nn
 from torch.optim import SGD
 
@@ -68,8 +69,7 @@ def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path)
 
 
 def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_path):
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1)
+    model, optimizer = linear_training()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     with saving(model, optimizer, scheduler, runs=tmp_path / "run", journal=True) as run:
         for _ in run.epochs(range(2)):
@@ -92,8 +92,7 @@ def test_a_journal_and_a_watch_need_the_losses(tmp_path, option):
 
 
 def test_the_journal_is_closed_when_the_last_save_fails(tmp_path, monkeypatch):
-    model = torch.nn.Linear(2, 2)
-    run = saving(model, SGD(model.parameters(), lr=0.1), runs=tmp_path, journal=True)
+    run = saving(*linear_training(), runs=tmp_path, journal=True)
     run.step(loss=1.0)
     monkeypatch.setattr(run.policy, "save_now", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

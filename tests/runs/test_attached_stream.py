@@ -10,6 +10,7 @@ import signal
 import pytest
 import torch
 from journals import lines_of
+from store_models import linear_training
 from torch import nn
 from toy_steps import drawn
 
@@ -115,8 +116,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_equal(tmp_path, number):
 
 def test_settings_of_this_start_replace_saved_ones_only_on_request(tmp_path):
     def started(rate, **options):
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        model, optimizer = linear_training(rate)
         with saving(model, optimizer, runs=tmp_path / "run", stream=Rows(), **options) as run:
             run.step(loss=1.0)
             return optimizer.param_groups[0]["lr"]

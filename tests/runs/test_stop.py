@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+from store_models import linear_training
 from torch.utils.data import DataLoader, TensorDataset
 
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, saving
@@ -28,9 +29,7 @@ def later():
 
 
 def run_of(folder, **options):
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return saving(model, optimizer, runs=folder, rollback_every=100, **options)
+    return saving(*linear_training(), runs=folder, rollback_every=100, **options)
 
 
 def train(run, loader, *, stop_after=None):
