@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from attached_scripts import PLAIN, attached, flip_a_bit, start
-from store_models import linear_training
+from store_models import equal, linear_training
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
@@ -83,7 +83,7 @@ def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted
     assert rest == devs[1:]
     plain = torch.load(folder / "weights.pt")
     ours = torch.load(tmp_path / "ours/weights.pt")
-    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+    assert equal(plain, ours)
     assert SavedRun(tmp_path / "ours/run").latest().step == 3 * STEPS
 
 

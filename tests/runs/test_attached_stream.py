@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 from journals import lines_of
-from store_models import linear_training
+from store_models import equal, linear_training
 from torch import nn
 from toy_steps import drawn
 
@@ -74,10 +74,6 @@ def train(folder, *, steps=STEPS, at_step=None, loss_at=None, attach=saving, **o
     return run, copy.deepcopy(model.state_dict()), losses
 
 
-def same(first, second):
-    return all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_a_step_that_is_not_finite_is_rolled_back_at_once(tmp_path):
     run, _, _ = train(tmp_path / "run", loss_at=25)
     assert run.steps == STEPS
@@ -111,7 +107,7 @@ def test_a_run_stopped_by_a_signal_resumes_bit_equal(tmp_path, number):
     run, resumed, rest = train(tmp_path / "ended", steps=20, attach=drawing)
     assert (run.ended_by, run.exit_status) == ("steps", 0)
     assert first + rest == losses
-    assert same(weights, resumed)
+    assert equal(weights, resumed)
 
 
 def test_settings_of_this_start_replace_saved_ones_only_on_request(tmp_path):

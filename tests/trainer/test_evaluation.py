@@ -3,11 +3,10 @@
 Run with `python -m pytest tests/trainer/test_evaluation.py`.
 """
 
-import copy
-
 import pytest
 import torch
 from rank_calls import run_on_ranks
+from unchanged import unchanged
 
 from curry_train.loop import mean_loss
 from curry_train.workloads import load_workload
@@ -51,14 +50,8 @@ def test_evaluation_leaves_the_model_and_generators_unchanged():
     """Evaluate without BatchNorm learning from dev samples or dropout moving generators."""
     module = CASE.build().train()
     next(module.children()).eval()
-    modes = [part.training for part in module.modules()]
-    before = copy.deepcopy(module.state_dict())
-    state = torch.get_rng_state()
-    measure(module)
-    assert [part.training for part in module.modules()] == modes
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(parameter.grad is None for parameter in module.parameters())
+    with unchanged(module):
+        measure(module)
 
 
 def test_ranks_share_samples_that_do_not_divide_evenly():
