@@ -79,3 +79,8 @@ def lines_of(folder):
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return lines
+
+
+def column(folder, kind, name):
+    """Return a fact of each event of a kind."""
+    return [line[name] for line in lines_of(folder) if line["kind"] == kind]

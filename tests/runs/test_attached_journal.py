@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from journals import lines_of
+from journals import column
 from store_models import linear_training
 from torch import nn
 from torch.optim import SGD
@@ -53,19 +53,15 @@ def test_the_journal_shows_a_resumed_run_equal_to_an_uninterrupted_one(tmp_path)
     assert found["losses"]["first"] is None
     assert found["losses"]["num_common"] == 12
     assert len(ended.attempts) == 2
-    lines = lines_of(tmp_path / "ended")
-    assert [line["step"] for line in lines if line["kind"] == "resume"] == [6]
-    assert [line["reason"] for line in lines if line["kind"] == "stop"] == [
-        "Interrupted: within a step",
-        "closed",
-    ]
-    assert [line["step"] for line in lines if line["kind"] == "save"] == [3, 6, 9, 12]
-    assert [line["of_step"] for line in lines if line["kind"] == "prune"] == [3, 6]
-    assert [line["value"] for line in lines if line["kind"] == "eval"] == [0.5]
-    rates = {line["step"]: line["learning_rate"] for line in lines if line["kind"] == "step"}
-    assert rates == pytest.approx(
-        {step: 0.1 * 0.5 ** ((step - 1) // 4) for step in range(1, 13)}
-    )  # allocated by the step itself
+    folder = tmp_path / "ended"
+    assert column(folder, "resume", "step") == [6]
+    assert column(folder, "stop", "reason") == ["Interrupted: within a step", "closed"]
+    assert column(folder, "save", "step") == [3, 6, 9, 12]
+    assert column(folder, "prune", "of_step") == [3, 6]
+    assert column(folder, "eval", "value") == [0.5]
+    assert column(folder, "step", "learning_rate") == pytest.approx(
+        [0.1 * 0.5 ** ((step - 1) // 4) for step in column(folder, "step", "step")]
+    )
 
 
 def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_path):
@@ -77,8 +73,7 @@ def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_pat
                 optimizer.step()
                 run.step(loss=model(row).sum())
             scheduler.step()
-    rates = [line["learning_rate"] for line in lines_of(tmp_path / "run") if line["kind"] == "step"]
-    assert rates == [0.1, 0.1, 0.05, 0.05]
+    assert column(tmp_path / "run", "step", "learning_rate") == [0.1, 0.1, 0.05, 0.05]
 
 
 @pytest.mark.parametrize("option", [{"journal": True}, {"spike": {"action": "warn"}}])

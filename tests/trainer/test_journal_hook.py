@@ -3,7 +3,7 @@
 Run with `python -m pytest tests/trainer/test_journal_hook.py`.
 """
 
-from journals import lines_of
+from journals import column, lines_of
 from training_models import opened
 
 from curry_train.trainer import train_run
@@ -44,4 +44,4 @@ def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
     assert (last["learning_rate"], last["seconds"]) == (report.learning_rate, report.seconds)
     assert 0 < last["epoch"] < 1
     assert last["peak_bytes"] > 2**20
-    assert [line["value"] for line in lines if line["kind"] == "eval"][-1] == report.dev_loss
+    assert column(done.folder, "eval", "value")[-1] == report.dev_loss
