@@ -3,11 +3,11 @@
 Run: `python -m pytest tests/cli/test_environment.py`.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_runs import finished
 
 import environment
 
@@ -32,12 +32,7 @@ print(curry_train.__name__)
 def run(folder, *, python=">=3.11", dependencies="", text=None):
     script = folder / "measure.py"
     script.write_text(text or SCRIPT.format(python=python, dependencies=dependencies))
-    program = (
-        f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({str(script)!r})"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
+    return finished(sys.executable, script, PYTHONPATH=str(SCRIPTS))
 
 
 def test_with_all_requirements_the_script_runs_and_can_import_the_package(tmp_path):

@@ -6,10 +6,10 @@ python -m pytest tests/cli/test_memory_page.py
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from command_runs import finished
 from snapshot_files import owned_blocks, trained
 
 from curry_train.cli.figures import plot_course
@@ -64,12 +64,8 @@ def check_moment(owned, index, text, owners, blocks):
 
 def in_node(path, *arguments):
     script = Path(__file__).parent / "page_in_node.js"
-    done = subprocess.run(
-        [NODE, str(script), str(path), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = finished(NODE, script, path, *arguments)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

@@ -3,12 +3,11 @@
 python -m pytest tests/cli/test_output_places.py
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command_runs import flat, ran
+from command_runs import finished, flat, ran
 
 from curry_train.cli.screen import screen_command
 from curry_train.core.wording import parse_bytes
@@ -18,20 +17,16 @@ COMMAND = [sys.executable, "-m", "curry_train"]
 needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="this system has no /dev/full")
 
 
-def run(command, **options):
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
-
-
 @needs_full_device
 def test_a_full_standard_output_is_one_line():
-    done = run(["sh", "-c", '"$@" > /dev/full', "sh", *COMMAND, "list"])
+    done = finished("sh", "-c", '"$@" > /dev/full', "sh", *COMMAND, "list")
     assert done.returncode == 2
     assert done.stderr.startswith("Error: No space left on device (")
 
 
 def test_a_reader_that_has_ended_gets_no_traceback():
     waits = 'sleep 0.2; "$@"; echo "status $?" >&2'
-    done = run(["sh", "-c", f"({waits}) | true", "sh", *COMMAND, "list"])
+    done = finished("sh", "-c", f"({waits}) | true", "sh", *COMMAND, "list")
     assert done.stderr == "status 1\n"
 
 

@@ -4,11 +4,10 @@ python -m pytest tests/core/test_lazy_names.py
 """
 
 import importlib
-import subprocess
 import sys
 
 import pytest
-from tree import ROOT
+from command_runs import finished
 
 from curry_train import primitives
 
@@ -41,4 +40,4 @@ def test_importing_a_package_does_not_import_torch():
         "import sys, curry_train.primitives, curry_train.core.wording; "
         "sys.exit('torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT / "template").returncode == 0
+    assert finished(sys.executable, "-c", program).returncode == 0

@@ -4,25 +4,19 @@ python -m pytest tests/core/test_torch_version.py
 """
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-TEMPLATE = Path(__file__).resolve().parents[2] / "template"
+from command_runs import finished
+from tree import ROOT
 
 
 def imported_with(folder, *, version, options=()):
     (folder / "torch").mkdir()
     (folder / "torch/__init__.py").write_text("raise ImportError('nothing needs torch here')\n")
     (folder / "torch/version.py").write_text(f"__all__ = []\n__version__ = '{version}'\n")
-    return subprocess.run(
-        [sys.executable, *options, "-c", "import curry_train"],
-        env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{TEMPLATE}"},
-        capture_output=True,
-        text=True,
-    )
+    path = f"{folder}{os.pathsep}{ROOT}/template"
+    return finished(sys.executable, *options, "-c", "import curry_train", PYTHONPATH=path)
 
 
 @pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cu130", "2.110.0", "3.0"])

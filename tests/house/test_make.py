@@ -6,10 +6,9 @@ Run: `python -m pytest tests/house/test_make.py`.
 
 import os
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
+from command_runs import finished
 from tree import ROOT
 
 # Replaces pytest: writes the report that PYTEST_ADDOPTS names.
@@ -22,13 +21,6 @@ exit {status}
 ALL_RIGHT = REPORTING.format(passed=9999, status=0)
 
 
-def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = os.environ | environment
-    return subprocess.run(
-        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60
-    )
-
-
 def test_an_older_python_is_refused_in_one_line(tmp_path):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copyfile(ROOT / name, tmp_path / name)
@@ -38,7 +30,7 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1 && exit\n[ "$1" = -c ] && exit 1\n'
     )
     python.chmod(0o755)
-    done = run(["make", "test"], tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
+    done = finished("make", "test", cwd=tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
     assert lines == [
@@ -52,7 +44,7 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
 def test_make_help_lists_every_target():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
-    targets = [line.split()[0] for line in run(["make", "help"], ROOT).stdout.splitlines()]
+    targets = [line.split()[0] for line in finished("make", "help", cwd=ROOT).stdout.splitlines()]
     assert sorted(targets) == sorted(phony.split()[1:])
 
 
@@ -72,4 +64,4 @@ def test_ci_fails_when_any_of_its_commands_fails(tmp_path, test, static, expecte
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     (tmp_path / "test.sh").write_text(test)
     (tmp_path / "Makefile").write_text(f"test:\n\t@sh test.sh\nstatic:\n\t@{static}\n")
-    assert run([".ci/run"], tmp_path).returncode == expected
+    assert finished(".ci/run", cwd=tmp_path).returncode == expected

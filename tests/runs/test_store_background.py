@@ -3,11 +3,11 @@
 python -m pytest tests/runs/test_store_background.py
 """
 
-import subprocess
 import time
 
 import pytest
 import torch
+from command_runs import finished
 from store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
 from tree import ROOT
 from warm_python import warm_python
@@ -160,20 +160,18 @@ def test_an_error_before_a_save_leaves_no_folder(store, monkeypatch):
 
 
 AT_EXIT = """
-import sys, time
-sys.path[:0] = {paths}
+import time
 from curry_train.runs import BackgroundSaver, Store
 from store_models import CountedFiles, new_state
-store = Store({root!r}, files=CountedFiles({root!r}, ask=lambda operation: time.sleep(0.005)))
+store = Store(".", files=CountedFiles(".", ask=lambda operation: time.sleep(0.005)))
 saver = BackgroundSaver(store)
 saver.save("rollback", 1, new_state())
 """
 
 
 def test_a_process_finishes_its_save_before_it_ends(tmp_path):
-    paths = [str(ROOT / "template"), str(ROOT / "tests/runs")]
-    code = AT_EXIT.format(paths=paths, root=str(tmp_path))
-    done = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, timeout=120)
+    paths = f"{ROOT}/template:{ROOT}/tests/runs"
+    done = finished(warm_python(), "-c", AT_EXIT, cwd=tmp_path, PYTHONPATH=paths)
     assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
 
 

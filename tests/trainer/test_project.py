@@ -4,13 +4,11 @@ Run with `python -m pytest tests/trainer/test_project.py`.
 """
 
 import json
-import os
 import shlex
-import subprocess
 
 import pytest
 from command_runs import finished
-from journals import lines_of
+from journals import column
 from warm_python import warm_python
 
 from curry_train.cli.ownership import find_bundle, project_files
@@ -59,27 +57,15 @@ def run(project, *command):
 
 def test_threads_under_make_wait_asleep(project):
     rule = "shown: ; @echo $$OMP_WAIT_POLICY"
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
-    shown = subprocess.run(
-        ["make", "--silent", "--eval", rule, "shown"],
-        cwd=project,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert shown.stdout == "PASSIVE\n"
+    line = ["env", "-u", "OMP_WAIT_POLICY", "make", "--silent", "--eval", rule, "shown"]
+    assert finished(*line, cwd=project).stdout == "PASSIVE\n"
 
 
 def figures(runs):
-    """Return the loss, norm and rate of each step, and the dev losses, of the only run."""
+    """Return the steps with their losses, norms and rates, and the dev losses, of the only run."""
     (folder,) = runs.iterdir()
-    lines = lines_of(folder)
-    steps = [line for line in lines if line["kind"] == "step"]
-    kept = [
-        (line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in steps
-    ]
-    return kept, [line["value"] for line in lines if line["kind"] == "eval"]
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [column(folder, "step", name) for name in names], column(folder, "eval", "value")
 
 
 def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
@@ -87,7 +73,7 @@ def test_the_visible_loop_is_bit_equal_to_the_trainer(project, tmp_path):
     run(project, "train.py", *words, f"runs={tmp_path}/own")
     run(project, "-c", BY_THE_TRAINER, *words, f"runs={tmp_path}/trainer")
     own = figures(tmp_path / "own")
-    assert len(own[0]) == 4
+    assert own[0][0] == [1, 2, 3, 4]
     assert len(own[1]) == 2
     assert own == figures(tmp_path / "trainer")
     again = ["--resume", "my_project-001", *words, f"runs={tmp_path}/own"]
