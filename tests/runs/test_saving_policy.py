@@ -19,12 +19,11 @@ def steps(run, kind):
     return [one.step for one in SavedRun(run).committed(kind)]
 
 
-def train_on(policy, state, until, *, losses=None, dev=None):
-    """Train to a step; `losses` and `dev` are the values reported for steps."""
+def train_on(policy, state, until, *, dev=None):
+    """Train to a step; `dev` are the dev losses reported for steps."""
     saved = []
     while state.step < until:
-        loss = train(state, 1)[0]
-        metrics = {"loss": (losses or {}).get(state.step, loss)}
+        metrics = {"loss": train(state, 1)[0]}
         if dev and state.step in dev:
             metrics["dev_loss"] = dev[state.step]
         saved += policy.after_step(state.step, state, metrics)

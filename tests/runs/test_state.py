@@ -15,17 +15,17 @@ from curry_train.primitives.recompute import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
 
 
-def goes_on_alike(store, make, *, steps=2, act=train):
+def goes_on_alike(store, make, *, steps=2):
     """Save after some steps, load into another bundle, and compare state and the next steps."""
     state, other = make(seed=0), make(seed=1)
-    act(state, steps)
+    train(state, steps)
     # A load clears gradients.
     other.model(torch.randn(6, WIDTH)).sum().backward()
     saved = store.save("rollback", 1, state)
-    expected, ahead = tensors_of(state), act(state, 3)
+    expected, ahead = tensors_of(state), train(state, 3)
     notes = store.load(saved, other)
     assert equal(tensors_of(other), expected)
-    assert act(other, 3) == ahead
+    assert train(other, 3) == ahead
     assert equal(tensors_of(other), tensors_of(state))
     return notes
 
@@ -223,14 +223,12 @@ def test_a_load_writes_into_the_optimizers_tensors(store):
     assert equal(tensors_of(other), tensors_of(state))
 
 
-def wider():
-    return nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 5)
-    )
-
-
 def shorter():
-    return nn.Sequential(*list(network())[:3])
+    return network()[:3]
+
+
+def wider():
+    return nn.Sequential(*shorter(), nn.Linear(16, 5))
 
 
 def longer():

@@ -276,7 +276,7 @@ def test_a_partial_load_takes_the_parameters_that_fit_and_nothing_else(store):
     state = new_state()
     train(state, 2)
     saved = store.save("rollback", 2, state)
-    other = new_state(seed=1, build=lambda: nn.Sequential(*list(network())[:3], nn.Linear(16, 5)))
+    other = new_state(seed=1, build=lambda: nn.Sequential(*network()[:3], nn.Linear(16, 5)))
     expected = {
         name: value
         for name, value in tensors_of(state).items()
