@@ -5,6 +5,7 @@ Run with `python -m pytest tests/trainer/test_benchmark.py`.
 
 import pytest
 import torch
+from test_timing import Clock
 from torch import nn
 from toy_steps import square_sum
 
@@ -37,16 +38,6 @@ def test_an_accumulated_step_waits_for_the_device_before_and_after(monkeypatch):
     optimizer.register_step_post_hook(lambda *_: waited.append(0))
     run_accumulated_step(model, optimizer, [torch.randn(2, 4)], square_sum)
     assert waited == [1, 0, 1]
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def take(self, seconds):
-        self.now += seconds
 
 
 def test_steps_are_compared_with_the_first():
