@@ -5,7 +5,7 @@ python -m pytest tests/trainer/test_equip.py
 
 import pytest
 import torch
-from journals import lines_of
+from journals import column, lines_of
 from library_trainers import Model, hugging_face, lightning, weights
 from torch import nn
 from torch.utils.data import DataLoader
@@ -49,10 +49,6 @@ def samples():
 
 def rows():
     return [{"inputs": row, "labels": row} for row in samples()]
-
-
-def losses(folder):
-    return [one["loss"] for one in lines_of(folder) if one["kind"] == "step"]
 
 
 class Trained:
@@ -111,52 +107,25 @@ class Trained:
 LIBRARIES = ("hugging_face", "lightning", "accelerate")
 
 
-def sft_trainer(folder, steps, dropout=0.1):
-    """Return an SFTTrainer of TRL over random tokens, with dropout in its attention."""
+def sft_trainer(folder):
+    """Return an SFTTrainer of TRL with dropout in its attention."""
     reason = "TRL is not installed here: `make long` runs this test in .venv/finetune"
-    trl = pytest.importorskip("trl", reason=reason)
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    pytest.importorskip("trl", reason=reason)
+    from trl_trainers import tuned
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=2, attention_dropout=dropout, pad_token_id=0)
-    words = {"<pad>": 0, "<eos>": 1} | {str(word): word for word in range(2, 64)}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
-    arguments = trl.SFTConfig(
-        str(folder),
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_steps=steps,
-        save_steps=2,
-        logging_steps=1,
-        learning_rate=1e-3,
-        max_grad_norm=0,
-        lr_scheduler_type="constant",
-        # TRL turns recompute on by itself.
-        gradient_checkpointing=False,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    rows = [{"input_ids": row.tolist()} for row in torch.randint(2, 64, (16, 17))]
-    return trl.SFTTrainer(
-        LlamaForCausalLM(config),
-        arguments,
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
+    trainer = tuned(dropout=0.1)
+    trainer.args.output_dir = str(folder)
+    trainer.args.max_steps = STEPS
+    trainer.args.logging_steps = 1
+    # TRL turns recompute on by itself.
+    trainer.args.gradient_checkpointing = False
+    return trainer
 
 
 def test_one_line_in_an_sft_trainer_of_trl_is_equal_to_the_bit(tmp_path):
-    plain = sft_trainer(tmp_path / "plain", STEPS)
+    plain = sft_trainer(tmp_path / "plain")
     plain.train()
-    added = sft_trainer(tmp_path / "added", STEPS)
+    added = sft_trainer(tmp_path / "added")
     equip(added, journal=tmp_path / "run", **ADDED)
     attention = added.model.model.layers[0].self_attn
     runs = []
@@ -165,7 +134,7 @@ def test_one_line_in_an_sft_trainer_of_trl_is_equal_to_the_bit(tmp_path):
     assert torch.equal(weights(added.model), weights(plain.model))
     # Twice for each of the batches of each step.
     assert len(runs) == 2 * 2 * STEPS
-    assert len(losses(tmp_path / "run")) == STEPS
+    assert len(column(tmp_path / "run", "step", "loss")) == STEPS
     assert newest_whole(tmp_path / "added") is not None
 
 
@@ -179,7 +148,7 @@ def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_th
     assert torch.equal(weights(getattr(added, library)()), plain)
     # Each block runs again in backward, and its dropout draws the same.
     assert Block.runs == 2 * runs
-    assert len(losses(tmp_path / "run")) == STEPS
+    assert len(column(tmp_path / "run", "step", "loss")) == STEPS
     assert lines_of(tmp_path / "run")[-1]["kind"] == "stop"
     assert newest_whole(tmp_path / "added") is not None
     assert newest_whole(tmp_path / "plain") is None
@@ -229,7 +198,7 @@ def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):
 def test_a_spike_is_in_the_journal_of_a_trainer_that_is_watched(tmp_path):
     trained = Trained(tmp_path, journal=tmp_path / "run", watch=SpikeConfig())
     trained.accelerate(rate=1e30)
-    assert "spike" in {one["kind"] for one in lines_of(tmp_path / "run")}
+    assert column(tmp_path / "run", "spike", "step")
 
 
 def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tmp_path):
@@ -240,7 +209,7 @@ def test_accelerate_journal_goes_on_from_the_step_of_the_state_that_is_loaded(tm
     found = lines_of(tmp_path / "run")
     opened = [(one["kind"], one["step"]) for one in found if one["kind"] in ("start", "resume")]
     assert opened == [("start", 0), ("resume", 0), ("resume", 4)]
-    assert [one["step"] for one in found if one["kind"] == "step"][-4:] == [5, 6, 7, 8]
+    assert column(tmp_path / "run", "step", "step")[-4:] == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize("library", ["hugging_face", "lightning"])
@@ -287,7 +256,7 @@ def test_a_model_that_configure_model_builds_is_changed_once(tmp_path):
     trainer.fit_loop.epoch_loop.max_steps = 2
     trainer.fit(module, loader)
     assert Block.runs == 2 * 2 * 3
-    assert len(losses(tmp_path / "run")) == 2
+    assert len(column(tmp_path / "run", "step", "loss")) == 2
 
 
 def test_what_can_not_be_added_is_refused(tmp_path):
