@@ -11,16 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-from command_runs import flat
+from command_runs import flat, ran
+from journals import column
+from tree import ROOT
 
-from curry_train.cli.main import main
 from curry_train.runs.files import Files
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = [
     "model=training_models:tiny",
     "batch_size=4",
@@ -40,16 +38,14 @@ def start(*words, cwd):
     )
 
 
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Run the command in this process; return its status, output and errors."""
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run(*words):
-        ended = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["train", *words])
-        return ended.exit_code, ended.stdout, ended.stderr
 
-    return run
+def trained(*words, status=0):
+    """Return the result of the command for the tiny model."""
+    return ran("train", *TINY, *words, status=status)
 
 
 def wait_for(path, text, process):
@@ -61,31 +57,30 @@ def wait_for(path, text, process):
     pytest.fail(f"{path} never had {text}: {process.communicate(timeout=10)}")
 
 
-def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path, train):
+def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
-    status, out, error = train(*TINY, "--json", "end.json", "--seed", "3")
-    assert (status, error) == (0, "")
-    assert out.splitlines()[-1] == "4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp"
+    first = trained("--json", "end.json", "--seed", "3")
+    assert first.stderr == ""
+    assert first.stdout.endswith(
+        "\n4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp\n"
+    )
     ended = json.loads((tmp_path / "end.json").read_text())
     assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
     assert 4 < ended["dev_loss"] < 6
     assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()
-    status, out, _ = train(*TINY, "--resume", "latest")
-    assert status == 0
-    assert (
-        out.splitlines()[-1]
-        == "nothing to do: runs/mine-001 has its 4 steps; increase steps= to go on"
+    assert trained("--resume", "latest").stdout.endswith(
+        "\nnothing to do: runs/mine-001 has its 4 steps; increase steps= to go on\n"
     )
 
 
-def test_a_loss_that_is_not_finite_ends_with_status_1(train):
-    status, _, error = train(*TINY, "optimizer.learning_rate=1e18", "clip_norm=null", "steps=9")
-    assert status == 1
-    assert "The weights were not changed" in flat(error)
+def test_a_loss_that_is_not_finite_ends_with_status_1():
+    words = ("optimizer.learning_rate=1e18", "clip_norm=null", "steps=9")
+    error = flat(trained(*words, status=1).stderr)
+    assert "The weights were not changed" in error
     assert "Traceback" not in error
 
 
-def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train, monkeypatch):
+def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(monkeypatch):
     """Report at the end of the run that the background save failed."""
 
     create = Files.create
@@ -96,22 +91,20 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(train,
         return create(files, key)
 
     monkeypatch.setattr(Files, "create", full)
-    status, _, error = train(*TINY, "steps=2")
-    assert status == 1, error
-    assert "free some space" in flat(error)
+    error = flat(trained("steps=2", status=1).stderr)
+    assert "free some space" in error
     assert "Traceback" not in error
 
 
-def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path, train, monkeypatch):
+def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    status, _, error = train(*TINY, "log.tensorboard=true")
-    assert status == 2, error
+    refused = trained("log.tensorboard=true", status=2)
     message = "log.tensorboard needs the package tensorboard: pip install tensorboard"
-    assert message in flat(error)
+    assert message in flat(refused.stderr)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_signal_saves_and_the_run_goes_on(tmp_path, train):
+def test_a_signal_saves_and_the_run_goes_on(tmp_path):
     journal = tmp_path / "runs/run-001/journal.jsonl"
 
     def stop():
@@ -121,18 +114,16 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path, train):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
-    status, out, error = train(*TINY, "steps=100000", "log.every=1000", "--seed", "3")
-    assert status == 128 + signal.SIGTERM, error
-    lines = out.splitlines()[-2:]
+    long = ("steps=100000", "log.every=1000")
+    stopped = trained(*long, "--seed", "3", status=128 + signal.SIGTERM)
+    lines = stopped.stdout.splitlines()[-2:]
     assert lines[0].startswith("stopped by SIGTERM after step ")
-    words = " ".join([*TINY, "steps=100000", "log.every=1000"])
+    words = " ".join([*TINY, *long])
     assert lines[1] == f"go on with --resume run-001 {words} seed=3"
     step = int(lines[0].split()[5].strip(","))
-    status, out, error = train(*TINY, "seed=3", "--resume", "run-001", f"steps={step + 2}")
-    assert status == 0, error
-    assert f"from step {step}\n" in out
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(1, step + 3))
+    resumed = trained("seed=3", "--resume", "run-001", f"steps={step + 2}")
+    assert f"from step {step}\n" in resumed.stdout
+    assert column(journal.parent, "step", "step") == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(600)
@@ -150,11 +141,17 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     assert process.returncode != 0
 
 
-def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start(train):
-    words = ["--model", "mlp", "data.source=workload", "batch_size=8", "microbatch=8", "name=a"]
+def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start():
+    words = [
+        "train",
+        "--model",
+        "mlp",
+        "data.source=workload",
+        "batch_size=8",
+        "microbatch=8",
+        "name=a",
+    ]
     words.append("evaluate.every=null")
-    assert train(*words, "steps=1", "optimizer.learning_rate=2e-3")[0] == 0
-    status, output, error = train(*words, "steps=2", "--resume", "latest")
-    assert status == 0, error
-    text = flat(output + error)
-    assert "optimizer.learning_rate: 0.002 -> 0.003" in text
+    ran(*words, "steps=1", "optimizer.learning_rate=2e-3")
+    resumed = ran(*words, "steps=2", "--resume", "latest")
+    assert "optimizer.learning_rate: 0.002 -> 0.003" in flat(resumed.output)
