@@ -13,7 +13,6 @@ from command_runs import finished
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import TECHNIQUES, Bundle
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 REAL = command.find_bundle()
 # The real `lazy_names`, without the names that core hands on.

@@ -7,7 +7,8 @@ import ast
 import re
 import tomllib
 
-from scaffold_case import REAL, ROOT, scaffold, tree, write
+from scaffold_case import REAL, scaffold, tree, write
+from tree import ROOT
 
 from curry_train.cli.ownership import (
     TECHNIQUES,

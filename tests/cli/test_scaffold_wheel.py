@@ -5,7 +5,6 @@ Run: `python -m pytest tests/cli/test_scaffold_wheel.py`.
 
 import functools
 import io
-import json
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from scaffold_case import ROOT, scaffold, shell, tree, write
+from journals import column
+from scaffold_case import scaffold, shell, tree, write
+from tree import ROOT
 
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import (
@@ -154,8 +155,7 @@ def test_make_train_creates_the_environment_once_and_trains(environment, clone, 
     made = shell(train, cwd=project, **offline)
     assert made.returncode == 0, made.stdout + made.stderr
     (journal,) = (project / "runs").glob("*/journal.jsonl")
-    events = [json.loads(line) for line in journal.read_text().splitlines()]
-    losses = [event["loss"] for event in events if event["kind"] == "step"]
+    losses = column(journal.parent, "step", "loss")
     assert len(losses) == 12
     assert losses[-1] < losses[0]
     assert "pip install" not in shell("make --dry-run train", cwd=project, **offline).stdout
