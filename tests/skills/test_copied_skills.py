@@ -7,15 +7,16 @@ Run: `python -m pytest tests/skills/test_copied_skills.py`.
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 from pages import fenced_blocks
-from tree import ROOT, files, skills
+from tree import ROOT, skills
 from warm_python import warm_python
+
+from clients import copy_bundle
 
 # Each skill opens its steps with this paragraph.
 ORIENTATION = """\
@@ -92,14 +93,6 @@ def user(tmp_path):
     return folder
 
 
-def copy_bundle(root: Path) -> Path:
-    for path in files(ROOT):
-        target = root / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
-    return root
-
-
 @pytest.fixture(scope="module")
 def read_only(elsewhere):
     """Copy the bundle as a client installs it, where nobody may write."""
@@ -123,13 +116,9 @@ def written_at(root: Path) -> dict[Path, int]:
 @pytest.fixture(scope="module")
 def cloned(elsewhere):
     """Clone as ORIENTATION says; git's insteadOf puts a local repository in the address's place."""
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed, and a copied skill gets the rest with it")
     folder, environment = elsewhere
     origin = copy_bundle(folder / "origin")
     clone, address = re.search(r"`(git clone (\S+) ~/curry-train)`", ORIENTATION).groups()
-    git = f"git -C {shlex.quote(str(origin))} -c user.name=test -c user.email=test@localhost"
-    run(f"{git} init --quiet && {git} add --all && {git} commit -qm all", folder, environment)
     (folder / "home/.gitconfig").write_text(f'[url "file://{origin}"]\n\tinsteadOf = {address}\n')
     run(clone, folder, environment)
     return folder / "home/curry-train"
