@@ -36,18 +36,24 @@ def written(folder, value):
     return folder
 
 
+def newest(folder):
+    """Return the path of the newest whole checkpoint in a folder."""
+    found = newest_whole(folder)
+    return found and str(Path(found).relative_to(folder))
+
+
 # Folders and files.
 
 
 def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
     """After a run was taken up from step 100, step 200 is newer than the old step 300."""
-    assert newest_whole(tmp_path / "not there") is None
+    assert newest(tmp_path / "not there") is None
     # Lightning begins a new folder at each start.
     places = ("version_0/checkpoint-100", "version_0/checkpoint-300", "version_1/checkpoint-200")
     for place in places:
         commit_folder(written(tmp_path / place, 1))
     written(tmp_path / "version_0/checkpoint-400", 1)
-    assert newest_whole(tmp_path) == str(tmp_path / places[-1])
+    assert newest(tmp_path) == places[-1]
     found = inspect_checkpoint(tmp_path / places[-1])
     assert found.whole is True
     assert list(found.hashed.values()) == [2]
@@ -69,11 +75,11 @@ def test_a_damaged_folder_is_passed_over_with_a_warning(tmp_path, caplog, how):
     commit_folder(written(tmp_path / "checkpoint-1", 1))
     DAMAGE[how](commit_folder(written(tmp_path / "checkpoint-2", 2)))
     with caplog.at_level(logging.WARNING):
-        assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-1")
+        assert newest(tmp_path) == "checkpoint-1"
     assert "checkpoint-2" in caplog.text
     assert inspect_checkpoint(tmp_path / "checkpoint-2").whole is not True
     flip(tmp_path / "checkpoint-1/model.bin")
-    assert newest_whole(tmp_path) is None
+    assert newest(tmp_path) is None
 
 
 def test_a_file_is_whole_before_and_after_the_moment_of_its_rename(tmp_path, monkeypatch):
@@ -94,12 +100,12 @@ def test_a_file_is_whole_before_and_after_the_moment_of_its_rename(tmp_path, mon
         patch.setattr(Path, "replace", fail)
         with pytest.raises(OSError, match="killed here"):
             replaced(b"third")
-    assert newest_whole(tmp_path) == str(tmp_path / "last.ckpt")
+    assert newest(tmp_path) == "last.ckpt"
     assert (tmp_path / "last.ckpt").read_bytes() == b"second"
     replaced(b"fourth")
-    assert newest_whole(tmp_path) == str(tmp_path / "last.ckpt")
+    assert newest(tmp_path) == "last.ckpt"
     (tmp_path / "last.ckpt").write_bytes(b"fifth!")
-    assert newest_whole(tmp_path) is None
+    assert newest(tmp_path) is None
 
 
 # Hugging Face.
@@ -119,19 +125,18 @@ def folders(path):
 def test_hugging_face_resumes_from_the_newest_whole_checkpoint(tmp_path):
     straight = trainer_of(tmp_path)
     commit_checkpoints(straight).train()
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert newest(tmp_path) == "checkpoint-6"
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
     # The library alone loads a flipped bit of its weights in silence.
     model = tmp_path / "checkpoint-6/model.safetensors"
     flip(model, model.stat().st_size - 2)
-    chosen = newest_whole(tmp_path)
-    assert chosen == str(tmp_path / "checkpoint-4")
+    assert newest(tmp_path) == "checkpoint-4"
     resumed = commit_checkpoints(trainer_of(tmp_path))
-    resumed.train(resume_from_checkpoint=chosen)
+    resumed.train(resume_from_checkpoint=newest_whole(tmp_path))
     assert torch.equal(weights(resumed.model), weights(straight.model))
     # Step 6 was saved again, in place of the damaged one.
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert newest(tmp_path) == "checkpoint-6"
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
 
 
@@ -164,10 +169,10 @@ def test_a_save_over_a_committed_checkpoint_may_die(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         again.train()
     # The half-written folder of step 6 gives way to the one that was committed before.
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-4")
+    assert newest(tmp_path) == "checkpoint-4"
     shutil.rmtree(tmp_path / "checkpoint-4")
     shutil.rmtree(tmp_path / "checkpoint-2")
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-6")
+    assert newest(tmp_path) == "checkpoint-6"
     assert folders(tmp_path) == ["checkpoint-6"]
 
 
@@ -184,7 +189,7 @@ def test_a_limit_that_is_set_later_counts_after_the_commit_and_is_given_back(tmp
         patch.setattr("curry_train.runs.trainers.commit_folder", commit)
         with pytest.raises(Killed):
             trainer.train()
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert newest(tmp_path) == "checkpoint-2"
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     trainer.train()
     assert folders(tmp_path) == ["checkpoint-6"]
@@ -209,7 +214,7 @@ def test_accelerate_writes_under_another_name_and_renames(tmp_path, monkeypatch)
     accelerator, model, _ = accelerated(tmp_path)
     target = tmp_path / "state"
     assert accelerator.save_state(str(target)) == str(target)
-    assert newest_whole(tmp_path) == str(target)
+    assert newest(tmp_path) == "state"
     first = model.weight.detach().clone()
 
     nn.init.ones_(model.weight)
@@ -217,14 +222,14 @@ def test_accelerate_writes_under_another_name_and_renames(tmp_path, monkeypatch)
         patch.setattr(torch, "save", lambda *_, **__: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             accelerator.save_state(str(target))
-    assert newest_whole(tmp_path) == str(target)
+    assert newest(tmp_path) == "state"
     accelerator.load_state(str(target))
     assert torch.equal(model.weight, first)
 
     nn.init.ones_(model.weight)
     accelerator.save_state(str(target))
     flip(target / "model.safetensors", 100)
-    assert newest_whole(tmp_path) is None
+    assert newest(tmp_path) is None
     with pytest.raises(ValueError, match="needs a folder"):
         accelerator.save_state()
 
@@ -245,9 +250,9 @@ def test_accelerates_own_naming_keeps_its_limit_after_the_commit(tmp_path):
     for _ in range(4):
         accelerator.save_state()
     assert folders(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoints/checkpoint_3")
+    assert newest(tmp_path) == "checkpoints/checkpoint_3"
     flip(tmp_path / "checkpoints/checkpoint_3/optimizer.bin")
-    assert newest_whole(tmp_path) == str(tmp_path / "checkpoints/checkpoint_2")
+    assert newest(tmp_path) == "checkpoints/checkpoint_2"
 
 
 # Lightning.
@@ -274,18 +279,17 @@ def test_lightning_files_are_committed_found_and_verified(tmp_path):
     assert files == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt", "last.ckpt"]
     # A manifest goes with its file when Lightning deletes one.
     assert folders(tmp_path) == sorted([*files, *(f"{name}.manifest.json" for name in files)])
-    newest = newest_whole(tmp_path)
-    assert newest == str(tmp_path / "last.ckpt")
-    assert inspect_checkpoint(newest).format == "Lightning checkpoint"
-    assert [*inspect_checkpoint(newest).hashed.values()] == [1]
+    assert newest(tmp_path) == "last.ckpt"
+    path = tmp_path / "last.ckpt"
+    assert inspect_checkpoint(path).format == "Lightning checkpoint"
+    assert [*inspect_checkpoint(path).hashed.values()] == [1]
 
-    data = Path(newest).read_bytes()
-    place = data.index(model.weight.detach().numpy().tobytes())
-    flip(tmp_path / "last.ckpt", place)
-    assert inspect_checkpoint(newest).whole is False
-    assert newest_whole(tmp_path) == str(tmp_path / "epoch=0-step=4.ckpt")
+    place = path.read_bytes().index(model.weight.detach().numpy().tobytes())
+    flip(path, place)
+    assert inspect_checkpoint(path).whole is False
+    assert newest(tmp_path) == "epoch=0-step=4.ckpt"
     with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt is not what was saved"):
-        fitted(tmp_path / "again", ckpt_path=newest)
+        fitted(tmp_path / "again", ckpt_path=path)
 
 
 # The journal.
