@@ -28,7 +28,7 @@ from torture_shapes import Call
 
 @pytest.fixture
 def saved(store):
-    return store, store.save("rollback", 1, new_state())
+    return store.save("rollback", 1, new_state())
 
 
 def forge(store, saved, name, data):
@@ -46,6 +46,11 @@ def read_manifest_loosely(store, saved):
     return parse_manifest(store.files.read(f"{saved.folder}/manifest.json"))
 
 
+def refused(store, saved, message="."):
+    with pytest.raises(DamagedCheckpoint, match=message):
+        store.load(saved, new_state())
+
+
 def forge_index(store, saved, change):
     """Forge the index of the tensors: `change` gets it, and the entry of one tensor."""
     content = load(store.files.read(f"{saved.folder}/state.pt"))
@@ -53,26 +58,23 @@ def forge_index(store, saved, change):
     forge(store, saved, "state.pt", dump(content))
 
 
-def test_a_call_in_torchs_index_is_not_executed(saved, tmp_path):
-    store, found = saved
+def test_a_call_in_torchs_index_is_not_executed(store, saved, tmp_path):
     call = Call(os.system, f"touch {tmp_path}/trace")
-    forge(store, found, ".metadata", pickle.dumps(call))
+    forge(store, saved, ".metadata", pickle.dumps(call))
     state = new_state(seed=1)
-    store.load(found, state)
+    store.load(saved, state)
     assert equal(tensors_of(state), tensors_of(new_state()))
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_pickle_in_place_of_a_tensor_is_not_executed(saved, tmp_path):
+def test_a_pickle_in_place_of_a_tensor_is_not_executed(store, saved, tmp_path):
     """Rely on torch, which reads tensors with weights_only and refuses anything else."""
-    store, found = saved
     stream = io.BytesIO()
     torch.save(Call(os.mkdir, str(tmp_path / "trace")), stream)
-    forge(store, found, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
+    forge(store, saved, "__0_0.distcp", stream.getvalue().ljust(60_000, b"\0"))
     place = [0, len(stream.getvalue())]
-    forge_index(store, found, lambda _, entry: operator.setitem(entry[2][0], slice(3, 5), place))
-    with pytest.raises(DamagedCheckpoint):
-        store.load(found, new_state())
+    forge_index(store, saved, lambda _, entry: operator.setitem(entry[2][0], slice(3, 5), place))
+    refused(store, saved)
     assert not (tmp_path / "trace").exists()
 
 
@@ -86,44 +88,36 @@ STATES = {
 
 
 @pytest.mark.parametrize("data", [*map(dump, STATES.values()), b"{", b"", pickle.dumps({})])
-def test_invalid_state_values_are_damage(saved, data):
-    store, found = saved
-    forge(store, found, "state.pt", data)
-    with pytest.raises(DamagedCheckpoint):
-        store.load(found, new_state())
+def test_invalid_state_values_are_damage(store, saved, data):
+    forge(store, saved, "state.pt", data)
+    refused(store, saved)
 
 
-def test_a_call_in_the_state_is_refused_and_not_executed(saved, tmp_path):
-    store, found = saved
+def test_a_call_in_the_state_is_refused_and_not_executed(store, saved, tmp_path):
     call = Call(os.system, f"touch {tmp_path}/trace")
-    forge(store, found, "state.pt", dump({"values": call}))
-    with pytest.raises(DamagedCheckpoint):
-        store.load(found, new_state())
+    forge(store, saved, "state.pt", dump({"values": call}))
+    refused(store, saved)
     assert not (tmp_path / "trace").exists()
 
 
-def test_a_state_that_would_take_for_ever_or_much_memory_is_refused(saved, monkeypatch):
-    store, found = saved
+def test_a_state_that_would_take_for_ever_or_much_memory_is_refused(store, saved, monkeypatch):
     monkeypatch.setattr("curry_train.core.unpickle.MOST_SECONDS", 3)
-    whole = io.BytesIO(store.files.read(f"{found.folder}/state.pt"))
+    whole = io.BytesIO(store.files.read(f"{saved.folder}/state.pt"))
     for bomb in (b"})" + b"2\x86" * 60 + b"K\x01s.", b"]r\xff\xff\xff\x7f."):
         forged = io.BytesIO()
         with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(forged, "w") as made:
             for one in archive.namelist():
                 made.writestr(one, bomb if one.endswith("data.pkl") else archive.read(one))
-        forge(store, found, "state.pt", forged.getvalue())
-        with pytest.raises(DamagedCheckpoint, match="memory, time or stack"):
-            store.load(found, new_state())
+        forge(store, saved, "state.pt", forged.getvalue())
+        refused(store, saved, "memory, time or stack")
 
 
 @pytest.mark.parametrize("name", ["../state.pt", "a/b", "/etc/passwd", "..", ""])
-def test_names_in_a_manifest_may_not_lead_outside(saved, name):
-    store, found = saved
-    manifest = read_manifest(store.files, found.folder)
+def test_names_in_a_manifest_may_not_lead_outside(store, saved, name):
+    manifest = read_manifest(store.files, saved.folder)
     forged = dataclasses.replace(manifest, files={**manifest.files, name: FileEntry(1, "00")})
-    store.files.path(f"{found.folder}/manifest.json").write_bytes(forged.render())
-    with pytest.raises(DamagedCheckpoint):
-        store.load(found, new_state())
+    store.files.path(f"{saved.folder}/manifest.json").write_bytes(forged.render())
+    refused(store, saved)
 
 
 def entry(number, value):
@@ -157,20 +151,20 @@ FORGED_INDICES = {
 
 
 @pytest.mark.parametrize("name", FORGED_INDICES)
-def test_a_forged_index_is_refused_before_anything_changes(saved, name):
-    store, found = saved
-    forge_index(store, found, FORGED_INDICES[name])
+def test_a_forged_index_is_refused_before_anything_changes(store, saved, name):
+    forge_index(store, saved, FORGED_INDICES[name])
     state = new_state(seed=1)
     before = tensors_of(state)
     with pytest.raises((DamagedCheckpoint, StateMismatch)):
-        store.load(found, state)
+        store.load(saved, state)
     assert equal(tensors_of(state), before)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
-def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name, monkeypatch):
+def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(
+    store, saved, name, monkeypatch
+):
     """Make files of 8 GiB without content: reading one whole would end the test's process."""
-    store, found = saved
     newer = store.save("rollback", 2, new_state())
     path = store.files.path(f"{newer.folder}/{name}")
     manifest = read_manifest_loosely(store, newer)
@@ -183,7 +177,7 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(saved, name
         monkeypatch.setattr("curry_train.runs.store.verify_files", lambda *_: None)
     assert MOST_MANIFEST_BYTES < 2**33
     resumed = load_chosen(store, new_state(seed=1))
-    assert (resumed.saved, list(resumed.damaged)) == (found, [newer.folder])
+    assert (resumed.saved, list(resumed.damaged)) == (saved, [newer.folder])
 
 
 WRONG_VALUES = {
@@ -205,13 +199,12 @@ WRONG_VALUES = {
 
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
-def test_wrong_values_are_refused(saved, name):
-    store, found = saved
-    content = load(store.files.read(f"{found.folder}/state.pt"))
+def test_wrong_values_are_refused(store, saved, name):
+    content = load(store.files.read(f"{saved.folder}/state.pt"))
     WRONG_VALUES[name](content["values"], content["ranks"][0]["random"])
-    forge(store, found, "state.pt", dump(content))
+    forge(store, saved, "state.pt", dump(content))
     with pytest.raises((DamagedCheckpoint, StateMismatch)):
-        store.load(found, new_state(seed=1))
+        store.load(saved, new_state(seed=1))
 
 
 def test_a_best_checkpoint_with_a_false_header_is_damage(store):
@@ -225,5 +218,4 @@ def test_a_best_checkpoint_with_a_false_header_is_damage(store):
         b"",
     ):
         forge(store, found, "model.safetensors", forged)
-        with pytest.raises(DamagedCheckpoint):
-            store.load(found, new_state())
+        refused(store, found)
