@@ -239,8 +239,7 @@ def test_an_arm_without_guidance_has_the_same_files_and_no_arm_has_the_answers(t
 
 
 def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp_path, monkeypatch):
-    (name, *_) = SHORT
-    case = CASES[name]
+    case = CASES[QUICK]
     words = 'sh -c \'test -d "$1/skills" && echo "$2" && echo home $HOME\' sh {plugin} {prompt}'
     status, _, transcript = evals.run_agent(words, case, "whole", tmp_path / "first")
     assert status == 0
@@ -254,9 +253,8 @@ def test_an_agent_gets_the_prompt_the_plugin_and_a_home_and_is_ended_in_time(tmp
 
 def test_an_agent_with_the_index_has_the_lines_and_the_command(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}")
-    (name, *_) = SHORT
     words = "sh -c 'cmp AGENTS.md CLAUDE.md && tail -n 12 AGENTS.md && curry-train --help'"
-    status, _, transcript = evals.run_agent(words, CASES[name], "index", tmp_path / "run")
+    status, _, transcript = evals.run_agent(words, CASES[QUICK], "index", tmp_path / "run")
     assert status == 0, transcript
     assert "`curry-train plan --target h100 TRAIN`" in transcript
     assert "Check your own training loop" in transcript
