@@ -61,52 +61,6 @@ def test_an_internal_error_is_a_line_with_its_place():
     assert ended_by(lambda: parse_bytes("much")).endswith("such as 24GiB or 512MiB")
 
 
-# The user's code ends Python, or raises what is no Exception.
-
-SOURCE = """
-import sys
-import torch
-from torch import nn
-
-class Strange(BaseException):
-    pass
-
-class Net(nn.Linear):
-    def forward(self, x):
-        sys.exit("in forward")
-
-def exits():
-    sys.exit(3)
-
-def strange():
-    raise Strange("no weights")
-
-def lines():
-    raise RuntimeError("no weights\\nin two lines")
-
-def forward():
-    return Net(3, 3), torch.randn(4, 3)
-"""
-
-
-@pytest.mark.parametrize(
-    ("factory", "message"),
-    [
-        ("exits", "the factory raised SystemExit: 3 (ends.py:14)"),
-        ("strange", "the factory raised Strange: no weights (ends.py:17)"),
-        ("lines", "the factory raised RuntimeError: no weights in two lines (ends.py:20)"),
-        ("forward", "a forward on the batch raised SystemExit: in forward (ends.py:11)"),
-    ],
-)
-def test_a_factory_that_ends_python_is_one_line(tmp_path, monkeypatch, factory, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ends.py").write_text(SOURCE)
-    done = ran("memory", "--model", f"ends.py:{factory}", status=2)
-    del sys.modules["ends"]
-    assert message in flat(done.stderr)
-    assert "Traceback" not in done.stderr
-
-
 def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")

@@ -151,11 +151,3 @@ def test_the_fewest_gpus_take_several_meshes():
     found = ran(*line.split(), command=plan_command)
     assert "replicate=1,shard=1" in found.output
     assert "replicate=1,shard=2" in found.output
-
-
-def test_the_fewest_gpus_take_a_trainer_or_a_script_too():
-    for option in ("--trainer", "--script"):
-        words = [option, "nowhere.py:make", "--fits", "h100"]
-        found = ran(*words, command=plan_command, status=2)
-        assert "leave out" not in found.output
-        assert "nowhere.py" in found.output

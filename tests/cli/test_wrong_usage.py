@@ -14,6 +14,7 @@ from warm_python import warm_python
 
 MODELS = """
 import os
+import sys
 
 import torch
 from torch import nn
@@ -43,6 +44,27 @@ def mismatch():
 
 def guessed():
     return nn.Sequential(nn.Flatten(0), nn.Linear(4, 4))
+
+# These end Python, or raise what is no Exception.
+
+def exits():
+    sys.exit(3)
+
+class Strange(BaseException):
+    pass
+
+def strange():
+    raise Strange("no weights")
+
+def lines():
+    raise RuntimeError("no weights\\nin two lines")
+
+class Net(nn.Linear):
+    def forward(self, x):
+        sys.exit("in forward")
+
+def exits_in_forward():
+    return Net(3, 3), torch.randn(4, 3)
 """
 
 MISTAKES = """
@@ -69,7 +91,11 @@ train --config none.yaml                    | can't read the configuration none.
 train --resume latest                       | has a saved state to resume from
 train parallel=ddp                          | this is a single process: start it with torchrun --nproc-per-node 2
 train parallel=fsdp2 ranks=8 batch_size=128 | torchrun --nproc-per-node 8 train.py parallel=fsdp2
-train model=mlp                             | use data.source=workload
+train model=mlp                             | this one takes a tuple: use data.source=workload
+train model=training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
+train model=training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
+train model=training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch
+train model=training_models:tiny 'recompute={strategy: selective, memory_threshold_mb: 1000}' | recompute.strategy=selective changes no layer of transformer: lower
 memory                                      | give either --model or --snapshot
 memory --model bert                         | no workload is called 'bert'
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
@@ -77,7 +103,13 @@ memory --model mlp --plot absent/step.png   | create it first
 memory --model mlp --snapshot made.py       | give either --model or --snapshot
 memory --snapshot made.py --dtype bfloat16  | --dtype is of a model
 memory --snapshot made.py                   | is no CUDA memory snapshot
+memory --model made.py:exits                | the factory raised SystemExit: 3 (made.py:37)
+memory --model made.py:strange              | the factory raised Strange: no weights (made.py:43)
+memory --model made.py:lines                | the factory raised RuntimeError: no weights in two lines (made.py:46)
+memory --model made.py:exits_in_forward     | a forward on the batch raised SystemExit: in forward (made.py:50)
 plan --model mlp                            | a plan needs a --budget
+plan --fits h100 --trainer nowhere.py:make  | Error: nowhere.py:make: there is no file
+plan --fits h100 --script nowhere.py        | Error: there is no file nowhere.py
 PLAN --budget 24                            | '24' has no unit: write 24GiB
 PLAN --budget 0                             | must be at least 1 byte
 PLAN --budget -1                            | must be at least 1 byte
@@ -139,6 +171,8 @@ runs estimate --parameters 7e9 rollback_every=1 rollback_every.x=1 | rollback_ev
 runs record --out A                         | give either --script or --trainer
 runs record --script gone.py --out A        | there is no file gone.py
 runs record --script train.py               | --out
+runs replay folder --script made.py         | folder is no box: give a folder that holds box.json
+runs replay folder --script nowhere.py      | there is no file nowhere.py
 runs locate A B                             | runs record
 runs resume-check --steps 5 --kill-at 5     | --kill-at 5 has to be below --steps 5
 runs resume-check --script nowhere.py       | there is no file nowhere.py

@@ -119,10 +119,8 @@ def test_block_10_is_not_inside_block_1():
 def test_a_pattern_without_a_match_raises_an_error_that_lists_the_names():
     module = load_workload("snn").build()
     with pytest.raises(
-        ValueError, match=r"the pattern 'blocks\.\*' matches no module; there are layers, layers\.0"
+        ValueError, match=r"the pattern 'nothing' matches no module; there are layers, layers\.0"
     ):
-        find_blocks(module, "blocks.*")
-    with pytest.raises(ValueError, match="'nothing' matches no module"):
         find_blocks(module, iter(["layers.*", "nothing"]))
     with pytest.raises(TypeError, match=r"given by patterns of names, .*got ModuleList$"):
         find_blocks(module, module.layers)

@@ -23,7 +23,7 @@ from curry_train.data import (
     split_dev,
 )
 from curry_train.workloads import load_workload
-from curry_train.workloads.workload import Case, WorkloadError
+from curry_train.workloads.workload import Case
 
 EXAMPLE = {
     "tokens": torch.zeros(1, 4, dtype=torch.int64),
@@ -58,8 +58,6 @@ def test_hugging_face_gets_labels_that_it_shifts_itself():
 
 
 def test_a_model_without_token_input_is_refused_with_its_input():
-    with pytest.raises(ValueError, match=r"this one takes a tuple: use data\.source=workload"):
-        layout_of(load_workload("mlp").batch(1))
     with pytest.raises(ValueError, match="a mapping of pixels"):
         layout_of({"pixels": torch.zeros(1)})
 
@@ -219,9 +217,9 @@ def test_empty_data_are_refused():
         Order(0)
 
 
-def opened(model, *words, vocabulary=None):
+def opened(model, *words):
     config = load_config(None, words).data
-    whole = open_named_data(config, Case(load_workload(model)), vocabulary=vocabulary)
+    whole = open_named_data(config, Case(load_workload(model)))
     return split_dev(whole, config.dev_fraction)
 
 
@@ -245,13 +243,6 @@ def test_a_users_own_dataset_is_found_by_its_name():
     points, halves = train.batch([0, 199 - 20])
     assert points.shape == (2, 2)
     assert halves.tolist() == [0, 1]
-
-
-def test_text_with_more_tokens_than_the_vocabulary_is_refused():
-    with pytest.raises(
-        WorkloadError, match="text needs a vocabulary of 256 bytes, and transformer has 100 tokens"
-    ):
-        opened("training_models:few_tokens", vocabulary=100)
 
 
 def test_too_few_samples_to_train_on_are_refused(tmp_path):
