@@ -35,6 +35,12 @@ def new_state(
     return TrainingState(model, optimizer, scheduler, **options)
 
 
+def regressor() -> nn.Module:
+    """Build a model of four inputs and one output, with dropout and always the same weights."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+
+
 def linear_training(rate: float = 0.1) -> tuple[nn.Module, torch.optim.SGD]:
     """Build the smallest model, which takes two numbers, and its optimizer."""
     model = nn.Linear(2, 1)

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 from attached_scripts import PLAIN, attached, flip_a_bit, start
-from store_models import equal, linear_training
+from store_models import equal, linear_training, regressor
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
@@ -219,10 +219,9 @@ def test_a_measure_that_chooses_no_best_is_named_at_the_end(tmp_path, caplog):
 
 def trained_to(folder, until):
     """Train until so many steps are done; return the weights and the number of steps trained."""
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.3), nn.Linear(4, 1))
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    data = DataLoader(torch.randn(20, 2), batch_size=4, shuffle=True)
+    model = regressor()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = DataLoader(torch.randn(20, 4), batch_size=4, shuffle=True)
     run = saving(model, optimizer, runs=folder, rollback_every=100)
     num_trained = 0
     while run.continues(until=until):

@@ -8,7 +8,7 @@ import gc
 import pytest
 import torch
 from journals import column
-from store_models import linear_training
+from store_models import linear_training, regressor
 from torch import nn
 from torch.optim import SGD
 
@@ -23,9 +23,8 @@ class Interrupted(BaseException):
 
 def train(folder, *, steps=12, until=None):
     """Run a user's loop, which is interrupted after a step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
-    optimizer = SGD(model.parameters(), lr=0.1)
+    model = regressor()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, gamma=0.5)
     data = torch.randn(steps, 4)
     retention = {"rollback_keep": 2}

@@ -14,6 +14,7 @@ import torch
 from journals import lines_of
 from library_trainers import weights
 from rank_calls import run_on_ranks
+from store_models import regressor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,8 +52,7 @@ def train(
     own=None,
 ):
     """Train with dropout, shuffled data and a schedule; return the exit status or the end."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
+    model = regressor()
     if torch.distributed.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

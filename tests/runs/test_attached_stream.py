@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 from journals import lines_of
-from store_models import equal, linear_training
+from store_models import equal, linear_training, regressor
 from torch import nn
 from toy_steps import drawn
 
@@ -50,8 +50,7 @@ class Rows:
 
 def train(folder, *, steps=STEPS, at_step=None, loss_at=None, attach=saving, **options):
     """Train a user's loop with dropout; return the run, its weights and its losses."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.1), nn.ReLU(), nn.Linear(16, 1))
+    model = regressor()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     stream = Rows()
     options = {"spike": BACK, "rollback_every": 10, "journal": True, **options}

@@ -64,8 +64,12 @@ def train(folder, bad, *, steps=STEPS, change=None, wrap=lambda batch: batch, **
     return folder / "boxes"
 
 
+def box_of_step_11(folder, **options):
+    return train(folder, [11], box=True, **options) / "step-00000011"
+
+
 def test_a_box_has_the_state_before_the_step_its_batch_and_its_generators(tmp_path):
-    box = train(tmp_path, [11], box=True) / "step-00000011"
+    box = box_of_step_11(tmp_path)
     facts = read_facts(box)
     assert (facts.step, facts.checkpoint) == (11, "rollback/step-00000009.dcp")
     assert facts.losses["11"] == "nan"
@@ -79,10 +83,10 @@ def test_a_box_has_the_state_before_the_step_its_batch_and_its_generators(tmp_pa
 
 def test_the_state_of_a_box_takes_no_space_and_outlives_its_checkpoint(tmp_path):
     retention = {"rollback_keep": 1, "recovery_keep": 1}
-    box = train(tmp_path, [11], box=True, retention=retention) / "step-00000011"
+    box = box_of_step_11(tmp_path, retention=retention)
     assert not (tmp_path / "rollback/step-00000009.dcp").exists()
     assert SavedRun(box).verify("latest").step == 9
-    again = train(tmp_path / "second", [11], box=True) / "step-00000011"
+    again = box_of_step_11(tmp_path / "second")
     files = [one for one in (again / "rollback").rglob("*") if one.is_file()]
     assert {one.stat().st_nlink for one in files} == {2}
 
@@ -112,7 +116,7 @@ def test_a_step_before_the_first_save_is_kept_without_a_state(tmp_path):
 def test_a_batch_that_can_not_be_kept_is_named_and_the_rest_is_kept(
     options, reason, tmp_path, caplog
 ):
-    box = train(tmp_path, [11], box=True, **options) / "step-00000011"
+    box = box_of_step_11(tmp_path, **options)
     assert reason in caplog.text
     assert "A replay takes it from the script's own data" in caplog.text
     found = read_rank(box, 0)
@@ -146,7 +150,7 @@ def test_a_stream_that_hands_out_no_batches_is_named(tmp_path, caplog):
 def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train it.py", "--rate", "0.1"])
     with caplog.at_level(logging.WARNING):
-        box = train(tmp_path, [11], box=True) / "step-00000011"
+        box = box_of_step_11(tmp_path)
     command = f"curry-train runs replay {box} --script 'train it.py' -- --rate 0.1"
     assert command in caplog.text
 
@@ -155,7 +159,7 @@ def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
 
 
 def test_a_forged_box_runs_nothing(tmp_path):
-    box = train(tmp_path / "run", [11], box=True) / "step-00000011"
+    box = box_of_step_11(tmp_path / "run")
     call = Call(os.mkdir, str(tmp_path / "ran"))
     torch.save({"tensors": {}, "batches": [call]}, box / "rank-0.pt")
     with pytest.raises(DamagedCheckpoint):
