@@ -22,9 +22,9 @@ from curry_train.core.measure_compiled import (
     measure_allocated,
     with_own_code,
 )
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives import recompute_blocks
+from curry_train.workloads import Case
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
-from curry_train.workloads.workload import Case
 
 pytestmark = TRACING
 KIB = 2**10

@@ -13,8 +13,8 @@ from torch import nn
 from toy_steps import stacked
 
 from curry_train.core.blocks import NoBlocks, find_blocks, tensors_in
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.models import load_workload
+from curry_train.primitives import recompute_blocks
+from curry_train.workloads import load_workload
 
 
 class Residual(nn.Module):

@@ -22,7 +22,7 @@ from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import apply_sac, offload_blocks, recompute, recompute_blocks
-from curry_train.workloads.models import load_workload
+from curry_train.workloads import load_workload
 from curry_train.workloads.workload import call, without_cache
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))

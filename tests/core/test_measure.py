@@ -18,8 +18,7 @@ from curry_train.core.measure import (
     measure_memory,
 )
 from curry_train.core.measure_compiled import measure_allocated
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 
 @pytest.mark.parametrize("name", ["mlp", "transformer", "resnet"])

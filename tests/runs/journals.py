@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 
-from curry_train.runs.journal import Journal
+from curry_train.runs import Journal
 
 
 def clock():

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from curry_train.runs.files import Files
-from curry_train.runs.state import TrainingState
+from curry_train.runs import Files, TrainingState
 
 WIDTH = 8
 WRITES_PER_CHANGE = 200  # torch makes about twenty per tensor

@@ -20,8 +20,7 @@ from toy_steps import all_equal
 from warm_python import warm_python
 
 from curry_train.loop import run_training_steps
-from curry_train.runs import RunError, SavedRun
-from curry_train.runs.attach import saving
+from curry_train.runs import RunError, SavedRun, saving
 
 STEPS = 6  # steps per epoch
 

@@ -13,8 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from curry_train.cli.runs_diff import difference
-from curry_train.runs import saving
-from curry_train.runs.history import read_history
+from curry_train.runs import read_history, saving
 
 
 class Interrupted(BaseException):

@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from curry_train.runs import saving
-from curry_train.runs.history import read_history
+from curry_train.runs import read_history, saving
 
 BAD = range(90, 96)  # indices of drawn batches; an epoch has 40
 EPOCHS, BATCHES = 3, 40

@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from curry_train.primitives.grad_accum import NonFiniteWindow
-from curry_train.runs import RunError, SavedRun, saving
+from curry_train.primitives import NonFiniteWindow
+from curry_train.runs import DamagedCheckpoint, RunError, SavedRun, saving
 from curry_train.runs.box import BoxFacts, read_facts, read_rank
 from curry_train.runs.fingerprints import value_range
-from curry_train.runs.ranks import DamagedCheckpoint
 from curry_train.runs.replay import makes_not_finite
 from torture_shapes import Call
 

@@ -6,8 +6,7 @@ python -m pytest tests/runs/test_journal_history.py
 import pytest
 from journals import loss_of, plant_eventful
 
-from curry_train.runs.history import read_history
-from curry_train.runs.journal import Journal
+from curry_train.runs import Journal, read_history
 
 
 def test_each_attempt_counts_up_to_the_start_of_the_next(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from journals import plant
 
-from curry_train.runs.history import read_history
+from curry_train.runs import read_history
 from curry_train.runs.journal import (
     LONGEST_LINE_BYTES,
     JournalError,

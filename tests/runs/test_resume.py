@@ -8,8 +8,14 @@ import shutil
 import pytest
 from store_models import equal, flip, new_state, tensors_of, train
 
-from curry_train.runs import DamagedCheckpoint, HostileCheckpoint, SavedRun, StateMismatch, Store
-from curry_train.runs.policy_config import PolicyConfig
+from curry_train.runs import (
+    DamagedCheckpoint,
+    HostileCheckpoint,
+    PolicyConfig,
+    SavedRun,
+    StateMismatch,
+    Store,
+)
 from curry_train.runs.resume import NothingSaved, choose, load_chosen
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from curry_train.runs import PolicyConfig, Retention
 from curry_train.runs.layout import Metric, SavedCheckpoint
-from curry_train.runs.policy_config import PolicyConfig, Retention
 from curry_train.runs.retention import is_among_best, to_delete
 
 

@@ -7,10 +7,15 @@ import pytest
 import torch
 from store_models import new_state, train
 
-from curry_train.runs import BackgroundSaver, SavedRun, Store
-from curry_train.runs.policy import SavingPolicy
-from curry_train.runs.policy_config import PolicyConfig, Retention
-from curry_train.runs.resume import load_chosen
+from curry_train.runs import (
+    BackgroundSaver,
+    PolicyConfig,
+    Retention,
+    SavedRun,
+    SavingPolicy,
+    Store,
+    load_chosen,
+)
 
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=2, retention=Retention(3, 2))
 

@@ -12,9 +12,7 @@ from rank_calls import run_on_ranks
 from store_models import equal, flip, new_state, tensors_of, train
 from test_store_ranks import sharded
 
-from curry_train.runs import BackgroundSaver, Store
-from curry_train.runs.policy import SavingPolicy
-from curry_train.runs.policy_config import PolicyConfig, Retention
+from curry_train.runs import BackgroundSaver, PolicyConfig, Retention, SavingPolicy, Store
 
 # A save of so small a state takes about as long as a step: up to 200 saves, and step 8 is kept.
 AUTOMATIC = PolicyConfig(

@@ -10,9 +10,8 @@ import torch
 from store_models import WIDTH, Holder, new_state, train
 from torch import nn
 
-from curry_train.runs import TrainingState
+from curry_train.runs import PolicyConfig, TrainingState
 from curry_train.runs.policy import SavingPolicy, nan_by_design, what_is_wrong
-from curry_train.runs.policy_config import PolicyConfig
 
 EACH_STEP = PolicyConfig(rollback_every=1, recovery_every=None, best_k=1)
 

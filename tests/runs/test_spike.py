@@ -10,8 +10,7 @@ import numpy
 import pytest
 
 import spike_runs
-from curry_train.runs.policy_config import SpikeConfig
-from curry_train.runs.spike import SpikeWatchdog
+from curry_train.runs import SpikeConfig, SpikeWatchdog
 
 
 def alarms(losses, **config):

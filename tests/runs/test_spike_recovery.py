@@ -11,8 +11,7 @@ from dataclasses import asdict
 import pytest
 from store_models import new_state
 
-from curry_train.runs import Files, RunError
-from curry_train.runs.layout import SavedCheckpoint
+from curry_train.runs import Files, RunError, SavedCheckpoint
 from curry_train.runs.random_state import DataPosition
 from curry_train.runs.resume import NothingSaved, Resumed
 from curry_train.runs.spike import (

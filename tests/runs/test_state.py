@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
 
 

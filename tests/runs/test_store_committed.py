@@ -10,8 +10,7 @@ import shutil
 import pytest
 from store_models import new_state
 
-from curry_train.runs import RunError, SavedRun, SaveError, Store
-from curry_train.runs.files import Files
+from curry_train.runs import Files, RunError, SavedRun, SaveError, Store
 
 
 def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_it(

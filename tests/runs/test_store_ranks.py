@@ -16,9 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store
-from curry_train.runs.files import Files
-from curry_train.runs.resume import load_chosen
+from curry_train.runs import BackgroundSaver, Files, RunError, SavedRun, Store, load_chosen
 
 
 def sharded():

@@ -14,10 +14,15 @@ from rank_calls import run_on_ranks
 from store_models import new_state, train
 
 from curry_train.gates.two_ranks import RankProcesses
-from curry_train.runs import BackgroundSaver, SavedRun, SaveError, Store
-from curry_train.runs.policy import SavingPolicy
-from curry_train.runs.policy_config import PolicyConfig
-from curry_train.runs.resume import load_chosen
+from curry_train.runs import (
+    BackgroundSaver,
+    PolicyConfig,
+    SavedRun,
+    SaveError,
+    SavingPolicy,
+    Store,
+    load_chosen,
+)
 
 SAVES = ("foreground", "background", "policy")
 

@@ -11,9 +11,7 @@ from torch import nn
 
 from curry_train.gates.implementation import load_implementation
 from curry_train.gates.windows_by_hand import train_by_hand
-from curry_train.primitives.grad_accum import (
-    train_window,
-)
+from curry_train.primitives import train_window
 
 
 def divided_by_full_window(model, window, loss, optimizer):

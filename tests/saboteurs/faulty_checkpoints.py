@@ -13,11 +13,8 @@ import torch
 import torch.distributed as dist
 from saboteurs import planted
 
-from curry_train.runs import state
-from curry_train.runs.attach import saving
-from curry_train.runs.policy import SavingPolicy
+from curry_train.runs import SavingPolicy, TrainingState, saving, state
 from curry_train.runs.random_state import restore_random_state
-from curry_train.runs.state import TrainingState
 
 
 def not_restored(read, write, owner=SavingPolicy, name="resume"):

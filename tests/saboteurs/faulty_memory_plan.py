@@ -10,9 +10,7 @@ from saboteurs import planted
 
 from curry_train.gates import memory_plan
 from curry_train.gates.memory_plan import FULL_VARIANT, PLAIN_VARIANT, predict
-from curry_train.primitives import chunked_loss
-from curry_train.primitives.chunked_loss import apply_chunked_loss
-from curry_train.primitives.cross_entropy import chunked_cross_entropy
+from curry_train.primitives import apply_chunked_loss, chunked_cross_entropy, chunked_loss
 from curry_train.workloads.models import transformer
 
 LANGUAGE_MODEL = transformer(depth=3, dim=32, length=32, vocabulary=256, dropout=0.2)

@@ -7,7 +7,7 @@ import torch
 from saboteurs import planted
 
 from curry_train.gates import grad_flow
-from curry_train.primitives.grad_flow import GradFlow
+from curry_train.primitives import GradFlow
 
 
 class NoOp(GradFlow):

@@ -20,8 +20,7 @@ from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
 from curry_train.gates import offload
 from curry_train.gates import recompute as gates
-from curry_train.primitives.compile_budget import memory_budget
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives import memory_budget, recompute_blocks
 
 FROZEN_START = squares(
     lambda: stacked(lambda: feed_forward(8, 32), 3),

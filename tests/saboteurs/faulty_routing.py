@@ -10,7 +10,7 @@ from torch import nn
 from toy_steps import stacked
 
 from curry_train.core.blocks import find_blocks
-from curry_train.primitives.routing import keep_routing
+from curry_train.primitives import keep_routing
 
 WIDTH = 16
 EXPERTS = 4

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from toy_steps import stacked
 
 from curry_train.core.blocks import find_blocks
-from curry_train.primitives.regions import apply_regions
-from curry_train.primitives.sac import apply_sac
+from curry_train.primitives import apply_regions, apply_sac
 
 aten = torch.ops.aten
 

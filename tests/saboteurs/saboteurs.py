@@ -17,8 +17,8 @@ from typing import Any
 from unittest import mock
 
 from curry_train.gates.verdict import Claim, Gate, Verdict, claims, discover
+from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import load_workload, transformer
-from curry_train.workloads.workload import Case, Workload
 
 CASES: dict[str, Workload | str] = {
     "small": transformer(depth=2, dim=32, length=16, vocabulary=64),

@@ -26,8 +26,8 @@ from curry_train.primitives import (
     recompute_blocks,
     recompute_segments,
 )
+from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
-from curry_train.workloads.workload import Case
 
 ROWS = drawn(32, 16)
 

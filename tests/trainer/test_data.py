@@ -22,8 +22,7 @@ from curry_train.data import (
     read_library_text,
     split_dev,
 )
-from curry_train.workloads import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 EXAMPLE = {
     "tokens": torch.zeros(1, 4, dtype=torch.int64),

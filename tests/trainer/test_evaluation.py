@@ -9,8 +9,7 @@ from rank_calls import run_on_ranks
 from unchanged import unchanged
 
 from curry_train.loop import mean_loss
-from curry_train.workloads import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 CASE = Case(load_workload("resnet"))
 

@@ -16,8 +16,7 @@ from toy_steps import all_equal
 
 from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
-from curry_train.workloads import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 CASE = Case(load_workload("mlp"))
 

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curry_train.core.timing import NoSuchDevice
 from curry_train.runs.ranks import Ranks
 from curry_train.trainer import WrongLaunch, share, start_ranks
-from curry_train.workloads import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 
 @pytest.mark.parametrize(
