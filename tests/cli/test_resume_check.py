@@ -83,26 +83,29 @@ def test_a_start_that_loads_nothing_is_no_resume():
         began_after(STRAIGHT, STRAIGHT, 6)
 
 
-def checked(monkeypatch, folder, program, *words):
-    """Run the command on a program in a folder; return its status, its lines and its results."""
-    (folder / "program.py").write_text(program)
-    monkeypatch.chdir(folder)
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """Return a function that runs the command on a program."""
     monkeypatch.setattr(sys, "executable", warm_python())
-    given = ["--steps", "8", "--kill-at", "5", "--json", "found.json"]
-    status, output = call("resume-check", *given, *words)
-    path = folder / "found.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
-    names = {one.name for one in folder.iterdir() if one.suffix != ".json"}
-    assert names - {"__pycache__"} == {"program.py"}
-    # Behind the line on what the command does.
-    return status, output.splitlines(), found
+
+    def check(program, *words, given=("--script", "program.py")):
+        """Return the status of the command, its lines and its results."""
+        (tmp_path / "program.py").write_text(program)
+        options = ["--steps", "8", "--kill-at", "5", "--json", "found.json"]
+        status, output = call("resume-check", *options, *given, *words)
+        path = tmp_path / "found.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        names = {one.name for one in tmp_path.iterdir() if one.suffix != ".json"}
+        assert names - {"__pycache__"} == {"program.py"}
+        # Behind the line on what the command does.
+        return status, output.splitlines(), found
+
+    return check
 
 
 @pytest.mark.timeout(600)
-def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(
-    tmp_path, monkeypatch
-):
-    status, lines, found = checked(monkeypatch, tmp_path, PLAIN, "--script", "program.py", "all")
+def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(checked):
+    status, lines, found = checked(PLAIN, "all")
     assert status == 0, lines
     assert lines[:2] == [
         "8 steps, killed in step 5, resumed after step 3",
@@ -115,9 +118,8 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", PARTS)
-def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path, monkeypatch):
-    words = ("--script", "program.py", part)
-    status, lines, found = checked(monkeypatch, tmp_path, PLAIN, *words)
+def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
+    status, lines, found = checked(PLAIN, part)
     assert status == 1, lines
     assert set(found["differences"]) == {part}
     assert lines[1].startswith(f"NOT equal, {part}: ")
@@ -125,7 +127,7 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path,
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("program", "words", "lacks"),
+    ("program", "given", "lacks"),
     [
         (HUGGING_FACE, ("--trainer", "program.py:make"), set()),
         (LIGHTNING, ("--trainer", "program.py:make"), {"data order", "generators"}),
@@ -133,10 +135,8 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, tmp_path,
     ],
     ids=["transformers", "lightning", "accelerate"],
 )
-def test_each_part_of_a_library_is_missed_when_it_is_withheld(
-    program, words, lacks, tmp_path, monkeypatch
-):
-    status, lines, found = checked(monkeypatch, tmp_path, program, *words)
+def test_each_part_of_a_library_is_missed_when_it_is_withheld(program, given, lacks, checked):
+    status, lines, found = checked(program, given=given)
     assert set(found["differences"]) == lacks
     assert status == (1 if lacks else 0)
     # None of these has a gradient scaler on a CPU.
@@ -146,10 +146,9 @@ def test_each_part_of_a_library_is_missed_when_it_is_withheld(
 
 
 @pytest.mark.timeout(300)
-def test_a_program_whose_starts_differ_is_told_to_be_seeded(tmp_path, monkeypatch):
+def test_a_program_whose_starts_differ_is_told_to_be_seeded(checked):
     unseeded = PLAIN.replace("torch.manual_seed(0)", "torch.seed()")
-    words = ("--script", "program.py", "all")
-    status, lines, _ = checked(monkeypatch, tmp_path, unseeded, *words)
+    status, lines, _ = checked(unseeded, "all")
     assert status == 2
     assert "two starts differ already, data order: another batch (step 1)" in " ".join(lines)
 
@@ -177,9 +176,8 @@ with saving(model, optimizer, runs="run", rollback_every=2) as run:
 
 
 @pytest.mark.timeout(300)
-def test_generators_that_are_left_alone_need_no_seed_in_a_closure(tmp_path, monkeypatch, capfd):
-    words = ("--script", "program.py")
-    status, lines, found = checked(monkeypatch, tmp_path, SEEDED_IN_TORCH_ALONE, *words)
+def test_generators_that_are_left_alone_need_no_seed_in_a_closure(checked, capfd):
+    status, lines, found = checked(SEEDED_IN_TORCH_ALONE)
     assert status == 0, lines
     assert found["withheld"]["generators"]["generators"].startswith("torch")
     # The link to the newest state is put back as a link.
@@ -187,8 +185,7 @@ def test_generators_that_are_left_alone_need_no_seed_in_a_closure(tmp_path, monk
 
 
 @pytest.mark.timeout(300)
-def test_a_program_that_saves_nothing_is_told_how_to(tmp_path, monkeypatch):
-    words = ("--script", "program.py", "everything")
-    status, lines, _ = checked(monkeypatch, tmp_path, PLAIN, *words)
+def test_a_program_that_saves_nothing_is_told_how_to(checked):
+    status, lines, _ = checked(PLAIN, "everything")
     assert status == 2
     assert "Let the program save within 5 steps" in " ".join(lines)
