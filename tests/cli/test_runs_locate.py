@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/cli/test_runs_locate.py`.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,9 @@ from recorded_training import recorded
 from warm_python import warm_python
 
 from curry_train.cli import runs_locate
+
+record = functools.partial(ran, "runs", "record")
+locate = functools.partial(ran, "runs", "locate")
 
 SCRIPT = """\
 import sys
@@ -103,7 +107,6 @@ def other():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", warm_python())
     return tmp_path
 
@@ -111,13 +114,10 @@ def folder(tmp_path, monkeypatch):
 def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(folder, monkeypatch):
     (folder / "train.py").write_text(SCRIPT)
     for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
-        ended = ran(
-            "runs", "record", "--script", "train.py", "--steps", "2", "--out", name, "--", scale
-        )
+        ended = record("--script", "train.py", "--steps", "2", "--out", name, "--", scale)
         assert "recorded 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
-    monkeypatch.chdir("of")
-    found = ran("runs", "locate", "mine/A", "../B", "--op", "--json", "found.json", status=1)
+    found = locate("of/mine/A", "B", "--op", "--json", "found.json", status=1)
     text = flat(found.stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
@@ -139,7 +139,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
 def test_a_script_without_a_step_leaves_no_record(folder, text, message):
     (folder / "train.py").write_text(text)
     for _ in "ab":
-        ended = ran("runs", "record", "--script", "train.py", "--out", "A", status=2)
+        ended = record("--script", "train.py", "--out", "A", status=2)
         assert message in flat(ended.stderr)
 
 
@@ -172,22 +172,20 @@ while True:
 
 def record_with(name, **variables):
     with mock.patch.dict(os.environ, variables):
-        ran("runs", "record", "--script", "rounds.py", "--steps", "2", "--out", name)
+        record("--script", "rounds.py", "--steps", "2", "--out", name)
 
 
 def test_a_measured_tolerance_accepts_rounding(folder):
     (folder / "rounds.py").write_text(ROUNDS)
     record_with("A")
     record_with("B", TORCH_HALVES="1")
-    assert ran("runs", "locate", "A", "B", status=1).stdout.startswith(
-        "step 1, forward: model.0, call 0"
-    )
-    ended = ran("runs", "locate", "A", "B", "--tolerance", "auto")
+    assert locate("A", "B", status=1).stdout.startswith("step 1, forward: model.0, call 0")
+    ended = locate("A", "B", "--tolerance", "auto")
     assert "differ by rounding alone" in flat(ended.output)
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "rounds.py"]
     # A record has no other variables, so C's program would run as A's does.
     record_with("C", HALVES="1")
-    ended = ran("runs", "locate", "A", "C", "--tolerance", "auto", status=2)
+    ended = locate("A", "C", "--tolerance", "auto", status=2)
     assert "B does not repeat itself (step 1, forward: model.0" in flat(ended.output)
 
 
@@ -197,7 +195,7 @@ def test_the_setting_that_makes_the_difference_is_found(folder):
     record_with("B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
     python = f"{sys.executable} -m curry_train runs record --steps 2"
     command = f"{python} --script {{script}} --out {{out}} -- {{arguments}}"
-    ran("runs", "locate", "A", "B", "--bisect", command, "--json", "found.json", status=1)
+    locate("A", "B", "--bisect", command, "--json", "found.json", status=1)
     settings = json.loads((folder / "found.json").read_text())["settings"]
     assert settings["variable TORCH_OTHER"] == "makes none"
     assert settings["variable TORCH_EPSILON"].startswith("makes the difference: step 1, forward")
@@ -211,14 +209,14 @@ def record_as(folder, fault, **variables):
 
 
 def test_settings_that_only_act_together_are_found_together(folder, monkeypatch):
-    def record(command, settings, out):
+    def stand_in(command, settings, out):
         both = [settings[f"variable TORCH_{one}"] for one in ("ONE", "OTHER")]
         recorded(Path(out), "epsilon" if both == ["2", "2"] else "")
 
-    monkeypatch.setattr(runs_locate, "_run_template", record)
+    monkeypatch.setattr(runs_locate, "_run_template", stand_in)
     for name, fault, value in (("A", "", "1"), ("B", "epsilon", "2")):
         record_as(folder / name, fault, TORCH_ONE=value, TORCH_OTHER=value)
-    text = flat(ran("runs", "locate", "A", "B", "--bisect", "it", status=1).stdout)
+    text = flat(locate("A", "B", "--bisect", "it", status=1).stdout)
     assert "variable TORCH_ONE: makes none variable TORCH_OTHER: makes none" in text
     assert "all of these together: step 1, forward: model.h.1.ln, call 0" in text
 
@@ -234,7 +232,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
 def test_a_command_that_records_nothing_is_refused(folder, command, text):
     record_as(folder / "A", "", TORCH_OTHER="1")
     record_as(folder / "B", "epsilon", TORCH_OTHER="2")
-    ended = ran("runs", "locate", "A", "B", "--bisect", command, status=2)
+    ended = locate("A", "B", "--bisect", command, status=2)
     assert text in flat(ended.output)
 
 
@@ -242,8 +240,8 @@ def test_the_rank_that_differs_is_named(folder):
     (folder / "ranks.py").write_text(RANKS)
     for name in ("right", "wrong"):
         words = ["--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name]
-        ran("runs", "record", *words)
-    text = flat(ran("runs", "locate", "right", "wrong", status=1).stdout)
+        record(*words)
+    text = flat(locate("right", "wrong", status=1).stdout)
     start = json.loads((folder / "right" / "rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2
     assert text.startswith("step 2, data: the loop gives other data: input 0 of model, call 0")
@@ -254,8 +252,8 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
     (folder / "trainers.py").write_text(TRAINER)
     for name in ("seeded", "other"):
         words = ["--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name]
-        ran("runs", "record", *words)
-    text = flat(ran("runs", "locate", "seeded", "other", status=1).stdout)
+        record(*words)
+    text = flat(locate("seeded", "other", status=1).stdout)
     assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
     assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text
 
@@ -263,20 +261,20 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
 def test_equal_records_end_with_status_0(folder):
     recorded(folder / "A")
     recorded(folder / "B")
-    ended = ran("runs", "locate", "A", "B")
+    ended = locate("A", "B")
     assert ended.stdout.startswith("equal: ")
     # A difference on one rank alone is found.
     recorded(folder / "C", "epsilon")
     for name, other in (("A", "B"), ("B", "C")):
         shutil.copy(folder / other / "rank-0.jsonl", folder / name / "rank-1.jsonl")
-    ended = ran("runs", "locate", "A", "B", status=1)
+    ended = locate("A", "B", status=1)
     assert "(rank 1 of 2)" in flat(ended.output)
 
 
 def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     recorded(folder / "A")
     recorded(folder / "B", "epsilon")
-    ended = ran("runs", "locate", "A", "B", "--op", status=2)
+    ended = locate("A", "B", "--op", status=2)
     assert "need `runs record`" in flat(ended.output)
-    ended = ran("runs", "locate", "A", "B", "--bisect", "true {out}", status=2)
+    ended = locate("A", "B", "--bisect", "true {out}", status=2)
     assert "the command sets none of what differs" in flat(ended.output)
