@@ -133,39 +133,25 @@ def test_a_word_may_set_a_block_and_another_a_key_of_it():
     assert (config.spike.action, config.spike.window) == ("rollback", 16)
 
 
-def schedule(steps, **settings):
+@pytest.mark.parametrize(
+    ("settings", "factors"),
+    [
+        (
+            {"warmup_steps": 0, "least": 0},
+            {0: 1.0, 25: (1 + math.cos(math.pi / 4)) / 2, 50: 0.5, 100: 0.0},
+        ),
+        (
+            {"warmup_steps": 10, "least": 0.1},
+            {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 100: 0.1, 10_000: 0.1},
+        ),
+        (
+            {"warmup_steps": 0, "least": 0.5, "shape": "linear"},
+            {0: 1.0, 25: 0.875, 50: 0.75, 75: 0.625, 100: 0.5, 101: 0.5},
+        ),
+        ({"warmup_steps": 2, "shape": "constant"}, {0: 0.5, 1: 1.0, 2: 1.0, 100: 1.0}),
+    ],
+)
+def test_the_rate_rises_in_the_warm_up_and_falls_by_its_shape_to_the_least(settings, factors):
     words = [f"schedule.{name}={value}" for name, value in settings.items()]
-    return load_config(None, [f"steps={steps}", *words]).learning_rates()
-
-
-def test_cosine_has_its_value_at_each_turn():
-    factor = schedule(101, warmup_steps=0, least=0)
-    assert factor(0) == 1.0
-    assert factor(50) == pytest.approx(0.5)
-    assert factor(25) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert factor(100) == 0.0
-
-
-def test_warm_up_rises_in_a_line_to_the_peak_and_the_last_step_has_the_least():
-    factor = schedule(100, warmup_steps=10, least=0.1)
-    assert [factor(step) for step in (0, 4, 9)] == [0.1, 0.5, 1.0]
-    assert factor(10) == 1.0
-    assert factor(99) == pytest.approx(0.1)
-    assert factor(10_000) == pytest.approx(0.1)
-
-
-def test_linear_and_constant_schedules():
-    assert [schedule(5, least=0.5, shape="linear")(step) for step in range(6)] == [
-        1.0,
-        0.875,
-        0.75,
-        0.625,
-        0.5,
-        0.5,
-    ]
-    assert [schedule(5, warmup_steps=2, shape="constant")(step) for step in range(4)] == [
-        0.5,
-        1.0,
-        1.0,
-        1.0,
-    ]
+    factor = load_config(None, ["steps=101", *words]).learning_rates()
+    assert {step: factor(step) for step in factors} == pytest.approx(factors)
