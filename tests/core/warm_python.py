@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import NoReturn
 
 READY = (
     "click",
@@ -53,7 +52,7 @@ sys.exit(status)
 
 
 @functools.cache
-def warm_python() -> str:
+def warm_python():
     """Return the path of the command, which exists until this process ends."""
     # A socket's path must be short.
     folder = tempfile.TemporaryDirectory(prefix="warm", dir=FOLDER_AT_IMPORT)
@@ -72,7 +71,7 @@ def warm_python() -> str:
     command.write_text(f'#!/bin/sh\nexec {shlex.join(ask)} "$@"\n')
     command.chmod(0o755)
 
-    def end(owner: int = os.getpid()) -> None:
+    def end(owner: int = os.getpid()):
         if os.getpid() == owner:
             server.kill()
             server.communicate()
@@ -85,11 +84,11 @@ def warm_python() -> str:
 class WarmPython:
     """A path like that of `warm_python`, which starts the forking process at its first use."""
 
-    def __fspath__(self) -> str:
+    def __fspath__(self):
         return warm_python()
 
 
-def serve(place: str) -> None:
+def serve(place):
     """Fork for each request and return in the fork; end with the process that started it."""
     import gc
     import importlib
@@ -117,7 +116,7 @@ def serve(place: str) -> None:
     os._exit(0)
 
 
-def _take(asked: socket.socket, place: str) -> None:
+def _take(asked, place):
     """Fork: one process waits and answers, the other runs the requested command."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     asked.settimeout(None)
@@ -143,7 +142,7 @@ def _take(asked: socket.socket, place: str) -> None:
     sys.orig_argv[:] = [sys.executable, *words]
 
 
-def _answer(asked: socket.socket, process: int) -> NoReturn:
+def _answer(asked, process):
     """Send the exit status of a fork; kill the fork if the process that waits for it ends."""
     asked.setblocking(False)
     while not (ended := os.waitpid(process, os.WNOHANG))[0]:
@@ -154,7 +153,7 @@ def _answer(asked: socket.socket, process: int) -> NoReturn:
     os._exit(0)
 
 
-def run(words: list[str]) -> None:
+def run(words):
     """Run a file, `-m module` or `-c text` with its arguments, as the interpreter does."""
     import runpy
     import types

@@ -7,10 +7,9 @@ import ast
 import importlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tree import Skill, files, skills
+from tree import files, skills
 
 PACKAGE = "template/curry_train"
 WORKPLACE_WORD = re.compile(
@@ -69,7 +68,7 @@ PUBLIC_NAMES = {
 }
 
 
-def missing_names(promised: Mapping[str, str]) -> list[str]:
+def missing_names(promised):
     """Public names stay where users import them from."""
     violations = []
     for name, public in promised.items():
@@ -86,7 +85,7 @@ def missing_names(promised: Mapping[str, str]) -> list[str]:
     return violations
 
 
-def imports_inside_the_package_are_relative(root: Path) -> list[str]:
+def imports_inside_the_package_are_relative(root):
     """Owned copies work under any package name."""
     return [
         f"{path.relative_to(root)}:{node.lineno} imports curry_train by name: write a relative "
@@ -98,9 +97,9 @@ def imports_inside_the_package_are_relative(root: Path) -> list[str]:
     ]
 
 
-def private_torch_names_stay_in_one_module(root: Path) -> list[str]:
+def private_torch_names_stay_in_one_module(root):
     """A private name of torch is used in one module, so that a new torch breaks one place."""
-    users: dict[str, set[str]] = defaultdict(set)
+    users = defaultdict(set)
     for path in _python_files(root, PACKAGE):
         for name in _private_torch_names(_parse(path)):
             users[name].add(path.relative_to(root).as_posix())
@@ -111,7 +110,7 @@ def private_torch_names_stay_in_one_module(root: Path) -> list[str]:
     ]
 
 
-def nothing_mentions_the_workplace(root: Path) -> list[str]:
+def nothing_mentions_the_workplace(root):
     """No file has a path of a machine that it was written on, or a word on how it was written."""
     violations = []
     for path in files(root):
@@ -127,7 +126,7 @@ def nothing_mentions_the_workplace(root: Path) -> list[str]:
     return violations
 
 
-def links_lead_somewhere(root: Path) -> list[str]:
+def links_lead_somewhere(root):
     """A link of README, CHANGELOG or docs/ leads to a file; skillsaw looks at the other pages."""
     return [
         f"{page.relative_to(root)} links to {target}, which is not there: correct the link"
@@ -137,7 +136,7 @@ def links_lead_somewhere(root: Path) -> list[str]:
     ]
 
 
-def techniques_are_complete(root: Path) -> list[str]:
+def techniques_are_complete(root):
     """A skill `x-y` has a home module, the gates `x_y` and tests, and no gates lack a skill."""
     found = skills(root)
     violations = [f"skills/{skill.name} {gap}" for skill in found for gap in _gaps(skill, root)]
@@ -148,7 +147,7 @@ def techniques_are_complete(root: Path) -> list[str]:
     return violations
 
 
-def rooms_keep_their_budgets(root: Path) -> list[str]:
+def rooms_keep_their_budgets(root):
     """A folder has no more tokens than its budget; comments, docstrings and layout are free."""
     violations = []
     for folder, budget in BUDGETS.items():
@@ -170,7 +169,7 @@ RULES = (
 )
 
 
-def _num_tokens(path: Path) -> int:
+def _num_tokens(path):
     number = 0
     before = ":"
     begins_line = True
@@ -185,7 +184,7 @@ def _num_tokens(path: Path) -> int:
     return number
 
 
-def _gaps(skill: Skill, root: Path) -> Iterator[str]:
+def _gaps(skill, root):
     if not (root / "template" / skill.home).is_file():
         yield f"has no home: metadata.module names {skill.home}, which is not below template/"
     if not _binds_gates(root / PACKAGE / "gates" / f"{skill.technique}.py"):
@@ -196,25 +195,25 @@ def _gaps(skill: Skill, root: Path) -> Iterator[str]:
         yield f"has no tests: write tests/<room>/test_{skill.technique}.py"
 
 
-def _binds_gates(path: Path) -> bool:
+def _binds_gates(path):
     return path.is_file() and re.search(r"^GATES\b", path.read_text(), re.MULTILINE) is not None
 
 
-def _python_files(root: Path, folder: str) -> list[Path]:
+def _python_files(root, folder):
     return [path for path in files(root, folder) if path.suffix == ".py"]
 
 
-def _parse(path: Path) -> ast.Module:
+def _parse(path):
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def _absolute_imports(node: ast.AST) -> list[str]:
+def _absolute_imports(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
 
 
-def _private_torch_names(module: ast.Module) -> Iterator[str]:
+def _private_torch_names(module):
     """Yield the private names of torch that a module uses, aliases resolved."""
     nodes = list(ast.walk(module))
     aliases = {}
@@ -239,7 +238,7 @@ def _private_torch_names(module: ast.Module) -> Iterator[str]:
             yield name
 
 
-def _is_private_of_torch(name: str) -> bool:
+def _is_private_of_torch(name):
     """Return whether a dotted name has a private part; an operator's schema names it, not torch."""
     if not name.startswith("torch.") or not DOTTED.fullmatch(name):
         return False

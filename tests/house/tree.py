@@ -4,10 +4,8 @@ python -m pytest tests/house/test_house.py
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -24,7 +22,7 @@ HIDDEN_BUT_OURS = {
 GENERATED = {"__pycache__", "build", "dist", "node_modules"}
 
 
-def files(root: Path, folder: str = "") -> list[Path]:
+def files(root, folder=""):
     """List the project's own files below `folder`: no environment, no cache, no build output."""
     found = []
     for directory, folders, names in os.walk(root / folder):
@@ -33,7 +31,7 @@ def files(root: Path, folder: str = "") -> list[Path]:
     return found
 
 
-def _is_ours(name: str) -> bool:
+def _is_ours(name):
     if name in GENERATED or name.endswith((".egg-info", ".pyc")):
         return False
     return not name.startswith(".") or name in HIDDEN_BUT_OURS
@@ -44,25 +42,25 @@ class Skill:
     """A folder of skills/ with its SKILL.md."""
 
     name: str
-    frontmatter: dict[str, Any]
+    frontmatter: dict
 
     @property
-    def technique(self) -> str:
+    def technique(self):
         """The name as Python spells it."""
         return self.name.replace("-", "_")
 
     @property
-    def home(self) -> str:
+    def home(self):
         """The module of the technique, from template/."""
         return str(self.frontmatter.get("metadata", {}).get("module"))
 
 
-def skills(root: Path) -> list[Skill]:
+def skills(root):
     """List the techniques; the folders of skills/ are the only catalogue."""
     return list(_read_skills(root))
 
 
-def _read_skills(root: Path) -> Iterator[Skill]:
+def _read_skills(root):
     for path in sorted(root.glob("skills/*/SKILL.md")):
         _, frontmatter, _ = path.read_text(encoding="utf-8").split("---\n", 2)
         yield Skill(path.parent.name, yaml.safe_load(frontmatter))

@@ -10,9 +10,7 @@ python -m pytest tests/peers
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,6 @@ from curry_train.primitives import (
 
 # The levers, and what torch itself has for each.
 
-Change = Callable[[nn.Module], Any]
 BLOCKS = "layers.*"
 LEVERS = {
     "recompute": lambda model: recompute_blocks(model, blocks=BLOCKS),
@@ -125,9 +122,10 @@ def limit(words):
 @dataclass(frozen=True)
 class Behaviour:
     name: str
-    run: Callable[[Change], None]
+    # Gets `change`, which applies a lever to the blocks of a model.
+    run: object
     # By lever; `torch` is `torch.utils.checkpoint.checkpoint` around each block.
-    outcomes: dict[str, Outcome]
+    outcomes: dict
     # Runs on two ranks, in one start for all levers.
     on_ranks: bool = False
 

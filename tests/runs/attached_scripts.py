@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,26 +92,24 @@ ON_RANKS = (
 )
 
 
-def on_ranks(script: str) -> str:
+def on_ranks(script):
     """Change the script for two gloo ranks with a DistributedSampler and their own noise."""
     return _changed(script, ON_RANKS)
 
 
-def attached() -> str:
+def attached():
     """Return the script with the few lines that `saving` needs."""
     return _changed(PLAIN, CHANGES)
 
 
-def _changed(script: str, changes: Iterable[tuple[str, str]]) -> str:
+def _changed(script, changes):
     for old, new in changes:
         assert script.count(old) == 1, old
         script = script.replace(old, new)
     return script
 
 
-def start(
-    folder: Path, script: str, *words: object, python: str, at: int = 0, **environment: str
-) -> "subprocess.Popen[str]":
+def start(folder, script, *words, python, at=0, **environment):
     """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
@@ -123,7 +120,7 @@ def start(
     return subprocess.Popen(command, cwd=folder, env=variables, text=True, **pipes)
 
 
-def flip_a_bit(run_folder: Path, name: str = "*.distcp") -> int:
+def flip_a_bit(run_folder, name="*.distcp"):
     """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
     from store_models import flip
 
@@ -135,13 +132,13 @@ def flip_a_bit(run_folder: Path, name: str = "*.distcp") -> int:
     return newest.step
 
 
-def kill_at(step: int) -> None:
+def kill_at(step):
     """Kill this process during the optimizer step with this number."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     count = 0
 
-    def after_step(*_: object) -> None:
+    def after_step(*_):
         nonlocal count
         count += 1
         if count == step:

@@ -3,15 +3,12 @@
 Proof: `python -m pytest tests/runs`.
 """
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from curry_train.runs import Store
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
+def store(tmp_path):
     with Store(tmp_path) as opened:
         yield opened

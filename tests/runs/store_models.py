@@ -4,9 +4,6 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +14,14 @@ WIDTH = 8
 WRITES_PER_CHANGE = 200  # torch makes about twenty per tensor
 
 
-def network() -> nn.Module:
+def network():
     """Build a network with parameters, buffers and dropout."""
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4)
     )
 
 
-def new_state(
-    seed: int = 0, *, build: Callable[[], nn.Module] = network, **options: Any
-) -> TrainingState:
+def new_state(seed=0, *, build=network, **options):
     torch.manual_seed(seed)
     model = build()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
@@ -34,19 +29,19 @@ def new_state(
     return TrainingState(model, optimizer, scheduler, **options)
 
 
-def regressor() -> nn.Module:
+def regressor():
     """Build a model of four inputs and one output, with dropout and always the same weights."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.ReLU(), nn.Linear(16, 1))
 
 
-def linear_training(rate: float = 0.1) -> tuple[nn.Module, torch.optim.SGD]:
+def linear_training(rate=0.1):
     """Build the smallest model, which takes two numbers, and its optimizer."""
     model = nn.Linear(2, 1)
     return model, torch.optim.SGD(model.parameters(), lr=rate)
 
 
-def train(state: TrainingState, steps: int) -> list[float]:
+def train(state, steps):
     """Train some steps and return the losses; inputs and dropout use torch's generator."""
     losses = []
     for _ in range(steps):
@@ -64,7 +59,7 @@ def train(state: TrainingState, steps: int) -> list[float]:
     return losses
 
 
-def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
+def tensors_of(state):
     """Return copies of all saved tensors, with shards gathered."""
     held = {}
     for name, tensor in state.snapshot().tensors.items():
@@ -72,7 +67,7 @@ def tensors_of(state: TrainingState) -> dict[str, torch.Tensor]:
     return held
 
 
-def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def equal(first, second):
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -81,25 +76,25 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 class Holder:
     """A part of a state that keeps what it is given."""
 
-    def __init__(self, kept: Any) -> None:
+    def __init__(self, kept):
         self.kept = kept
 
-    def state_dict(self) -> Any:
+    def state_dict(self):
         return self.kept
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state):
         self.kept = state
 
 
 class _Stream:
     """A stream that calls `ask` at some writes, and fails after half of the bytes."""
 
-    def __init__(self, stream: Any, ask: Callable[[str], None]) -> None:
+    def __init__(self, stream, ask):
         self.stream = stream
         self._ask = ask
         self._count = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data):
         self._count += 1
         if self._count % WRITES_PER_CHANGE != 1:
             return int(self.stream.write(data))
@@ -111,21 +106,19 @@ class _Stream:
         self.stream.write(view[half:])
         return len(view)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.stream, name)
 
 
 class Counted:
     """Call `self.ask(operation)` before every change, and after those that commit."""
 
-    def __init__(
-        self, *args: Any, ask: Callable[[str], None] = lambda operation: None, **options: Any
-    ) -> None:
+    def __init__(self, *args, ask=lambda operation: None, **options):
         super().__init__(*args, **options)
         self.ask = ask
 
     @contextlib.contextmanager
-    def create(self, key: str) -> Iterator[Any]:
+    def create(self, key):
         self.ask("create")
         with super().create(key) as stream:
             yield _Stream(stream, self.ask)
@@ -133,8 +126,8 @@ class Counted:
         self.ask("finished")
 
 
-def _asking(name: str) -> Any:
-    def call(self: Any, *args: Any) -> Any:
+def _asking(name):
+    def call(self, *args):
         self.ask(name)
         answer = getattr(super(Counted, self), name)(*args)
         self.ask(f"{name} done")
@@ -154,28 +147,28 @@ class CountedFiles(Counted, Files):
 class At:
     """A counter of changes that acts at the n-th one."""
 
-    def __init__(self, number: int | None, act: Callable[[], None]) -> None:
+    def __init__(self, number, act):
         self.number = number
         self.act = act
         self.count = 0
         self.last = ""
 
-    def __call__(self, operation: str) -> None:
+    def __call__(self, operation):
         self.count += 1
         self.last = operation
         if self.count == self.number:
             self.act()
 
 
-def flip(path: Path, place: int | None = None, mask: int = 4) -> None:
+def flip(path, place=None, mask=4):
     """Flip bits of a byte of a file, by default of the one in its middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2 if place is None else place] ^= mask
     path.write_bytes(data)
 
 
-def fail(error: Exception) -> Callable[[], None]:
-    def act() -> None:
+def fail(error):
+    def act():
         raise error
 
     return act

@@ -10,17 +10,15 @@ Proof: `python -m pytest tests/gates/test_claims.py`.
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-from curry_train.gates.verdict import Claim, Gate, Verdict, claims, discover
-from curry_train.workloads import Case, Workload
+from curry_train.gates.verdict import Gate, claims, discover
+from curry_train.workloads import Case
 from curry_train.workloads.models import load_workload, transformer
 
-CASES: dict[str, Workload | str] = {
+CASES = {
     "small": transformer(depth=2, dim=32, length=16, vocabulary=64),
     "dropout": transformer(depth=2, dim=32, length=8, vocabulary=64, dropout=0.2),
 }
@@ -33,34 +31,34 @@ class Saboteur:
     claim: str
     name: str
     # Of the gate's check.
-    arguments: Mapping[str, Any]
+    arguments: dict
     # A text of the hint or of what was measured; several, of which one is there, with | between.
     hint: str = ""
     # A name of CASES, of a built-in model, or a workload.
-    model: Any = "small"
+    model: object = "small"
     # Attributes that are replaced while the check runs: (owner, name, value).
-    patches: Sequence[tuple[Any, str, Any]] = ()
+    patches: tuple = ()
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.claim}-{self.name}"
 
-    def case(self) -> Case:
+    def case(self):
         return case_of(self.model)
 
-    def verdict(self, gate: Gate) -> Verdict:
+    def verdict(self, gate):
         """Check a gate with this fault planted."""
         check = functools.partial(gate.check, **self.arguments)
         with self.active():
             return replace(gate, check=check).run(self.case())
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self):
         with contextlib.ExitStack() as stack:
             for owner, name, value in self.patches:
                 stack.enter_context(mock.patch.object(owner, name, value))
             yield
 
-    def check(self) -> None:
+    def check(self):
         """Assert that the gate of the claim fails, with the right hint."""
         name = claims_by_name()[self.claim].gate
         verdict = self.verdict(*(gate for gate in discover([name]) if gate.name == name))
@@ -70,41 +68,41 @@ class Saboteur:
 
 
 def planted(
-    claim: str,
-    name: str,
+    claim,
+    name,
     *,
-    hint: str = "",
-    model: Any = "small",
-    patches: Sequence[tuple[Any, str, Any]] = (),
-    **arguments: Any,
-) -> Saboteur:
+    hint="",
+    model="small",
+    patches=(),
+    **arguments,
+):
     return Saboteur(claim, name, arguments, hint, model, patches)
 
 
 @functools.cache
-def case_of(model: Any) -> Case:
+def case_of(model):
     """Make each case once: gates keep the plain training of the last one."""
     found = CASES.get(model, model) if isinstance(model, str) else model
     workload = load_workload(found) if isinstance(found, str) else found
     return Case(workload)
 
 
-def verdict_of(check: Any, case: Case, **options: Any) -> Verdict:
+def verdict_of(check, case, **options):
     """Return the verdict of a gate with this check."""
     return Gate("a/gate", functools.partial(check, **options)).run(case)
 
 
 @functools.cache
-def gates() -> dict[str, Gate]:
+def gates():
     return {gate.name: gate for gate in discover()}
 
 
 @functools.cache
-def claims_by_name() -> dict[str, Claim]:
+def claims_by_name():
     return {claim.name: claim for claim in claims()}
 
 
-def faults() -> list[Saboteur]:
+def faults():
     """Return the faults of all modules."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("faulty_*.py"))
     return [one for name in names for one in importlib.import_module(name).FAULTS]

@@ -20,13 +20,13 @@ class Unavailable(RuntimeError):
     """Raised when a client's package can't be installed here."""
 
 
-def packages_folder() -> Path:
+def packages_folder():
     named = os.environ.get("CURRY_CLIENTS_DIR")
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else cached / "curry-train" / "clients"
 
 
-def package(spec: str, *, seconds: float | None = None) -> Path:
+def package(spec, *, seconds=None):
     """Return the folder of an installed package; with `seconds` install it within that time."""
     folder = packages_folder() / re.sub(r"[^\w.-]+", "-", spec).strip("-")
     if folder.is_dir():
@@ -71,7 +71,7 @@ def package(spec: str, *, seconds: float | None = None) -> Path:
 
 
 @cache
-def offline() -> tuple[str, ...]:
+def offline():
     """Return the words that cut off a command's network: a namespace on Linux, else none."""
     words = ("unshare", "--map-root-user", "--net")
     if (

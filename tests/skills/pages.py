@@ -8,9 +8,7 @@ Proof: `python -m pytest tests/skills/test_pages.py`.
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tree import ROOT
 
@@ -22,7 +20,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 RECORD_KEYS = {"command", "date", "device", "torch", "python"}
 
 
-def pages(root: Path = ROOT) -> list[Path]:
+def pages(root=ROOT):
     """List the README and the pages of docs/ and skills/."""
     found = [*root.glob("docs/**/*.md"), *root.glob("skills/**/*.md")]
     return [root / "README.md", *sorted(found)]
@@ -37,10 +35,10 @@ class Block:
     text: str
 
 
-def fenced_blocks(page: str, *, language: str | None = None) -> list[Block]:
+def fenced_blocks(page, *, language=None):
     """List the blocks of a page in order, those of one language when it is given."""
-    blocks: list[Block] = []
-    opening: re.Match[str] | None = None
+    blocks = []
+    opening = None
     start, inside = 0, [""]
     for number, line in enumerate(page.splitlines(), start=1):
         found = FENCE.fullmatch(line)
@@ -58,7 +56,7 @@ def fenced_blocks(page: str, *, language: str | None = None) -> list[Block]:
     return [block for block in blocks if language in (None, block.language)]
 
 
-def quoted_figures(text: str) -> list[tuple[str, str, str]]:
+def quoted_figures(text):
     """List what a page quotes, as record, key and shown number."""
     found = [(file, key, shown) for shown, file, key in LINK.findall(text)]
     for file, figures in MARK.findall(text):
@@ -68,7 +66,7 @@ def quoted_figures(text: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def wrong_figures(text: str, root: Path = ROOT) -> Iterator[str]:
+def wrong_figures(text, root=ROOT):
     """Yield the marks that cannot be read, and the figures that differ from their record."""
     unread = len(OPENING.findall(text)) - len(MARK.findall(text))
     if unread:
@@ -88,14 +86,14 @@ def wrong_figures(text: str, root: Path = ROOT) -> Iterator[str]:
             yield f"{file}: {key} is {recorded} and the page quotes {shown}"
 
 
-def recorded_figure(path: Path, key: str) -> object:
+def recorded_figure(path, key):
     recorded = json.loads(path.read_text(encoding="utf-8"))
     for step in key.split("."):
         recorded = recorded[int(step) if isinstance(recorded, list) else step]
     return recorded
 
 
-def rounded(recorded: float, *, like: str) -> float:
+def rounded(recorded, *, like):
     """Round to as many significant digits as `like` shows."""
     digits = re.sub(r"e.*|\D", "", like).lstrip("0")
     return float(f"{recorded:.{max(len(digits), 1) - 1}e}")

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from pages import fenced_blocks
@@ -38,7 +37,7 @@ def build():
 """
 
 
-def problems_of_a_copy(folder: Path) -> list[str]:
+def problems_of_a_copy(folder):
     """List what a skill's folder needs from outside of it, but for ORIENTATION."""
     found = []
     if f"\n## Steps\n{ORIENTATION}" not in (folder / "SKILL.md").read_text(encoding="utf-8"):
@@ -55,7 +54,7 @@ def problems_of_a_copy(folder: Path) -> list[str]:
     return found
 
 
-def command_of(name: str, pattern: str, root: Path) -> str:
+def command_of(name, pattern, root):
     """Return a command of a skill as an agent types it from ORIENTATION, for the user's model."""
     page = (ROOT / "skills" / name / "SKILL.md").read_text(encoding="utf-8")
     lines = [
@@ -107,7 +106,7 @@ def read_only(elsewhere):
     assert written_at(root) == before, "a command wrote into it"
 
 
-def written_at(root: Path) -> dict[Path, int]:
+def written_at(root):
     """Return when each file was written, but for the caches that Python writes where it may."""
     found = [path for path in root.rglob("*") if "__pycache__" not in path.parts]
     return {path: path.stat().st_mtime_ns for path in found if path.is_file()}
@@ -124,7 +123,7 @@ def cloned(elsewhere):
     return folder / "home/curry-train"
 
 
-def run(command: str, folder: Path, environment: dict[str, str]) -> str:
+def run(command, folder, environment):
     ended = subprocess.run(
         command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
     )
