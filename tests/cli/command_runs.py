@@ -5,30 +5,28 @@ Proof: `python -m pytest tests/cli`.
 
 import os
 import subprocess
-from typing import Any
 
-import click
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 from tree import ROOT
 
 from curry_train.cli.main import main
 
 
-def ran(*words: Any, status: int = 0, command: click.Command = main) -> Result:
+def ran(*words, status=0, command=main):
     """Return the result of a command, which has to end with this status."""
     ended = CliRunner().invoke(command, list(map(str, words)))
     assert ended.exit_code == status, (ended.output, ended.exception)
     return ended
 
 
-def flat(text: str) -> str:
+def flat(text):
     """Return a text without the places where its lines break."""
     return " ".join(text.split())
 
 
-def call(*words: Any) -> tuple[int, str]:
+def call(*words):
     """Return status and output of a command of `runs`, whose lines fit 80 columns."""
-    done = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["runs", *map(str, words)])
+    done = CliRunner().invoke(main, ["runs", *map(str, words)])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
     # JSON has paths as long as they are, and so has a line of one path, or one that begins so.
     lines = [line for line in done.output.splitlines() if " " in line.removeprefix("Error: ")]
@@ -37,7 +35,7 @@ def call(*words: Any) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def finished(*words: Any, cwd: Any = None, **environment: str) -> subprocess.CompletedProcess[str]:
+def finished(*words, cwd=None, **environment):
     """Run a program with the package on its path, in a folder and with more variables."""
     ours = {"PYTHONPATH": str(ROOT / "template"), "OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -140,7 +140,7 @@ def write(path, text):
     return path
 
 
-def scaffold(bundle, *arguments, cwd):
+def scaffold(bundle, *arguments, cwd="."):
     """Run the command of a bundle in this process; the wheel of a small one is not built."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(cwd))
@@ -153,7 +153,7 @@ def scaffold(bundle, *arguments, cwd):
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
-def shell(command, *, cwd, **variables):
+def shell(command, *, cwd=None, **variables):
     """Run what a user would type, with this Python as `python` and no path of ours."""
     # Without plugins, as for a user who has torch and pytest alone.
     ours = {"PATH": PYTHON_FIRST, "PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -21,18 +21,12 @@ TEXTS = {
 }
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words, status=0):
-        return ran("agents-md", *words, status=status).output
-
-    return run
+def run(*words, status=0):
+    return ran("agents-md", *words, status=status).output
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_lines_are_written_once_and_removed_to_the_byte(run, tmp_path, text):
+def test_lines_are_written_once_and_removed_to_the_byte(tmp_path, text):
     file = tmp_path / "CLAUDE.md"
     file.write_bytes(text)
     run(file.name)
@@ -48,7 +42,7 @@ def test_lines_are_written_once_and_removed_to_the_byte(run, tmp_path, text):
     assert file.read_bytes() == text
 
 
-def test_a_file_that_was_made_for_the_lines_goes_with_them(run, tmp_path):
+def test_a_file_that_was_made_for_the_lines_goes_with_them(tmp_path):
     file = tmp_path / "AGENTS.md"
     run()
     run()
@@ -57,7 +51,7 @@ def test_a_file_that_was_made_for_the_lines_goes_with_them(run, tmp_path):
     assert not file.exists()
 
 
-def test_text_of_the_user_before_and_after_stays(run, tmp_path):
+def test_text_of_the_user_before_and_after_stays(tmp_path):
     file = tmp_path / "AGENTS.md"
     run()
     file.write_text("# Mine\n" + file.read_text() + "# After\n")
@@ -65,7 +59,7 @@ def test_text_of_the_user_before_and_after_stays(run, tmp_path):
     assert file.read_text() == "# Mine\n# After\n"
 
 
-def test_older_lines_are_replaced_in_place(run, tmp_path):
+def test_older_lines_are_replaced_in_place(tmp_path):
     file = tmp_path / "AGENTS.md"
     file.write_text("one\n\n<!-- curry-train: begin -->\nold\n<!-- curry-train: end -->\ntwo\n")
     run()
@@ -74,13 +68,13 @@ def test_older_lines_are_replaced_in_place(run, tmp_path):
     )
 
 
-def test_a_mark_alone_is_refused(run, tmp_path):
+def test_a_mark_alone_is_refused(tmp_path):
     (tmp_path / "AGENTS.md").write_text("<!-- curry-train: begin -->\nmine\n")
     assert "one of the two marks" in run(status=2)
     assert "one of the two marks" in run("--remove", status=2)
 
 
-def test_print_writes_nothing(run, tmp_path):
+def test_print_writes_nothing(tmp_path):
     assert run("--print") == LINES
     assert not list(tmp_path.iterdir())
     assert len(LINES.splitlines()) == 10

@@ -6,17 +6,16 @@ python -m pytest tests/cli/test_bench_command.py
 import functools
 import itertools
 import json
-import sys
 
 import pytest
 from command_runs import flat, ran
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
-from curry_train.cli.bench import bench_command, bench_table
+from curry_train.cli.bench import bench_table
 from curry_train.cli.figures import plot_bench
+from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case
 
 QUICK = ["--steps", "2", "--warmup", "0", "--batch-size", "2"]
 SMALL = transformer(depth=2, dim=32, length=16)
@@ -34,18 +33,7 @@ def large():
 """
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)
-    return functools.partial(ran, command=bench_command)
-
-
-@pytest.fixture
-def toys(tmp_path):
-    (tmp_path / "bench_toys.py").write_text(TOY)
-    yield
-    sys.modules.pop("bench_toys", None)
+run = functools.partial(ran, "bench")
 
 
 def planted(*levers, seconds=(1.0, 1.01, 1.3), rounds=6, **options):
@@ -97,7 +85,7 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monk
     assert (tmp_path / "alone.png").is_file()
 
 
-def test_the_command_writes_table_picture_and_json(run, tmp_path):
+def test_the_command_writes_table_picture_and_json(tmp_path):
     pytest.importorskip("matplotlib")
     levers = ["--lever", "full", "--lever", "timesteps"]
     levers += ["--plot", "bench.png", "--json", "bench.json"]
@@ -112,6 +100,7 @@ def test_the_command_writes_table_picture_and_json(run, tmp_path):
     assert (tmp_path / "bench.png").is_file()
 
 
-def test_two_models_of_the_user_are_compared(run, toys):
-    ended = run("--model", "bench_toys:small", "--against", "bench_toys:large", *QUICK)
-    assert "\nbench_toys:large" in ended.output
+def test_two_models_of_the_user_are_compared(tmp_path):
+    (tmp_path / "toys.py").write_text(TOY)
+    ended = run("--model", "toys.py:small", "--against", "toys.py:large", *QUICK)
+    assert "\ntoys.py:large" in ended.output

@@ -11,21 +11,15 @@ import pytest
 from command_runs import finished, flat, ran
 from warm_python import warm_python
 
-from curry_train.cli.validate import validate_command
 from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
 from curry_train.gates.verdict import Gate, NotApplicable
 
 QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
+run = functools.partial(ran, "validate")
 
 
-@pytest.fixture
-def run(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    return functools.partial(ran, command=validate_command)
-
-
-def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
+def test_gates_that_hold_end_with_0_and_a_table_of_80_columns():
     ended = run(*QUICK)
     assert "  grad-accum/uneven           held on model + loss: worst" in ended.output
     assert "2 held, 0 failed, 0 not applicable" in ended.output
@@ -33,23 +27,20 @@ def test_gates_that_hold_end_with_0_and_a_table_of_80_columns(run):
     assert max(map(len, ended.output.splitlines())) <= 80
 
 
-def applies_to(*workloads, name="some/gate", hint="no such layer"):
-    """Make a gate that holds on these workloads, and applies to no other."""
+def gate(name, hint="", *, applies=True):
+    """Make a gate that holds without a hint, fails with one, or does not apply because of it."""
 
     def check(case):
-        if case.workload.name not in workloads:
+        if not applies:
             raise NotApplicable(hint)
-        return "1", "1", ""
+        return "3 of 4", "4 of 4", hint
 
     return Gate(name, check)
 
 
-def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch):
-    gates = (
-        applies_to(),
-        applies_to(name="some/other"),
-        applies_to(name="b/gate", hint="no\nloop"),
-    )
+def test_a_run_in_which_no_gate_applies_is_no_success(tmp_path, monkeypatch):
+    reasons = {"some/gate": "no such layer", "some/other": "no such layer", "b/gate": "no\nloop"}
+    gates = [gate(*reason, applies=False) for reason in reasons.items()]
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     path = tmp_path / "gates.json"
     ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path), status=2)
@@ -65,23 +56,11 @@ def test_a_run_in_which_no_gate_applies_is_no_success(run, tmp_path, monkeypatch
     )
 
 
-def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, monkeypatch):
-    def gate(name, applies=True, hint=""):
-        def check(case):
-            if not applies:
-                raise NotApplicable(hint)
-            return "3 of 4", "4 of 4", hint
-
-        return Gate(name, check)
-
-    gates = (
-        gate("a/one"),
-        gate("a/two"),
-        gate("b/one", hint="do this"),
-        gate("b/two", False, "no layer"),
-    )
-    more = (gate("c/one", False, "no layer"), gate("c/two", None, "no block"))
-    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: (*gates, *more))
+def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(monkeypatch):
+    reasons = {"b/two": "no layer", "c/one": "no layer", "c/two": "no block"}
+    gates = [gate("a/one"), gate("a/two"), gate("b/one", "do this")]
+    gates += [gate(*reason, applies=False) for reason in reasons.items()]
+    monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     lines = run("--model", "mlp", status=1).stdout.splitlines()
     assert [flat(line) for line in lines[2:5]] == [
         "a 2 held",
@@ -100,11 +79,10 @@ def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(run, m
     assert "  b/two                       n/a: no layer" in figures
 
 
-def test_a_model_without_blocks_gets_a_message_on_naming_them(run, tmp_path, monkeypatch):
+def test_a_model_without_blocks_gets_a_message_on_naming_them(tmp_path):
     (tmp_path / "flat_model.py").write_text(
         "from torch import nn\ndef build(): return nn.Linear(8, 8)\n"
     )
-    monkeypatch.chdir(tmp_path)
     ended = run(
         "--model", "flat_model:build", "--gate", "recompute/memory", "--gate", "grad-accum/equal"
     )
@@ -115,19 +93,16 @@ def test_a_model_without_blocks_gets_a_message_on_naming_them(run, tmp_path, mon
 @pytest.mark.parametrize(
     ("words", "advice"), [([], "--shrink 2, or --gate NAME"), (["--shrink", "2"], "--gate NAME")]
 )
-def test_gates_that_take_long_say_how_to_run_fewer(run, monkeypatch, words, advice):
+def test_gates_that_take_long_say_how_to_run_fewer(monkeypatch, words, advice):
     monkeypatch.setattr("curry_train.cli.validate.LONG_SECONDS", 0.0)
     assert f"\nQuicker: {advice}\n" in run(*QUICK, *words).output
 
 
-def test_a_gate_that_raises_counts_as_failed_and_the_others_run(run, monkeypatch):
+def test_a_gate_that_raises_counts_as_failed_and_the_others_run(monkeypatch):
     def broken(case):
         raise KeyError("no layer 'blocks'")
 
-    gates = (
-        Gate("a/broken", broken),
-        Gate("b/fine", lambda case: ("1", "1", "")),
-    )
+    gates = Gate("a/broken", broken), gate("b/fine")
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     ended = run("--model", "mlp", status=1)
     assert "raised KeyError" in ended.output
@@ -135,7 +110,7 @@ def test_a_gate_that_raises_counts_as_failed_and_the_others_run(run, monkeypatch
     assert "1 held, 1 failed" in ended.output
 
 
-def test_json_holds_the_verdicts_and_where_they_come_from(run):
+def test_json_holds_the_verdicts_and_where_they_come_from():
     on_screen = run(*QUICK, "--json", "-")
     data = json.loads(on_screen.stdout)
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
@@ -147,11 +122,11 @@ def test_json_holds_the_verdicts_and_where_they_come_from(run):
     assert "held" in on_screen.stderr
 
 
-def test_gates_are_listed_without_being_run(run):
+def test_gates_are_listed_without_being_run():
     assert run("--list").output.split() == [gate.name for gate in discover()]
 
 
-def test_the_list_with_figures_tells_how_each_implementation_is_called(run):
+def test_the_list_with_figures_tells_how_each_implementation_is_called():
     listed = run("--list", "--figures").output
     assert max(map(len, listed.partition("What --impl takes")[2].splitlines())) <= 80
     for contract in CONTRACTS.values():
@@ -161,13 +136,12 @@ def test_the_list_with_figures_tells_how_each_implementation_is_called(run):
     assert "apply_sac" not in only_accum
 
 
-def test_two_factories_of_one_name_are_distinguished(run, tmp_path, monkeypatch):
+def test_two_factories_of_one_name_are_distinguished(tmp_path):
     for name, blocks in (("first", 2), ("second", 3)):
         layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
         model = f"nn.Sequential(*[{layer} for _ in range({blocks})])"
         source = f"from torch import nn\ndef build(): return {model}\n"
         (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.chdir(tmp_path)
     ended = run(
         "--model",
         "first.py:build",
@@ -220,21 +194,20 @@ if __name__ == "__main__":
 
 def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run(tmp_path):
     (tmp_path / "greedy.py").write_text(GREEDY)
-    ended = finished(warm_python(), "greedy.py", cwd=tmp_path)
+    ended = finished(warm_python(), "greedy.py")
     first, second, third = ended.stdout.splitlines()
     assert first == third == "True model loss implementation ", ended.stderr
     assert second.startswith("None memory ran out (the system ended the process): try a smaller")
 
 
 def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(
-    tmp_path, monkeypatch
+    tmp_path,
 ):
     (tmp_path / "sized_model.py").write_text(
         "import torch\n"
         "def pair():\n    return torch.nn.Linear(2, 2), torch.ones(7, 2)\n"
         "def alone():\n    return pair()[0]\n"
     )
-    monkeypatch.chdir(tmp_path)
 
     def printed_header(*words):
         return ran(*words).stdout.splitlines()[0]
@@ -249,7 +222,7 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     )
 
 
-def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path, monkeypatch):
+def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path):
     (tmp_path / "windows.py").write_text(
         "import torch\n"
         "from curry_train.workloads.workload import Workload\n"
@@ -260,7 +233,6 @@ def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path
         "def one():\n    return make(1)\n"
         "def two():\n    return make(2)\n"
     )
-    monkeypatch.chdir(tmp_path)
     first = {}
     for name in ("one", "two"):
         words = ["memory", "--model", f"windows.py:{name}", "--json", f"{name}.json"]

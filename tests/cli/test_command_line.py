@@ -246,15 +246,15 @@ def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeyp
 CLONED = str(ROOT / "scripts/curry_train.py")
 
 
-def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds(tmp_path):
+def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds():
     inherited = os.pathsep.join(str(ROOT / part) for part in ("scripts", "template"))
-    ended = finished(sys.executable, CLONED, "list", cwd=tmp_path, PYTHONPATH=inherited)
+    ended = finished(sys.executable, CLONED, "list", PYTHONPATH=inherited)
     assert ended.returncode == 0, ended.stderr
     assert "grad-accum" in ended.stdout
 
 
-def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed(tmp_path):
-    unknown = finished(sys.executable, CLONED, "valdate", cwd=tmp_path, PYTHONPATH="")
+def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed():
+    unknown = finished(sys.executable, CLONED, "valdate", PYTHONPATH="")
     assert unknown.returncode == 2
     assert "No such command 'valdate'" in unknown.stderr
     assert f"Try 'python {CLONED} --help'" in unknown.stderr
@@ -279,8 +279,8 @@ def test_the_main_module_can_be_imported_by_worker_processes(started):
     assert ended.stdout == "imported\n", ended.stderr
 
 
-def test_python_m_is_the_same_command(tmp_path):
-    ended = finished(sys.executable, "-m", "curry_train", "--help", cwd=tmp_path)
+def test_python_m_is_the_same_command():
+    ended = finished(sys.executable, "-m", "curry_train", "--help")
     assert ended.stdout == help_of().replace("curry-train", "python -m curry_train")
 
 

@@ -255,7 +255,7 @@ def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkey
 def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path, script, shown):
     path = os.path.relpath(ROOT / "scripts" / script, tmp_path)
     command = [warm_python(), path, *shown.split()[1:], "--model", "mlp", "--out", "test_mlp.py"]
-    ended = finished(*command, cwd=tmp_path)
+    ended = finished(*command)
     assert ended.returncode == 0, ended.stderr
     text = (tmp_path / "test_mlp.py").read_text()
     assert f"    python {Path(path).parent}/{shown} \\\n" in text

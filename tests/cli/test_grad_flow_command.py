@@ -68,9 +68,8 @@ def test_json_has_every_step_and_layer(tmp_path):
     assert {"nonfinite", "norm", "rms"} <= step["layers"]["0.0"]["activation"].keys()
 
 
-def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path, monkeypatch):
+def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
     (tmp_path / "own_model.py").write_text(OWN)
-    monkeypatch.chdir(tmp_path)
     words = ["--model", "own_model:build", "--device", "cpu", "--steps", "2"]
     ended = run(*words, "--json", "own.json", "--plot", "own.png", status=1)
     pixels = imread(tmp_path / "own.png")[..., :3]
@@ -81,9 +80,8 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path, 
     assert data["steps"][0]["gradient"]["norm"] == "nan"
 
 
-def test_a_report_on_a_script_says_that_its_loop_was_not_run(tmp_path, monkeypatch):
+def test_a_report_on_a_script_says_that_its_loop_was_not_run(tmp_path):
     (tmp_path / "loop.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
     ended = run("--script", "loop.py", "--steps", "2")
     assert "curry-train preflight checks your loop" in ended.output
     assert "preflight" not in run("--model", "mlp", "--steps", "2").output

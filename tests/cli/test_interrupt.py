@@ -57,11 +57,11 @@ def wait_for(condition):
 
 
 def processes_in(folder):
-    """Return the processes that work in a folder; those that have ended do not."""
+    """Return the other processes that work in a folder; those that have ended do not."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if (entry / "cwd").readlink() == folder:
+            if (entry / "cwd").readlink() == folder and entry.name != str(os.getpid()):
                 found.append((entry / "cmdline").read_text())
         except OSError:  # it has ended, or is not ours
             continue

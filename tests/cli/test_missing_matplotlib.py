@@ -18,8 +18,7 @@ DRAWING = [
 
 
 @pytest.fixture
-def missing(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def missing(monkeypatch):
     monkeypatch.setattr(
         "curry_train.cli.options.importlib.util.find_spec", lambda name, *rest: None
     )
@@ -36,7 +35,7 @@ def test_commands_with_a_plot():
 
 
 @pytest.mark.parametrize("command", DRAWING)
-def test_what_can_not_be_drawn_is_refused_at_once(command, tmp_path, monkeypatch, missing):
+def test_what_can_not_be_drawn_is_refused_at_once(command, tmp_path, missing):
     assert "pip install 'matplotlib" in error_of(FOUND[command], "--plot", "x.png")
     message = "x.xyz: a picture is a PNG, name it x.png"
     assert message in error_of(FOUND[command], "--plot", "x.xyz")

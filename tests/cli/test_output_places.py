@@ -61,8 +61,7 @@ def test_an_internal_error_is_a_line_with_its_place():
     assert ended_by(lambda: parse_bytes("much")).endswith("such as 24GiB or 512MiB")
 
 
-def test_an_interrupt_is_no_error_of_the_factory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_an_interrupt_is_no_error_of_the_factory(tmp_path):
     (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
     done = ran("memory", "--model", "stopped.py:build", status=130)
     assert done.stderr.endswith("interrupted\n")

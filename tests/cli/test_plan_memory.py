@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from command_runs import flat, ran
 
 from curry_train.cli.plan import plan_command
+from curry_train.plan import Plan
 from curry_train.plan.device import PROFILES
-from curry_train.plan.saved import Plan
 
 MODELS = """
     import torch
@@ -59,7 +59,6 @@ QUICK = "--without sac --without regions --whole-loss --global-batch 8"
 @pytest.fixture(autouse=True)
 def models(tmp_path, monkeypatch):
     (tmp_path / "planned_models.py").write_text(textwrap.dedent(MODELS))
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("planned_models", None)
@@ -78,7 +77,7 @@ def narrow(text):
 # What it prints and writes.
 
 
-def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured(tmp_path):
+def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured():
     pytest.importorskip("matplotlib")
     for size in "48":
         as_it_is = json.loads(run(f"--json - --microbatch {size}").stdout)

@@ -67,8 +67,7 @@ def test_verify_reads_every_byte(runs):
     assert (status, "is not a checkpoint of" in flat(output)) == (2, True)
 
 
-def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path):
     plant(tmp_path / "runs/young", last=5)
     for name in ("young", "runs/young"):
         status, output = call("show", name)

@@ -13,9 +13,9 @@ import pytest
 from command_runs import flat, ran
 from journals import clock, facts, loss_of, plant, plant_eventful, train
 
-from curry_train.cli.runs_diff import describe, difference, runs_diff_command
+from curry_train.cli.runs_diff import describe, difference
+from curry_train.runs import Journal
 from curry_train.runs.history import ABSENT_VALUE, changes, read_history
-from curry_train.runs.journal import Journal
 
 
 def change(name, a, b):
@@ -31,13 +31,10 @@ def compare(a, b):
     return difference(*(replace(read_history(run), name=name) for run, name in named))
 
 
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    return functools.partial(ran, command=runs_diff_command)
+run = functools.partial(ran, "runs", "diff")
 
 
-def test_a_resume_of_the_other_run_is_the_first_line(run, tmp_path):
+def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
     plant(tmp_path / "runs/first", last=30)
     shutil.copytree(tmp_path / "runs/first", tmp_path / "runs/second")
     new_facts = facts(steps=40)
@@ -167,7 +164,7 @@ def test_dev_metrics_of_both_are_compared(tmp_path):
     assert found == {"step": 40, "a": 4.5, "b": 4.75}
 
 
-def test_long_names_and_values_keep_to_80_columns(run, tmp_path):
+def test_long_names_and_values_keep_to_80_columns(tmp_path):
     long = "n" * 100
     plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
     plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step)
@@ -175,7 +172,7 @@ def test_long_names_and_values_keep_to_80_columns(run, tmp_path):
     assert max(map(len, ended.output.splitlines())) <= 80
 
 
-def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
+def test_json_is_complete_and_alone_on_standard_output(tmp_path):
     plant(tmp_path / "runs/a", loss=lambda step: math.nan)
     plant(tmp_path / "runs/b", seed=3)
     ended = run("a", "b", "--json", "-")
@@ -185,7 +182,7 @@ def test_json_is_complete_and_alone_on_standard_output(run, tmp_path):
     assert "losses: 20 of 20 common steps" in ended.stderr
 
 
-def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(run, tmp_path):
+def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(tmp_path):
     plant(tmp_path / "runs/a")
     (tmp_path / "runs/b").mkdir()
     with Journal(tmp_path / "runs/b") as journal:

@@ -18,7 +18,7 @@ from curry_train.cli.figures import (
     plot_runs,
 )
 from curry_train.cli.runs_plot import runs_plot_command
-from curry_train.runs.history import read_history
+from curry_train.runs import read_history
 
 
 @pytest.fixture
@@ -122,8 +122,7 @@ def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     assert {text[:9] for text in texts} == kept
 
 
-def test_the_command_draws_and_prints_figures(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_command_draws_and_prints_figures(tmp_path):
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
     words = ["one", "two", "one", "--out", "both.png", "--json", "-"]

@@ -17,18 +17,19 @@ TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]
 
 
 @pytest.fixture
-def repository(tmp_path):
-    """Make a user's repository with src layout, and tests that are a package."""
+def repository(tmp_path, monkeypatch):
+    """Make a user's repository with src layout, and tests that are a package; go into it."""
     root = tmp_path / "repository"
     write(root / "pyproject.toml", '[tool.pytest.ini_options]\naddopts = ["--strict-markers"]\n')
     write(root / "src/mylib/__init__.py", "")
     write(root / "tests/__init__.py", "")
+    monkeypatch.chdir(root)
     return root
 
 
 def test_add_copies_the_closure_flat_and_one_test(bundle, repository):
     before = tree(repository)
-    added = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
+    added = scaffold(bundle, "add", "sac", "--into", "src/mylib/training")
     assert added.returncode == 0, added.stderr
     assert sorted(set(tree(repository)) - set(before)) == [
         "curry-train.lock",
@@ -47,30 +48,30 @@ def test_add_into_flat_layout_from_elsewhere_runs_too(bundle, tmp_path, inside, 
     write(root / "mylib/__init__.py", "")
     if tests_init:
         write(root / "tests/__init__.py", "")
-    added = scaffold(bundle, "add", "sac", "--into", root / inside, cwd=tmp_path)
+    added = scaffold(bundle, "add", "sac", "--into", root / inside)
     assert added.returncode == 0, added.stderr
     command = after(added.stdout, "Next:")
     assert command == "cd 'my repository' && python -m pytest tests/test_sac.py"
-    ran = shell(command, cwd=tmp_path)
+    ran = shell(command)
     assert "1 passed" in ran.stdout, ran.stdout
 
 
-def test_add_into_a_project_of_new(bundle, tmp_path):
-    scaffold(bundle, "new", "run", cwd=tmp_path)
-    refused = scaffold(bundle, "add", "sac", "--into", "run", cwd=tmp_path)
+def test_add_into_a_project_of_new(bundle):
+    scaffold(bundle, "new", "run")
+    refused = scaffold(bundle, "add", "sac", "--into", "run")
     assert "use --into" in refused.error
-    added = scaffold(bundle, "add", "sac", "--into", "run/techniques", cwd=tmp_path)
+    added = scaffold(bundle, "add", "sac", "--into", "run/techniques")
     assert added.returncode == 0, added.stderr
     # The project is still the same project.
-    assert "Nothing to do" in scaffold(bundle, "update", "run", cwd=tmp_path).stdout
+    assert "Nothing to do" in scaffold(bundle, "update", "run").stdout
 
 
 @pytest.mark.parametrize("package", ["mylib", "new"])
 def test_add_twice_changes_nothing(bundle, repository, package):
     arguments = ("add", "grad-accum", "--into", f"src/{package}/training")
-    scaffold(bundle, *arguments, cwd=repository)
+    scaffold(bundle, *arguments)
     before = times(repository)
-    again = scaffold(bundle, *arguments, cwd=repository)
+    again = scaffold(bundle, *arguments)
     assert (again.returncode, times(repository)) == (0, before)
     assert "Nothing to do" in again.stdout
 
@@ -79,12 +80,12 @@ def test_add_refuses_a_foreign_file_before_it_writes(bundle, repository):
     write(repository / "src/mylib/training/__init__.py", "")
     write(repository / "src/mylib/training/blocks.py", "MINE = 1\n")
     before = tree(repository)
-    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
+    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training")
     assert refused.returncode == 2
     assert "in the way: src/mylib/training/blocks.py. Move them" in refused.error
     assert tree(repository) == before
     apart = "src/mylib/training/techniques"
-    added = scaffold(bundle, "add", "sac", "--into", apart, cwd=repository)
+    added = scaffold(bundle, "add", "sac", "--into", apart)
     command = "PYTHONPATH=src python -m pytest tests/test_sac.py"
     assert (added.returncode, after(added.stdout, "Next:")) == (0, command), added.stderr
 
@@ -93,7 +94,7 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
     bundle, repository
 ):
     arguments = ("add", "sac", "--into", "src/mylib/training")
-    scaffold(bundle, *arguments, cwd=repository)
+    scaffold(bundle, *arguments)
     package = repository / "src/mylib/training"
     write(package / "sac.py", "EDITED = True\n")
     (package / "checkpointed.py").unlink()
@@ -102,9 +103,9 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
     newer = "def find_blocks():\n    return ['newer']\n"
     write(bundle.package / "core/blocks.py", newer)
     before = tree(repository)
-    planned = scaffold(bundle, *arguments, "--dry-run", cwd=repository)
+    planned = scaffold(bundle, *arguments, "--dry-run")
     assert tree(repository) == before
-    done = scaffold(bundle, *arguments, cwd=repository)
+    done = scaffold(bundle, *arguments)
     assert done.stdout.startswith(planned.stdout.replace("Dry run: would write", "Wrote"))
     assert "keep       src/mylib/training/sac.py" in done.stdout
     assert (package / "sac.py").read_text() == "EDITED = True\n"
@@ -112,7 +113,7 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
     assert (package / "__init__.py").is_file()
     assert (package / "blocks.py").read_text() == newer
     assert (package / "blocks.py").stat().st_mode & 0o777 == 0o640
-    assert scaffold(bundle, *arguments, "--overwrite", cwd=repository).returncode == 0
+    assert scaffold(bundle, *arguments, "--overwrite").returncode == 0
     assert "def apply_sac" in (package / "sac.py").read_text()
 
 
@@ -123,31 +124,31 @@ def test_add_does_not_follow_a_link_out_of_the_project(bundle, repository, tmp_p
     shutil.rmtree(repository / "tests")
     (repository / link).parent.mkdir(exist_ok=True)
     (repository / link).symlink_to(outside)
-    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training", cwd=repository)
+    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/training")
     assert refused.returncode == 2
     assert "out of" in refused.error
     assert tree(outside) == {}
 
 
 def test_add_goes_to_one_package_of_a_project(bundle, repository):
-    scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training", cwd=repository)
-    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/other", cwd=repository)
+    scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training")
+    refused = scaffold(bundle, "add", "sac", "--into", "src/mylib/other")
     assert refused.returncode == 2
     assert f"use --into {repository}/src/mylib/training" in refused.error
 
 
 def test_what_was_added_by_several_calls_is_updated_together(bundle, repository):
     for technique in ("grad-accum", "sac"):
-        scaffold(bundle, "add", technique, "--into", "src/mylib/training", cwd=repository)
+        scaffold(bundle, "add", technique, "--into", "src/mylib/training")
     newer = "def train_window():\n    return 'newer'\n"
     write(bundle.package / "primitives/grad_accum.py", newer)
-    assert scaffold(bundle, "update", ".", cwd=repository).returncode == 0
+    assert scaffold(bundle, "update", ".").returncode == 0
     assert (repository / "src/mylib/training/grad_accum.py").read_text() == newer
 
 
 @pytest.mark.parametrize("technique", TOOLS, ids=lambda technique: technique.name)
 def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path):
-    done = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
+    done = scaffold(REAL, "add", technique.name, "--into", "training")
     assert (done.returncode, tree(tmp_path)) == (0, {})
     assert done.stdout.startswith(
         f"{technique.name} is a tool; nothing is copied. Run:\n  curry-train "
@@ -156,7 +157,7 @@ def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
 def test_add_prints_a_dependency_and_lines_of_valid_python(technique, tmp_path):
-    done = scaffold(REAL, "add", technique.name, "--into", "training", cwd=tmp_path)
+    done = scaffold(REAL, "add", technique.name, "--into", "training")
     assert (done.returncode, tree(tmp_path)) == (0, {})
     assert done.stdout.startswith("Nothing is copied without --own.\n")
     assert re.search(r'^Dependency:\n  "curry-train==[\d.]+"$', done.stdout, re.MULTILINE)
@@ -166,13 +167,13 @@ def test_add_prints_a_dependency_and_lines_of_valid_python(technique, tmp_path):
 
 def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path):
     write(tmp_path / "setup.py", "")
-    added = scaffold(REAL, "add", "checkpoint-policy", "--own", "--into", "saving", cwd=tmp_path)
+    added = scaffold(REAL, "add", "checkpoint-policy", "--own", "--into", "saving")
     assert added.returncode == 0, added.stderr
     write(tmp_path / "use.py", USE_SAVING)
     python = warm_python()
-    first = shell(f"{python} use.py", cwd=tmp_path)
+    first = shell(f"{python} use.py")
     assert first.stdout == "None\n", first.stderr
-    second = shell(f"{python} use.py", cwd=tmp_path)
+    second = shell(f"{python} use.py")
     assert second.stdout == "2\n", second.stderr
 
 

@@ -16,7 +16,7 @@ from curry_train.cli.ownership import TECHNIQUES
 
 
 def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
-    done = scaffold(bundle, "new", "run", "--dry-run", cwd=tmp_path)
+    done = scaffold(bundle, "new", "run", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "train.py" in done.stdout
     assert "Next:" not in done.stdout
@@ -33,15 +33,15 @@ def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle, tmp_pat
 
 def test_new_goes_on_in_the_folder_of_a_start_that_was_killed(bundle, tmp_path):
     write(tmp_path / "run/.curry-train-staged-1/0", "")
-    assert scaffold(bundle, "new", "run", cwd=tmp_path).returncode == 0
+    assert scaffold(bundle, "new", "run").returncode == 0
     assert not [*(tmp_path / "run").glob(".curry-train-staged-*")]
 
 
 def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):
     write(bundle.project / "both.txt", "1\n2\n3\n")
     write(bundle.project / "gone.txt", "1\n")
-    scaffold(bundle, "update", cwd=project)
-    assert scaffold(bundle, "diff", project, cwd=project).stdout.endswith("7 files: 7 as it came\n")
+    scaffold(bundle, "update")
+    assert scaffold(bundle, "diff", project).stdout.endswith("7 files: 7 as it came\n")
 
     write(project / "README.md", "# Mine\n")
     write(project / "both.txt", "mine\n2\n3\n")
@@ -53,7 +53,7 @@ def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, projec
     (project / "pyproject.toml").unlink()
     (bundle.project / "gone.txt").unlink()
 
-    done = scaffold(bundle, "diff", cwd=project)
+    done = scaffold(bundle, "diff")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if not line.startswith("as it came ")] == [
         "edited           README.md",
@@ -71,15 +71,15 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle, project):
     write(project / "README.md", "# Mine")
     (project / "pyproject.toml").unlink()
     edit(bundle.project / "train.py", "if __name__ == '__main__':\n    main()\n", "main()")
-    shown = scaffold(bundle, "diff", "--patch", cwd=project).stdout
+    shown = scaffold(bundle, "diff", "--patch").stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
     subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
-    again = scaffold(bundle, "diff", cwd=project).stdout
+    again = scaffold(bundle, "diff").stdout
     assert again.endswith("5 files: 5 as it came\n")
 
 
-def test_list_has_every_technique_with_what_add_writes_in_80_columns(tmp_path):
-    shown = scaffold(REAL, "list", cwd=tmp_path).stdout
+def test_list_has_every_technique_with_what_add_writes_in_80_columns():
+    shown = scaffold(REAL, "list").stdout
     assert "primitives/grad_accum.py; add: 1 module, " in shown
     assert "plan/planner.py; add: prints the command" in shown
     assert "runs/attach.py; add: prints the lines; with --own " in shown
@@ -152,7 +152,7 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
         "add": ["add", "sac", "--into", "package"],
         "update": ["update", "run"],
     }
-    scaffold(bundle, "new", "run", cwd=tmp_path)
+    scaffold(bundle, "new", "run")
     write(bundle.package / "core/blocks.py", "def find_blocks():\n    return ['newer']\n")
     edit(bundle.project / "train.py", "Train a model.", "Train a model, faster.")
     genuine = Path.write_bytes
@@ -168,7 +168,7 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
     before = tree(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", refuse)
-        result = scaffold(bundle, *arguments[name], cwd=tmp_path)
+        result = scaffold(bundle, *arguments[name])
     assert result.returncode == 2
     message = result.error
     assert message.startswith(f"Error: {tmp_path}")

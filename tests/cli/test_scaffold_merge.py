@@ -16,7 +16,7 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     write(bundle.project / "gone.txt", "1\n")
     write(bundle.project / "gone_edited.txt", "1\n")
     write(bundle.project / "missing.txt", "1\n")
-    scaffold(bundle, "update", cwd=project)
+    scaffold(bundle, "update")
     release(bundle, "0.3.0")
     (project / "missing.txt").unlink()
     (bundle.project / "gone.txt").unlink()
@@ -29,8 +29,8 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     edit(bundle.project / "train.py", '"""Train a model."""', '"""Train a model, faster."""')
     edit(bundle.project / "README.md.jinja", "Read train.py.", "Read train.py first.")
 
-    planned = scaffold(bundle, "update", "--dry-run", cwd=project)
-    done = scaffold(bundle, "update", cwd=project)
+    planned = scaffold(bundle, "update", "--dry-run")
+    done = scaffold(bundle, "update")
     assert (done.returncode, done.stderr) == (0, "")
     assert planned.stdout.replace("Dry run: would write", "Wrote") == done.stdout
     assert [line for line in done.stdout.splitlines()[:-1] if not line.startswith("same ")] == [
@@ -62,10 +62,10 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     assert lock.files[".gitignore"].version == "0.2.0"
     assert not {"gone.txt", "gone_edited.txt"} & set(lock.files)
     # A second update has nothing to merge, and the user's edits are still edits.
-    again = scaffold(bundle, "update", cwd=project)
+    again = scaffold(bundle, "update")
     assert again.stdout.splitlines()[-1].startswith("Nothing to do")
     assert tree(project) == made
-    shown = scaffold(bundle, "diff", cwd=project).stdout
+    shown = scaffold(bundle, "diff").stdout
     assert "edited           train.py" in shown
 
 
@@ -74,10 +74,10 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     edit(bundle.project / "README.md.jinja", "Read train.py.", "Read config.yaml.")
     edit(bundle.project / ".gitignore", "/runs/", "/runs/\n/build/")
     before = tree(project)
-    planned = scaffold(bundle, "update", "--dry-run", cwd=project)
+    planned = scaffold(bundle, "update", "--dry-run")
     assert (planned.returncode, tree(project)) == (1, before)
     for _ in range(2):  # it is a conflict until it is resolved
-        done = scaffold(bundle, "update", cwd=project)
+        done = scaffold(bundle, "update")
         assert (done.returncode, "conflict   README.md" in done.stdout) == (1, True)
     assert done.stderr == "1 file to resolve: look between <<<<<<< and >>>>>>>\n"
     assert (project / "README.md").read_text() == (
@@ -87,11 +87,11 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
 
     # A newer release is refused until it is resolved.
     edit(bundle.project / "README.md.jinja", "# {{ name }}", "# The project {{ name }}")
-    refused = scaffold(bundle, "update", cwd=project)
+    refused = scaffold(bundle, "update")
     assert refused.returncode == 2
     assert "README.md has an unresolved conflict" in refused.error
     write(project / "README.md", "# run\n\nRead my notes and config.yaml.\n")
-    assert scaffold(bundle, "update", cwd=project).returncode == 0
+    assert scaffold(bundle, "update").returncode == 0
     merged = (project / "README.md").read_text()
     assert merged == "# The project run\n\nRead my notes and config.yaml.\n"
 
@@ -129,9 +129,9 @@ def test_update_brings_an_added_technique_with_its_new_imports(bundle, tmp_path)
 
 def test_update_refuses_an_older_release(bundle, project):
     release(bundle, "0.10.0")
-    assert scaffold(bundle, "update", cwd=project).returncode == 0
+    assert scaffold(bundle, "update").returncode == 0
     release(bundle, "0.9.0")
-    refused = scaffold(bundle, "update", cwd=project)
+    refused = scaffold(bundle, "update")
     assert refused.returncode == 2
     assert "is from curry-train 0.10.0, and this is 0.9.0" in refused.error
 
@@ -140,7 +140,7 @@ def test_update_refuses_an_older_release(bundle, project):
 def conflicting(bundle, project):
     """Edit a project and its release: a merge, a conflict, a file to delete and one to create."""
     write(bundle.project / "gone.txt", "1\n")
-    scaffold(bundle, "update", cwd=project)
+    scaffold(bundle, "update")
     (bundle.project / "gone.txt").unlink()
     write(bundle.project / "tests/fresh.txt", "new\n")
     edit(project / "train.py", "def main():", "def main():\n    print('mine')")
@@ -173,14 +173,14 @@ def test_update_that_was_killed_between_two_files_is_completed_by_running_it_aga
     write(conflicting / ".curry-train-staged-1/0", "of an update that was killed before")
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", killed)
-        stopped = scaffold(bundle, "update", cwd=conflicting)
+        stopped = scaffold(bundle, "update")
     assert stopped.returncode == 130
     assert tree(conflicting) != tree(reference)
-    again = scaffold(bundle, "update", cwd=conflicting)
+    again = scaffold(bundle, "update")
     if "unresolved conflict" in again.error:
         # The conflict is written already; git gives the file back as it was.
         write(conflicting / "README.md", "# run\n\nRead my notes.\n")
-        again = scaffold(bundle, "update", cwd=conflicting)
+        again = scaffold(bundle, "update")
     assert again.returncode == 1
     assert tree(conflicting) == tree(reference)
 
@@ -188,15 +188,15 @@ def test_update_that_was_killed_between_two_files_is_completed_by_running_it_aga
 def test_update_without_git_refuses_a_merge_before_it_writes(bundle, conflicting, monkeypatch):
     before = tree(conflicting)
     monkeypatch.setenv("PATH", str(conflicting))
-    refused = scaffold(bundle, "update", cwd=conflicting)
+    refused = scaffold(bundle, "update")
     assert (refused.returncode, "needs git" in refused.error) == (2, True)
     assert tree(conflicting) == before
 
 
 def test_update_keeps_the_line_ends_and_the_encoding_of_an_edited_file(bundle, project):
     write(bundle.project / "notes.txt", "1\r\n2\r\n3\r\n4")
-    scaffold(bundle, "update", cwd=project)
+    scaffold(bundle, "update")
     (project / "notes.txt").write_bytes(b"\xe9\r\n2\r\n3\r\n4")
     (bundle.project / "notes.txt").write_bytes(b"1\r\n2\r\n3\r\nfour")
-    assert scaffold(bundle, "update", cwd=project).returncode == 0
+    assert scaffold(bundle, "update").returncode == 0
     assert (project / "notes.txt").read_bytes() == b"\xe9\r\n2\r\n3\r\nfour"

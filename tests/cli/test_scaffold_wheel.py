@@ -112,9 +112,9 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     write(tmp_path / "theirs/setup.py", "")
     write(tmp_path / "ours/setup.py", "")
     theirs = f"{environment}/bin/curry-train"
-    made = shell(f"{theirs} new run && cd theirs && {theirs} add sac --into owned", cwd=tmp_path)
+    made = shell(f"{theirs} new run && cd theirs && {theirs} add sac --into owned")
     assert made.returncode == 0, made.stderr
-    assert scaffold(clone, "new", "other", "--name", "run", cwd=tmp_path).returncode == 0
+    assert scaffold(clone, "new", "other", "--name", "run").returncode == 0
     assert scaffold(clone, "add", "sac", "--into", "owned", cwd=tmp_path / "ours").returncode == 0
     theirs = tree(tmp_path / "run")
     ours = tree(tmp_path / "other")
@@ -132,7 +132,7 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     assert read[0] == read[1]
     assert records[0] == records[1]
     assert tree(tmp_path / "theirs") == tree(tmp_path / "ours")
-    again = shell(f"{environment}/bin/curry-train update run", cwd=tmp_path)
+    again = shell(f"{environment}/bin/curry-train update run")
     assert again.stdout.startswith("same "), again.stderr
 
 
@@ -147,7 +147,7 @@ def test_project_passes_its_own_tests_without_the_bundle(environment, installed,
 
 
 def test_make_train_creates_the_environment_once_and_trains(environment, clone, tmp_path):
-    assert scaffold(clone, "new", "run", cwd=tmp_path).returncode == 0
+    assert scaffold(clone, "new", "run").returncode == 0
     project = tmp_path / "run"
     shutil.copytree(environment, project / ".venv", symlinks=True)
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "BASE_PYTHON": sys.executable}
@@ -162,7 +162,7 @@ def test_make_train_creates_the_environment_once_and_trains(environment, clone, 
 
 
 def test_owned_project_passes_its_own_tests_without_the_package(environment, clone, tmp_path):
-    assert scaffold(clone, "new", "run", "--own", cwd=tmp_path).returncode == 0
+    assert scaffold(clone, "new", "run", "--own").returncode == 0
     here = "Path(curry_train.__file__).parents[1] == Path(__file__).parent"
     write(
         tmp_path / "run/conftest.py",

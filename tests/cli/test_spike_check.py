@@ -14,7 +14,7 @@ from command_runs import flat, ran
 from curry_train.cli import spike_check as check
 from curry_train.cli.runs import runs_command
 from curry_train.cli.spike_check import spike_check
-from curry_train.runs.ranks import RunError
+from curry_train.runs import RunError
 from curry_train.runs.spike import AttachedWatch
 
 TINY = (
@@ -99,8 +99,7 @@ def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
     assert "is" in found["difference"]
 
 
-def test_a_missed_spike_is_reported(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_missed_spike_is_reported(tmp_path):
     words = ["spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
     done = ran(*words, "--json", "x.json", "--runs", "kept", command=runs_command, status=1)
     text = flat(done.stdout)

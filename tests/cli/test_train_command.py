@@ -17,7 +17,7 @@ from command_runs import flat, ran
 from journals import column
 from tree import ROOT
 
-from curry_train.runs.files import Files
+from curry_train.runs import Files
 
 TINY = [
     "model=training_models:tiny",
@@ -29,18 +29,13 @@ TINY = [
 RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_train train"
 
 
-def start(*words, cwd):
+def start(*words):
     paths = os.pathsep.join(map(str, [ROOT / "template", ROOT / "tests/trainer"]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        [*RANKS.split(), *words], cwd=cwd, env=environment, start_new_session=True, **pipes
+        [*RANKS.split(), *words], env=environment, start_new_session=True, **pipes
     )
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def trained(*words, status=0):
@@ -128,7 +123,7 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
-    process = start(*TINY, "steps=100000", "parallel=fsdp2", "log.every=1000", cwd=tmp_path)
+    process = start(*TINY, "steps=100000", "parallel=fsdp2", "log.every=1000")
     wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":2,', process)
     ranks = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True

@@ -203,10 +203,9 @@ PLAN = "plan --model made.py:blocks --budget 1GiB --target cpu --global-batch 8 
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     (tmp_path / "made.py").write_text(MODELS)
     (tmp_path / "folder").mkdir()
-    monkeypatch.chdir(tmp_path)
     yield tmp_path
     sys.modules.pop("made", None)
 
