@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 
-import pytest
 from command_runs import flat, ran
 
 from curry_train.bench.report import measure_levers
@@ -71,7 +70,6 @@ def test_the_table_explains_missing_utilisation_and_too_few_rounds():
 
 
 def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
     titles = []
     monkeypatch.setattr(
         "matplotlib.figure.Figure.suptitle", lambda _, text, **__: titles.append(text)
@@ -86,7 +84,6 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monk
 
 
 def test_the_command_writes_table_picture_and_json(tmp_path):
-    pytest.importorskip("matplotlib")
     levers = ["--lever", "full", "--lever", "timesteps"]
     levers += ["--plot", "bench.png", "--json", "bench.json"]
     run("--model", "mlp", *QUICK, *levers)

@@ -144,7 +144,6 @@ def outcomes(repository):
     return found
 
 
-@pytest.mark.timeout(240)
 def test_tests_of_a_fit_model_pass_or_skip_with_a_reason(outcomes):
     tests = outcomes["healthy"].values()
     assert len(tests) >= 8

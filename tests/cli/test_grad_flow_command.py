@@ -6,11 +6,7 @@ python -m pytest tests/cli/test_grad_flow_command.py
 import functools
 import json
 
-import pytest
 from command_runs import ran
-
-pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
-
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 

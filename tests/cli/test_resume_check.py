@@ -17,6 +17,8 @@ from curry_train.cli.resume_check import began_after, differences
 from curry_train.cli.resume_watch import PARTS, StateWatch
 from curry_train.cli.screen import UnusableInput
 
+pytestmark = pytest.mark.timeout(1200)
+
 
 def step(number, **changed):
     """Return the notes of a step of a sound run."""
@@ -103,7 +105,6 @@ def checked(tmp_path, monkeypatch):
     return check
 
 
-@pytest.mark.timeout(600)
 def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(checked):
     status, lines, found = checked(PLAIN, "all")
     assert status == 0, lines
@@ -116,7 +117,6 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(c
     assert any(line.startswith("  scheduler: rate 0.000291, not 0.00026") for line in lines)
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
     status, lines, found = checked(PLAIN, part)
@@ -125,7 +125,6 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
     assert lines[1].startswith(f"NOT equal, {part}: ")
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("program", "given", "lacks"),
     [
@@ -145,7 +144,6 @@ def test_each_part_of_a_library_is_missed_when_it_is_withheld(program, given, la
     assert "  scaler: proves nothing: there is none in this run" in lines
 
 
-@pytest.mark.timeout(300)
 def test_a_program_whose_starts_differ_is_told_to_be_seeded(checked):
     unseeded = PLAIN.replace("torch.manual_seed(0)", "torch.seed()")
     status, lines, _ = checked(unseeded, "all")
@@ -175,7 +173,6 @@ with saving(model, optimizer, runs="run", rollback_every=2) as run:
 """
 
 
-@pytest.mark.timeout(300)
 def test_generators_that_are_left_alone_need_no_seed_in_a_closure(checked, capfd):
     status, lines, found = checked(SEEDED_IN_TORCH_ALONE)
     assert status == 0, lines
@@ -184,7 +181,6 @@ def test_generators_that_are_left_alone_need_no_seed_in_a_closure(checked, capfd
     assert "was a folder" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.timeout(300)
 def test_a_program_that_saves_nothing_is_told_how_to(checked):
     status, lines, _ = checked(PLAIN, "everything")
     assert status == 2

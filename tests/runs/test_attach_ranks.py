@@ -159,7 +159,7 @@ def signalled_at_every_collective(folder):
 
 def test_a_signal_at_any_collective_stops_both_ranks_after_the_same_step(tmp_path):
     (first, told), (second, told_again) = run_on_ranks(
-        f"{__file__}:signalled_at_every_collective", folder=str(tmp_path), timeout=90
+        f"{__file__}:signalled_at_every_collective", folder=str(tmp_path)
     )
     assert first == second
     assert told

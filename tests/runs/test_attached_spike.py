@@ -173,7 +173,7 @@ def on_a_rank(folder):
 
 
 def test_two_ranks_go_back_together_and_one_writes_the_journal(tmp_path):
-    first, second = run_on_ranks(f"{__file__}:on_a_rank", folder=str(tmp_path / "run"), timeout=120)
+    first, second = run_on_ranks(f"{__file__}:on_a_rank", folder=str(tmp_path / "run"))
     assert first == second
     assert first[0] == [75]
     kinds = [event["kind"] for event in events(tmp_path / "run")]

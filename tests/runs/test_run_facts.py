@@ -4,7 +4,6 @@ python -m pytest tests/runs/test_run_facts.py
 """
 
 import json
-import shutil
 import subprocess
 import sys
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 
 from curry_train.runs.history import git_state, run_facts
-
-needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 
 
 def git(folder, *words):
@@ -47,7 +44,6 @@ def test_facts_are_json_with_everything_that_describes_a_run(tmp_path, monkeypat
     assert sys.prefix not in json.dumps(found)
 
 
-@needs_git
 def test_two_different_changes_of_code_have_different_facts(repository):
     clean = git_state(repository)
     assert (len(clean["revision"]), clean["dirty"]) == (40, False)
@@ -63,7 +59,6 @@ def test_two_different_changes_of_code_have_different_facts(repository):
     assert len({state["changes"] for state in states}) == 4
 
 
-@needs_git
 def test_a_missing_revision_is_recorded_with_the_reason(tmp_path):
     assert "not a git repository" in git_state(tmp_path)["why"]
     git(tmp_path, "init", "-q")

@@ -173,7 +173,7 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def answers(folder, alone):
-    return run_on_ranks(f"{__file__}:on_two_ranks", folder=str(folder), timeout=180)
+    return run_on_ranks(f"{__file__}:on_two_ranks", folder=str(folder))
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
@@ -270,7 +270,7 @@ def dying_rank(folder, number):
 
 def test_a_dying_rank_leaves_committed_checkpoints(tmp_path):
     with pytest.raises(MemoryError, match="the system ended one of 2 ranks"):
-        run_on_ranks(f"{__file__}:dying_rank", folder=str(tmp_path), number=3, timeout=60)
+        run_on_ranks(f"{__file__}:dying_rank", folder=str(tmp_path), number=3)
     store = Store(tmp_path)
     # The rank that was killed with the other one may take a moment to end.
     store.open(wait_seconds=30)

@@ -78,7 +78,7 @@ def one_rank_fails(folder):
 
 
 def test_an_error_while_state_is_taken_or_restored_is_raised_on_all_ranks(tmp_path):
-    first, second = run_on_ranks(f"{__file__}:one_rank_fails", folder=str(tmp_path), timeout=60)
+    first, second = run_on_ranks(f"{__file__}:one_rank_fails", folder=str(tmp_path))
     for how in (*SAVES, "resume"):
         assert first[how][0].partition(": ")[0] in ("SaveError", "OtherRank"), how
         assert "rank 1: " in first[how][0], how
@@ -117,6 +117,6 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RankProcesses, "_raise", wait_for_rank_0)
     with pytest.raises(RuntimeError):
-        run_on_ranks(f"{__file__}:one_rank_ends", folder=str(tmp_path), timeout=60)
+        run_on_ranks(f"{__file__}:one_rank_ends", folder=str(tmp_path))
     assert "another rank ended" in (tmp_path / "error").read_text()
     assert [saved.step for saved in SavedRun(tmp_path).committed("rollback")] == [1]
