@@ -10,10 +10,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from command_runs import flat, ran
 
-from curry_train.cli.plan import plan_command
 from curry_train.plan import Plan
 from curry_train.plan.device import PROFILES
 
@@ -64,9 +62,9 @@ def models(tmp_path, monkeypatch):
     sys.modules.pop("planned_models", None)
 
 
-def run(words="", *, model="planned_models:blocks", budget="1GiB", status=0):
-    line = f"--target cpu {QUICK} --model {model} --budget {budget} {words}"
-    return ran(*line.split(), command=plan_command, status=status)
+def run(words="", *, model="blocks", budget="1GiB", target="--target cpu", status=0):
+    line = f"plan {target} {QUICK} --model planned_models:{model} --budget {budget} {words}"
+    return ran(*line.split(), status=status)
 
 
 def narrow(text):
@@ -78,7 +76,6 @@ def narrow(text):
 
 
 def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured():
-    pytest.importorskip("matplotlib")
     for size in "48":
         as_it_is = json.loads(run(f"--json - --microbatch {size}").stdout)
         free = as_it_is["plan"]["peak_bytes"]
@@ -111,18 +108,19 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured():
 
 
 def test_the_output_mentions_that_a_model_was_measured_for_real():
-    found = run("--target h100", model="planned_models:branching")
+    found = run("--target h100", model="branching")
     assert narrow(found.output), found.output
     printed = flat(found.output)
     assert "measured for real, without offload:" in printed
     assert "in the forward of Branching" in printed
 
 
-@pytest.mark.parametrize("budget", ["1GiB", "20KiB"])
-def test_without_a_target_the_first_line_says_that_the_plan_is_for_this_cpu(monkeypatch, budget):
+@pytest.mark.parametrize(("budget", "status"), [("1GiB", 0), ("20KiB", 1)])
+def test_without_a_target_the_first_line_says_that_the_plan_is_for_this_cpu(
+    monkeypatch, budget, status
+):
     monkeypatch.setattr("curry_train.cli.plan.profile_of", lambda place: PROFILES["cpu"])
-    line = f"--model planned_models:blocks --budget {budget} {QUICK} --microbatch 8"
-    found = CliRunner().invoke(plan_command, line.split())
+    found = run("--microbatch 8", budget=budget, target="", status=status)
     first = found.stdout.splitlines()[0]
     assert first == "This plan is for this CPU; --target h100 plans for a GPU without having one."
     assert narrow(found.output), found.output
@@ -139,14 +137,14 @@ def test_a_budget_that_nothing_fits_ends_with_status_1_on_80_columns():
 
 
 def test_a_factory_that_names_cuda_is_planned_without_one():
-    found = run(model="planned_models:needs_gpu")
+    found = run(model="needs_gpu")
     assert "no block is repeated" in found.output
     assert narrow(found.output), found.output
 
 
 def test_the_fewest_gpus_take_several_meshes():
     meshes = "--mesh replicate=1,shard=1 --mesh replicate=1,shard=2"
-    line = f"--model mlp --fits h100 --parallel hsdp --global-batch 2 {meshes}"
-    found = ran(*line.split(), command=plan_command)
+    line = f"plan --model mlp --fits h100 --parallel hsdp --global-batch 2 {meshes}"
+    found = ran(*line.split())
     assert "replicate=1,shard=1" in found.output
     assert "replicate=1,shard=2" in found.output

@@ -39,7 +39,7 @@ def run(tmp_path, monkeypatch):
 
         monkeypatch.setattr(preflight, "preflight_program", program)
         given = ["--script", str(script), *words, "--", "--rate", "1"]
-        return ran(*given, command=preflight.preflight_command, status=status)
+        return ran("preflight", *given, status=status)
 
     return invoke
 

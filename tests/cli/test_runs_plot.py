@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import pytest
 from command_runs import ran
-
-pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-
 from journals import plant, plant_eventful
 
 from curry_train.cli.figures import (
@@ -17,7 +14,6 @@ from curry_train.cli.figures import (
     MOST_NAMED,
     plot_runs,
 )
-from curry_train.cli.runs_plot import runs_plot_command
 from curry_train.runs import read_history
 
 
@@ -126,7 +122,7 @@ def test_the_command_draws_and_prints_figures(tmp_path):
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
     words = ["one", "two", "one", "--out", "both.png", "--json", "-"]
-    ended = ran(*words, command=runs_plot_command)
+    ended = ran("runs", "plot", *words)
     assert ended.stderr == "2 runs drawn as both.png\n"
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     one, two = json.loads(ended.stdout)["runs"]

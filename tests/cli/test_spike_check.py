@@ -12,7 +12,6 @@ import pytest
 from command_runs import flat, ran
 
 from curry_train.cli import spike_check as check
-from curry_train.cli.runs import runs_command
 from curry_train.cli.spike_check import spike_check
 from curry_train.runs import RunError
 from curry_train.runs.spike import AttachedWatch
@@ -100,8 +99,8 @@ def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
 
 
 def test_a_missed_spike_is_reported(tmp_path):
-    words = ["spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
-    done = ran(*words, "--json", "x.json", "--runs", "kept", command=runs_command, status=1)
+    words = ["runs", "spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
+    done = ran(*words, "--json", "x.json", "--runs", "kept", status=1)
     text = flat(done.stdout)
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
