@@ -7,6 +7,7 @@ import torch
 from peer_table import (
     Block,
     X,
+    backward,
     behaviour,
     gradients,
     limit,
@@ -22,6 +23,10 @@ from torch import Tensor, nn
 from toy_steps import drawn
 
 # Arguments.
+
+
+def new_scale():
+    return torch.full((8,), 1.5, requires_grad=True)
 
 
 class Scaled(Block):
@@ -59,7 +64,7 @@ def keywords_of_torch(model):
 
 @step("a keyword requires grad and no other input of the model does", block=Scaled)
 def keyword_requires_grad(model):
-    scale = torch.full((8,), 1.5, requires_grad=True)
+    scale = new_scale()
     model.requires_grad_(False)
     loss_of(model(X, scale=scale)).backward()
     return scale.grad
@@ -77,7 +82,7 @@ def no_tensors(change):
 
 @step("tensors that require grad inside nested containers", block=Scaled)
 def in_containers(model):
-    scale = torch.full((8,), 1.5, requires_grad=True)
+    scale = new_scale()
     return [train(model, {"scales": [(scale,)]}), scale.grad]
 
 
@@ -96,7 +101,7 @@ class Settings:
 
 @step("a dataclass as argument", block=Scaled)
 def a_dataclass(model):
-    scale = torch.full((8,), 1.5, requires_grad=True)
+    scale = new_scale()
     return [train(model, Settings(scale)), scale.grad]
 
 
@@ -165,7 +170,7 @@ class Complex(Block):
 
 @step("the same tensor given twice", block=Scaled)
 def given_twice(model):
-    scale = torch.full((8,), 1.5, requires_grad=True)
+    scale = new_scale()
     return [train(model, scale, scale), scale.grad]
 
 
@@ -180,8 +185,7 @@ class Constant(Block):
     block=Constant,
 )
 def without_arguments(model):
-    loss_of(model.layers[0]() + model.layers[1]()).backward()
-    return gradients(model)
+    return backward(model, model.layers[0]() + model.layers[1]())
 
 
 # Outputs.
@@ -208,8 +212,7 @@ def dictionaries(model):
     for layer in model.layers:
         found = layer(output)
         output = found["out"] + found["twice"]
-    loss_of(output).backward()
-    return gradients(model)
+    return backward(model, output)
 
 
 @behaviour("an output that is the input itself")
@@ -247,8 +250,7 @@ class Two(Block):
 )
 def unused_output(model):
     used = [layer(X)[index % 2] for index, layer in enumerate(model.layers)]
-    loss_of(torch.stack(used)).backward()
-    return gradients(model)
+    return backward(model, torch.stack(used))
 
 
 class Sum(Block):
@@ -266,8 +268,7 @@ def output_written(model):
     for layer in model.layers:
         output = layer(output)
         output.add_(1)
-    loss_of(output).backward()
-    return gradients(model)
+    return backward(model, output)
 
 
 class Loss(Block):

@@ -11,6 +11,7 @@ import torch
 from peer_table import (
     Block,
     X,
+    backward,
     behaviour,
     blocks_of,
     gradients,
@@ -108,8 +109,7 @@ def no_backward(model):
 
 @step("a block is called twice in one forward")
 def called_twice(model):
-    loss_of(model.layers[3](model.layers[3](X))).backward()
-    return gradients(model)
+    return backward(model, model.layers[3](model.layers[3](X)))
 
 
 @trains("backward inside of forward, as for forces")
@@ -159,22 +159,19 @@ class Inside(Block):
 
 @step("torch's checkpoint around the whole model")
 def torch_around(model):
-    loss_of(checkpoint(model, X, use_reentrant=False)).backward()
-    return gradients(model)
+    return backward(model, checkpoint(model, X, use_reentrant=False))
 
 
 @step("torch's reentrant checkpoint around the whole model")
 def reentrant_around(model):
-    loss_of(checkpoint(model, X.clone().requires_grad_(), use_reentrant=True)).backward()
-    return gradients(model)
+    return backward(model, checkpoint(model, X.clone().requires_grad_(), use_reentrant=True))
 
 
 @step("save_on_cpu around the whole model")
 def hooks_around(model):
     with torch.autograd.graph.save_on_cpu():
-        loss = loss_of(model(X))
-    loss.backward()
-    return gradients(model)
+        output = model(X)
+    return backward(model, output)
 
 
 @step(

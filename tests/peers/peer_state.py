@@ -10,6 +10,7 @@ import torch
 from peer_table import (
     Block,
     X,
+    backward,
     behaviour,
     gradients,
     limit,
@@ -287,9 +288,8 @@ def sparse(model):
 @step("autocast around forward, and backward outside of it")
 def autocast(model):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(model(X).float())
-    loss.backward()
-    return gradients(model)
+        output = model(X).float()
+    return backward(model, output)
 
 
 class Exact(Block):
@@ -317,9 +317,8 @@ def autocast_tied(model):
     for layer in model.layers[1:]:
         layer.first = model.layers[0].first
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = loss_of(model(X).float())
-    loss.backward()
-    return gradients(model)
+        output = model(X).float()
+    return backward(model, output)
 
 
 @behaviour("weights and inputs in bfloat16 and in double precision")
@@ -328,8 +327,7 @@ def dtypes(change):
 
         def step(model, dtype=dtype):
             model.to(dtype)
-            loss_of(model(X.to(dtype))).backward()
-            return gradients(model)
+            return backward(model, model(X.to(dtype)))
 
         require_same(change, step)
 

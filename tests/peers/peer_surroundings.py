@@ -8,6 +8,7 @@ import torch
 from peer_table import (
     Block,
     X,
+    backward,
     behaviour,
     gradients,
     loss_of,
@@ -89,9 +90,8 @@ class Making(Block):
 @step("a default device for new tensors", block=Making)
 def default_device(model):
     with torch.device("cpu"):
-        loss = loss_of(model(X))
-    loss.backward()
-    return gradients(model)
+        output = model(X)
+    return backward(model, output)
 
 
 @step("a model on the meta device")
@@ -136,7 +136,7 @@ def accumulation(model):
 @step("other shapes in each step")
 def other_shapes(model):
     for rows in (4, 1, 3):
-        loss_of(model(X[:rows])).backward()
+        backward(model, model(X[:rows]))
     return gradients(model)
 
 
@@ -145,8 +145,7 @@ def residual_loop(model):
     output = model.embed(X)
     for layer in model.layers:
         output = output + layer.inner(output) + layer(output)
-    loss_of(output).backward()
-    return gradients(model)
+    return backward(model, output)
 
 
 @step("blocks are skipped at random")

@@ -218,6 +218,12 @@ def gradients(model):
     return [None if weight.grad is None else weight.grad.clone() for weight in model.parameters()]
 
 
+def backward(model, output):
+    """Run backward from an output, and return the gradients."""
+    loss_of(output).backward()
+    return gradients(model)
+
+
 def train(model, *args, **kwargs):
     """Run one step, and return the loss, all gradients and all buffers."""
     model.zero_grad()
