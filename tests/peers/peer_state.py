@@ -40,8 +40,7 @@ def dropout(model):
 
 
 class Noisy(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.generator = torch.Generator().manual_seed(3)
 
     def forward(self, x):
@@ -111,15 +110,13 @@ def drawn_between(model):
 
 @trains("running statistics of batch norms move once", torch=DIFFERENT)
 class Normed(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.norm = nn.BatchNorm1d(8)
 
 
 @trains("a counter in a buffer moves once, and its value is that of forward", torch=DIFFERENT)
 class Counting(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.register_buffer("count", torch.ones(()))
 
     def forward(self, x):
@@ -128,8 +125,7 @@ class Counting(Block):
 
 
 class Remembering(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.calls = 0
         self.seen = []
 
@@ -149,8 +145,7 @@ def attribute(model):
 
 
 class Dropout(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.dropout = nn.Dropout(0.4)
 
     def inner(self, x):
@@ -222,8 +217,7 @@ def global_shape(change):
 
 @trains("spectral norm and weight norm", torch=DIFFERENT)
 class Parametrized(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.first = weight_norm(self.first)
         self.last = spectral_norm(self.last)
 
@@ -231,8 +225,7 @@ class Parametrized(Block):
 @behaviour("one weight shared by two blocks, and by the layer before them")
 def tied(change):
     class Tied(Block):
-        def __init__(self):
-            super().__init__()
+        def add(self):
             self.inside = nn.Linear(8, 8)
 
         def inner(self, x):
@@ -251,8 +244,7 @@ def tied(change):
 
 @trains("an LSTM in the block")
 class Recurrent(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.lstm = nn.LSTM(8, 8)
 
     def inner(self, x):
@@ -268,8 +260,7 @@ class Attending(Block):
 
 
 class Sparse(Block):
-    def __init__(self):
-        super().__init__()
+    def add(self):
         self.table = nn.Embedding(5, 8, sparse=True)
 
     def forward(self, x):

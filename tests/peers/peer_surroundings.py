@@ -184,8 +184,7 @@ def function_inside(change):
     run = compiled(lambda x, weight: nn.functional.gelu(x @ weight).sin())
 
     class Compiled(Block):
-        def __init__(self):
-            super().__init__()
+        def add(self):
             self.weight = nn.Parameter(torch.eye(8) / 2)
 
         def inner(self, x):
