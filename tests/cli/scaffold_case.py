@@ -3,12 +3,10 @@
 import contextlib
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from click.testing import CliRunner
-from command_runs import finished
+from command_runs import finished, flat, ran
 
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import TECHNIQUES, Bundle
@@ -98,20 +96,6 @@ TESTS = {
 SMALL_TECHNIQUES = {"grad-accum", "sac", "memory-plan", "loss-spike"}
 
 
-@dataclass(frozen=True)
-class Ran:
-    """The result of one command."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-    @property
-    def error(self):
-        """The message, without the line breaks of a narrow screen."""
-        return " ".join(self.stderr.split())
-
-
 def make_bundle(root):
     """Make a clone with four techniques and no torch."""
     template = root / "template"
@@ -140,24 +124,28 @@ def write(path, text):
     return path
 
 
-def scaffold(bundle, *arguments, cwd="."):
+def scaffold(bundle, *arguments, cwd=".", status=0):
     """Run the command of a bundle in this process; the wheel of a small one is not built."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.chdir(cwd))
         stack.enter_context(mock.patch.object(command, "find_bundle", return_value=bundle))
         if bundle.techniques is not TECHNIQUES:
             stack.enter_context(mock.patch.object(command, "build_wheel", return_value=b"wheel"))
-        result = CliRunner().invoke(command.scaffold_group, list(map(str, arguments)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return Ran(result.exit_code, result.stdout, result.stderr)
+        return ran(*arguments, command=command.scaffold_group, status=status)
+
+
+def refusal(bundle, *arguments, **options):
+    """Return the message of a command that is refused."""
+    return flat(scaffold(bundle, *arguments, status=2, **options).stderr)
 
 
 def shell(command, *, cwd=None, **variables):
     """Run what a user would type, with this Python as `python` and no path of ours."""
     # Without plugins, as for a user who has torch and pytest alone.
     ours = {"PATH": PYTHON_FIRST, "PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    return finished("sh", "-c", command, cwd=cwd, **ours, **variables)
+    done = finished("sh", "-c", command, cwd=cwd, **ours, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 def tree(root):

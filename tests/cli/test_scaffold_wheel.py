@@ -91,17 +91,16 @@ def environment(tmp_path_factory):
 def installed(environment, clone, tmp_path_factory):
     """Make a project, move it, and install its wheel from its own folder."""
     folder = tmp_path_factory.mktemp("new")
-    assert scaffold(clone, "new", "my-run", cwd=folder).returncode == 0
+    scaffold(clone, "new", "my-run", cwd=folder)
     moved = (folder / "my-run").rename(tmp_path_factory.mktemp("moved") / "elsewhere")
     pin = next(
         text
         for text in tomllib.loads((moved / "pyproject.toml").read_text())["project"]["dependencies"]
         if text.startswith("curry-train")
     )
-    done = shell(
+    shell(
         f"{environment}/bin/python -m pip install --no-index --find-links wheels '{pin}'", cwd=moved
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return moved
 
 
@@ -112,10 +111,9 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     write(tmp_path / "theirs/setup.py", "")
     write(tmp_path / "ours/setup.py", "")
     theirs = f"{environment}/bin/curry-train"
-    made = shell(f"{theirs} new run && cd theirs && {theirs} add sac --into owned")
-    assert made.returncode == 0, made.stderr
-    assert scaffold(clone, "new", "other", "--name", "run").returncode == 0
-    assert scaffold(clone, "add", "sac", "--into", "owned", cwd=tmp_path / "ours").returncode == 0
+    shell(f"{theirs} new run && cd theirs && {theirs} add sac --into owned")
+    scaffold(clone, "new", "other", "--name", "run")
+    scaffold(clone, "add", "sac", "--into", "owned", cwd=tmp_path / "ours")
     theirs = tree(tmp_path / "run")
     ours = tree(tmp_path / "other")
     packed = [
@@ -133,7 +131,7 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     assert records[0] == records[1]
     assert tree(tmp_path / "theirs") == tree(tmp_path / "ours")
     again = shell(f"{environment}/bin/curry-train update run")
-    assert again.stdout.startswith("same "), again.stderr
+    assert again.stdout.startswith("same ")
 
 
 @pytest.mark.parametrize(
@@ -142,18 +140,16 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
 )
 def test_project_passes_its_own_tests_without_the_bundle(environment, installed, chosen):
     ran = shell(f'make test PYTHON={environment}/bin/python ARGS="{chosen}"', cwd=installed)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
 
 
 def test_make_train_creates_the_environment_once_and_trains(environment, clone, tmp_path):
-    assert scaffold(clone, "new", "run").returncode == 0
+    scaffold(clone, "new", "run")
     project = tmp_path / "run"
     shutil.copytree(environment, project / ".venv", symlinks=True)
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "BASE_PYTHON": sys.executable}
     train = 'make train ARGS="steps=12 batch_size=4 microbatch=2 evaluate.samples=4 device=cpu"'
-    made = shell(train, cwd=project, **offline)
-    assert made.returncode == 0, made.stdout + made.stderr
+    shell(train, cwd=project, **offline)
     (journal,) = (project / "runs").glob("*/journal.jsonl")
     losses = column(journal.parent, "step", "loss")
     assert len(losses) == 12
@@ -162,12 +158,11 @@ def test_make_train_creates_the_environment_once_and_trains(environment, clone, 
 
 
 def test_owned_project_passes_its_own_tests_without_the_package(environment, clone, tmp_path):
-    assert scaffold(clone, "new", "run", "--own").returncode == 0
+    scaffold(clone, "new", "run", "--own")
     here = "Path(curry_train.__file__).parents[1] == Path(__file__).parent"
     write(
         tmp_path / "run/conftest.py",
         f"from pathlib import Path\n\nimport curry_train\n\nassert {here}\n",
     )
     ran = shell(f"make test PYTHON={environment}/bin/python", cwd=tmp_path / "run")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
     assert " passed" in ran.stdout
