@@ -90,24 +90,23 @@ def checked(tmp_path, monkeypatch):
     """Return a function that runs the command on a program."""
     monkeypatch.setattr(sys, "executable", warm_python())
 
-    def check(program, *words, given=("--script", "program.py")):
-        """Return the status of the command, its lines and its results."""
+    def check(program, *words, given=("--script", "program.py"), status=0):
+        """Return the lines of the command and its results."""
         (tmp_path / "program.py").write_text(program)
         options = ["--steps", "8", "--kill-at", "5", "--json", "found.json"]
-        status, output = call("resume-check", *options, *given, *words)
+        output = call("resume-check", *options, *given, *words, status=status)
         path = tmp_path / "found.json"
         found = json.loads(path.read_text()) if path.exists() else {}
         names = {one.name for one in tmp_path.iterdir() if one.suffix != ".json"}
         assert names - {"__pycache__"} == {"program.py"}
         # Behind the line on what the command does.
-        return status, output.splitlines(), found
+        return output.splitlines(), found
 
     return check
 
 
 def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(checked):
-    status, lines, found = checked(PLAIN, "all")
-    assert status == 0, lines
+    lines, found = checked(PLAIN, "all")
     assert lines[:2] == [
         "8 steps, killed in step 5, resumed after step 3",
         "equal to the bit: 5 steps",
@@ -119,8 +118,7 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(c
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
-    status, lines, found = checked(PLAIN, part)
-    assert status == 1, lines
+    lines, found = checked(PLAIN, part, status=1)
     assert set(found["differences"]) == {part}
     assert lines[1].startswith(f"NOT equal, {part}: ")
 
@@ -135,9 +133,8 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
     ids=["transformers", "lightning", "accelerate"],
 )
 def test_each_part_of_a_library_is_missed_when_it_is_withheld(program, given, lacks, checked):
-    status, lines, found = checked(program, given=given)
+    lines, found = checked(program, given=given, status=1 if lacks else 0)
     assert set(found["differences"]) == lacks
-    assert status == (1 if lacks else 0)
     # None of these has a gradient scaler on a CPU.
     assert set(found["withheld"]) == set(PARTS) - {"scaler"}
     assert all(part in named for part, named in found["withheld"].items())
@@ -146,8 +143,7 @@ def test_each_part_of_a_library_is_missed_when_it_is_withheld(program, given, la
 
 def test_a_program_whose_starts_differ_is_told_to_be_seeded(checked):
     unseeded = PLAIN.replace("torch.manual_seed(0)", "torch.seed()")
-    status, lines, _ = checked(unseeded, "all")
-    assert status == 2
+    lines, _ = checked(unseeded, "all", status=2)
     assert "two starts differ already, data order: another batch (step 1)" in " ".join(lines)
 
 
@@ -174,14 +170,12 @@ with saving(model, optimizer, runs="run", rollback_every=2) as run:
 
 
 def test_generators_that_are_left_alone_need_no_seed_in_a_closure(checked, capfd):
-    status, lines, found = checked(SEEDED_IN_TORCH_ALONE)
-    assert status == 0, lines
+    _, found = checked(SEEDED_IN_TORCH_ALONE)
     assert found["withheld"]["generators"]["generators"].startswith("torch")
     # The link to the newest state is put back as a link.
     assert "was a folder" not in "".join(capfd.readouterr())
 
 
 def test_a_program_that_saves_nothing_is_told_how_to(checked):
-    status, lines, _ = checked(PLAIN, "everything")
-    assert status == 2
+    lines, _ = checked(PLAIN, "everything", status=2)
     assert "Let the program save within 5 steps" in " ".join(lines)

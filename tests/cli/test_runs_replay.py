@@ -96,11 +96,10 @@ def trained(tmp_path_factory):
     return folder
 
 
-def replay(monkeypatch, folder, *words):
+def replay(monkeypatch, folder, *words, status=0):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "executable", warm_python())
-    status, output = call("replay", *words)
-    return status, flat(output)
+    return flat(call("replay", *words, status=status))
 
 
 BOX = "run/boxes/step-00000014"
@@ -109,8 +108,7 @@ BOX = "run/boxes/step-00000014"
 def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypatch):
     before = sorted(trained.rglob("*"))
     words = (BOX, "--script", "train.py", "--times", "2", "--json", "found.json", "--", "1", "16")
-    status, output = replay(monkeypatch, trained, *words)
-    assert status == 0, output
+    output = replay(monkeypatch, trained, *words)
     assert "repeats to the bit: 4 losses of the run are equal, and the parameters" in output
     assert "step 14, forward: aten.log.default in no module of the model, train.py:14" in output
     found = json.loads((trained / "found.json").read_text())
@@ -122,18 +120,17 @@ def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypat
 
 
 def test_other_arguments_are_said_to_compute_something_else(trained, monkeypatch):
-    status, output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "2", "16")
-    assert status == 1
+    output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "2", "16", status=1)
     assert "does not repeat what the run computed, though the repeats are equal" in output
-    status, output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "1", "12")
-    assert (status, "the program ended before step 14" in output) == (2, True)
+    words = (BOX, "--script", "train.py", "--", "1", "12")
+    assert "the program ended before step 14" in replay(monkeypatch, trained, *words, status=2)
 
 
 def test_a_box_of_another_model_is_refused(trained, tmp_path, monkeypatch):
     shutil.copytree(trained / BOX, tmp_path / "box")
     (tmp_path / "train.py").write_text(SCRIPT.replace("16)", "17)").replace("(16, 1", "(17, 1"))
-    status, output = replay(monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16")
-    assert (status, "tensors match" in output) == (2, True), output
+    words = ("box", "--script", "train.py", "--", "1", "16")
+    assert "tensors match" in replay(monkeypatch, tmp_path, *words, status=2)
 
 
 def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
@@ -141,17 +138,15 @@ def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
     (tmp_path / "ranks.py").write_text(RANKS)
     subprocess.run([warm_python(), "ranks.py"], cwd=tmp_path, check=True)
     box = "ranks/boxes/step-00000008"
-    status, output = replay(monkeypatch, tmp_path, box, "--script=ranks.py", "--times=2")
-    assert status == 0, output
+    output = replay(monkeypatch, tmp_path, box, "--script=ranks.py", "--times=2")
     assert "repeats to the bit: 3 losses of the run are equal, and the parameters" in output
     assert "step 8, forward: aten.log.default in no module of the model, ranks.py:31" in output
     assert "the operations are those of a repeat without it" in output
 
 
 def test_without_a_script_the_one_of_the_run_is_named(trained, monkeypatch):
-    status, output = replay(monkeypatch, trained, BOX)
     message = "give the script of the run, which was: train.py -- 1 16"
-    assert (status, message in output) == (2, True), output
+    assert message in replay(monkeypatch, trained, BOX, status=2)
 
 
 def test_repeats_that_differ_once_and_not_again_do_not_repeat(monkeypatch):
