@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 import snapshot_files
 import torch
-from click.testing import CliRunner
+from command_runs import ran
 
-from curry_train.cli.main import main
 from curry_train.core import memory_recorder
 from curry_train.plan import memory_record
 
@@ -41,10 +40,7 @@ class Recorder:
         """Run `python -m curry_train ...` in this process."""
         self.commands.append(command)
         assert options["env"]["CUDA_VISIBLE_DEVICES"] == ""
-        ended = CliRunner().invoke(main, command[3:])
-        if ended.exit_code:
-            raise subprocess.CalledProcessError(ended.exit_code, command)
-        return subprocess.CompletedProcess(command, 0, stdout=ended.stdout)
+        return subprocess.CompletedProcess(command, 0, stdout=ran(*command[3:]).stdout)
 
 
 def processes(run):
@@ -131,5 +127,5 @@ def test_train_names_a_full_device(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("curry_train.cli.train.open_named_run", fill)
-    full = CliRunner().invoke(main, ["train", "--device", "cpu"])
-    assert (full.exit_code, full.stderr) == (1, "Error: CUDA out of memory\n")
+    full = ran("train", "--device", "cpu", status=1)
+    assert full.stderr == "Error: CUDA out of memory\n"

@@ -8,21 +8,19 @@ import os
 import pkgutil
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
+from command_runs import finished, ran
 from pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 from tree import ROOT, skills
 from warm_python import warm_python
 
+from clients import copy_bundle
 from curry_train.cli import scaffold
-from curry_train.cli.main import main
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
 NAMES = [skill.name for skill in skills(ROOT)]
@@ -108,11 +106,7 @@ def python_files_of(page):
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """Copy the bundle, with a `python` that has torch, and a user's package to add to."""
-    root = tmp_path_factory.mktemp("bundle") / "bundle"
-    ignored = shutil.ignore_patterns(
-        ".git", ".venv", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
-    )
-    shutil.copytree(ROOT, root, ignore=ignored)
+    root = copy_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
     for page in TEXTS:
         for name, source in python_files_of(page).items():
             (root / name).write_text(source)
@@ -126,7 +120,7 @@ def copy(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ran():
+def lines_run():
     """Lines that have run: pages share some, and what these wrote is still there."""
     return set()
 
@@ -151,30 +145,27 @@ def forget_modules_of(folder):
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("commands", list(commands_of_pages()))
-def test_command_runs(commands, copy, ran):
-    environment = os.environ | {
+def test_command_runs(commands, copy, lines_run):
+    environment = {
         "PATH": f"{copy / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(copy / "template"),
     }
     makefile = (ROOT / "Makefile").read_text()
     for line in commands.splitlines():
-        if line in ran:
+        if line in lines_run:
             continue
-        ran.add(line)
+        lines_run.add(line)
         words = shlex.split(line, comments=True)
         if words[0] == "make" and len(words) == 2:  # CI runs these themselves
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), f"no target {words[1]}"
             continue
         assert words[0] in ("python", "make", "curry-train", "cd")
         if words[0] == "curry-train" and not OTHER_PROCESS & {*words}:
-            ended = CliRunner().invoke(main, words[1:])
-            assert ended.exit_code == 0, f"{line}\n{ended.output}"
+            ran(*words[1:])
             continue
         # Use the packages that are installed already.
         command = f"{line} PYTHON=python" if words[0] == "make" else line
-        ended = subprocess.run(
-            command, shell=True, cwd=copy, env=environment, capture_output=True, text=True
-        )
+        ended = finished("sh", "-c", command, cwd=copy, **environment)
         assert ended.returncode == 0, f"{line}\n{ended.stdout}{ended.stderr}"
 
 
@@ -182,8 +173,7 @@ def test_command_runs(commands, copy, ran):
 def test_the_failed_gate_that_the_readme_shows_fails_so():
     line = "curry-train validate --model my_model.py:build --impl my_window.py:train_window"
     assert f"`{line}`" in TEXTS["README.md"]
-    ended = CliRunner().invoke(main, shlex.split(line)[1:])
-    assert ended.exit_code == 1
+    ended = ran(*shlex.split(line)[1:], status=1)
     (shown,) = [
         block.text
         for block in fenced_blocks(TEXTS["README.md"], language="text")
