@@ -67,7 +67,7 @@ def test_the_status_is_that_of_the_verdicts(run, found, status, text):
 
 
 def test_results_are_written_as_json(run, tmp_path):
-    run([HELD, FAILED], "--json", str(tmp_path / "found.json"), status=1)
+    run([HELD, FAILED], "--json", "found.json", status=1)
     found = json.loads((tmp_path / "found.json").read_text())
     assert [one["gate"] for one in found["results"]] == ["loop/mode", "loop/zeroed"]
     assert found["steps"] == 8

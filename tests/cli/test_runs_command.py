@@ -31,7 +31,7 @@ def damage(runs):
 
 
 def test_list_shows_the_checkpoints_of_each_run(runs, tmp_path):
-    output = call("list", runs, "--json", tmp_path / "list.json")
+    output = call("list", runs, "--json", "list.json")
     assert output.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
     assert len(output.splitlines()) == 2
     (row,) = json.loads((tmp_path / "list.json").read_text())["runs"]
@@ -84,7 +84,7 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
         for step in range(11, 24):
             journal.write("warning", step=step, reason="a word " * 20)
         journal.write("stop", step=24, reason="steps")
-    output = call("show", folder, "--json", tmp_path / "facts.json")
+    output = call("show", folder, "--json", "facts.json")
     lines = output.splitlines()
     begin = lines.index("attempt 1: start at step 0, up to 12, no record of its end")
     assert lines[begin : begin + 4] == [

@@ -9,7 +9,7 @@ from command_runs import call
 
 
 def test_estimate_of_a_policy(tmp_path):
-    output = call("estimate", "--parameters", "7e9", "--json", tmp_path / "e.json")
+    output = call("estimate", "--parameters", "7e9", "--json", "e.json")
     assert "retained in total" in output
     assert "756" in output
     found = json.loads((tmp_path / "e.json").read_text())

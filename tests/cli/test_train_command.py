@@ -30,7 +30,7 @@ RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_
 
 
 def start(*words):
-    paths = os.pathsep.join(map(str, [ROOT / "template", ROOT / "tests/trainer"]))
+    paths = f"{ROOT}/template:{ROOT}/tests/trainer"
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(

@@ -168,6 +168,7 @@ runs estimate --parameters 7e9 retention=5 retention.rollback_keep=2 | retention
 runs estimate --parameters 7e9 retention.rollback_keep=2 retention=5 | checkpoint.retention must be a block of keys, got 5
 runs estimate --parameters 7e9 rollback_every.x=1 | rollback_every
 runs estimate --parameters 7e9 rollback_every=1 rollback_every.x=1 | rollback_every is 1
+runs inspect none.pt                        | can't be read
 runs record --out A                         | give either --script or --trainer
 runs record --script gone.py --out A        | there is no file gone.py
 runs record --script train.py               | --out
@@ -196,6 +197,7 @@ validate --gate recomput                    | no gate matches 'recomput'; did yo
 validate --model mlp --blocks layers.*      | the pattern 'layers.*' matches no module; there are 0, 0.0
 validate --dtype int8                       | 'int8' is not one of
 validate --no-such-option                   | No such option
+--no-such-option                            | No such option
 validate --modle mlp                        | No such option '--modle'. Did you mean '--model'?
 validate --model mlp --json absent/x.json   | does not exist: create it first
 """  # noqa: E501

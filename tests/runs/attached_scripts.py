@@ -113,7 +113,7 @@ def start(folder, script, *words, python, at=0, **environment):
     """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
-    paths = os.pathsep.join([str(ROOT / "template"), str(ROOT / "tests/runs")])
+    paths = f"{ROOT}/template:{ROOT}/tests/runs"
     command = [python, __file__, str(at), "script.py", *map(str, words)]
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

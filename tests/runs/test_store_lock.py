@@ -21,9 +21,8 @@ from curry_train.runs import LockedRun, SavedRun, SaveError, Store
 
 HOLDER = """
 import os, subprocess, sys, time
-sys.path[:0] = {paths}
 from curry_train.runs import Store
-store = Store({root!r})
+store = Store(".")
 store.open()
 {then}
 print("held", flush=True)
@@ -32,12 +31,9 @@ time.sleep(600)
 
 
 def holder(root, then=""):
-    code = HOLDER.format(
-        paths=[str(ROOT / "template"), str(ROOT / "tests/runs")], root=str(root), then=then
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root
-    )
+    variables = os.environ | {"PYTHONPATH": f"{ROOT}/template"}
+    command = [sys.executable, "-c", HOLDER.format(then=then)]
+    process = subprocess.Popen(command, cwd=root, env=variables, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     return process
 
