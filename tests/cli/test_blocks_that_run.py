@@ -72,7 +72,7 @@ def run(*words, status=0):
 
 def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec, tmp_path):
     path = tmp_path / "gates.json"
-    output = run("validate", "--model", spec, *GATES, "--json", str(path))
+    output = run("validate", "--model", spec, *GATES, "--json", path)
     assert "3 held, 0 failed, 0 not applicable" in output
     assert LINE in output
     assert REASON in output
@@ -114,7 +114,7 @@ def test_generated_tests_choose_blocks_that_run(models, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(models.parent)
     spec = f"{models.stem}:pairs"
     path = tmp_path / "test_pairs.py"
-    run("gen-tests", "--model", spec, "--out", str(path), "--gate", "recompute/parity-full")
+    run("gen-tests", "--model", spec, "--out", path, "--gate", "recompute/parity-full")
     assert ").with_running_blocks()[0]\n" in path.read_text()
-    run("gen-tests", "--model", "mlp", "--out", str(path), "--gate", "recompute/parity-full")
+    run("gen-tests", "--model", "mlp", "--out", path, "--gate", "recompute/parity-full")
     assert "with_running_blocks" not in path.read_text()

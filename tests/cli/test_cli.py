@@ -43,7 +43,7 @@ def test_a_run_in_which_no_gate_applies_is_no_success(tmp_path, monkeypatch):
     gates = [gate(*reason, applies=False) for reason in reasons.items()]
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
     path = tmp_path / "gates.json"
-    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", str(path), status=2)
+    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", path, status=2)
     assert ended.stderr.endswith(
         "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
         "no loop)\n"

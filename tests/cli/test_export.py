@@ -6,7 +6,7 @@ python -m pytest tests/cli/test_export.py
 import pytest
 from language_models import language_model
 from safetensors.torch import load_file
-from store_models import equal, flip, new_state, train
+from store_models import equal, flip, new_state, save_both, train
 
 from curry_train.cli.runs import export_parameters
 from curry_train.runs import DamagedCheckpoint, SavedRun, Store
@@ -21,8 +21,7 @@ def saved(tmp_path):
     state = new_state()
     train(state, 1)
     with Store(tmp_path / "run") as store:
-        store.save("rollback", 1, state)
-        store.save("best-k", 1, state, metric=("dev_loss", 0.5))
+        save_both(store, 1, state)
     return SavedRun(tmp_path / "run"), state.model
 
 

@@ -52,7 +52,7 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
 
 def test_json_has_every_step_and_layer(tmp_path):
     path = tmp_path / "flow.json"
-    run(*QUICK, "--steps", "4", "--layers", "*.0", "--json", str(path))
+    run(*QUICK, "--steps", "4", "--layers", "*.0", "--json", path)
     data = json.loads(path.read_text())
     assert {"command", "device", "workload"} <= data.keys()
     assert len(data["losses"]) == 4

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from store_models import flip, new_state, train
+from store_models import flip, new_state, save_both, train
 from torch import nn
 
 from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
@@ -64,8 +64,7 @@ def checkpoints(tmp_path_factory):
     ours = new_state()
     train(ours, 1)
     with Store(root / "run") as store:
-        store.save("rollback", 1, ours)
-        store.save("best-k", 1, ours, metric=("dev_loss", 0.5))
+        save_both(store, 1, ours)
     return root
 
 

@@ -38,7 +38,7 @@ def run(tmp_path, monkeypatch):
             return found
 
         monkeypatch.setattr(preflight, "preflight_program", program)
-        given = ["--script", str(script), *words, "--", "--rate", "1"]
+        given = ["--script", script, *words, "--", "--rate", "1"]
         return ran("preflight", *given, status=status)
 
     return invoke

@@ -73,6 +73,17 @@ def equal(first, second):
     )
 
 
+def alike(first, second):
+    """Return whether two states have equal tensors."""
+    return equal(tensors_of(first), tensors_of(second))
+
+
+def save_both(store, step, state):
+    """Save a state as a rollback, and its parameters as the best."""
+    store.save("rollback", step, state)
+    store.save("best-k", step, state, metric=("dev_loss", 0.5))
+
+
 class Holder:
     """A part of a state that keeps what it is given."""
 

@@ -12,7 +12,7 @@ import zipfile
 
 import pytest
 import torch
-from store_models import equal, new_state, tensors_of
+from store_models import alike, equal, new_state, tensors_of
 
 from curry_train.runs import DamagedCheckpoint, StateMismatch, load_chosen
 from curry_train.runs.layout import (
@@ -63,7 +63,7 @@ def test_a_call_in_torchs_index_is_not_executed(store, saved, tmp_path):
     forge(store, saved, ".metadata", pickle.dumps(call))
     state = new_state(seed=1)
     store.load(saved, state)
-    assert equal(tensors_of(state), tensors_of(new_state()))
+    assert alike(state, new_state())
     assert not (tmp_path / "trace").exists()
 
 

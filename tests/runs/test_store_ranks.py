@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_calls import run_on_ranks
-from store_models import At, CountedFiles, equal, fail, network, new_state, tensors_of, train
+from store_models import (
+    At,
+    CountedFiles,
+    equal,
+    fail,
+    network,
+    new_state,
+    save_both,
+    tensors_of,
+    train,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -47,8 +57,7 @@ def on_two_ranks(folder):
         torch.manual_seed(dist.get_rank())  # each rank has its own data
         train(state, 2)
         with Store(f"{folder}/{kind}") as store:
-            store.save("rollback", 2, state)
-            store.save("best-k", 2, state, metric=("dev_loss", 1.0))
+            save_both(store, 2, state)
             before, ahead = tensors_of(state), train(state, 3)
             torch.manual_seed(70)
             notes = store.load("latest", other)
@@ -166,8 +175,7 @@ def alone(folder):
     state = new_state(seed=3)
     train(state, 2)
     with Store(folder / "alone") as store:
-        store.save("rollback", 2, state)
-        store.save("best-k", 2, state, metric=("dev_loss", 1.0))
+        save_both(store, 2, state)
     return hash_of(tensors_of(state))
 
 

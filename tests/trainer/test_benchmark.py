@@ -5,9 +5,8 @@ Run with `python -m pytest tests/trainer/test_benchmark.py`.
 
 import pytest
 import torch
+from store_models import linear_training
 from test_timing import Clock
-from torch import nn
-from toy_steps import square_sum
 
 from curry_train import benchmark
 from curry_train.benchmark import compare_steps, run_accumulated_step
@@ -15,9 +14,8 @@ from curry_train.primitives import GradientAccumulation
 
 
 def test_an_accumulated_step_trains_once_and_returns_terms_and_time():
-    torch.manual_seed(0)
-    model, data = nn.Linear(4, 4), list(torch.randn(6, 2, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = linear_training()
+    data = list(torch.randn(6, 2, 2))
     steps = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     found = run_accumulated_step(model, optimizer, data, square_sum, count=len)
@@ -33,10 +31,9 @@ def test_an_accumulated_step_waits_for_the_device_before_and_after(monkeypatch):
     """Wait twice: for the window's loss, and for the optimizer step launched after it."""
     waited = []
     monkeypatch.setattr(benchmark, "wait_for_device", lambda: waited.append(1))
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = linear_training()
     optimizer.register_step_post_hook(lambda *_: waited.append(0))
-    run_accumulated_step(model, optimizer, [torch.randn(2, 4)], square_sum)
+    run_accumulated_step(model, optimizer, [torch.randn(2, 2)], square_sum)
     assert waited == [1, 0, 1]
 
 

@@ -14,18 +14,19 @@ def opened(runs, *words, resume=None):
     return open_named_run(config, resume=resume)
 
 
-def tiny():
+def tiny(**options):
     """A language model that takes milliseconds."""
-    return transformer(depth=2, dim=32, heads=2, kv_heads=2, vocabulary=256, length=16)
+    sizes = {"depth": 2, "dim": 32, "heads": 2, "kv_heads": 2, "vocabulary": 256, "length": 16}
+    return transformer(**sizes | options)
 
 
 def with_dropout():
-    return transformer(depth=2, dim=32, heads=2, kv_heads=2, vocabulary=256, length=16, dropout=0.1)
+    return tiny(dropout=0.1)
 
 
 def few_tokens():
     """Knows less than a byte."""
-    return transformer(depth=1, dim=32, heads=2, kv_heads=2, vocabulary=100, length=16)
+    return tiny(vocabulary=100)
 
 
 class Points(torch.utils.data.Dataset):
