@@ -32,16 +32,15 @@ def run_of(folder, **options):
     return saving(*linear_training(), runs=folder, rollback_every=100, **options)
 
 
-def train(run, loader, *, stop_after=None):
-    """Train one pass, with a signal after a number of steps; return the exit status."""
+def train(run, loader, *, after_step=lambda number: None):
+    """Train one pass, and return the exit status."""
     model = run.state.model
     try:
         for batch in run.batches(loader):
             model(batch[0]).sum().backward()
             run.state.optimizers[0].step()
             run.step()
-            if run.steps == stop_after:
-                signal.raise_signal(signal.SIGTERM)
+            after_step(run.steps)
         run.close()
     except SystemExit as stopped:
         return stopped.code
@@ -138,24 +137,23 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
     tmp_path, later, options
 ):
     """Signal the workers alone: the training would end with their error in the middle of a step."""
-    seen = []
+    workers = []
+
+    def signal_workers(step):
+        if step == 1:
+            workers.extend(multiprocessing.active_children())
+            signal_from_outside(*workers)
+            time.sleep(0.2)
+
     own_start = functools.partial(note_worker, tmp_path / "worker")
     loader = batches(1, worker_init_fn=own_start, **options)
     run = run_of(tmp_path / "run")
-    for batch in run.batches(loader):
-        if not seen:
-            (worker,) = multiprocessing.active_children()
-            signal_from_outside(worker)
-            time.sleep(0.2)
-        seen.append(batch)
-        run.state.model(batch[0]).sum().backward()
-        run.state.optimizers[0].step()
-        run.step()
-    assert len(seen) == 6
+    assert train(run, loader, after_step=signal_workers) == 0
+    assert run.steps == 6
     assert loader.worker_init_fn is own_start
     assert (tmp_path / "worker").read_text() == "0"
-    run.close()
     if options:
+        (worker,) = workers
         # Only this process, which started the worker, ends it.
         assert worker.is_alive()
         before = signal.getsignal(signal.SIGCHLD)
@@ -169,7 +167,12 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
 def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):
     before = threading.active_count()  # other libraries' threads may stay in the process
     run = run_of(tmp_path)
-    assert train(run, batches(), stop_after=3) == 128 + signal.SIGTERM
+
+    def stop(step):
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    assert train(run, batches(), after_step=stop) == 128 + signal.SIGTERM
     assert SavedRun(tmp_path).latest().step == 3
     assert "SIGTERM after step 3: saved at step 3, in " in caplog.text
     assert "start again to go on" in caplog.text
