@@ -14,7 +14,6 @@ import torch
 from attached_scripts import PLAIN, attached, flip_a_bit, start
 from store_models import equal, linear_training, regressor
 from torch import nn
-from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 from toy_steps import all_equal
 from warm_python import warm_python

@@ -10,7 +10,6 @@ import torch
 from journals import column
 from store_models import linear_training, regressor
 from torch import nn
-from torch.optim import SGD
 
 from curry_train.cli.runs_diff import difference
 from curry_train.runs import read_history, saving

@@ -143,7 +143,7 @@ def test_noise_of_far_larger_elements_excuses_none():
 def test_a_sum_over_the_batch_may_differ_by_more(name):
     """As many terms as the largest tensor has elements may be in it."""
     start = {"kind": "start", "environment": {"world_size": 1}}
-    start |= {"code": {}, "switches": {}, "variables": {}}
+    start |= {"program": None, "code": {}, "variables": {}}
 
     def run(distance):
         digests = {"1": "float32[1024]:0", name: f"float32[1]:{distance}"}

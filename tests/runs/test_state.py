@@ -5,6 +5,7 @@ python -m pytest tests/runs/test_state.py
 
 import pytest
 import torch
+from plan_models import Runs
 from store_models import WIDTH, alike, equal, network, new_state, tensors_of, train
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -149,7 +150,7 @@ def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
     saved, other = store.save("rollback", 1, state), make(1)
     store.load(saved, other)
     assert alike(other, state)
-    assert tensors_of(other)["optimizer.0.model.0.weight/exp_avg"].dtype is torch.float32
+    assert tensors_of(other)["optimizer.0.inner.0.0.weight/exp_avg"].dtype is torch.float32
 
 
 SCHEDULERS = {

@@ -7,6 +7,7 @@ import pytest
 import torch
 from store_models import linear_training
 from test_timing import Clock
+from toy_steps import square_sum
 
 from curry_train import benchmark
 from curry_train.benchmark import compare_steps, run_accumulated_step

@@ -12,7 +12,6 @@ from rank_calls import run_on_ranks
 from store_models import equal
 from torch import nn
 from torch.optim import SGD
-from toy_steps import all_equal
 
 from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow

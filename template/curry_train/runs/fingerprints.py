@@ -279,9 +279,8 @@ class Recorder:
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
-            # The program may have set switches since the start.
-            facts = {"settings": settings, "switches": _switches()}
-            self._write({"kind": "settings", "step": self.step, **facts})
+            settings["switches"] = _switches()
+            self._write({"kind": "settings", "step": self.step, "settings": settings})
         path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return
@@ -615,12 +614,12 @@ def _generator() -> str:
 
 
 def _switches() -> dict[str, Any]:
+    """Return what a program may have set, and what it computes by."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return {
+    found = {
         "default dtype": str(torch.get_default_dtype()),
         "precision of float32 matmul": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "threads": torch.get_num_threads(),
         "kernels of the CPU": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.enabled,
         "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32],
@@ -631,15 +630,16 @@ def _switches() -> dict[str, Any]:
             cuda.math_sdp_enabled(),
         ],
     }
+    return {f"switch {name}": value for name, value in found.items()}
 
 
 def _environment() -> dict[str, Any]:
-    """Return versions, switches and variables that may change what torch computes."""
+    """Return versions and variables that may change what torch computes."""
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     facts = run_facts({}, device=device, world_size=num_ranks)
-    return {**facts, "switches": _switches(), "variables": variables}
+    return {**facts, "variables": variables}
 
 
 def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ class Comparison:
         digests = [digest for one in a for digest in one.get("digests", {}).values()]
         # So many terms may be summed up to one value.
         self.most_terms = max(map(num_elements, digests), default=0) if noises else 0
-        self.start = _start_of(a), _start_of(b)
+        self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
         self.b = _in_names_of_a(b, self.renamed)
         self.in_b = _by_place(self.b)
@@ -135,6 +135,8 @@ class Comparison:
         self.calls = _calls(a), _calls(self.b)
         # What both runs have, though one of their optimizers may lack it.
         self.known = _names_of(a) & _names_of(self.b)
+        # Step of the last observation, and whether the record is whole.
+        self.ends = [(run[-1].get("step", 0), run[-1]["kind"] == "end") for run in (a, b)]
         self.num_compared = 0
         self.last: Observation | None = None
         # The random generators that were equal once, and where they differ for the first time.
@@ -169,6 +171,14 @@ class Comparison:
         epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
         return is_rounding(found, noises, epsilon, terms)
 
+    def _is_of_another_loader(self, one: Observation, other: Observation) -> bool:
+        """Return whether one run asks another loader first, so that their names are exchanged."""
+        return one["kind"] == "batch" and any(
+            it["kind"] == "batch" and it["digests"] == own["digests"] and it["path"] != one["path"]
+            for own, run in ((one, self.b), (other, self.a))
+            for it in run
+        )
+
     def run(self) -> Located:
         num_rounded = 0
         for one, other in self.pairs():
@@ -185,7 +195,7 @@ class Comparison:
                 alone = one["digests"].keys() ^ digests.keys()
                 lacking = [it for it in alone if it.removeprefix("gradient of ") in self.known]
                 names = [*sorted(lacking), *names]
-            if names:
+            if names and not self._is_of_another_loader(one, other):
                 return self._describe(one, other, names)
             num_rounded += bool(others)
             if one["kind"] != "state":
@@ -197,19 +207,15 @@ class Comparison:
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
-        ends = [(run[-1].get("step", 0), run[-1]["kind"] == "end") for run in (self.a, self.b)]
-        if ends[0] != ends[1]:
-            text += "; " + ", and ".join(
-                f"{name} ends {'after' if is_whole else 'in'} step {step}"
-                for name, (step, is_whole) in zip("AB", ends, strict=True)
-            )
+        if self.ends[0] != self.ends[1]:
+            ends = [f"{'after' if is_whole else 'in'} step {step}" for step, is_whole in self.ends]
+            text += f"; A ends {ends[0]}, and B ends {ends[1]}"
         return Located(text, {}, list(self._of_the_runs()), self.num_compared)
 
     def _more_steps(self) -> str:
         """Name an optimizer that steps more often in one of two runs with equal values."""
-        ends = [(run[-1].get("step", 0), run[-1]["kind"]) for run in (self.a, self.b)]
         # Where a record ended early, steps of another optimizer may be missing.
-        last = min(ends)[0] - ({*ends} != {(ends[0][0], "end")})
+        last = min(self.ends)[0] - ({*self.ends} != {(self.ends[0][0], True)})
         steps = [
             Counter((it["step"], it["path"]) for it in run if it["kind"] == "update")
             for run in (self.a, self.b)
@@ -379,12 +385,7 @@ class Comparison:
         if names:
             yield f"renamed: {some_of(names)}"
         yield from _changes(settings_of(self.start[0]), settings_of(self.start[1]), "")
-
-
-def _start_of(observations: Sequence[Observation]) -> Observation:
-    """Return what a run was started with, and the switches as its model was called first."""
-    switches = [one["switches"] for one in observations if "switches" in one]
-    return {**observations[0], "switches": switches[:2][-1]}
+        yield from _changes(*(one.get("switches", {}) for one in self.settings), "")
 
 
 def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
@@ -417,7 +418,6 @@ def settings_of(start: Observation) -> dict[str, Any]:
         **environment,
         **{f"package {it}": version for it, version in packages.items() if it not in environment},
         **{f"code {name}": value for name, value in start["code"].items()},
-        **{f"switch {name}": value for name, value in start["switches"].items()},
         **{f"variable {name}": value for name, value in start["variables"].items()},
     }
 
@@ -537,27 +537,7 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
         (in_b,) = _in_names_of_a([{"digests": initial[1]}], renamed)
         return sum(initial[0].get(name) == it for name, it in in_b["digests"].items())
 
-    modules = max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
-    return modules | _renamed_loaders(a, b)
-
-
-def _renamed_loaders(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
-    """Return the path in A of each loader of B that begins with the batch of another one of A."""
-    first: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    for found, run in zip(first, (a, b), strict=True):
-        for one in run:
-            if one["kind"] == "batch":
-                found.setdefault(one["path"], one["digests"])
-    in_a, in_b = first
-    renamed = {
-        path: own
-        for path, digests in in_b.items()
-        for own in in_a
-        if digests == in_a[own] and digests != in_a.get(path)
-    }
-    return renamed | {
-        path: f"{path} of B" for path in in_b if path in {*renamed.values()} - {*renamed}
-    }
+    return max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
 
 
 def _initial_state(observations: Sequence[Observation]) -> dict[str, str]:
