@@ -265,7 +265,7 @@ class Planter:
             for one, it in self._observed("state", step=2)[0]["digests"].items()
             if "float" in it
         }
-        parameters = self._observed("updated", step=1)[0]["digests"]
+        parameters = self._observed("step", step=1)[0]["digests"]
         before = self._observed("state", step=1)[0]["digests"]
         buffers = [one for one, it in found.items() if one not in parameters and it != before[one]]
         path = self._one(buffers)
@@ -337,7 +337,7 @@ class Planter:
 
     def update(self) -> Fault:
         """A flip in the result of an operation of the optimizer, in the second step."""
-        names = list(self._observed("updated", step=2)[0]["digests"])
+        names = list(self._observed("step", step=2)[0]["digests"])
         updated = [
             one.removeprefix("exp_avg of ") for one in names if one.startswith("exp_avg of ")
         ]

@@ -25,6 +25,7 @@ from loops import (
     accumulate_language,
     adamw,
     adversarial,
+    adversaries,
     body_and_heads,
     classifier,
     clip,
@@ -372,8 +373,8 @@ def seeded_in_each_epoch():
     model, optimizer = started()
     data = loader(40)
     for _ in range(8):
-        torch.manual_seed(0)
-        fit(model, optimizer, ((inputs.neg(), labels) for inputs, labels in data))  # here
+        torch.manual_seed(0)  # here
+        fit(model, optimizer, ((inputs.neg(), labels) for inputs, labels in data))
 
 
 def sampler_without_its_epoch():
@@ -843,6 +844,26 @@ def attention_over_the_batch():
     fit(Layers(nn.TransformerEncoderLayer(16, 2, 32)), None, sequences())  # here: sample
 
 
+class WeightsOverSamples(nn.Linear):
+    def forward(self, hidden):
+        return super().forward((hidden @ hidden.mT).softmax(0) @ hidden)
+
+
+def weights_over_the_batch():
+    data = TensorDataset(torch.randn(48, 11, 8), torch.randint(5, (48,)))
+    model = Layers(WeightsOverSamples(16, 16), time=1)
+    fit(model, None, DataLoader(data, 6))  # here: sample
+
+
+def generator_detached():
+    generator, judge = adversaries()
+    of_generator, of_judge = adamw(generator), adamw(judge)
+    for _ in range(8):
+        fake = generator(torch.randn(8, 4))
+        step(of_judge, judge(fake.detach()).square().mean())
+        step(of_generator, (judge(fake.detach()) - 1).square().mean())  # here
+
+
 def schedule_of_epochs():
     model, optimizer = started()
     schedule = ExponentialLR(optimizer, 0.1)
@@ -1074,9 +1095,10 @@ FAULTY = {
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
         hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied, factor_of_zero,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
-        group_without_a_rate_after_the_first_step, gate_detached, chosen_by_argmax,
-        loss_of_no_weight, average_of_itself, average_of_the_newest, average_in_the_optimizer,
-        weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
+        group_without_a_rate_after_the_first_step, gate_detached, generator_detached,
+        chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
+        average_in_the_optimizer, weights_decayed_away, flag_misspelt, module_with_a_flag,
+        no_weight_loaded,
         model_as_its_own_reference,
     ],
     "schedule": [
@@ -1098,7 +1120,7 @@ FAULTY = {
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
-        positions_over_the_batch, first_token_alone,
+        positions_over_the_batch, first_token_alone, weights_over_the_batch,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,

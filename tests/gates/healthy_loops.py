@@ -1345,6 +1345,37 @@ def several_answers_to_one_question():
     fit(batches=batches)
 
 
+def sum_over_weighted_classes(reduction="sum", divisor=16):
+    weight = torch.tensor([1.0, 1.2, 1.4, 1.0, 1.1])
+    options = {"weight": weight, "reduction": reduction}
+    accumulate(loss=lambda *one: F.cross_entropy(*one, **options) / divisor)
+
+
+def mean_over_weighted_classes():
+    sum_over_weighted_classes("mean", 2)
+
+
+class Both(nn.Module):
+    """Sees all tokens before it names one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(32, 50)
+        self.layer = nn.GRU(16, 16, batch_first=True, bidirectional=True)
+
+    def forward(self, tokens):
+        return self.head(self.layer(self.embed(tokens))[0])
+
+
+def tokens_encoded_and_decoded(width=9, change=torch.Tensor.clone):
+    tokens = [torch.randint(50, (4, width)) for _ in range(8)]
+    fit_language(Both(), None, [(one, change(one)) for one in tokens])
+
+
+def short_sequences_reversed():
+    tokens_encoded_and_decoded(3, lambda one: one.flip(1))
+
+
 HEALTHY = [
     one
     for one in list(globals().values())

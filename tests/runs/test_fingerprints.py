@@ -23,22 +23,22 @@ def test_recording_changes_nothing(tmp_path):
     with record_run(tmp_path / "a", steps=9):
         assert train() == plain
         # A kill would lose nothing.
-        assert read_fingerprints(tmp_path / "a")[-1]["kind"] == "updated"
+        assert read_fingerprints(tmp_path / "a")[-1]["kind"] == "step"
     assert train() == plain
 
 
 def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     record = recorded(tmp_path / "a")
     before = {"start", "settings", "batch", "state", "enter", "exit", "loss"}
-    assert kinds(record) == before | {"gradient", "gradients", "update", "updated", "end"}
+    assert kinds(record) == before | {"gradient", "gradients", "update", "step", "end"}
     assert {one["step"] for one in record[1:]} == {1, 2, 3}
     update = next(one for one in record if one["kind"] == "update" and one["step"] == 2)
     assert {"gradient of model.head.bias", "exp_avg of model.head.bias"} <= update["digests"].keys()
     assert update["values"]["lr of group 0"] == 1e-3
     assert record[0]["environment"]["torch"] == torch.__version__
     # A version is one setting, so that `--bisect` changes it in one place.
-    assert settings_of(record[0])["torch"] == torch.__version__
-    assert "package torch" not in settings_of(record[0])
+    assert settings_of(record)["torch"] == torch.__version__
+    assert "package torch" not in settings_of(record)
 
 
 def test_recording_ends_after_its_steps_and_training_goes_on(tmp_path):
@@ -51,7 +51,7 @@ def test_recording_ends_after_its_steps_and_training_goes_on(tmp_path):
 def test_level_modules_has_calls_alone(tmp_path):
     record = recorded(tmp_path / "a", level="modules")
     assert "gradient" not in kinds(record)
-    assert all(not one["digests"] for one in record if one["kind"] in ("state", "updated"))
+    assert all(not one["digests"] for one in record if one["kind"] in ("state", "step"))
     assert sum(one["kind"] == "exit" for one in record) > 40
 
 
@@ -85,7 +85,7 @@ def test_optimizers_are_named_by_their_class(tmp_path):
             parameter.sum().backward()
             kind([parameter]).step()
     record = read_fingerprints(tmp_path / "a")
-    assert [one["path"] for one in record if one["kind"] == "updated"] == ["AdamW", "Adam"]
+    assert [one["path"] for one in record if one["kind"] == "step"] == ["AdamW", "Adam"]
 
 
 def test_a_line_of_a_package_whose_name_only_begins_as_ours_is_the_users():

@@ -244,7 +244,7 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
 
 def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]:
     """Record A with each setting of B that a command can set, and return what each one does."""
-    a, b = (settings_of(one[0]) for one in pair)
+    a, b = map(settings_of, pair)
     differing = [name for name in {**a, **b} if a.get(name) != b.get(name)]
     tried = [
         name

@@ -101,8 +101,10 @@ def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
     for several in grouped(window.calls, "lines"):
         # Without batches of their own they are several losses of one.
         has_own = not digests or len({*digests}) >= len(several)
-        # A closure that an optimizer calls several times is no accumulation.
-        if len(several) > 1 and has_own and not all(call.in_step for call in several):
+        # A closure that an optimizer calls several times is no accumulation, and neither are calls
+        # whose gradients are set to zero in between.
+        is_sum = not any(map(window.is_clean, several[1:]))
+        if len(several) > 1 and has_own and is_sum and not all(call.in_step for call in several):
             yield several
 
 
@@ -147,10 +149,13 @@ def _unequal(
         # A sum over the values of samples, or of positions, may be divided by their number.
         num_values = sum(term.num_terms for term in column) / max(1, window.num_samples)
         is_mean = first.reduction == "mean"
+        # A sum with weights of classes may be divided by their sum.
+        of_weights = factor * sum(term.strength * term.class_weight for term in column)
         is_divided = is_mean or min(abs(total - num_values), abs(total - first.width)) > TOLERANCE
         # Of a sum by hand it is not known how many terms count, and a rank may weigh more than
         # others where they divide by the terms of all.
         is_certain = (is_alone and first.name != "Sum") or min(weights) > 1 - TOLERANCE
+        is_certain &= abs(of_weights - 1) > TOLERANCE
         if is_divided and is_certain and max(weights) < 1 + TOLERANCE < total:
             yield (
                 calls[0],

@@ -36,7 +36,7 @@ def targets(trace: Trace) -> Faults:
     found = trace.of(Targets)
     calls = trace.of(LossCall)
     for one in found:
-        for measured, hint in _wrong_tokens(one):
+        for measured, hint in _wrong_tokens(one, one.model in trace.sees_all):
             yield one, measured, hint
     fillers = Counter((one.place, one.filler) for one in found)
     for (place, filler), number in fillers.items():
@@ -47,10 +47,11 @@ def targets(trace: Trace) -> Faults:
         yield from _labels(trace, calls)
 
 
-def _wrong_tokens(targets: Targets) -> Doubts:
+def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
     same = targets.same_as_input
-    if same.get(1, 0) < 0.9:
+    # A model that sees all tokens does not predict the next one.
+    if same.get(1, 0) < 0.9 and not sees_all:
         if same.get(0, 0) > 0.99:
             hint = "shift the targets by one token to the left"
             yield "the targets are the model's own input", hint
@@ -176,7 +177,7 @@ def data(trace: Trace) -> Faults:
     for several in grouped(fetches, "loader"):
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
-            yield from _epochs(several)
+            yield from _epochs(several, trace.of(Seeding))
         # It draws places in its weights.
         sampler, number = several[0].loader.sampler, length_hint(several[0].loader.dataset)
         if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) < number:
@@ -229,7 +230,7 @@ def other_batches(trace: Trace) -> Faults:
         yield found[0], "the targets are of another batch than the inputs", hint
 
 
-def _epochs(fetches: Sequence[Fetch]) -> Faults:
+def _epochs(fetches: Sequence[Fetch], seeds: Sequence[Seeding]) -> Faults:
     """Find batches that repeat within an epoch, and epochs of the same order."""
     full = [fetch for fetch in fetches if fetch.digests]
     epochs = [[one.digests for one in epoch] for epoch in grouped(full, "epoch")]
@@ -252,11 +253,10 @@ def _epochs(fetches: Sequence[Fetch]) -> Faults:
             and length_hint(sampler) > 4
             and first[:width] == second[:width]
         ):
-            yield (
-                full[len(first)],
-                "two epochs have the same order",
-                "call sampler.set_epoch(epoch), and set no seed within the loop",
-            )
+            begin = full[len(first)]
+            within = [one for one in seeds if full[0].at < one.at < begin.at]
+            hint = "set seeds once, before the loop" if within else "call sampler.set_epoch(epoch)"
+            yield [begin, *within][-1], "two epochs have the same order", hint
 
 
 def same_randomness(trace: Trace) -> Faults:

@@ -181,6 +181,13 @@ class Targets(Event):
     counts_padding: bool = False
 
 
+class Cut(Event):
+    """A call that takes values out of the graph."""
+
+    # The parameters that they were computed from.
+    behind: set[Tensor]
+
+
 class Dropout(Event):
     """A call of dropout that acts, in a model."""
 
@@ -384,8 +391,8 @@ class Trace(Events):
     names: dict[Tensor, str] = field(default_factory=dict)
     # Modules that ran, and where, by whether torch recorded gradients.
     ran: dict[bool, dict[nn.Module, str]] = field(default_factory=lambda: {True: {}, False: {}})
-    # Parameters behind tensors that the user's code detaches, by the place.
-    cut: dict[str, set[Tensor]] = field(default_factory=dict)
+    # Models whose outputs change with later tokens.
+    sees_all: list[nn.Module] = field(default_factory=list)
     # Parameters that have had a gradient.
     with_gradient: set[Tensor] = field(default_factory=set)
     # Faults that are seen at once, by the check.
@@ -525,6 +532,8 @@ class Recording(Trace):
         self.fetched: dict[DataLoader[Any], Fetch] = {}
         # By where the values of a parameter were: it, and where its optimizer was made.
         self.stepped: dict[int, tuple[Tensor, str]] = {}
+        # Parameters behind tensors that the user's code detaches, by the place.
+        self.cut: dict[str, set[Tensor]] = {}
         # Models that were run again.
         self.probed: list[nn.Module] = []
         # By what is looked at, and the line: the values that it had there.

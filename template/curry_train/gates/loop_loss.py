@@ -41,6 +41,8 @@ class Term:
     num_masked: int = 0
     # Values of a position, where a sum over them is known; or 1.
     width: int = 1
+    # The mean of the weights that the classes of its terms were given.
+    class_weight: float = 1.0
 
     @property
     def strength(self) -> float:
@@ -79,11 +81,12 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     """Return the whole loss of a call, as a part of itself, and doubts about it by the check."""
     given, target = options["input"], options["target"]
     num_terms = float(target.numel() if name in ON_CLASSES else given.numel())
+    class_weight = 1.0
     if not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
         num_terms = float(counted.numel())
         if options.get("weight") is not None and name != "binary_cross_entropy_with_logits":
-            num_terms = float(options["weight"][counted].sum())
+            class_weight = float(options["weight"][counted].mean())
     elif name == "cross_entropy":
         num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
     wrong_targets = [*_wrong_targets(name, given, target)]
@@ -94,7 +97,7 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     elif name == "ctc_loss":
         wrong_targets += _wrong_labels(**options)
     width = given.shape[-1] if name in ON_VALUES and given.dim() > 1 else 1
-    term = Term(name, options["reduction"], num_terms, 1.0, (), width=width)
+    term = Term(name, options["reduction"], num_terms, 1.0, (), 0, width, class_weight)
     return term, {"logits": _wrong_inputs(name, given, target), "targets": wrong_targets}
 
 

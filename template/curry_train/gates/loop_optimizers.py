@@ -17,6 +17,7 @@ from .loop_events import (
     FEWEST_STEPS,
     Backward,
     Clip,
+    Cut,
     Faults,
     Fetch,
     Forward,
@@ -379,11 +380,14 @@ def without_gradient(trace: Trace) -> Faults:
             f"no backward call reaches this loss, and {trace.named(idle)} get no gradient",
             "add it to the loss that backward is called on",
         )
-    for place, behind in trace.cut.items():
-        if detached := behind & trace.idle:
-            measured = "trained parameters are detached, and get no gradient: "
-            hint = "remove the detach, .data, numpy or argmax, or freeze them"
-            yield place, measured + trace.named(detached), hint
+    # The last one before the step of these parameters: others cut off what is trained elsewhere.
+    for step in trace.of(Step):
+        for cut in reversed(step.of(Cut)):
+            if detached := cut.behind & trace.idle & step.own:
+                measured = "trained parameters are detached, and get no gradient: "
+                hint = "remove the detach, .data, numpy or argmax, or freeze them"
+                yield cut, measured + trace.named(detached), hint
+                break
 
 
 def frozen_by_flag(trace: Trace) -> Faults:

@@ -44,6 +44,7 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
     shape = both[0].shape
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
     if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
+        trace.sees_all.append(module)
         for one in trace.of(Targets):
             if one.model is module and one.same_as_input.get(1, 0) > 0.99:
                 hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
@@ -92,15 +93,20 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
     if outputs.shape[:1] != given.shape[:1]:
         return
     if _differ(outputs[1:], others[1:]):
-        if any(
+        modules = [*forward.module.modules()]
+        is_sequence = any(
             isinstance(one, nn.RNNBase | nn.MultiheadAttention) and not one.batch_first
-            for one in forward.module.modules()
-        ):
-            yield (
-                forward,
-                "the outputs of a sample change with the other samples of the batch",
-                "give the layer batch_first=True, or a tensor with time first",
-            )
+            for one in modules
+        )
+        # Only a loader's batch is known to be of samples, and not of the nodes of a graph.
+        is_loaded = any({*one.digests} & {*forward.digests} for one in trace.fetched.values())
+        is_loaded &= all(getattr(one, "track_running_stats", True) for one in modules)
+        hint = "look for a softmax, a sum, a view or a product over the samples in the model"
+        if is_sequence:
+            hint = "give the layer batch_first=True, or a tensor with time first"
+        if is_sequence or is_loaded:
+            measured = "the outputs of a sample change with the other samples of the batch"
+            yield forward, measured, hint
     # With an input more the first sample is another one than the last, and sums in half
     # precision may depend on the place.
     elif len(tensors) == 1 and outputs.itemsize > 2 and _differ(outputs[-1], others[0]):

@@ -47,7 +47,7 @@ OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "COMET_MODE": "disab
 SECONDS_TO_FOLLOW = 30.0
 # Time for a save in the background, so that the step of a resume does not depend on the disk.
 SECONDS_BEFORE_KILL = 1.0
-SMALLER = "try --shrink 2, which builds the same model with two layers"
+SMALLER = "give it a smaller model; preflight builds the same one with two layers by --shrink 2"
 NOT_SHRUNK = (
     "--shrink: no model is built from a configuration with more layers than that: leave it out, "
     "and give your script its own option for a smaller model"
@@ -136,7 +136,7 @@ def run_ranks(
         if "error" in one:
             raise LoopFailed(one["error"])
     if not found[0]:
-        raise LoopFailed(f"its process ended before a step, as where memory runs out: {SMALLER}")
+        raise LoopFailed(f"its process was killed, as where memory runs out: {SMALLER}")
     return found
 
 
@@ -225,7 +225,7 @@ def run_watched(
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        is_memory = is_memory or "can't allocate memory" in str(error)
+        is_memory |= "can't allocate memory" in str(error)
         advice = SMALLER if is_memory else where_to_look(error)
         failure = f"{error_in_a_line(error)}: {advice}"
         # A command's own refusal says what to change.

@@ -37,6 +37,7 @@ from .loop_events import (
     Backward,
     Called,
     Clip,
+    Cut,
     Dropout,
     Event,
     Fetch,
@@ -366,8 +367,8 @@ class Observer(Recording):
         is_ours = call.caller.f_globals.get("__package__") == __package__
         if one.requires_grad and is_made and not is_ours:
             place = users_line()
-            if place not in self.cut:
-                self.cut[place] = {*leaves(one)}
+            self.cut[place] = self.cut.get(place) or {*leaves(one)}
+            self.note(Cut, behind=self.cut[place])
         return call.run()
 
     def _grad(self, call: Called) -> Any:

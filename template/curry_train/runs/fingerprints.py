@@ -74,8 +74,8 @@ def record_run(
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
     recorder = Recorder(Path(folder), steps, level == "all", **options)
-    again = {"program": list(program) if program else None, "folder": str(Path.cwd())}
-    return recorder.running({**again, "level": level})
+    program = list(program) if program else None
+    return recorder.running({"program": program, "folder": str(Path.cwd()), "level": level})
 
 
 @dataclass(eq=False)
@@ -370,7 +370,7 @@ class Recorder:
             # What a closure computes is no part of the optimizer's step. What it did since the last
             # closure is.
             path = self._name_of_optimizer(optimizer)
-            if self.counts["update", path] > self.counts["updated", path]:
+            if self.counts["update", path] > self.counts["step", path]:
                 self._note_updated(optimizer)
             self.stepping -= 1
             loss = closure()
@@ -418,7 +418,7 @@ class Recorder:
         if self.records_all:
             path = self._name_of_optimizer(optimizer)
             parameters, state = self._of_optimizer(optimizer, path)
-            self._note("updated", path, parameters | state)
+            self._note("step", path, parameters | state)
 
     def _name_of_optimizer(self, optimizer: Optimizer) -> str:
         """Return a name, which is that of an earlier one that had the same parameters."""

@@ -27,7 +27,7 @@ Observation = Mapping[str, Any]
 # Operations, from the first one that differs, that are aligned between the two runs.
 LONGEST_ALIGNED = 500
 # Kinds of observations with digests.
-COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "gradients", "update", "updated")
+COMPARED = ("batch", "state", "enter", "exit", "loss", "gradient", "gradients", "update", "step")
 
 
 # Phase and description of differences of what an optimizer works on, by the kind of observation.
@@ -39,7 +39,7 @@ IN_STATE = {
         "exchange between ranks)",
     ),
     "update": ("optimizer", "{what} differs {when}"),
-    "updated": (
+    "step": (
         "optimizer",
         "{path} gets equal gradients and leaves another {what} (by itself, or by code between "
         "backward and the step)",
@@ -241,7 +241,7 @@ class Comparison:
         what = {"enter": "input ", "exit": "output "}.get(one["kind"], "") + names[0]
         if names[0] in one["digests"].keys() & other["digests"].keys():
             a, b = (it["digests"][names[0]].partition(":")[0] for it in (one, other))
-            notes += _changes({f"type of {what}": a}, {f"type of {what}": b}, "")
+            notes += _changes({f"type of {what}": a}, {f"type of {what}": b})
         if pair := self.given.get((one["path"], one["call"])):
             a, b = (it["values"] | {"training": it.get("training")} for it in pair)
             notes += _changes(a, b, one["path"])
@@ -384,8 +384,7 @@ class Comparison:
         names = [f"{a} is {b} in B" for b, a in self.renamed.items() if not a.endswith(" of B")]
         if names:
             yield f"renamed: {some_of(names)}"
-        yield from _changes(settings_of(self.start[0]), settings_of(self.start[1]), "")
-        yield from _changes(*(one.get("switches", {}) for one in self.settings), "")
+        yield from _changes(settings_of(self.a), settings_of(self.b))
 
 
 def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
@@ -399,7 +398,7 @@ def _call(one: Observation) -> str:
     )
 
 
-def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator[str]:
+def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str = "") -> Iterator[str]:
     of_owner = f" of {owner}" if owner else ""
     for name in {**a, **b}:
         # As text: 1 and 1.0 are other arguments of an operation, and nan is not equal to itself.
@@ -407,8 +406,9 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str) -> Iterator
             yield f"{name}{of_owner} is {a.get(name)} in A and {b.get(name)} in B"
 
 
-def settings_of(start: Observation) -> dict[str, Any]:
+def settings_of(observations: Sequence[Observation]) -> dict[str, Any]:
     """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
+    start = observations[0]
     kind, owner, *arguments = start["program"] or ["script", None]
     environment = dict(start["environment"])
     packages = environment.pop("packages", {})
@@ -419,6 +419,7 @@ def settings_of(start: Observation) -> dict[str, Any]:
         **{f"package {it}": version for it, version in packages.items() if it not in environment},
         **{f"code {name}": value for name, value in start["code"].items()},
         **{f"variable {name}": value for name, value in start["variables"].items()},
+        **_settings_of(observations).get("switches", {}),
     }
 
 
@@ -444,7 +445,7 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
             sides = ("B", rest[1][begin_b:end_b]), ("A", rest[0][begin_a:end_a])
             return "; ".join(_alone(run, alone) for run, alone in sides if alone)
         for one, other in zip(rest[0][begin_a:end_a], rest[1][begin_b:end_b], strict=True):
-            changed = next(_changes(one["values"], other["values"], ""), "")
+            changed = next(_changes(one["values"], other["values"]), "")
             if changed or one["digests"] != other["digests"]:
                 lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
                 what = f"argument {changed}" if changed else "another result"
@@ -471,7 +472,7 @@ def _operations_at(run: Sequence[Observation], found: Located, path: str) -> lis
     phases = ["forward"]
     if place["phase"] in ("forward", "evaluation"):
         within = [path, place["call"]]
-    elif found.kind == "updated":
+    elif found.kind == "step":
         phases = ["forward", "optimizer"]
         run = run[max(n for n, one in enumerate(run) if one["kind"] == "gradients") :]
     elif found.kind == "gradient" or place["phase"] == "recompute":
@@ -492,7 +493,7 @@ def _operations_at(run: Sequence[Observation], found: Located, path: str) -> lis
 
 def _names_of(observations: Sequence[Observation]) -> set[str]:
     """Return the names of all parameters, buffers and optimizer state."""
-    several = [it["digests"] for it in observations if it["kind"] in ("state", "updated")]
+    several = [it["digests"] for it in observations if it["kind"] in ("state", "step")]
     return set().union(*several)
 
 
