@@ -279,8 +279,8 @@ class Recorder:
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
-            settings["switches"] = _switches()
-            self._write({"kind": "settings", "step": self.step, "settings": settings})
+            facts = {"settings": settings, "switches": _switches()}
+            self._write({"kind": "settings", "step": self.step, **facts})
         path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return

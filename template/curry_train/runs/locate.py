@@ -419,7 +419,7 @@ def settings_of(observations: Sequence[Observation]) -> dict[str, Any]:
         **{f"package {it}": version for it, version in packages.items() if it not in environment},
         **{f"code {name}": value for name, value in start["code"].items()},
         **{f"variable {name}": value for name, value in start["variables"].items()},
-        **_settings_of(observations).get("switches", {}),
+        **next((one["switches"] for one in observations if one["kind"] == "settings"), {}),
     }
 
 
