@@ -274,6 +274,12 @@ def test_the_operation_is_named(tmp_path, fault, text):
     assert first_operation(a, renamed, locate(a, renamed)) == operation
 
 
+def test_an_operation_of_the_optimizer_is_named_where_no_backward_call_was_seen(tmp_path):
+    _, several = located(tmp_path, "flipped moment", operations_in_step=2)
+    pair = [[one for one in run if one["kind"] not in ("gradients", "update")] for run in several]
+    assert "recorded_training.py:" in first_operation(*pair, locate(*pair))
+
+
 def test_operations_change_nothing_else(tmp_path):
     plain = recorded(tmp_path / "plain")
     watched = recorded(tmp_path / "watched", operations_in_step=2)

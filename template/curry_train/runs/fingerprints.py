@@ -74,8 +74,8 @@ def record_run(
     if level not in LEVELS:
         raise ValueError(f"there is no level {level!r}: give one of {', '.join(LEVELS)}")
     recorder = Recorder(Path(folder), steps, level == "all", **options)
-    program = list(program) if program else None
-    return recorder.running({"program": program, "folder": str(Path.cwd()), "level": level})
+    facts = {"program": program and list(program), "folder": str(Path.cwd()), "level": level}
+    return recorder.running(facts)
 
 
 @dataclass(eq=False)
@@ -367,11 +367,11 @@ class Recorder:
             return None
 
         def run() -> Any:
-            # What a closure computes is no part of the optimizer's step. What it did since the last
-            # closure is.
+            # The optimizer has changed the parameters since it called the last closure.
             path = self._name_of_optimizer(optimizer)
             if self.counts["update", path] > self.counts["step", path]:
-                self._note_updated(optimizer)
+                self._note_step(optimizer)
+            # The closure's own calls are no part of the optimizer's step.
             self.stepping -= 1
             loss = closure()
             self.stepping += 1
@@ -401,7 +401,7 @@ class Recorder:
         self.stepping -= 1
         if not self.is_on or self.stepping:
             return
-        self._note_updated(optimizer)
+        self._note_step(optimizer)
         if self.in_replay:
             return
         path = self._name_of_optimizer(optimizer)
@@ -414,7 +414,7 @@ class Recorder:
             self._end()
             self.when_enough()
 
-    def _note_updated(self, optimizer: Optimizer) -> None:
+    def _note_step(self, optimizer: Optimizer) -> None:
         if self.records_all:
             path = self._name_of_optimizer(optimizer)
             parameters, state = self._of_optimizer(optimizer, path)

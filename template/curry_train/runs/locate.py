@@ -474,7 +474,8 @@ def _operations_at(run: Sequence[Observation], found: Located, path: str) -> lis
         within = [path, place["call"]]
     elif found.kind == "step":
         phases = ["forward", "optimizer"]
-        run = run[max(n for n, one in enumerate(run) if one["kind"] == "gradients") :]
+        # After the last backward pass, if torch's own function has made it.
+        run = run[max((n for n, one in enumerate(run) if one["kind"] == "gradients"), default=0) :]
     elif found.kind == "gradient" or place["phase"] == "recompute":
         phases = ["backward"]
     elif place["phase"] == "gradients":
