@@ -50,7 +50,7 @@ NO_STEP = "the loop made no step of an optimizer"
 
 @dataclass(frozen=True)
 class Check:
-    """What a loop must do, and how it is found that it does not."""
+    """A requirement of a loop, and the functions that find where it is not met."""
 
     required: str
     # In this order; what is wrong with a single call is seen at once.

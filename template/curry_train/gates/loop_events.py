@@ -107,11 +107,11 @@ class Forward(Event):
     num_samples: int
     # Autocast's type, if it is on.
     autocast: torch.dtype | None
-    # What identifies the state of torch's generator.
+    # A digest of the state of torch's generator.
     generator: int
     # Whether gradients are exchanged between ranks, where a wrapper decides that.
     syncs: bool | None
-    # What identifies the values of its first and of its last small parameter.
+    # Digests of the values of its first and of its last small parameter.
     weights: tuple[float, float]
     # Whether an input has a gradient, as what another model gives.
     passes_on: bool
@@ -175,7 +175,7 @@ class Targets(Event):
     model: nn.Module
     # The share that equals the model's input at this place, by the places that it lies ahead.
     same_as_input: dict[int, float] = field(default_factory=dict)
-    # What all targets at the end of some rows are, and no other one, if that counts.
+    # The index at the end of some rows and nowhere else, as of padding, if it counts in the loss.
     filler: int | None = None
     # Whether a target counts where the attention mask of the forward pass is 0.
     counts_padding: bool = False
@@ -257,10 +257,10 @@ class Step(Stepping, Events):
     """A step of an optimizer, with what it did to parameters, and the window that it ends."""
 
     rates: list[float]
-    # What identifies its state, and the values of its parameters, before and after it.
+    # Digests of its state, and of the values of its parameters, before and after it.
     state: tuple[float, float]
     weights: tuple[float, float]
-    # What changes with the gradients of its parameters.
+    # The versions of the gradients of its parameters.
     versions: Versions
     # Numbers that are linear in a gradient: after the last backward call, and before clipping,
     # unscaling and the step. The factor between them; None if the loop has not only multiplied it.

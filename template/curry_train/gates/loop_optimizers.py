@@ -381,7 +381,7 @@ def without_gradient(trace: Trace) -> Faults:
             "add it to the loss that backward is called on",
         )
     # The last one before the step of these parameters: others cut off what is trained elsewhere.
-    for step in trace.of(Step):
+    for step in trace.windows:
         for cut in reversed(step.of(Cut)):
             if detached := cut.behind & trace.idle & step.own:
                 measured = "trained parameters are detached, and get no gradient: "

@@ -104,7 +104,7 @@ class Observer(Recording):
         self.num_steps = num_steps
         self.when_enough = when_enough
         self.began = time.monotonic()
-        # Of parameters: what changes with their gradients, after a backward call.
+        # The versions of all gradients after a backward call.
         self.at_backward: Versions = {}
         self.schedule_depth = 0
         # Leaves that models were given and that get a gradient, in this window.

@@ -123,7 +123,7 @@ def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest
 
 
 def state_of(optimizer: Optimizer) -> float:
-    """Return what identifies the state of an optimizer, by that of its first parameter."""
+    """Return a digest of the state of an optimizer's first parameter."""
     first = next(iter(optimizer.state.values()), None)
     return sum(map(digest, tensors_of(first)))
 
