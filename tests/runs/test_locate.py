@@ -30,7 +30,7 @@ stale weight   | 2 | state     | model.h.0.up.weight | since the step before (in
 made anew      | 2 | optimizer | model.h.0.down.bias | in A alone: exp_avg of model.h.0.down.bias
 optimizer      | 1 | optimizer | model.h.0.ln.weight | eps of group 0 of AdamW is 1e-08 in A
 flipped moment | 2 | optimizer | model.head.weight | exp_avg of model.head.weight differs
-flipped weight | 2 | optimizer | model.head.weight | or by code between backward and the step
+flipped weight | 2 | optimizer | model.head.weight | head.weight differs since the forward pass
 other optimizer | 1 | optimizer | model.h.0.ln.weight | renamed: AdamW is Adam in B
 two steps      | 3 | backward  | model.h.0.ln.weight | 1 times before this step in A and 0 in B
 clipped        | 1 | gradients | model.h.0.ln.weight | clipping or scaling

@@ -394,7 +394,7 @@ class Recorder:
                 for name, one in parameters.items()
                 if one.grad is not None
             }
-            found |= state
+            found |= parameters | state
         self._note("update", path, found, backward_calls=self.counts["loss", "loss"])
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:

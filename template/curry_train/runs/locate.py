@@ -39,11 +39,7 @@ IN_STATE = {
         "exchange between ranks)",
     ),
     "update": ("optimizer", "{what} differs {when}"),
-    "step": (
-        "optimizer",
-        "{path} gets equal gradients and leaves another {what} (by itself, or by code between "
-        "backward and the step)",
-    ),
+    "step": ("optimizer", "{path} gets equal gradients and leaves another {what}"),
 }
 GRADIENT_AT_STEP = (
     "gradients",
@@ -358,6 +354,8 @@ class Comparison:
             phase = "backward"
             text = f"backward runs {calls[0]} times before this step in A and {calls[1]} in B"
         when = "before the first step" if one["step"] == 1 else "since the step before"
+        # Its modules have begun with equal parameters.
+        when = when if what or phase != "optimizer" else "since the forward pass"
         text = text.format(what=some_of(names, 1), when=when, path=one["path"])
         return phase, path, one["call"], text
 
@@ -473,9 +471,7 @@ def _operations_at(run: Sequence[Observation], found: Located, path: str) -> lis
     if place["phase"] in ("forward", "evaluation"):
         within = [path, place["call"]]
     elif found.kind == "step":
-        phases = ["forward", "optimizer"]
-        # After the last backward pass, if torch's own function has made it.
-        run = run[max((n for n, one in enumerate(run) if one["kind"] == "gradients"), default=0) :]
+        phases = ["optimizer"]
     elif found.kind == "gradient" or place["phase"] == "recompute":
         phases = ["backward"]
     elif place["phase"] == "gradients":
