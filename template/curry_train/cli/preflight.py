@@ -32,8 +32,9 @@ def preflight_command(
 ) -> Ended:
     """Check your own training loop, as it is.
 
-    It runs a few steps in a process of its own, and puts changed files back. Exit
-    status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be checked.
+    It runs a few steps, and a quick loop into its second epoch, in a process of its own. Changed
+    files are put back. Exit status: 0 nothing is wrong, 1 a check failed, 2 the loop could not be
+    checked.
     """
     kind, *words = program
     verdicts = preflight_program(

@@ -45,7 +45,10 @@ from .verdict import NotApplicable, Verdict, not_applicable
 
 DEFAULT_STEPS = 8
 NO_LOSS = "no loss function of torch was called"
-NO_STEP = "the loop made no step of an optimizer"
+NO_STEP = (
+    "the loop made no step of an optimizer; where it changes weights itself, give them to "
+    "torch.optim.SGD"
+)
 
 
 @dataclass(frozen=True)

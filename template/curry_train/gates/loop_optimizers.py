@@ -301,10 +301,10 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         if is_product or trace.names.get(one, "").removesuffix("weight") + "bias" in used
     ]
     if dead:
-        measured = f"the gradient of {trace.named(dead)} is 0 in each step, as where its inputs are"
+        measured = f"the gradient of {trace.named(dead)} is 0 in each step"
         hint = (
-            "look at a dropout of 1, a dead activation, a hook, a factor of 0, or two matrices "
-            "that are multiplied and both begin at 0"
+            "look for inputs or activations that are all 0, a dropout of 1, a hook, a factor of 0, "
+            "or two matrices that are multiplied and both begin at 0"
         )
         yield where, measured, hint
     # A rate may be set after the first step alone.
