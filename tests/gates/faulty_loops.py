@@ -63,7 +63,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     ConcatDataset,
@@ -975,6 +975,14 @@ def two_schedules_of_one_optimizer():
     fit(model, optimizer, schedule=schedules[0], after=schedules[1].step)  # here: after
 
 
+def cycle_of_steps_by_epochs():
+    model, optimizer = started()
+    schedule = OneCycleLR(optimizer, 0.1, epochs=6, steps_per_epoch=5)
+    for _ in range(6):
+        fit(model, optimizer, loader(40))
+        schedule.step()  # here
+
+
 def cosine_of_too_few_steps():
     model, optimizer = started()
     fit(model, optimizer, schedule=CosineAnnealingLR(optimizer, T_max=2))  # here
@@ -1104,7 +1112,7 @@ FAULTY = {
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
-        rate_as_an_attribute, cosine_of_too_few_steps, rate_as_a_factor,
+        rate_as_an_attribute, cosine_of_too_few_steps, cycle_of_steps_by_epochs, rate_as_a_factor,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,

@@ -85,6 +85,11 @@ def cycle_of_epochs():
         schedule.step()
 
 
+def cycle_of_steps():
+    model, optimizer = started()
+    fit(model, optimizer, schedule=OneCycleLR(optimizer, 0.1, epochs=2, steps_per_epoch=8))
+
+
 def head_of_a_constant_rate():
     model = classifier()
     groups = [{"params": one.parameters()} for one in (model[0], model[3])]

@@ -399,8 +399,8 @@ class Trace(Events):
     faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
     # Leaves with a gradient that may be in no module, described.
     living: dict[Tensor, str] = field(default_factory=dict)
-    # Where schedules were made, and their optimizers.
-    schedules: list[tuple[str, Optimizer]] = field(default_factory=list)
+    # Where schedules were made, their optimizers, and steps per epoch where they are given that.
+    schedules: list[tuple[str, Optimizer, Any]] = field(default_factory=list)
     # Files whose functions led to a step.
     files: set[str] = field(default_factory=set)
 

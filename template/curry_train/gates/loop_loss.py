@@ -154,11 +154,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         high *= NOISE if is_binary else 1.0
         share = float(((target < low) | (target > high)).float().mean())
         if share > (0 if is_binary else 0.25):
-            hint = "scale the targets, or leave out the activation behind the last layer"
-            yield (
-                f"{share:.0%} of the targets are values that the model can't give",
-                "give it targets from 0 to 1" if is_binary else hint,
-            )
+            hint = "scale the targets, as from 0 to 1, or leave out the last layer's activation"
+            yield f"{share:.0%} of the targets are values that the model can't give", hint
     if is_binary and target.requires_grad and not given.requires_grad:
         yield f"{name} gets targets as its input", "swap its arguments: the model's output first"
     # A number and what the model gave.
@@ -221,7 +218,7 @@ def _own_pairs(given: Tensor, target: Tensor) -> Doubts:
 def _is_scrambled(given: Tensor) -> bool:
     """Return whether classes that were last are second now, by a view alone."""
     node: Any = given.grad_fn
-    if given.dim() < 3 or node is None or operation(node) not in ("View", "UnsafeView", "Reshape"):
+    if given.dim() < 3 or operation(node) not in ("View", "UnsafeView", "Reshape"):
         return False
     before = tuple(_saved(node, "self_sym_sizes") or ())
     moved = (given.shape[0], *given.shape[2:], given.shape[1])
@@ -247,8 +244,8 @@ SHAPE_ONLY = (
 
 
 def operation(node: Any) -> str:
-    """Return the name of a node of the graph, without its suffix."""
-    return re.sub(r"Backward\d*$", "", node.name())
+    """Return the name of a node of the graph, without its suffix; nothing for no node."""
+    return re.sub(r"Backward\d*$", "", node.name()) if node else ""
 
 
 def nodes_behind(tensor: Tensor) -> set[Any]:
@@ -270,12 +267,11 @@ def leaves(tensor: Tensor) -> list[Tensor]:
 
 def made_by(tensor: Tensor) -> str:
     """Return the operation that computed the values of a tensor."""
-    node = _behind_shapes(tensor.grad_fn)
-    return "" if node is None else operation(node)
+    return operation(_behind_shapes(tensor.grad_fn))
 
 
 def _behind_shapes(node: Any) -> Any:
-    while node is not None and operation(node) in SHAPE_ONLY:
+    while operation(node) in SHAPE_ONLY:
         node = node.next_functions[0][0]
     return node
 
@@ -351,7 +347,7 @@ def _inside(node: Any) -> list[tuple[Any, float]] | None:
         return None
     if name in ("Neg", "Rsub"):
         return [(own[0], -alpha)]
-    if name in ("ToCopy", "Alias", "Clone", "View", "Squeeze", "Unsqueeze"):
+    if name in SHAPE_ONLY:
         return [(own[0], 1.0)]
     if name in ("Mul", "Div"):
         by = _constant(node)
@@ -408,17 +404,14 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
 def _num_filled(node: Any) -> int:
     """Count the positions of a sum that are filled in, as by 0."""
     node = _behind_shapes(node)
-    if node is not None and operation(node) == "Neg":
+    if operation(node) == "Neg":
         node = _behind_shapes(node.next_functions[0][0])
-    is_filled = node is not None and operation(node) == "MaskedFill"
-    return int(_saved(node, "mask").sum()) if is_filled else 0
+    return int(_saved(node, "mask").sum()) if operation(node) == "MaskedFill" else 0
 
 
 def _num_masked(node: Any) -> int:
     """Count the positions of a loss without reduction that are 0 by a mask or an ignored target."""
     node = _behind_shapes(node)
-    if node is None:
-        return 0
     if operation(node) == "Mul":
         mask = _saved(node, "other")
         mask = _saved(node, "self") if mask is None else mask
@@ -428,7 +421,7 @@ def _num_masked(node: Any) -> int:
             return 0
         of = _behind_shapes(below[0])
         # A loss by hand takes the values of the targets.
-        is_loss = of is not None and (hasattr(of, "_saved_reduction") or operation(of) == "Gather")
+        is_loss = hasattr(of, "_saved_reduction") or operation(of) == "Gather"
         return int((mask == 0).sum()) if is_loss else 0
     target, ignored = _saved(node, "target"), getattr(node, "_saved_ignore_index", None)
     if ignored is None or not isinstance(target, Tensor):

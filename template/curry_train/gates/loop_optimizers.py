@@ -434,10 +434,17 @@ def schedule(trace: Trace) -> Faults:
         groups = one.optimizer.param_groups
         windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
         if type(one) is CosineAnnealingLR and one.last_epoch > one.T_max:
-            places = [made for made, of in trace.schedules if of is one.optimizer]
+            places = [made for made, of, _ in trace.schedules if of is one.optimizer]
             place = own_steps[0].place
             hint = f"give it the number of all its steps, which are made at {place}"
             yield [place, *places][-1], f"T_max={one.T_max} is over, and the rate rises again", hint
+        by_epoch = (given for _, of, given in trace.schedules if of is one.optimizer)
+        if any(by_epoch) and len(windows) > 2 * len(own_steps):
+            yield (
+                own_steps[0],
+                f"a schedule of steps made {len(own_steps)} in {len(windows)} of the optimizer",
+                "where it is given steps_per_epoch, call its step() after each of the optimizer",
+            )
         if not windows and len(own_steps) > 1:
             yield (
                 own_steps[0],
@@ -467,7 +474,7 @@ def never_stepped(trace: Trace) -> Faults:
     moved = {id(one.scheduler.optimizer.param_groups) for one in trace.of(Schedule)}
     ran = {line for one in [*trace.of(Stepping), *trace.of(Scaling)] for line in one.lines}
     calls = trace.places(r"\.step\b")
-    for place, optimizer in trace.schedules if calls and ran.issuperset(calls) else ():
+    for place, optimizer, _ in trace.schedules if calls and ran.issuperset(calls) else ():
         steps = [one for one in trace.of(Step) if one.optimizer is optimizer]
         if len(steps) >= FEWEST_STEPS and id(optimizer.param_groups) not in moved:
             hint = f"call its step() after the optimizer's, at {steps[-1].place}"

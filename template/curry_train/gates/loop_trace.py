@@ -546,7 +546,8 @@ class Observer(Recording):
         finally:
             self.schedule_depth -= 1
         if caller.f_code.co_name == "_initial_step":
-            self.schedules.append((users_line(), scheduler.optimizer))
+            given = caller.f_back.f_back.f_locals.get("steps_per_epoch")  # in its own __init__
+            self.schedules.append((users_line(), scheduler.optimizer, given))
         elif not self.schedule_depth:
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
             number = world_size() if is_per_process else 1
