@@ -131,6 +131,7 @@ CROSSED.cross_attention_cache.layers = [FILLED]
         (cache_of(FILLED), True),
         (cache_of(SimpleNamespace(has_previous_state=True)), True),
         (cache_of(SimpleNamespace(has_previous_state={0: False, 1: True})), True),
+        (cache_of(SimpleNamespace(has_previous_state={0: False})), False),
         (CROSSED, True),
     ],
 )

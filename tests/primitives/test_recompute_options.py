@@ -303,7 +303,7 @@ def test_a_changed_parameter_buffer_or_attribute_is_named(lever, kept_as):
         model[1].scale.mul_(2)
     with pytest.raises(
         RuntimeError,
-        match=r"scale of \w+ was changed in place between the forward "
+        match=r"^scale of \w+ was changed in place between the forward "
         "and its backward, so the block can't be recomputed as it ran: run backward before the "
         "change, or assign a new tensor$",
     ):
