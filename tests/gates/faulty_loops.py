@@ -776,6 +776,15 @@ def probabilities_for_ctc():
     speech(lambda values: values.softmax(2))  # here: ctc
 
 
+def teacher_that_learns_from_its_student():
+    teacher, model = classifier(), classifier()
+    optimizer = adamw(nn.ModuleList([teacher, model]))
+    for inputs, labels in loader():
+        logits, wanted = model(inputs), teacher(inputs).softmax(1)
+        soft = F.kl_div(logits.log_softmax(1), wanted, reduction="batchmean")  # here
+        step(optimizer, F.cross_entropy(logits, labels) + soft)
+
+
 def teacher_in_training_mode():
     fit_to(classifier(dropout=0.1))  # here: teacher
 
@@ -1127,6 +1136,7 @@ FAULTY = {
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
+        teacher_that_learns_from_its_student,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,

@@ -131,6 +131,14 @@ def distilled(soften=F.softmax, **options):
         step(optimizer, 0.5 * F.cross_entropy(output, labels) + 0.5 * 4 * soft)
 
 
+def two_dropouts_compared():
+    model, optimizer = started(classifier(dropout=0.1))
+    for inputs, labels in loader():
+        one, other = model(inputs), model(inputs)
+        same = F.kl_div(one.log_softmax(1), other.softmax(1), reduction="batchmean")
+        step(optimizer, F.cross_entropy(one, labels) + same)
+
+
 def self_supervised_without_gradient():
     body, head = classifier(classes=8), nn.Linear(8, 8)
     optimizer = SGD([*body.parameters(), *head.parameters()], 0.05)

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..core.digest import is_plain
 
-# Functions of `torch.nn.functional` whose input, target and reduction are looked at.
-ON_CLASSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "kl_div", "ctc_loss")
+# Functions of `torch.nn.functional` whose input, target and reduction are looked at: on classes and
+# probabilities, some of which take logarithms, and on values.
+OF_LOGARITHMS = ("nll_loss", "kl_div", "ctc_loss")
+ON_CLASSES = ("cross_entropy", "binary_cross_entropy_with_logits", *OF_LOGARITHMS)
 ON_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
 # Sums of probabilities and weights of terms may differ by rounding, in half precision at worst.
 TOLERANCE = 0.02
@@ -85,7 +87,7 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
     if not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
         num_terms = float(counted.numel())
-        if options.get("weight") is not None and name != "binary_cross_entropy_with_logits":
+        if options.get("weight") is not None:
             class_weight = float(options["weight"][counted].mean())
     elif name == "cross_entropy":
         num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
@@ -107,12 +109,12 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
     if name == "nll_loss" and made == "LogSoftmax":
         logits = _behind_shapes(given.grad_fn).next_functions[0][0]
         made = operation(_behind_shapes(logits))
-    sums = values.exp() if name in ("nll_loss", "kl_div", "ctc_loss") else values
+    sums = values.exp() if name in OF_LOGARITHMS else values
     # Over the classes, by how much sums of probabilities differ from 1.
     dims = range(sums.dim()) if name == "kl_div" else (min(1, sums.dim() - 1),)
     errors = [(sums.float().sum(dim) - 1).abs() for dim in dims if sums.numel()]
     error = min((float(one.max()) for one in errors), default=0.0)
-    if name in ("nll_loss", "kl_div", "ctc_loss") and error >= TOLERANCE:
+    if name in OF_LOGARITHMS and error >= TOLERANCE:
         hint = "give it F.log_softmax(logits, dim=1), or use cross_entropy"
         yield f"{name} gets no log-probabilities", hint
     elif name in ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"):
@@ -138,8 +140,6 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
             )
 
 
-# The greatest label of a discriminator, where labels are noisy.
-NOISE = 1.3
 # The least and the greatest value that an operation gives. Others may give any value.
 RANGES = {"Tanh": (-1.0, 1.0), "Sigmoid": (0.0, 1.0), "Relu": (0.0, math.inf)}
 
@@ -151,7 +151,7 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         made = "Sigmoid" if is_binary else made_by(given)
         low, high = RANGES.get(made, (-math.inf, math.inf))
         # Labels of a discriminator may be noisy.
-        high *= NOISE if is_binary else 1.0
+        high *= 1.3 if is_binary else 1.0
         share = float(((target < low) | (target > high)).float().mean())
         if share > (0 if is_binary else 0.25):
             hint = "scale the targets, as from 0 to 1, or leave out the last layer's activation"
@@ -160,14 +160,15 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         yield f"{name} gets targets as its input", "swap its arguments: the model's output first"
     # A number and what the model gave.
     node = _behind_shapes(target.grad_fn)
-    is_sum = name in ON_VALUES and made_by(target) == "Add"
-    if (
-        is_sum
+    is_sum = (
+        name in ON_VALUES
+        and operation(node) == "Add"
         and None in [one for one, _ in node.next_functions]
-        and not _have_one_call(given, target)
-    ):
-        hint = "compute targets under torch.no_grad(), or detach them"
-        yield "the targets have a gradient", hint
+    )
+    # Another model's, as a teacher's.
+    is_others = name == "kl_div" and {*leaves(given)}.isdisjoint(leaves(target))
+    if target.requires_grad and (is_others or (is_sum and not _have_one_call(given, target))):
+        yield "the targets have a gradient", "compute them under torch.no_grad(), or detach them"
 
 
 def _have_one_call(one: Tensor, other: Tensor) -> bool:

@@ -586,8 +586,7 @@ def _scaled_in_part(trace: Trace) -> Faults:
             if "unscale_" in names:
                 measured = "the optimizer steps also where scaling made gradients infinite"
             if not ("unscale_" in names and trace.places("isfinite|isinf|isnan|found_inf")):
-                hint = "call scaler.step(optimizer) in place of optimizer.step()"
-                yield window, measured, hint
+                yield window, measured, "call scaler.step(optimizer) in place of optimizer.step()"
         # A model may have a scaler of its own.
         for event in [one for one in events if one.scaler is events[-1].scaler]:
             is_within = len({call.at < event.at for call in window.calls}) > 1

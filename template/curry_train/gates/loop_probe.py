@@ -34,8 +34,7 @@ def probe(trace: Recording) -> None:
 def _of_tokens(trace: Recording, forward: Forward) -> Faults:
     """Find outputs that change with a later token or with padding."""
     module, tokens, time = forward.module, forward.tokens, forward.time_dim
-    last = 0 if tokens is None else tokens.shape[time] - 1
-    if tokens is None or last < 2:
+    if tokens is None or (last := tokens.shape[time] - 1) < 2:
         return
     # The first token in place of the last one.
     at = torch.arange(last + 1, device=tokens.device) % last
