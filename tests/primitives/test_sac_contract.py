@@ -113,6 +113,14 @@ def test_outputs_that_are_changed_in_place_are_kept_on_request():
     model[0](torch.randn(3, 4)).sum().backward()
 
 
+def test_a_kept_output_that_is_changed_through_a_view_is_refused():
+    product = nn.Linear(4, 4, bias=False)
+    model = nn.ModuleList([Runs(lambda inner, x: inner[0](x).mul_(2).tanh(), product)])
+    apply_sac(model, ["aten.mm"], blocks="0")
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        model[0](torch.randn(2, 3, 4)).sum().backward()
+
+
 def test_an_error_of_the_user_is_not_hidden_by_ours():
     model = CASE.build()
     apply_sac(model, ["aten.linear"])
@@ -187,6 +195,7 @@ def test_operations_are_found_by_text_packet_and_overload_where_torch_has_them()
     ]
     assert {sac.family_of(one) for one in sac.find_operations([attend, *kernels])} == {"attention"}
     assert all(map(sac.is_cheap, (aten._softmax.default, aten.sum.default)))
+    assert not sac.is_cheap(attend)
 
 
 def test_attention_draws_only_with_dropout():

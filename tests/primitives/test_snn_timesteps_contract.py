@@ -190,11 +190,14 @@ def test_only_the_first_call_measures_and_it_changes_nothing(monkeypatch):
     for _ in range(3):
         checkpoint_timesteps(lambda x, state: module.step(x, state), x, module.initial_state(x))
     assert called == ["check_step"]
+    # Another step of the same modules has costs of its own.
+    checkpoint_timesteps(lambda x, state: module.step(-x, state), x, module.initial_state(x))
+    assert called == ["check_step"] * 2
     # No step draws, so no state of a generator is saved.
     costs = plain(module.step, x, module.initial_state(x))
     assert costs.boundary_bytes == 2 * 4 * WIDTH * 4
     assert torch.equal(before, torch.get_rng_state())
-    assert module.between.num_batches_tracked == 30
+    assert module.between.num_batches_tracked == 40
     assert torch.equal(module.first.weight.grad, torch.ones_like(module.first.weight))
     module = weakref.ref(module)
     gc.collect()

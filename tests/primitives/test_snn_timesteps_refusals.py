@@ -151,11 +151,22 @@ class Cells:
     __call__ = step
 
 
+class Wider:
+    """An object whose output is wider after each call."""
+
+    width = 0
+
+    def __call__(self, x, state):
+        self.width += 1
+        return x.repeat(1, self.width), state
+
+
 @pytest.mark.parametrize(
     "step",
     [
         Cells(),
         Cells().step,
+        Wider(),
         partial(Cells.step, Cells()),
         partial(lambda x, state, cells: cells(x, state), cells=Cells()),
     ],
