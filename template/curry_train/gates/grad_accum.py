@@ -168,8 +168,8 @@ def two_ranks(case: Case, *, train_window: Train = train_window) -> Outcome:
         case,
         required=f"{GRADIENT_TOLERANCES[case.dtype]:.0e} or {DIVIDED_BATCH_FACTOR} times that of a "
         "loop by hand; 1 sync a window",
-        hint="divide by the terms of all ranks; use no_sync or set_requires_gradient_sync until "
-        "the window's last microbatch",
+        hint="divide by the terms of all ranks, over their number where DDP averages; use no_sync "
+        "or set_requires_gradient_sync until the window's last microbatch",
         train=train_window,
     )
 

@@ -54,8 +54,8 @@ CONTRACTS: Mapping[str, Contract] = {
             "train_window",
             lambda model, window, loss, optimizer: None,
             "Take one optimizer step on window.microbatches; loss(model, microbatch) is a sum, to "
-            "be divided by window.num_terms. With keywords clip_norm, scheduler or scaler, the "
-            "gates of clipping, schedules and gradient scaling apply too.",
+            "be divided by window.loss_divisor, as DDP and FSDP2 average. With keywords clip_norm, "
+            "scheduler or scaler, the gates of clipping, schedules and gradient scaling apply too.",
         ),
         Contract(
             "checkpoint_timesteps",
