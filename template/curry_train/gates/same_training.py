@@ -144,10 +144,10 @@ def same_training(
         if by_torch is not None and (why := by_torch(case, plain, course, names)):
             raise NotApplicable(why)
         hint = (
-            f"nothing ran twice or was freed, though {len(names)} modules changed: "
+            f"nothing ran twice or was freed of the {len(names)} modules to change: "
             "is the wrapper in the forward?"
         )
-        return measured, required, hint
+        return f"{measured}; it is the plain step", required, hint
     hint = ""
     if ours.growth > max(0, plain.growth):
         measured += f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
