@@ -159,10 +159,15 @@ def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_batches_that_it_can_not_skip_are_refused_at_the_first_step(tmp_path):
+def test_what_it_can_not_use_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^spike\.acton is no key"):
+        saving(nn.Linear(2, 1), runs=tmp_path / "run", spike={"acton": "warn"})
     run = saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=BACK)
     with pytest.raises(ValueError, match=re.escape("take them from run.batches(loader)")):
         run.step(loss=1.0)
+    next(iter(run.batches(torch.ones(1, 2))))
+    with pytest.raises(ValueError, match="^the watchdog needs the loss of each step: call run"):
+        run.step()
 
 
 def on_a_rank(folder):
