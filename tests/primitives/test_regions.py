@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from language_models import language_model
+from plan_models import Runs
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -187,6 +188,21 @@ def test_a_replayed_tensor_is_freed_with_the_graph_though_the_loss_is_held():
     assert let_go() is not None  # a second backward needs it
     loss.backward()
     assert let_go() is None
+
+
+def test_an_input_that_changes_after_its_norm_is_refused():
+    """As in blocks that add to their residual in place, whose gradients would be wrong."""
+    norm, up = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def block(inner, x):
+        hidden = x * 1
+        output = inner[1](inner[0](hidden))
+        return output + hidden.add_(1)
+
+    model = nn.Sequential(Runs(block, norm, up))
+    apply_regions(model, blocks="0")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: it is at version 1"):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 def test_no_dispatch_mode_runs_in_forward_or_backward():
