@@ -431,7 +431,7 @@ def test_nodes_of_a_graph_are_not_divided(tmp_path, monkeypatch):
     for factory in ("indexed", "selected"):
         with Sketch(f"graphs:{factory}") as sketch:
             assert sketch.step(6).peak_bytes > 0
-            with pytest.raises(IndivisibleBatch, match="does not run on 2 of the 6 rows"):
+            with pytest.raises(IndivisibleBatch, match="its own batch of 6 alone, and 2 samples"):
                 sketch.step(2)
 
 

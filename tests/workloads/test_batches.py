@@ -233,10 +233,10 @@ def test_rows_that_belong_together_are_one_batch(tmp_path):
     assert workload.own_batch == 6
     nodes, edges = workload.batch(6)
     assert (nodes.shape, edges.shape) == ((6, 4), (2, 6))
-    with pytest.raises(IndivisibleBatch, match="does not run on 2 of the 6 rows"):
+    with pytest.raises(IndivisibleBatch, match="its own batch of 6 alone, and 2 samples"):
         workload.batch(2)
     case = Case(workload, batch_size=6)
-    with pytest.raises(IndivisibleBatch, match="does not run on"):
+    with pytest.raises(IndivisibleBatch, match="runs on its own batch"):
         case.split(case.batch(), [3, 3])
 
 

@@ -334,8 +334,7 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     lines = [
         fill_screen(plan.assumptions(), indent=""),
         f"as it is, {plan.microbatch} sample{'s' * (plan.microbatch > 1)}: "
-        f"{format_bytes(peak.bytes_alive)} of tensors in "
-        f"{peak.phase}",
+        f"{format_bytes(peak.bytes_alive)} of tensors in {peak.phase}",
     ]
     lines += [
         f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"

@@ -437,8 +437,8 @@ def why_torch_reruns_nothing(
     if theirs.differs_from(plain) or not all(map(theirs.calls_in, names)):
         return ""
     return (
-        "torch's own checkpoint of each block frees nothing and runs nothing again, as with lone "
-        "layers: name larger blocks"
+        "torch's own checkpoint of each block frees nothing and runs nothing again: name larger "
+        "blocks, or leave out what checkpoints already"
     )
 
 

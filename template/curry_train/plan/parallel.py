@@ -179,8 +179,7 @@ class Sharding:
         if way is None:
             raise ValueError(
                 f"{self.ranks} ranks need a way to share the training: set parallel to "
-                f"{', '.join(SHARDING_KINDS)} or package.module:function, or give the Workload a "
-                "parallelize"
+                f"{', '.join(SHARDING_KINDS)} or package.module:function, or Workload.parallelize"
             )
         function = import_callable(way) if isinstance(way, str) else way
         result = _call_way(function, module, mesh, name=self.name or "parallelize")

@@ -244,7 +244,7 @@ class Planner:
 
     def planned_timeline(self) -> Timeline:
         """Return the timeline of the planned step."""
-        assert self._best is not None, "a plan is made first"
+        assert self._best is not None
         return self.whole_steps.step(self._best).timeline
 
     def plan(
@@ -280,6 +280,10 @@ class Planner:
 
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
+        # Where its whole step was estimated, that is its row.
+        if own:
+            same = (one for one in shown if one.is_plain and one.microbatch == own.microbatch)
+            own = next(same, own)
         return replace(self._plan(best, shown, budget_bytes), own=own)
 
     def _own(

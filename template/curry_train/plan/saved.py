@@ -296,23 +296,18 @@ class Plan:
 
         shown = [*self.candidates[:most]]
         if self.own is not None:
-            size = self.own.microbatch
-            others = [one for one in shown if not (one.is_plain and one.microbatch == size)]
-            shown = [self.own, *others]
+            shown = [self.own, *(one for one in shown if one != self.own)]
         if shown:
             lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
         for candidate in shown:
-            seconds = "too large"
-            if candidate.step_seconds is not None:
-                seconds = _step_time(candidate.step_seconds)
-            peak = format_bytes(candidate.peak_bytes)
+            time = candidate.step_seconds
+            seconds = "too large" if time is None else _step_time(time)
             blocks = "your own setting" if candidate is self.own else candidate.summary()
-            lines.append(
-                _cut(
-                    f"{candidate.microbatch:>10} {candidate.steps:>6} {peak:>11} "
-                    f"{seconds:>12}  {blocks}"
-                )
+            line = (
+                f"{candidate.microbatch:>10} {candidate.steps:>6} "
+                f"{format_bytes(candidate.peak_bytes):>11} {seconds:>12}  {blocks}"
             )
+            lines.append(_cut(line))
 
         lines += self._cuda_lines()
         nothing = "no block is repeated: name some with --blocks to plan for them"
@@ -355,9 +350,8 @@ class Plan:
         text = (
             f"on the device: {shown['allocated_bytes']} allocated, {shown['reserved_bytes']} "
             f"reserved ({shown['first_step_reserved_bytes']} in the first step{workspace}), and "
-            f"{shown['context_bytes']} of context; {format_bytes(left)} of "
-            f"{shown['limit_bytes']} are left. "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "
+            f"{shown['context_bytes']} of context; {format_bytes(left)} of {shown['limit_bytes']} "
+            "are left. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "
             f"{shown['expandable_reserved_bytes']}."
         )
         return ["", *textwrap.wrap(text, 80)]

@@ -145,9 +145,8 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
     num_bytes = Path(path).stat().st_size
     if num_bytes > MOST_FILE_BYTES:
         raise UnusableSnapshot(
-            f"{path} is too large: {format_bytes(num_bytes)}, and "
-            f"{format_bytes(MOST_FILE_BYTES)} can be read. Record fewer events: "
-            "_record_memory_history(max_entries=1_000_000)"
+            f"{path} is too large: {format_bytes(num_bytes)}, and {format_bytes(MOST_FILE_BYTES)} "
+            "can be read. Record fewer events: _record_memory_history(max_entries=1_000_000)"
         )
     if not num_bytes:
         raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")

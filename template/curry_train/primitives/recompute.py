@@ -278,9 +278,8 @@ def _gradients_flow(
     nested = tree_leaves(([value for value in args if not isinstance(value, Tensor)], kwargs))
     if any(isinstance(value, Tensor) and value.requires_grad for value in nested):
         raise ValueError(
-            f"{called} gets a tensor that requires grad by keyword or inside a "
-            "container, and with use_reentrant=True its gradient would be lost; leave "
-            "use_reentrant at False"
+            f"{called} gets a tensor that requires grad by keyword or inside a container, and with "
+            "use_reentrant=True its gradient would be lost; leave use_reentrant at False"
         )
     requires_grad = any(isinstance(value, Tensor) and value.requires_grad for value in args)
     trained = any(one.requires_grad for module in modules for one in module.parameters())

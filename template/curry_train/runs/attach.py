@@ -488,9 +488,8 @@ class AttachedRun:
         has_passes = self._in_epoch or self._until is not None
         if self._resuming and position.epoch and not has_passes:
             raise ValueError(
-                f"the run is in epoch {position.epoch}: write "
-                f"`for epoch in run.epochs(range(...))` around the loop over batches, so that "
-                f"finished epochs are not trained again"
+                f"the run is in epoch {position.epoch}: put `for epoch in run.epochs(range(...))` "
+                "around the loop over batches, so that finished epochs are not trained again"
             )
 
     def _remaining(self, position: DataPosition, loader: Iterable[ItemT]) -> Iterator[ItemT]:

@@ -222,9 +222,8 @@ class SavedRun:
         folder = given.removeprefix(f"{self.files.root}/")
         if step_of(folder) is None:
             raise ValueError(
-                f"{given} is not a checkpoint of {self.files.root}, such as "
-                f"rollback/step-00000500.dcp: for one of another run, make a SavedRun of that "
-                f"run's folder"
+                f"{given} is not a checkpoint of {self.files.root}, such as rollback/"
+                "step-00000500.dcp: for one of another run, make a SavedRun of that run's folder"
             )
         return folder
 

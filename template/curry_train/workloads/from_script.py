@@ -621,8 +621,7 @@ class ScriptTraining:
         text = (
             f'"""The training of {shlex.join(self.words)}, read at {place}.\n\n'
             'Replace what is taken as you like; the loss is what the script computed.\n"""\n\n'
-            "import torch\n\n"
-            "from curry_train.workloads.from_script import read_script\n\n"
+            "import torch\n\nfrom curry_train.workloads.from_script import read_script\n\n"
             f"taken = read_script({words})\n\n\n"
         )
         if not self.lines:

@@ -455,8 +455,8 @@ def undivided(workload: Workload) -> Workload:
     def batch(wanted: int) -> Any:
         if wanted != own:
             raise IndivisibleBatch(
-                f"the model does not run on {wanted} of the {own} rows of its batch, as where they "
-                "are the nodes of a graph: return a Workload whose batch makes one of any size"
+                f"the model runs on its own batch of {own} alone, and {wanted} samples are needed: "
+                "return a Workload whose batch makes one of any size"
             )
         return workload.batch(wanted)
 
