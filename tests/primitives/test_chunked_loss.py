@@ -228,7 +228,7 @@ def test_scaled_logits_keep_every_digit_of_the_scale(scale):
 def test_written_logits_and_their_views_stay_in_step():
     def loss(model, tokens):
         logits = model(tokens)
-        flat, wide = logits.view(-1, CLASSES), logits.float()
+        flat, wide = logits.flatten(end_dim=1), logits.float()
         logits.mul_(2)
         return F.cross_entropy(flat.float(), tokens.flatten()) + flat_loss(wide, tokens)
 
