@@ -16,8 +16,7 @@ from curry_train.bench import savings
 from curry_train.core import measure
 from curry_train.core.timing import wait_for
 from curry_train.core.wording import provenance
-from curry_train.plan import timeline
-from curry_train.plan.device import profile_of
+from curry_train.plan import profile_of, timeline
 from curry_train.primitives import (
     compile_budget,
     offload,

@@ -13,8 +13,8 @@ from snapshot_files import Recorder
 
 import cuda_traces
 import evidence_cuda
+from curry_train.plan import Sketch
 from curry_train.plan.cuda_step import TrainingReplay, cuda_memory
-from curry_train.plan.estimate import Sketch
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,8 +9,7 @@ import pytest
 
 from curry_train.core.blocks import NoBlocks
 from curry_train.gates import discover
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 from zoo import MODELS
 
 # Those whose libraries the tests install.

@@ -8,12 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 from toy_steps import activated
 
+from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.cuda_step import StepTrace
-from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.timeline import measure_timeline
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case, Workload
+from curry_train.workloads import Case, Workload, load_workload
 
 # Estimates against real steps.
 

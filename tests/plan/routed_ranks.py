@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from toy_steps import feed_forward
 
 from curry_train.core.blocks import find_blocks
+from curry_train.plan import Sharding
 from curry_train.plan.optimizers import make_optimizer
-from curry_train.plan.parallel import Sharding
 from curry_train.plan.rank_step import EvenRouting
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case
 from ranks import peak_of_running_rank
 
 WIDTH = 16

@@ -11,11 +11,10 @@ import torch
 from command_runs import flat, ran
 from plan_models import ROUTED, net
 
-from curry_train.plan import available
+from curry_train.plan import Sketch, available
 from curry_train.plan.available import missing_room
-from curry_train.plan.estimate import Sketch
+from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case
 
 
 @pytest.fixture

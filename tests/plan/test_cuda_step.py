@@ -13,6 +13,7 @@ from plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, tra
 from torch import nn
 from toy_steps import stacked
 
+from curry_train.plan import Infeasible, Plan, Planner, Sketch
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
@@ -23,9 +24,7 @@ from curry_train.plan.cuda_step import (
     in_order_of_moving,
     workspace_of,
 )
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.planner import Infeasible, Planner
-from curry_train.plan.saved import OPTION_KINDS, Plan
+from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp
 
 MIB = 2**20

@@ -21,17 +21,14 @@ from warm_python import warm_python
 
 import curry_train
 from curry_train.core.measure import LiveStorages, OperationMode
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.shapes import (
-    KERNEL_DEVICES,
-    NEEDS_VALUES_ERRORS,
-    pretended,
-)
+from curry_train.plan import Sketch
+from curry_train.plan.shapes import KERNEL_DEVICES, NEEDS_VALUES_ERRORS, pretended
 from curry_train.primitives import recompute
 from curry_train.primitives.regions import Replay
 from curry_train.primitives.rerun import BlockState
+from curry_train.workloads import WorkloadError
 from curry_train.workloads.models import llama_8b
-from curry_train.workloads.workload import IndivisibleBatch, WorkloadError
+from curry_train.workloads.workload import IndivisibleBatch
 
 TEMPLATE = Path(curry_train.__file__).parents[1]
 

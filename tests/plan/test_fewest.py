@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from curry_train.plan import Sharding, Sketch, find_profile
 from curry_train.plan.cuda_step import CONTEXT_BYTES, cuda_memory, workspace_of
-from curry_train.plan.device import find_profile
-from curry_train.plan.estimate import Sketch
 from curry_train.plan.fewest import CHANGES, fewest_gpus, floor_of
-from curry_train.plan.parallel import Sharding
 from curry_train.primitives import apply_chunked_loss, recompute_blocks
 from curry_train.workloads.models import mlp, transformer
 

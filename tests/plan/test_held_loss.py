@@ -9,9 +9,9 @@ import pytest
 
 from curry_train.core.measure import LiveStorages
 from curry_train.gates.same_training import sample_of
-from curry_train.primitives.strategies import STRATEGIES
+from curry_train.primitives import STRATEGIES
+from curry_train.workloads import Case
 from curry_train.workloads.models import snn, transformer
-from curry_train.workloads.workload import Case
 
 MODELS = {"transformer": transformer(depth=2, dim=32, length=16), "snn": snn(timesteps=4)}
 

@@ -14,15 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 from toy_steps import activated
 
-from curry_train.plan import record
+from curry_train.plan import Sketch, find_profile, record
 from curry_train.plan.card import Card
 from curry_train.plan.costs import candidates, find_kinds
-from curry_train.plan.device import find_profile
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.saved import (
-    Candidate,
-    Option,
-)
+from curry_train.plan.saved import Candidate, Option
 from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import Bottleneck, transformer
 

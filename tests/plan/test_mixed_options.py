@@ -13,8 +13,8 @@ from curry_train.plan.saved import (
     Option,
     apply_options,
 )
+from curry_train.workloads import Case
 from curry_train.workloads.models import mlp
-from curry_train.workloads.workload import Case
 
 # One case, whose plain training is kept.
 CASE = Case(mlp(depth=4, width=32))

@@ -8,7 +8,7 @@ import random
 import pytest
 from plan_models import net
 
-from curry_train.plan.planner import Infeasible, Planner
+from curry_train.plan import Infeasible, Planner
 from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp, resnet, transformer
 

@@ -13,12 +13,10 @@ from torch.utils._pytree import tree_map
 from toy_steps import stacked
 from transformers.optimization import Adafactor
 
-from curry_train.plan.estimate import Sketch
+from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.shapes import host_bytes
-from curry_train.plan.timeline import measure_timeline
-from curry_train.primitives import recompute_blocks
-from curry_train.primitives.grad_accum import StepInBackward
+from curry_train.primitives import StepInBackward, recompute_blocks
 from curry_train.workloads.models import mlp
 from curry_train.workloads.optimizers import copy_optimizer
 from curry_train.workloads.workload import default_workload

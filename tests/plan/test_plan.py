@@ -19,13 +19,11 @@ from torch.nn import functional as F
 from toy_steps import stacked
 
 from curry_train.gates.same_training import same_training
-from curry_train.plan.planner import Infeasible, Planner, plan, what_microbatches_change
-from curry_train.plan.saved import (
-    Candidate,
-    Plan,
-)
+from curry_train.plan import Infeasible, Plan, Planner, plan
+from curry_train.plan.planner import what_microbatches_change
+from curry_train.plan.saved import Candidate
+from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import mlp, transformer
-from curry_train.workloads.workload import Case, Workload
 
 MICRO = 8
 

@@ -11,15 +11,9 @@ from plan_models import Net, net, squares
 from torch import nn
 
 from curry_train.core.blocks import Derived
-from curry_train.plan.device import find_profile
-from curry_train.plan.parallel import Sharding, parse_mesh
-from curry_train.plan.planner import Infeasible, Planner, plan
-from curry_train.plan.saved import (
-    Option,
-    Plan,
-    PlanMismatch,
-    apply_options,
-)
+from curry_train.plan import Infeasible, Plan, PlanMismatch, Planner, Sharding, find_profile, plan
+from curry_train.plan.parallel import parse_mesh
+from curry_train.plan.saved import Option, apply_options
 
 
 @functools.cache

@@ -5,7 +5,7 @@ python -m pytest tests/plan/test_profile_report.py
 
 import pytest
 
-from curry_train.plan.profiler import LayerMemory, ProfileReport
+from curry_train.plan import LayerMemory, ProfileReport
 
 MIB = 2**20
 

@@ -16,8 +16,8 @@ from curry_train.core.measure import (
     divide,
     measure_memory,
 )
-from curry_train.plan.profiler import MemoryProfiler
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.plan import MemoryProfiler
+from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 MIB = 2**20

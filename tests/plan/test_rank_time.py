@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from curry_train.plan import Plan, Sharding, Sketch, plan
 from curry_train.plan.device import PROFILES
-from curry_train.plan.estimate import Sketch, count_window, time_of_window
-from curry_train.plan.parallel import Sharding
-from curry_train.plan.planner import plan
+from curry_train.plan.estimate import count_window, time_of_window
 from curry_train.plan.rank_time import (
     COLLECTIVE_SECONDS,
     LINKS_OF_PROFILES,
@@ -24,7 +23,6 @@ from curry_train.plan.rank_time import (
     parse_links,
     time_of_course,
 )
-from curry_train.plan.saved import Plan
 from curry_train.workloads.models import mlp
 from ranks import small
 

@@ -15,11 +15,9 @@ from torch import nn
 
 import ranks
 from curry_train import primitives
+from curry_train.plan import Infeasible, Sharding, Sketch, plan
 from curry_train.plan.costs import drop_saved_tensors
 from curry_train.plan.cuda_step import cuda_memory
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.parallel import Sharding
-from curry_train.plan.planner import Infeasible, plan
 from curry_train.plan.rank_step import one_rank
 from curry_train.workloads.models import mlp
 from ranks import predict, small

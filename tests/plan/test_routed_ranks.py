@@ -9,7 +9,7 @@ import pytest
 import routed_ranks
 from rank_calls import run_on_ranks
 
-from curry_train.plan.estimate import Sketch
+from curry_train.plan import Sketch
 
 ROUTED = ["fsdp2", "shared", "shared, called"]
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from routed_ranks import WIDTH, moe_net, routed
 
-from curry_train.plan.estimate import Sketch
-from curry_train.plan.parallel import Sharding
+from curry_train.plan import Sharding, Sketch
 from curry_train.plan.rank_step import EvenRouting
 
 

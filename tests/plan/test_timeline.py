@@ -17,8 +17,8 @@ from toy_steps import square_sum
 from unchanged import unchanged
 
 from curry_train.core.measure import measure_memory
-from curry_train.plan.timeline import measure_timeline
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.plan import measure_timeline
+from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 OTHER = nn.Linear(8, 8)

@@ -11,14 +11,10 @@ from plan_models import trace_of, trace_of_sizes
 from torch import nn
 from toy_steps import square_sum, stacked
 
-from curry_train.plan.cuda_step import (
-    CONTEXT_BYTES,
-    CUDNN_BYTES,
-    cuda_memory,
-)
-from curry_train.plan.planner import Planner
+from curry_train.plan import Planner
+from curry_train.plan.cuda_step import CONTEXT_BYTES, CUDNN_BYTES, cuda_memory
 from curry_train.plan.workspaces import Convolution
-from curry_train.workloads.workload import Workload
+from curry_train.workloads import Workload
 
 MIB = 2**20
 SIZE = 32

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from toy_steps import drawn
 
 from curry_train.core.parity import StepRecord, record_step
-from curry_train.primitives.compile_budget import memory_budget
+from curry_train.primitives import memory_budget
 
 TRACING = [  # torch's warnings while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -12,7 +12,7 @@ from toy_steps import all_equal, drawn
 
 from curry_train.core.generators import seeded
 from curry_train.core.parity import StepRecord, compare, record
-from curry_train.primitives.snn_timesteps import checkpoint_timesteps, run_timesteps
+from curry_train.primitives import checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
 
 WIDTH = 6

@@ -14,10 +14,12 @@ from plan_models import Runs
 from torch import nn
 from toy_steps import all_equal, drawn, gradients_of
 
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.sac import apply_sac
-from curry_train.primitives.segments import recompute_segments
-from curry_train.primitives.snn_timesteps import checkpoint_timesteps
+from curry_train.primitives import (
+    apply_sac,
+    checkpoint_timesteps,
+    recompute_blocks,
+    recompute_segments,
+)
 
 WRITTEN = "modified by an inplace operation"
 

@@ -22,15 +22,12 @@ from curry_train.core.measure import FlopCount, LiveStorages, OperationMode
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import (
     apply_chunked_loss,
+    chunked_cross_entropy,
     chunked_loss_report,
     remove_chunked_loss,
 )
 from curry_train.primitives.chunked_loss import LazyLogits
-from curry_train.primitives.cross_entropy import (
-    CHUNK_BYTES,
-    chunked_cross_entropy,
-    product_dtype,
-)
+from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
 
 CLASSES = 301
 # Sums of some hundred float32 terms in another order; half precision rounds each product once.

@@ -14,8 +14,8 @@ from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.plan.shapes import pretended
 from curry_train.primitives import apply_chunked_loss, chunked_loss_report, recompute_blocks
+from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case
 
 WIDER = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192}
 

@@ -15,12 +15,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from toy_steps import gradients_of, square_sum
 
-from curry_train.primitives.grad_accum import (
-    GradientAccumulation,
-    NonFiniteWindow,
-    Window,
-    train_window,
-)
+from curry_train.primitives import GradientAccumulation, NonFiniteWindow, Window, train_window
 
 
 def test_from_config_reads_an_omegaconf_node_and_its_missing_value():

@@ -10,14 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.primitives.grad_flow import (
-    GradFlow,
-    LayerFlow,
-    StepFlow,
-    Update,
-    ValueSpread,
-)
-from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
+from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_table
+from curry_train.primitives.grad_flow import LayerFlow, StepFlow, Update, ValueSpread
 
 GOOD = LayerFlow(
     ValueSpread(100, 10, 0, 100.0), 1, ValueSpread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True

@@ -21,9 +21,8 @@ from torch.optim import LBFGS, SGD, AdamW
 from toy_steps import activated, drawn, stacked
 
 from curry_train.core.measure import LiveStorages
-from curry_train.primitives import GradFlow, grad_flow_probe
+from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_table, grad_flow_probe
 from curry_train.primitives.grad_flow_probe import compiled_modules, inner_of
-from curry_train.primitives.grad_flow_report import flow_findings, flow_json, flow_table
 
 
 @contextlib.contextmanager

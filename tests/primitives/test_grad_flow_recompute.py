@@ -21,8 +21,8 @@ from curry_train.primitives import (
     recompute_segments,
     recompute_timesteps,
 )
+from curry_train.workloads import Case
 from curry_train.workloads.models import resnet, snn, transformer
-from curry_train.workloads.workload import Case
 
 DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
 

@@ -7,13 +7,8 @@ import mmap
 
 import pytest
 
-from curry_train.primitives import offload
-from curry_train.primitives.offload import (
-    HostMemoryShort,
-    available_host_bytes,
-    host_buffer,
-    require_host_memory,
-)
+from curry_train.primitives import HostMemoryShort, offload
+from curry_train.primitives.offload import available_host_bytes, host_buffer, require_host_memory
 
 MEMINFO = "MemTotal: 64 kB\nMemAvailable:   48 kB\n"
 JOB = {"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/user/job\n"}

@@ -39,15 +39,9 @@ from curry_train.core.measure_compiled import (
     measure_allocated,
 )
 from curry_train.core.parity import compare
-from curry_train.primitives import compile_budget
-from curry_train.primitives.compile_budget import (
-    Budgeted,
-    _compiled,
-    memory_budget,
-    remove_memory_budget,
-)
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.primitives import compile_budget, memory_budget, remove_memory_budget
+from curry_train.primitives.compile_budget import Budgeted, _compiled
+from curry_train.workloads import Case, load_workload
 
 pytestmark = TRACING
 

@@ -17,13 +17,8 @@ from toy_steps import activated, drawn, square_sum, stacked
 
 from curry_train.core.measure import OperationMode, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives import offload
-from curry_train.primitives.offload import (
-    OffloadReport,
-    offload_blocks,
-    offload_report,
-)
-from curry_train.primitives.recompute import recompute_blocks
+from curry_train.primitives import offload, offload_blocks, offload_report, recompute_blocks
+from curry_train.primitives.offload import OffloadReport
 
 
 def chain(block, depth=3):

@@ -9,15 +9,8 @@ from torch import nn
 from toy_steps import drawn, square_sum, stacked
 
 from curry_train.core.measure import measure_memory
-from curry_train.plan.profiler import MemoryProfiler, SelectiveCheckpointer
-from curry_train.primitives.recompute import (
-    Recompute,
-)
-from curry_train.primitives.segments import recompute_segments
-from curry_train.primitives.strategies import (
-    CheckpointConfig,
-    choose_segments,
-)
+from curry_train.plan import MemoryProfiler, SelectiveCheckpointer
+from curry_train.primitives import CheckpointConfig, Recompute, choose_segments, recompute_segments
 from curry_train.workloads.models import snn
 
 

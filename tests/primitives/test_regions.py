@@ -18,15 +18,8 @@ from toy_steps import activated, all_equal, stacked
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.regions import (
-    NODE_RECIPES,
-    RecomputedTensor,
-    Replay,
-    apply_regions,
-    pack,
-    unpack,
-)
+from curry_train.primitives import apply_regions, recompute_blocks
+from curry_train.primitives.regions import NODE_RECIPES, RecomputedTensor, Replay, pack, unpack
 from curry_train.primitives.rerun import BlockState
 
 WIDER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}

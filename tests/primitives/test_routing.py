@@ -13,11 +13,15 @@ from faulty_routing import EXPERTS, WIDTH, Experts
 from torch import nn
 from toy_steps import activated, all_equal, gradients_of, square_sum, stacked
 
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.routing import Choices, has_router, keep_routing
-from curry_train.primitives.sac import apply_sac
-from curry_train.primitives.segments import recompute_segments
-from curry_train.primitives.strategies import CheckpointConfig, apply_config
+from curry_train.primitives import (
+    CheckpointConfig,
+    apply_config,
+    apply_sac,
+    keep_routing,
+    recompute_blocks,
+    recompute_segments,
+)
+from curry_train.primitives.routing import Choices, has_router
 
 TOKENS = 12
 

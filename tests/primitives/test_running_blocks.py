@@ -14,12 +14,14 @@ from curry_train.core.blocks import find_blocks
 from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives.compile_budget import memory_budget
-from curry_train.primitives.offload import offload_blocks
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.regions import apply_regions
+from curry_train.primitives import (
+    apply_regions,
+    apply_sac,
+    memory_budget,
+    offload_blocks,
+    recompute_blocks,
+)
 from curry_train.primitives.running_blocks import ForwardRecord, choose_blocks
-from curry_train.primitives.sac import apply_sac
 
 WIDTH = 16
 

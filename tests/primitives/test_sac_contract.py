@@ -21,15 +21,10 @@ from toy_steps import stacked
 
 from curry_train.core.measure import OperationMode, count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives import sac
-from curry_train.primitives.regions import apply_regions
-from curry_train.primitives.sac import (
-    Policy,
-    PolicyError,
-    apply_sac,
-)
+from curry_train.primitives import apply_regions, apply_sac, sac
+from curry_train.primitives.sac import Policy, PolicyError
+from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case
 
 aten = torch.ops.aten
 CASE = Case(transformer(depth=2), batch_size=4)

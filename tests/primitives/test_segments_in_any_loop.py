@@ -11,11 +11,7 @@ from plan_models import Runs
 from torch import nn
 from toy_steps import activated, all_equal, stacked
 
-from curry_train.primitives.segments import (
-    ChainBroken,
-    recompute_segments,
-    remove_segments,
-)
+from curry_train.primitives import ChainBroken, recompute_segments, remove_segments
 
 
 def chain(loop, block=lambda: activated(8)):

@@ -21,20 +21,17 @@ from toy_steps import all_equal, stacked
 from curry_train.core.measure import LiveStorages
 from curry_train.gates.same_training import sample_of
 from curry_train.gates.snn_timesteps import chunks_peak_bytes
-from curry_train.primitives import snn_timesteps
-from curry_train.primitives.snn_timesteps import (
-    OUTPUT_MODES,
-    Costs,
-    best_chunks,
+from curry_train.primitives import (
+    STRATEGIES,
     checkpoint_timesteps,
-    even_chunks,
     recompute_timesteps,
     remove_timesteps,
     run_timesteps,
+    snn_timesteps,
 )
-from curry_train.primitives.strategies import STRATEGIES
+from curry_train.primitives.snn_timesteps import OUTPUT_MODES, Costs, best_chunks, even_chunks
+from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, snn
-from curry_train.workloads.workload import Case
 
 # Equality with the plain loop.
 

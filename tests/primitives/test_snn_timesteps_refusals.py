@@ -13,11 +13,7 @@ from snn_models import WIDTH, Keeper, Net, build, currents, same, trained
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from curry_train.primitives.snn_timesteps import (
-    HiddenState,
-    checkpoint_timesteps,
-    run_timesteps,
-)
+from curry_train.primitives import HiddenState, checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
 
 # Steps that are refused.

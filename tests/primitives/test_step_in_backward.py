@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from toy_steps import all_equal, square_sum
 
-from curry_train.primitives.grad_accum import (
+from curry_train.primitives import (
     GradientAccumulation,
     NonFiniteWindow,
     StepInBackward,

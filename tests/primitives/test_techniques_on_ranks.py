@@ -15,16 +15,21 @@ from toy_steps import all_equal, drawn, gradients_of, stacked
 
 from curry_train.core.measure import OperationMode
 from curry_train.gates.two_ranks import GradientSyncs
-from curry_train.primitives import GradFlow, recompute_segments
-from curry_train.primitives.grad_accum import GradientAccumulation, train_window
-from curry_train.primitives.offload import Offloaded, offload_blocks, offload_report
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.regions import apply_regions
-from curry_train.primitives.sac import apply_sac
-from curry_train.primitives.snn_timesteps import recompute_timesteps
-from curry_train.workloads import load_workload
+from curry_train.primitives import (
+    GradFlow,
+    GradientAccumulation,
+    apply_regions,
+    apply_sac,
+    offload_blocks,
+    offload_report,
+    recompute_blocks,
+    recompute_segments,
+    recompute_timesteps,
+    train_window,
+)
+from curry_train.primitives.offload import Offloaded
+from curry_train.workloads import Case, load_workload
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case
 
 
 def compare_on_ranks(name, *techniques, report=lambda model: None):

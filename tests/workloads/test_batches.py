@@ -15,11 +15,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
 from toy_steps import activated, all_equal, stacked
 
-from curry_train.gates.verdict import discover
-from curry_train.workloads import Case, load_workload
+from curry_train.gates import discover
+from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.workload import (
     IndivisibleBatch,
-    WorkloadError,
     batch_size,
     default_workload,
     map_tensors,

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from toy_steps import drawn
 
 from curry_train.gates.grad_accum import equal_windows, uneven_windows
-from curry_train.primitives.grad_accum import train_window
+from curry_train.primitives import train_window
 from curry_train.workloads import Case
 from curry_train.workloads.workload import default_workload, take
 

@@ -18,9 +18,8 @@ from user_scripts import DATA, SCRIPTS
 
 from curry_train.plan import plan
 from curry_train.primitives import GradientAccumulation, train_window
-from curry_train.workloads.models import load_workload
+from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.optimizers import SteppedTogether
-from curry_train.workloads.workload import Case, WorkloadError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -18,10 +18,9 @@ from torch import nn
 
 from curry_train.plan import plan
 from curry_train.primitives import GradientAccumulation, train_window
+from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.from_trainer import Autocast, is_sum_over_samples
-from curry_train.workloads.models import load_workload
 from curry_train.workloads.optimizers import OptimizerLike
-from curry_train.workloads.workload import Case, WorkloadError
 
 # Tests of the whole: real trainers of a small training, in a module as a user would write it.
 THEIRS = """

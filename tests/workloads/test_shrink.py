@@ -13,9 +13,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from toy_steps import stacked
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from curry_train.workloads.models import load_workload
+from curry_train.workloads import WorkloadError, load_workload
 from curry_train.workloads.shrink import Shrink
-from curry_train.workloads.workload import WorkloadError
 
 
 class Block(nn.Module):

@@ -16,18 +16,10 @@ from language_models import SIZES
 from toy_steps import all_equal
 
 import curry_train
-from curry_train.plan.estimate import Sketch
-from curry_train.workloads.models import (
-    BUILTIN_WORKLOADS,
-    describe_raised,
-    load_workload,
-)
-from curry_train.workloads.workload import (
-    Case,
-    IndivisibleBatch,
-    WorkloadError,
-    batch_size,
-)
+from curry_train.plan import Sketch
+from curry_train.workloads import Case, WorkloadError, load_workload
+from curry_train.workloads.models import BUILTIN_WORKLOADS, describe_raised
+from curry_train.workloads.workload import IndivisibleBatch, batch_size
 
 
 @pytest.fixture
