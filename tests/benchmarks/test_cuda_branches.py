@@ -17,12 +17,7 @@ from curry_train.core import measure
 from curry_train.core.timing import wait_for
 from curry_train.core.wording import provenance
 from curry_train.plan import profile_of, timeline
-from curry_train.primitives import (
-    compile_budget,
-    offload,
-    offload_blocks,
-    strategies,
-)
+from curry_train.primitives import compile_budget, offload, offload_blocks, strategies
 from curry_train.runs import background, state
 from curry_train.runs.random_state import restore_random_state, take_random_state
 

@@ -200,9 +200,7 @@ def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run(
     assert second.startswith("None memory ran out (the system ended the process): try a smaller")
 
 
-def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(
-    tmp_path,
-):
+def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(tmp_path):
     (tmp_path / "sized_model.py").write_text(
         "import torch\n"
         "def pair():\n    return torch.nn.Linear(2, 2), torch.ones(7, 2)\n"

@@ -13,11 +13,7 @@ from command_runs import finished
 from snapshot_files import owned_blocks, trained
 
 from curry_train.cli.figures import plot_course
-from curry_train.cli.memory_page import (
-    OWNER_COLOURS,
-    course_of_blocks,
-    write_page,
-)
+from curry_train.cli.memory_page import OWNER_COLOURS, course_of_blocks, write_page
 from curry_train.plan.owners import ALL_OWNERS
 
 NODE = shutil.which("node")

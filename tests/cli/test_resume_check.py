@@ -41,10 +41,7 @@ LACKING = {
     "model": ({"model": {"0.weight": "new", "0.bias": "new"}}, "0.weight and 1 more (step 6)"),
     "optimizer": ({"optimizer": {}}, "exp_avg of 0.weight (step 6)"),
     "scheduler": ({"scheduler": {"last_epoch": 0}}, "last_epoch 0, not 5 (step 6)"),
-    "scaler": (
-        {"scaler": {"scale": 1.0, "_growth_tracker": 1}},
-        "scale 1.0, not 32.0 (step 6)",
-    ),
+    "scaler": ({"scaler": {"scale": 1.0, "_growth_tracker": 1}}, "scale 1.0, not 32.0 (step 6)"),
     "generators": ({"generators": {"torch": "new"}}, "torch (step 6)"),
 }
 

@@ -8,12 +8,7 @@ import pytest
 from command_runs import ran
 from journals import plant, plant_eventful
 
-from curry_train.cli.figures import (
-    FAINT_OPACITY,
-    LONGEST_RUN_NAME,
-    MOST_NAMED,
-    plot_runs,
-)
+from curry_train.cli.figures import FAINT_OPACITY, LONGEST_RUN_NAME, MOST_NAMED, plot_runs
 from curry_train.runs import read_history
 
 
@@ -51,11 +46,7 @@ def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
         line for line in loss.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"
     ]
     spans = {(line.get_xdata()[0], line.get_xdata()[-1]): line.get_alpha() for line in curves}
-    assert spans == {
-        (11, 20): FAINT_OPACITY,
-        (21, 30): FAINT_OPACITY,
-        (1, 40): None,
-    }
+    assert spans == {(11, 20): FAINT_OPACITY, (21, 30): FAINT_OPACITY, (1, 40): None}
 
 
 def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure, tmp_path):

@@ -10,10 +10,7 @@ import tomllib
 from scaffold_case import REAL, scaffold, tree, write
 from tree import ROOT
 
-from curry_train.cli.ownership import (
-    TECHNIQUES,
-    project_files,
-)
+from curry_train.cli.ownership import TECHNIQUES, project_files
 
 SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
 

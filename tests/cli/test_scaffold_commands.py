@@ -136,11 +136,7 @@ def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
 @pytest.mark.parametrize("writes", [0, 1])
 @pytest.mark.parametrize("name", ["new", "add", "update"])
 def test_an_unwritable_folder_gets_one_line_and_no_files(
-    bundle,
-    tmp_path,
-    monkeypatch,
-    name,
-    writes,
+    bundle, tmp_path, monkeypatch, name, writes
 ):
     arguments = {
         "new": ["new", "other"],

@@ -148,11 +148,7 @@ def conflicting(bundle, project):
 
 @pytest.mark.parametrize("written", [0, 2])
 def test_update_that_was_killed_between_two_files_is_completed_by_running_it_again(
-    bundle,
-    conflicting,
-    tmp_path,
-    monkeypatch,
-    written,
+    bundle, conflicting, tmp_path, monkeypatch, written
 ):
     reference = Path(shutil.copytree(conflicting, tmp_path / "reference"))
     scaffold(bundle, "update", cwd=reference, status=1)

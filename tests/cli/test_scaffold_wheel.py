@@ -20,12 +20,7 @@ from scaffold_case import scaffold, shell, tree, write
 from tree import ROOT
 
 from curry_train.cli import scaffold as command
-from curry_train.cli.ownership import (
-    BUNDLED_FOLDER,
-    build_wheel,
-    find_bundle,
-    wheel_name,
-)
+from curry_train.cli.ownership import BUNDLED_FOLDER, build_wheel, find_bundle, wheel_name
 from curry_train.cli.screen import UnusableInput
 
 
@@ -134,10 +129,7 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     assert again.stdout.startswith("same ")
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    ["-k 'sigterm or wrong_word'", ""],
-)
+@pytest.mark.parametrize("chosen", ["-k 'sigterm or wrong_word'", ""])
 def test_project_passes_its_own_tests_without_the_bundle(environment, installed, chosen):
     ran = shell(f'make test PYTHON={environment}/bin/python ARGS="{chosen}"', cwd=installed)
     assert " passed" in ran.stdout

@@ -133,14 +133,7 @@ class Behaviour:
 BEHAVIOURS = []
 
 
-def behaviour(
-    name,
-    *,
-    every=HOLDS,
-    torch=HOLDS,
-    on_ranks=False,
-    **outcomes,
-):
+def behaviour(name, *, every=HOLDS, torch=HOLDS, on_ranks=False, **outcomes):
     """Register a behaviour that holds under each lever that is not named."""
 
     def register(run):
@@ -151,15 +144,7 @@ def behaviour(
     return register
 
 
-ERRORS = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def error_of(behaviour, change):
@@ -253,11 +238,7 @@ def pair(change, block=Block, depth=4):
     return plain, changed
 
 
-def require_same(
-    change,
-    step=train,
-    block=Block,
-):
+def require_same(change, step=train, block=Block):
     """Fail unless a step gives the same with and without the lever."""
     found = []
     for model in pair(change, block):

@@ -137,10 +137,7 @@ def penalty(inner, x):
 ROWS, IMAGES = torch.randn(8, 12, 16), torch.randn(8, 4, 16, 16)
 LAST = {"memory_format": torch.channels_last}
 MODELS = {
-    "loop": lambda: Runs(
-        lambda inner, x: inner[0](inner[0](inner[0](x))),
-        activated(16),
-    ),
+    "loop": lambda: Runs(lambda inner, x: inner[0](inner[0](inner[0](x))), activated(16)),
     "encoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2
     ),
@@ -215,11 +212,7 @@ def test_optimizer_state_by_arithmetic():
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: named("unused"),
-        lambda: transformer(depth=2),
-        lambda: BUILTIN_WORKLOADS["resnet"](),
-    ],
+    [lambda: named("unused"), lambda: transformer(depth=2), lambda: BUILTIN_WORKLOADS["resnet"]()],
 )
 def test_a_microstep_with_existing_gradients_is_exact(make):
     workload = make()

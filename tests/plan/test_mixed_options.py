@@ -9,10 +9,7 @@ import pytest
 
 from curry_train.core.blocks import find_blocks
 from curry_train.gates.same_training import same_training
-from curry_train.plan.saved import (
-    Option,
-    apply_options,
-)
+from curry_train.plan.saved import Option, apply_options
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp
 

@@ -205,10 +205,7 @@ def test_no_combination_of_options_that_fits_is_faster():
 # What fits is planned.
 
 
-FITTED = {
-    "twice": lambda: net(128, 128, 128, times=2),
-    "six times": lambda: net(128, 128, times=6),
-}
+FITTED = {"twice": lambda: net(128, 128, 128, times=2), "six times": lambda: net(128, 128, times=6)}
 
 
 @pytest.mark.parametrize("name", FITTED)

@@ -58,10 +58,7 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
             lambda data: json.dumps({k: v for k, v in data.items() if k != "options"}),
             "the plan lacks options",
         ),
-        (
-            lambda data: json.dumps({**data, "options": []}),
-            r"options of the plan is \[\]",
-        ),
+        (lambda data: json.dumps({**data, "options": []}), r"options of the plan is \[\]"),
         (
             lambda data: json.dumps({**data, "options": {"blocks.0": "full"}}),
             "a mapping with a kind, got 'full'",
@@ -171,11 +168,7 @@ def test_the_message_has_the_missing_bytes_and_what_would_help():
         assert lever in message
     assert error.least_bytes > 200_000
     assert plan(
-        net(64, 64),
-        error.least_bytes,
-        global_batch=8,
-        microbatch=8,
-        without=("sac", "regions"),
+        net(64, 64), error.least_bytes, global_batch=8, microbatch=8, without=("sac", "regions")
     )
 
 

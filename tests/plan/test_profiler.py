@@ -12,10 +12,7 @@ from torch import nn
 from toy_steps import activated, stacked
 from unchanged import unchanged
 
-from curry_train.core.measure import (
-    divide,
-    measure_memory,
-)
+from curry_train.core.measure import divide, measure_memory
 from curry_train.plan import MemoryProfiler
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
@@ -241,22 +238,10 @@ def test_a_model_in_eval_mode_is_profiled_as_it_trains():
             lambda _: MemoryProfiler(nn.Linear(2, 2), "cuda"),
             "the model is on cpu, not on cuda: move it first",
         ),
-        (
-            lambda one: one.profile(torch.ones(2, 2), 0),
-            "num_runs must be .* got 0",
-        ),
-        (
-            lambda one: one.profile(torch.ones(2, 3)),
-            r"raised RuntimeError.*float32\[2, 3\]",
-        ),
-        (
-            lambda one: one.profile({"text": 1}),
-            "raised TypeError.*keywords as a mapping",
-        ),
-        (
-            lambda one: one.recommend_layers(1),
-            "call profile.sample_input. first",
-        ),
+        (lambda one: one.profile(torch.ones(2, 2), 0), "num_runs must be .* got 0"),
+        (lambda one: one.profile(torch.ones(2, 3)), r"raised RuntimeError.*float32\[2, 3\]"),
+        (lambda one: one.profile({"text": 1}), "raised TypeError.*keywords as a mapping"),
+        (lambda one: one.recommend_layers(1), "call profile.sample_input. first"),
         (
             lambda one: one.profile(torch.ones(2, 2), loss=lambda m, x: m(x).sum().detach()),
             "depends on no parameter",

@@ -166,8 +166,7 @@ def test_two_ranks_of_one_world_are_predicted_in_one_process():
 
 
 @pytest.mark.parametrize(
-    "sharding",
-    [Sharding("fsdp2", 2), Sharding("fsdp2+tp", mesh={"dp": 2, "tp": 2})],
+    "sharding", [Sharding("fsdp2", 2), Sharding("fsdp2+tp", mesh={"dp": 2, "tp": 2})]
 )
 def test_offload_moves_activations_of_a_rank_and_none_of_its_weights(sharding):
     moved = []

@@ -59,10 +59,7 @@ TOKENS = torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed
 def both(loss, *, dtype=torch.float64, tolerance=None, **options):
     """Compare a plain step with a changed one, and return what became of the logits."""
     records = []
-    for apply in (
-        lambda model: None,
-        lambda model: apply_chunked_loss(model, chunk_tokens=20),
-    ):
+    for apply in (lambda model: None, lambda model: apply_chunked_loss(model, chunk_tokens=20)):
         model = Model(**options).to(dtype).train()
         apply(model)
         records.append(record_step(model, TOKENS, loss))
@@ -334,11 +331,7 @@ def two_heads():
         (two_heads, None, ["heads.a"]),
         (two_heads, "heads.b", ["heads.b"]),
         (two_heads, "heads.*", ["heads.a", "heads.b"]),
-        (
-            lambda: with_embeddings(nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9)), 0),
-            None,
-            ["0"],
-        ),
+        (lambda: with_embeddings(nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9)), 0), None, ["0"]),
         (lambda: with_embeddings(nn.Sequential(nn.Linear(4, 9)), None), None, ["0"]),
     ],
 )

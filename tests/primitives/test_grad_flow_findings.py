@@ -191,11 +191,7 @@ def probe(chain, *, rate=SOUND_RATE, clip=None, loss=lambda x: x.square().mean()
                 ("update", "layers.1.0", 0.0),
             ],
         ),
-        (
-            {"detached": 2},
-            {},
-            [("no-gradient", "layers.2.0", 0.0), ("update", "layers.2.0", 0.0)],
-        ),
+        ({"detached": 2}, {}, [("no-gradient", "layers.2.0", 0.0), ("update", "layers.2.0", 0.0)]),
         ({}, {"rate": 1.0}, [("update", "layers.0.0", None)]),
         ({}, {"rate": 1e-7}, [("update", "layers.0.0", None)]),
         ({}, {"clip": 1e-3}, [("scaled", "", None)]),

@@ -33,11 +33,7 @@ from warm_python import warm_python
 
 from curry_train.core.blocks import plain_blocks
 from curry_train.core.measure import FlopCount, LiveStorages
-from curry_train.core.measure_compiled import (
-    BudgetUnsafe,
-    CompileFailed,
-    measure_allocated,
-)
+from curry_train.core.measure_compiled import BudgetUnsafe, CompileFailed, measure_allocated
 from curry_train.core.parity import compare
 from curry_train.primitives import compile_budget, memory_budget, remove_memory_budget
 from curry_train.primitives.compile_budget import Budgeted, _compiled
@@ -71,9 +67,7 @@ def test_a_budget_holds_for_its_model_alone():
     assert functorch_config.activation_memory_budget == 1.0
 
 
-def test_torch_fails_to_keep_an_operation_of_several_outputs_so_it_is_avoided(
-    monkeypatch,
-):
+def test_torch_fails_to_keep_an_operation_of_several_outputs_so_it_is_avoided(monkeypatch):
     def alone():
         class Noise(nn.Module):
             def __init__(self):
@@ -91,9 +85,7 @@ def test_torch_fails_to_keep_an_operation_of_several_outputs_so_it_is_avoided(
         step(bounded(alone(), 0.5))
 
 
-def test_torch_ignores_kept_operations_at_zero_so_the_smallest_budget_replaces_it(
-    monkeypatch,
-):
+def test_torch_ignores_kept_operations_at_zero_so_the_smallest_budget_replaces_it(monkeypatch):
     monkeypatch.setattr(compile_budget, "SMALLEST_BUDGET", 0.0)
     with pytest.raises(BudgetUnsafe, match="native_dropout again in backward"):
         step(bounded(block_class(dropout), 0.0))

@@ -142,14 +142,7 @@ def of_globals(x, power):
         lambda model: functools.partial(Recompute(with_module), used=model),
         lambda model: Recompute(FunctionType(of_globals.__code__, {"GLOBAL": model})),
     ],
-    ids=[
-        "method",
-        "decorated",
-        "of a partial",
-        "of a function",
-        "argument by name",
-        "global name",
-    ],
+    ids=["method", "decorated", "of a partial", "of a function", "argument by name", "global name"],
 )
 def test_methods_partials_and_decorated_functions_recompute(make):
     plain = Methods()

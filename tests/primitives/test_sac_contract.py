@@ -14,9 +14,7 @@ from plan_models import Runs
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
-from torch.utils.checkpoint import (
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import set_checkpoint_early_stop
 from toy_steps import stacked
 
 from curry_train.core.measure import OperationMode, count_flops, measure_memory

@@ -126,12 +126,7 @@ STEPS = 40
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    steps=integers(1, 60),
-    boundary=integers(0, 9),
-    step=integers(0, 9),
-    size=integers(1, 70),
-)
+@given(steps=integers(1, 60), boundary=integers(0, 9), step=integers(0, 9), size=integers(1, 70))
 def test_no_even_chunks_are_better_and_no_step_is_lost(steps, boundary, step, size):
     costs = Costs(boundary, step)
     best, even = best_chunks(steps, costs), even_chunks(steps, size)
@@ -147,11 +142,7 @@ def test_only_stacked_outputs_are_held_for_each_timestep():
         for _ in range(2):
             with LiveStorages() as storages:
                 made = checkpoint_timesteps(
-                    module.step,
-                    x,
-                    module.initial_state(x),
-                    chunk_size=10,
-                    outputs=outputs,
+                    module.step, x, module.initial_state(x), chunk_size=10, outputs=outputs
                 )[0]
                 held[outputs] = storages.bytes_alive
             del made

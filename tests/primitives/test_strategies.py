@@ -9,11 +9,7 @@ from plan_models import Runs
 from torch import nn
 from toy_steps import feed_forward, square_sum, stacked
 
-from curry_train.primitives.strategies import (
-    CONFIGURED_STRATEGIES,
-    CheckpointConfig,
-    apply_config,
-)
+from curry_train.primitives.strategies import CONFIGURED_STRATEGIES, CheckpointConfig, apply_config
 
 
 def chain(depth=4):

@@ -21,11 +21,7 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import grad_accum
 from curry_train.plan import Planner
-from curry_train.primitives import (
-    Recompute,
-    recompute_blocks,
-    recompute_segments,
-)
+from curry_train.primitives import Recompute, recompute_blocks, recompute_segments
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
 
