@@ -4,13 +4,12 @@ python -m pytest tests/benchmarks/test_recorders.py
 """
 
 import functools
-import json
 import os
 import runpy
 import sys
 
 import pytest
-from command_runs import finished
+from command_runs import finished, read_json
 from tree import ROOT
 
 PROGRAMS = {
@@ -60,7 +59,7 @@ def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     ended = finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=path)
     assert ended.returncode == 0, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = read_json(tmp_path / "found.json")
     for key, value in figures.items():
         steps = [int(step) if step.isdigit() else step for step in key.split(".")]
         assert functools.reduce(lambda one, step: one[step], steps, found) == value, key

@@ -3,9 +3,8 @@
 python -m pytest tests/benchmarks/test_torture_peers.py
 """
 
-import json
-
 import torch
+from command_runs import read_json
 from tree import ROOT
 
 import torture_peers
@@ -49,7 +48,7 @@ def test_what_a_careless_library_loses_is_counted(tmp_path, monkeypatch):
 
 def test_the_page_shows_the_recorded_table():
     page = (ROOT / "skills/checkpoint-policy/references/peers.md").read_text()
-    written = json.loads((ROOT / "evidence/peers_torture.json").read_text())
+    written = read_json(ROOT / "evidence/peers_torture.json")
     assert with_table(page, written) == page
     ours = written["peers"]["ours"]["counts"]
     assert ours["kills"]["kills"] >= 20

@@ -3,8 +3,10 @@
 Proof: `python -m pytest tests/cli`.
 """
 
+import json
 import os
 import subprocess
+from pathlib import Path
 
 from click.testing import CliRunner
 from tree import ROOT
@@ -17,6 +19,15 @@ def ran(*words, status=0, command=main):
     ended = CliRunner().invoke(command, list(map(str, words)))
     assert ended.exit_code == status, (ended.output, ended.exception)
     return ended
+
+
+def results(*words, **options):
+    """Return the results of a command, which has nothing else on its standard output."""
+    return json.loads(ran(*words, "--json", "-", **options).stdout)
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text())
 
 
 def flat(text):

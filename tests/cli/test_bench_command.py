@@ -5,9 +5,8 @@ python -m pytest tests/cli/test_bench_command.py
 
 import functools
 import itertools
-import json
 
-from command_runs import flat, ran
+from command_runs import flat, ran, read_json
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
@@ -87,7 +86,7 @@ def test_the_command_writes_table_picture_and_json(tmp_path):
     levers = ["--lever", "full", "--lever", "timesteps"]
     levers += ["--plot", "bench.png", "--json", "bench.json"]
     run("--model", "mlp", *QUICK, *levers)
-    found = json.loads((tmp_path / "bench.json").read_text())
+    found = read_json("bench.json")
     assert {"command", "threads", "seed"} <= set(found)
     assert found["device"].startswith(("cpu (", "NVIDIA"))
     assert [row["outcome"] for row in found["rows"]] == ["measured", "measured", "refused"]

@@ -3,10 +3,8 @@
 python -m pytest tests/cli/test_blocks_that_run.py
 """
 
-import json
-
 import pytest
-from command_runs import flat, ran
+from command_runs import flat, ran, read_json
 
 MODELS = """
 import torch
@@ -70,13 +68,12 @@ def run(*words, status=0):
     return flat(ran(*words, status=status).output)
 
 
-def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec, tmp_path):
-    path = tmp_path / "gates.json"
-    output = run("validate", "--model", spec, *GATES, "--json", path)
+def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec):
+    output = run("validate", "--model", spec, *GATES, "--json", "gates.json")
     assert "3 held, 0 failed, 0 not applicable" in output
     assert LINE in output
     assert REASON in output
-    (blocks,) = json.loads(path.read_text())["blocks"].values()
+    (blocks,) = read_json("gates.json")["blocks"].values()
     assert blocks["names"][:2] == ["layers.0.0", "layers.0.1"]
     assert blocks["coverage"] > 0.98
     assert blocks["notes"] == [REASON]

@@ -8,7 +8,7 @@ import inspect
 import json
 
 import pytest
-from command_runs import finished, flat, ran
+from command_runs import finished, flat, ran, read_json, results
 from warm_python import warm_python
 
 from curry_train.gates import discover
@@ -38,18 +38,18 @@ def gate(name, hint="", *, applies=True):
     return Gate(name, check)
 
 
-def test_a_run_in_which_no_gate_applies_is_no_success(tmp_path, monkeypatch):
+def test_a_run_in_which_no_gate_applies_is_no_success(monkeypatch):
     reasons = {"some/gate": "no such layer", "some/other": "no such layer", "b/gate": "no\nloop"}
     gates = [gate(*reason, applies=False) for reason in reasons.items()]
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
-    path = tmp_path / "gates.json"
-    ended = run("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", path, status=2)
+    words = ("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", "gates.json")
+    ended = run(*words, status=2)
     assert ended.stderr.endswith(
         "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
         "no loop)\n"
     )
     assert "0 held, 0 failed, 3 not applicable" in ended.stdout
-    assert len(json.loads(path.read_text())["results"]) == 3
+    assert len(read_json("gates.json")["results"]) == 3
     ended = run("--model", "mlp", status=2)
     assert flat(ended.stderr).endswith(
         "Error: nothing was checked: of all gates no gate applies to mlp (no such layer; no loop)"
@@ -155,7 +155,7 @@ def test_two_factories_of_one_name_are_distinguished(tmp_path):
     words = flat(ended.output)
     assert "first.py:build 2 blocks" in words
     assert "second.py:build 3 blocks" in words
-    rows = json.loads((tmp_path / "out").read_text())["results"]
+    rows = read_json("out")["results"]
     assert [row["workload"] for row in rows] == ["first.py:build", "second.py:build"]
 
 
@@ -233,8 +233,6 @@ def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path
     )
     first = {}
     for name in ("one", "two"):
-        words = ["memory", "--model", f"windows.py:{name}", "--json", f"{name}.json"]
-        ran(*words)
-        found = json.loads((tmp_path / f"{name}.json").read_text())["timeline"]
-        first[name] = found["owners"]["gradients"][0]
+        found = results("memory", "--model", f"windows.py:{name}")
+        first[name] = found["timeline"]["owners"]["gradients"][0]
     assert first == {"one": 0, "two": 4 * (8 * 8 + 8)}

@@ -4,9 +4,8 @@ python -m pytest tests/cli/test_grad_flow_command.py
 """
 
 import functools
-import json
 
-from command_runs import ran
+from command_runs import ran, read_json, results
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
@@ -50,10 +49,8 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
     assert sum(line.startswith("layers.") for line in lines) <= 24
 
 
-def test_json_has_every_step_and_layer(tmp_path):
-    path = tmp_path / "flow.json"
-    run(*QUICK, "--steps", "4", "--layers", "*.0", "--json", path)
-    data = json.loads(path.read_text())
+def test_json_has_every_step_and_layer():
+    data = results("grad-flow", *QUICK, "--steps", "4", "--layers", "*.0")
     assert {"command", "device", "workload"} <= data.keys()
     assert len(data["losses"]) == 4
     assert [step["step"] for step in data["steps"]] == [0, 1, 2, 3]
@@ -72,7 +69,7 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
     for colour in (NONFINITE_COLOUR, ZERO_COLOUR):
         assert (abs(pixels - list(to_rgb(colour))).max(-1) < 0.02).sum() > 5000
     assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
-    data = json.loads((tmp_path / "own.json").read_text())
+    data = read_json("own.json")
     assert data["steps"][0]["gradient"]["norm"] == "nan"
 
 

@@ -4,10 +4,9 @@ python -m pytest tests/cli/test_memory_snapshot.py
 """
 
 import functools
-import json
 
 import pytest
-from command_runs import flat, ran
+from command_runs import flat, ran, results
 from snapshot_files import Recorder, Training, trained, write
 
 MIB = 2**20
@@ -22,11 +21,6 @@ def recorded(tmp_path_factory):
     return write(path, trained().snapshot())
 
 
-def results(*arguments):
-    ended = run(*arguments, "--json", "-")
-    return json.loads(ended.stdout)
-
-
 def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
     ended = run("--snapshot", recorded)
     assert all(len(line) <= 80 for line in ended.output.splitlines())
@@ -39,7 +33,7 @@ def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
     ):
         assert part in ended.output
     assert len(ended.output.splitlines()) <= 30
-    found = results("--snapshot", recorded)
+    found = results("memory", "--snapshot", recorded)
     assert sum(size for _, size in found["owners"]) == found["peak_allocated_bytes"]
     reserved = sum(size for _, size in found["owners_of_reserved"])
     assert reserved == found["reserved_at_peak_bytes"] <= found["peak_reserved_bytes"]
@@ -53,7 +47,7 @@ def test_an_out_of_memory_error_is_named_with_what_was_free(tmp_path):
     ended = run("--snapshot", path)
     assert "out of memory at event 423: 2.00 GiB asked for" in ended.output
     assert "120 MiB of the device free" in ended.output
-    (error,) = results("--snapshot", path)["out_of_memory"]
+    (error,) = results("memory", "--snapshot", path)["out_of_memory"]
     assert error["requested_bytes"] == 2048 * MIB
 
 
@@ -74,7 +68,7 @@ def test_several_devices_are_reported_with_the_fullest_first(tmp_path):
     other = second.snapshot()
     snapshot["segments"] += other["segments"]
     snapshot["device_traces"].append(other["device_traces"][1])
-    found = results("--snapshot", write(tmp_path / "two.pickle", snapshot))
+    found = results("memory", "--snapshot", write(tmp_path / "two.pickle", snapshot))
     assert [row["device"] for row in found["devices"]] == [0, 1]
     assert found["device"] == 0
 
@@ -87,8 +81,7 @@ def test_names_from_the_file_are_escaped(tmp_path):
 
 
 def test_a_step_with_convolutions_names_their_workspace():
-    ended = run("--model", "resnet", "--batch-size", "2", "--on-shapes", "--json", "-")
-    # Standard output has the results alone.
-    assert "convolution workspace on a GPU, estimated: " in ended.stderr
-    assert json.loads(ended.stdout)["convolution_workspace_bytes"] > 0
-    assert results("--model", "mlp")["convolution_workspace_bytes"] == 0
+    words = ("--model", "resnet", "--batch-size", "2", "--on-shapes")
+    assert "convolution workspace on a GPU, estimated: " in run(*words).output
+    assert results("memory", *words)["convolution_workspace_bytes"] > 0
+    assert results("memory", "--model", "mlp")["convolution_workspace_bytes"] == 0

@@ -3,10 +3,8 @@
 Run: `python -m pytest tests/cli/test_preflight.py`.
 """
 
-import json
-
 import pytest
-from command_runs import flat, ran
+from command_runs import flat, ran, read_json
 
 from curry_train.cli import preflight
 from curry_train.gates.loop_run import LoopFailed
@@ -66,8 +64,8 @@ def test_the_status_is_that_of_the_verdicts(run, found, status, text):
     assert text in flat(run(found, status=status).output)
 
 
-def test_results_are_written_as_json(run, tmp_path):
+def test_results_are_written_as_json(run):
     run([HELD, FAILED], "--json", "found.json", status=1)
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = read_json("found.json")
     assert [one["gate"] for one in found["results"]] == ["loop/mode", "loop/zeroed"]
     assert found["steps"] == 8

@@ -3,10 +3,8 @@
 Run: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
-import json
-
 import pytest
-from command_runs import call, flat
+from command_runs import call, flat, read_json
 from journals import plant
 from store_models import flip, new_state, train
 
@@ -30,11 +28,11 @@ def damage(runs):
     flip(next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp")), 50)
 
 
-def test_list_shows_the_checkpoints_of_each_run(runs, tmp_path):
+def test_list_shows_the_checkpoints_of_each_run(runs):
     output = call("list", runs, "--json", "list.json")
     assert output.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
     assert len(output.splitlines()) == 2
-    (row,) = json.loads((tmp_path / "list.json").read_text())["runs"]
+    (row,) = read_json("list.json")["runs"]
     assert (row["run"], row["latest"], row["rollback"], row["damaged"]) == ("first-001", 200, 2, 0)
 
 
@@ -94,7 +92,7 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
         "  step 10, skip: positions 40 to 47 of the data",
     ]
     assert lines[-1] == "  and 2 more events, which --json has"
-    attempts = json.loads((tmp_path / "facts.json").read_text())["attempts"]
+    attempts = read_json("facts.json")["attempts"]
     found = [(row["began"], row["from_step"], len(row["events"])) for row in attempts]
     assert found == [("start", 0, 1), ("rollback", 10, 14)]
 

@@ -3,16 +3,14 @@
 python -m pytest tests/cli/test_runs_estimate.py
 """
 
-import json
-
-from command_runs import call
+from command_runs import call, read_json
 
 
 def test_estimate_of_a_policy(tmp_path):
     output = call("estimate", "--parameters", "7e9", "--json", "e.json")
     assert "retained in total" in output
     assert "756" in output
-    found = json.loads((tmp_path / "e.json").read_text())
+    found = read_json("e.json")
     sizes = [found[name] // 10**9 for name in ("checkpoint", "best", "total", "in_flight", "most")]
     assert sizes == [84, 28, 756, 84, 840]
     assert found["kept"] == {"rollback": 420e9, "recovery": 252e9, "best-k": 84e9}

@@ -8,7 +8,7 @@ import math
 import os
 
 import torch
-from command_runs import call, flat
+from command_runs import call, flat, read_json
 from safetensors.torch import load_file
 from store_models import new_state
 
@@ -63,5 +63,5 @@ def test_a_run_is_inspected_by_checkpoint_and_exported(tmp_path):
     out = tmp_path / "model"
     call("export", run, "latest", "--out", out, "--json", "out.json")
     assert set(load_file(out / "model.safetensors")) == set(state.model.state_dict())
-    names = json.loads((tmp_path / "out.json").read_text())["names"]
+    names = read_json("out.json")["names"]
     assert set(names) == set(state.model.state_dict())

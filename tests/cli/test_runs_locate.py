@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from command_runs import flat, ran
+from command_runs import flat, ran, read_json
 from recorded_training import recorded
 from warm_python import warm_python
 
@@ -121,7 +121,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
     text = flat(found.stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
-    result = json.loads(Path("found.json").read_text())
+    result = read_json("found.json")
     place = {"step": 1, "phase": "forward", "path": "model", "call": 0}
     assert (result["place"], result["equal"]) == (place, False)
 
@@ -196,7 +196,7 @@ def test_the_setting_that_makes_the_difference_is_found(folder):
     python = f"{sys.executable} -m curry_train runs record --steps 2"
     command = f"{python} --script {{script}} --out {{out}} -- {{arguments}}"
     locate("A", "B", "--bisect", command, "--json", "found.json", status=1)
-    settings = json.loads((folder / "found.json").read_text())["settings"]
+    settings = read_json("found.json")["settings"]
     assert settings["variable TORCH_OTHER"] == "makes none"
     assert settings["variable TORCH_EPSILON"].startswith("makes the difference: step 1, forward")
 

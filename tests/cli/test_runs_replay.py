@@ -3,13 +3,12 @@
 Run: `python -m pytest tests/cli/test_runs_replay.py`.
 """
 
-import json
 import shutil
 import subprocess
 import sys
 
 import pytest
-from command_runs import call, flat
+from command_runs import call, flat, read_json
 from warm_python import warm_python
 
 from curry_train.cli import runs_replay
@@ -111,7 +110,7 @@ def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypat
     output = replay(monkeypatch, trained, *words)
     assert "repeats to the bit: 4 losses of the run are equal, and the parameters" in output
     assert "step 14, forward: aten.log.default in no module of the model, train.py:14" in output
-    found = json.loads((trained / "found.json").read_text())
+    found = read_json("found.json")
     assert found["difference"] is None
     assert found["repeats"]["origin"]["phase"] == "forward"
     (trained / "found.json").unlink()

@@ -4,12 +4,11 @@ python -m pytest tests/cli/test_spike_check.py
 """
 
 import copy
-import json
 import logging
 from dataclasses import replace
 
 import pytest
-from command_runs import flat, ran
+from command_runs import flat, ran, read_json
 
 from curry_train.cli import spike_check as check
 from curry_train.cli.spike_check import spike_check
@@ -40,7 +39,7 @@ def checked(tmp_path_factory):
         patch.setattr(logging.getLogger("curry_train.runs.spike"), "filter", heard.append)
         done = ran("runs", *words)
     assert not heard, "the result has what the log would say"
-    return done, json.loads((folder / "spike.json").read_text()), folder
+    return done, read_json(folder / "spike.json"), folder
 
 
 def test_the_recovered_run_equals_one_that_never_saw_the_samples(checked):
@@ -104,7 +103,7 @@ def test_a_missed_spike_is_reported(tmp_path):
     text = flat(done.stdout)
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
-    assert json.loads((tmp_path / "x.json").read_text())["losses"].keys() == {"recovered"}
+    assert read_json("x.json")["losses"].keys() == {"recovered"}
 
 
 def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):

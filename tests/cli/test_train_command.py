@@ -4,7 +4,6 @@ python -m pytest tests/cli/test_train_command.py
 """
 
 import errno
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import threading
 import time
 
 import pytest
-from command_runs import flat, ran
+from command_runs import flat, ran, read_json
 from journals import column
 from tree import ROOT
 
@@ -59,7 +58,7 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     assert first.stdout.endswith(
         "\n4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp\n"
     )
-    ended = json.loads((tmp_path / "end.json").read_text())
+    ended = read_json("end.json")
     assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
     assert 4 < ended["dev_loss"] < 6
     assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()

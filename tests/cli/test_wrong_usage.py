@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from command_runs import finished, flat, ran
+from command_runs import finished, flat, ran, read_json
 from warm_python import warm_python
 
 MODELS = """
@@ -254,7 +254,7 @@ def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder,
     (folder / "folder/net_at_home.py").write_text(MODELS)
     line = "memory --model=~/net_at_home.py:blocks --json=~/found.json"
     ran(*shlex.split(line))
-    assert json.loads((folder / "folder/found.json").read_text())["workload"]
+    assert read_json("folder/found.json")["workload"]
     words = "train --show-config runs=~/kept data.source=workload"
     shown = ran(*words.split())
     assert f"runs: {folder}/folder/kept\n" in shown.stdout, shown.output

@@ -16,7 +16,7 @@ import zipfile
 import pytest
 import varying_training
 import yaml
-from command_runs import finished
+from command_runs import finished, read_json
 from tree import ROOT, skills
 
 import evals
@@ -50,7 +50,7 @@ def dry_run(folder, *words):
     paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/house"
     ended = finished(*program, *words, PYTHONPATH=paths)
     assert path.exists(), ended.stdout + ended.stderr
-    record = json.loads(path.read_text())
+    record = read_json(path)
     return ended.returncode, record, {(row["case"], row["agent"]): row for row in record["rows"]}
 
 
@@ -166,7 +166,7 @@ def test_the_commands_of_a_hard_case_solve_it(name, tmp_path):
 
 
 def test_the_figures_of_the_card_that_is_not_here_are_recorded_ones():
-    steps = json.loads((ROOT / "evidence/cuda_traces.json").read_text())["steps"]
+    steps = read_json(ROOT / "evidence/cuda_traces.json")["steps"]
     recorded = {
         str(step["length"]): step["recorded"]["reserved"] / 2**20
         for step in steps

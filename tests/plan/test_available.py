@@ -3,12 +3,11 @@
 python -m pytest tests/plan/test_available.py
 """
 
-import json
 import sys
 
 import pytest
 import torch
-from command_runs import flat, ran
+from command_runs import flat, ran, results
 from plan_models import ROUTED, net
 
 from curry_train.plan import Sketch, available
@@ -73,17 +72,14 @@ def test_a_model_that_does_not_fit_is_refused_and_not_made_with_values(
         assert "and 1.00 MiB is available: curry-train plan runs it on shapes alone" in words
 
 
-def test_memory_runs_on_shapes_where_the_real_step_does_not_fit(no_room, monkeypatch, tmp_path):
-    path = tmp_path / "memory.json"
-    command = ["memory", "--model", "mlp", "--json", str(path)]
+def test_memory_runs_on_shapes_where_the_real_step_does_not_fit(no_room, monkeypatch):
+    command = ("memory", "--model", "mlp")
     monkeypatch.setattr(Case, "build", lambda case: pytest.fail("the model was built for real"))
-    ran(*command)
-    on_shapes = json.loads(path.read_text())
+    on_shapes = results(*command)
     assert "takes at least" in on_shapes["on_shapes"]
-    asked = ran("memory", "--model", "mlp", "--on-shapes")
+    asked = ran(*command, "--on-shapes")
     assert "on shapes alone" in flat(asked.output)
     monkeypatch.undo()
-    ran(*command)
-    real = json.loads(path.read_text())
+    real = results(*command)
     assert real["on_shapes"] is None
     assert real["timeline"]["peak"] == on_shapes["timeline"]["peak"]

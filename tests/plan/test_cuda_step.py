@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_runs import ran
+from command_runs import ran, read_json
 from plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
 from torch import nn
 from toy_steps import stacked
@@ -196,7 +196,7 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
     monkeypatch.chdir(tmp_path)
     options = ["--model", "mlp", "--budget", "2GiB", "--target", "l4", "--json", "plan.json"]
     ran("plan", *options, "--optimizer", "own_optimizer:fused")
-    written = json.loads((tmp_path / "plan.json").read_text())
+    written = read_json("plan.json")
     first, last = (written[f"{name}reserved_bytes"] for name in ("first_step_", ""))
     assert 0 < written["allocated_bytes"] <= first <= last
     assert written["expandable_reserved_bytes"] > 0

@@ -4,11 +4,11 @@
 Run: `python -m pytest tests/skills/test_clients.py`.
 """
 
-import json
 import re
 
 import pytest
 from client_packages import Unavailable
+from command_runs import read_json
 from pages import RECORD_KEYS
 from tree import ROOT
 
@@ -66,7 +66,7 @@ def test_the_readme_has_the_install_commands_that_were_run(name):
 
 
 def test_the_record_has_the_current_clients_and_skills():
-    record = json.loads((ROOT / "evidence/clients.json").read_text())
+    record = read_json(ROOT / "evidence/clients.json")
     assert set(record) >= RECORD_KEYS
     assert [(row["client"], row["package"]) for row in record["rows"]] == [
         (name, client.package) for name, client in CLIENTS.items()
@@ -75,7 +75,7 @@ def test_the_record_has_the_current_clients_and_skills():
 
 
 def test_clients_that_take_parts_of_a_repository_get_neither_tests_nor_answers():
-    rows = json.loads((ROOT / "evidence/clients.json").read_text())["rows"]
+    rows = read_json(ROOT / "evidence/clients.json")["rows"]
     parts = [row for row in rows if row["client"] not in WHOLE_REPOSITORY]
     assert len(parts) == 3
     assert all(0 < row["megabytes"] <= 3.2 for row in parts), parts
