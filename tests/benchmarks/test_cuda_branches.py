@@ -248,8 +248,7 @@ def test_a_save_copies_on_its_own_stream_and_the_next_step_waits(default_stream,
 
 
 def test_a_peak_is_read_between_two_waits_for_the_device(counted):
-    there = torch.zeros(3)
-    found = measure.peak_of_step(lambda: counted.hold(700), [there], CUDA)
+    found = measure.peak_of_step(lambda: counted.hold(700), [torch.zeros(3)], CUDA)
     assert counted.calls == ["synchronize", "reset", "work", "synchronize", "read"]
     assert found == 700  # the tensor is on the CPU, and what was alive before does not count
 
@@ -318,8 +317,7 @@ def test_a_checkpoint_has_the_generators_of_all_devices(generators):
 def test_what_operations_use_inside_is_part_of_a_peak(counted):
     counted.most = 1900
     record = SimpleNamespace(cuda=CUDA, before=1000, lives=[], phases=["forward"])
-    owners = {timeline.ALLOCATOR_GROUP: 0, "parameters": 600}
-    found = timeline._peak(record, 0, owners)
+    found = timeline._peak(record, 0, {timeline.ALLOCATOR_GROUP: 0, "parameters": 600})
     assert found.bytes_alive == 900
     assert found.owners[timeline.ALLOCATOR_GROUP] == 300
 

@@ -76,8 +76,7 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monk
     found = planted("full", "timesteps", "accumulate=2", seconds=(1.0, 1.3, 1.1, 1.0, 1.3, 60.0))
     plot_bench(found, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-    alone = planted(rounds=1)
-    plot_bench(alone, tmp_path / "alone.png", device="NVIDIA H100")
+    plot_bench(planted(rounds=1), tmp_path / "alone.png", device="NVIDIA H100")
     assert titles[1].endswith(", on NVIDIA H100: one optimizer step")
     assert (tmp_path / "alone.png").is_file()
 

@@ -129,8 +129,7 @@ def outcomes(repository):
         patch.chdir(repository)
         patch.syspath_prepend(repository / "src")
         for name, words in FILES.items():
-            given = ["gen-tests", "--out", f"tests/test_{name}.py", *words.split()]
-            ran(*given)
+            ran("gen-tests", "--out", f"tests/test_{name}.py", *words.split())
     gone = repository / "tests/test_gone.py"
     gone.write_text(gone.read_text().replace("recompute/off", "recompute/gone"))
     files = [f"test_{name}.py" for name in FILES]

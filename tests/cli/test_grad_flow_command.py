@@ -69,8 +69,7 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
     for colour in (NONFINITE_COLOUR, ZERO_COLOUR):
         assert (abs(pixels - list(to_rgb(colour))).max(-1) < 0.02).sum() > 5000
     assert ended.output.splitlines()[1].startswith("nonfinite   layers.1")
-    data = read_json("own.json")
-    assert data["steps"][0]["gradient"]["norm"] == "nan"
+    assert read_json("own.json")["steps"][0]["gradient"]["norm"] == "nan"
 
 
 def test_a_report_on_a_script_says_that_its_loop_was_not_run(tmp_path):

@@ -59,8 +59,7 @@ def check_moment(owned, index, text, owners, blocks):
 
 
 def in_node(path, *arguments):
-    script = Path(__file__).parent / "page_in_node.js"
-    done = finished(NODE, script, path, *arguments)
+    done = finished(NODE, Path(__file__).parent / "page_in_node.js", path, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

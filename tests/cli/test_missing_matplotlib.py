@@ -26,8 +26,7 @@ def missing(monkeypatch):
 
 def error_of(command, *words):
     """Call the command itself, because finding it calls `find_spec`."""
-    ended = ran(*words, command=command, status=2)
-    return flat(ended.stderr)
+    return flat(ran(*words, command=command, status=2).stderr)
 
 
 def test_commands_with_a_plot():

@@ -44,8 +44,7 @@ def ended_by(work):
     def fails():
         work()
 
-    done = ran(command=fails, status=2)
-    return flat(done.stderr)
+    return flat(ran(command=fails, status=2).stderr)
 
 
 def test_an_error_of_a_library_without_a_file_keeps_its_message():

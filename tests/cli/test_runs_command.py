@@ -82,8 +82,7 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
         for step in range(11, 24):
             journal.write("warning", step=step, reason="a word " * 20)
         journal.write("stop", step=24, reason="steps")
-    output = call("show", folder, "--json", "facts.json")
-    lines = output.splitlines()
+    lines = call("show", folder, "--json", "facts.json").splitlines()
     begin = lines.index("attempt 1: start at step 0, up to 12, no record of its end")
     assert lines[begin : begin + 4] == [
         "attempt 1: start at step 0, up to 12, no record of its end",

@@ -168,8 +168,7 @@ def test_long_names_and_values_keep_to_80_columns(tmp_path):
     long = "n" * 100
     plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
     plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step)
-    ended = run(long, "b")
-    assert max(map(len, ended.output.splitlines())) <= 80
+    assert max(map(len, run(long, "b").output.splitlines())) <= 80
 
 
 def test_json_is_complete_and_alone_on_standard_output(tmp_path):

@@ -35,8 +35,7 @@ def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
 
 def test_a_damaged_file_ends_with_1(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
-    data = (tmp_path / "a.pt").read_bytes()
-    (tmp_path / "a.pt").write_bytes(data[:-30])
+    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
     text = call("inspect", "a.pt", status=1)
     assert text.splitlines()[-1] == "whole: no"
     assert "wrong: " in text
@@ -56,12 +55,10 @@ def test_a_run_is_inspected_by_checkpoint_and_exported(tmp_path):
     with Store(tmp_path / "runs/first-001") as store:
         store.save("rollback", 1, state)
     run = tmp_path / "runs/first-001"
-    text = call("inspect", run, status=2)
-    assert "give one of its checkpoints" in flat(text)
+    assert "give one of its checkpoints" in flat(call("inspect", run, status=2))
     assert call("inspect", run / "latest").splitlines()[-1] == "whole: yes"
 
     out = tmp_path / "model"
     call("export", run, "latest", "--out", out, "--json", "out.json")
     assert set(load_file(out / "model.safetensors")) == set(state.model.state_dict())
-    names = read_json("out.json")["names"]
-    assert set(names) == set(state.model.state_dict())
+    assert set(read_json("out.json")["names"]) == set(state.model.state_dict())

@@ -232,8 +232,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
 def test_a_command_that_records_nothing_is_refused(folder, command, text):
     record_as(folder / "A", "", TORCH_OTHER="1")
     record_as(folder / "B", "epsilon", TORCH_OTHER="2")
-    ended = locate("A", "B", "--bisect", command, status=2)
-    assert text in flat(ended.output)
+    assert text in flat(locate("A", "B", "--bisect", command, status=2).output)
 
 
 def test_the_rank_that_differs_is_named(folder):
@@ -251,8 +250,7 @@ def test_the_rank_that_differs_is_named(folder):
 def test_a_trainer_of_hugging_face_is_recorded(folder):
     (folder / "trainers.py").write_text(TRAINER)
     for name in ("seeded", "other"):
-        words = ["--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name]
-        record(*words)
+        record("--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name)
     text = flat(locate("seeded", "other", status=1).stdout)
     assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
     assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text

@@ -82,8 +82,7 @@ def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
     (lost,) = [line for line in loss.lines if line.get_marker() == "x" and len(line.get_xdata())]
     assert list(lost.get_xdata()) == [16, 17, 18, 19, 20]
     assert loss.get_yscale() == "log"
-    everything = plant(tmp_path / "lost", loss=lambda step: math.nan)
-    assert figure([everything]).axes
+    assert figure([plant(tmp_path / "lost", loss=lambda step: math.nan)]).axes
 
 
 def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
@@ -112,8 +111,7 @@ def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
 def test_the_command_draws_and_prints_figures(tmp_path):
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
-    words = ["one", "two", "one", "--out", "both.png", "--json", "-"]
-    ended = ran("runs", "plot", *words)
+    ended = ran("runs", "plot", "one", "two", "one", "--out", "both.png", "--json", "-")
     assert ended.stderr == "2 runs drawn as both.png\n"
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     one, two = json.loads(ended.stdout)["runs"]

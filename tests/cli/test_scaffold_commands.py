@@ -70,8 +70,7 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle, project):
     shown = scaffold(bundle, "diff", "--patch").stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
     subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
-    again = scaffold(bundle, "diff").stdout
-    assert again.endswith("5 files: 5 as it came\n")
+    assert scaffold(bundle, "diff").stdout.endswith("5 files: 5 as it came\n")
 
 
 def test_list_has_every_technique_with_what_add_writes_in_80_columns():
@@ -125,8 +124,7 @@ def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
     torn = Lock("0", files={"a": Base("0", b"x" * 99)}).to_bytes().replace(b'"eN', b'"eX')
     (write(place / "torn/curry-train.lock", "")).write_bytes(torn)
     before = tree(tmp_path)
-    words = shlex.split(line.replace("LONG", "x" * 300))
-    refused = refusal(bundle, *words, cwd=place)
+    refused = refusal(bundle, *shlex.split(line.replace("LONG", "x" * 300)), cwd=place)
     assert refused.startswith("Error: ")
     assert message.strip() in refused
     assert "Traceback" not in refused

@@ -65,8 +65,7 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     again = scaffold(bundle, "update")
     assert again.stdout.splitlines()[-1].startswith("Nothing to do")
     assert tree(project) == made
-    shown = scaffold(bundle, "diff").stdout
-    assert "edited           train.py" in shown
+    assert "edited           train.py" in scaffold(bundle, "diff").stdout
 
 
 def test_update_marks_a_conflict_and_ends_with_1(bundle, project):

@@ -125,8 +125,7 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     assert read[0] == read[1]
     assert records[0] == records[1]
     assert tree(tmp_path / "theirs") == tree(tmp_path / "ours")
-    again = shell(f"{environment}/bin/curry-train update run")
-    assert again.stdout.startswith("same ")
+    assert shell(f"{environment}/bin/curry-train update run").stdout.startswith("same ")
 
 
 @pytest.mark.parametrize("chosen", ["-k 'sigterm or wrong_word'", ""])

@@ -99,8 +99,7 @@ def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
 
 def test_a_missed_spike_is_reported(tmp_path):
     words = ["runs", "spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
-    done = ran(*words, "--json", "x.json", "--runs", "kept", status=1)
-    text = flat(done.stdout)
+    text = flat(ran(*words, "--json", "x.json", "--runs", "kept", status=1).stdout)
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
     assert read_json("x.json")["losses"].keys() == {"recovered"}

@@ -252,11 +252,9 @@ def test_json_on_standard_output_is_json_alone_where_another_process_prints(fold
 def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "folder"))
     (folder / "folder/net_at_home.py").write_text(MODELS)
-    line = "memory --model=~/net_at_home.py:blocks --json=~/found.json"
-    ran(*shlex.split(line))
+    ran(*shlex.split("memory --model=~/net_at_home.py:blocks --json=~/found.json"))
     assert read_json("folder/found.json")["workload"]
-    words = "train --show-config runs=~/kept data.source=workload"
-    shown = ran(*words.split())
+    shown = ran("train", "--show-config", "runs=~/kept", "data.source=workload")
     assert f"runs: {folder}/folder/kept\n" in shown.stdout, shown.output
 
 

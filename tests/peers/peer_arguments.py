@@ -47,8 +47,7 @@ def factor_of(value):
 
 @step("tensors by keyword", block=Scaled)
 def by_keyword(model):
-    scale = torch.full((8,), 1.5)
-    return train(model, scale=scale)
+    return train(model, scale=torch.full((8,), 1.5))
 
 
 @step(

@@ -77,8 +77,7 @@ def test_memory_runs_on_shapes_where_the_real_step_does_not_fit(no_room, monkeyp
     monkeypatch.setattr(Case, "build", lambda case: pytest.fail("the model was built for real"))
     on_shapes = results(*command)
     assert "takes at least" in on_shapes["on_shapes"]
-    asked = ran(*command, "--on-shapes")
-    assert "on shapes alone" in flat(asked.output)
+    assert "on shapes alone" in flat(ran(*command, "--on-shapes").output)
     monkeypatch.undo()
     real = results(*command)
     assert real["on_shapes"] is None

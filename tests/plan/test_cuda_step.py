@@ -136,11 +136,9 @@ def test_the_users_optimizer_copies_all_parameters_for_a_moment_unless_it_is_fus
 
 @pytest.mark.parametrize("optimizer", [MomentsMadeAnew, MomentsInATuple])
 def test_state_that_is_made_anew_does_not_pile_up(optimizer):
-    workload = layers(optimizer, depth=4)
-    trace = trace_of(workload)
+    trace = trace_of(layers(optimizer, depth=4))
     few = cuda_memory(trace, num_steps=2)
-    many = cuda_memory(trace, num_steps=6)
-    assert few.allocated_bytes == many.allocated_bytes
+    assert few.allocated_bytes == cuda_memory(trace, num_steps=6).allocated_bytes
     assert len(trace.state) == 8
 
 

@@ -48,8 +48,7 @@ def measured(made, *, offload=False, without=()):
     """Return whole steps with measured menus, and the options that could not run."""
     with Sketch(made) as sketch:
         steps = WholeSteps(sketch, card=Card(find_profile("cpu")))
-        left_out = steps.measure(chunked=False, offload=offload, without=without)
-        return steps, left_out
+        return steps, steps.measure(chunked=False, offload=offload, without=without)
 
 
 def kinds_of(made):
@@ -89,8 +88,7 @@ def test_the_chain_predicts_the_peaks_of_whole_steps(name):
         draw = random.Random(0)
         num_exact = 0
         for size, num_steps in ((4, 1), (4, 2), (16, 1)):
-            given = Candidate(size, num_steps, False)
-            chain = steps.priced(given)
+            chain = steps.priced(Candidate(size, num_steps, False))
             kinds = {option.kind for option in chain.blocks[0].options}
             assert {"none", "regions", "full"} <= kinds
             assert "offload" not in kinds
@@ -106,8 +104,7 @@ def test_the_chain_predicts_the_peaks_of_whole_steps(name):
 def test_offload_moves_activations_only():
     steps, _ = measured(LLAMA, offload=True, without=("sac",))
     (plain,) = {block.held for block in steps.plain_steps(chunked=False)[-1].blocks.values()}
-    away = steps.menus["layers.0"][Option("offload")]
-    assert -plain <= away.large[0] < -0.99 * plain
+    assert -plain <= steps.menus["layers.0"][Option("offload")].large[0] < -0.99 * plain
 
 
 def test_the_time_of_a_selective_policy_has_its_own_work_on_each_operation():

@@ -182,8 +182,7 @@ def test_a_model_without_blocks_is_divided_into_its_children():
         "0",
         "1",
     ]
-    leaf = profile(nn.Linear(8, 2), torch.randn(4, 8))
-    assert figures(leaf) == {"(rest)": (4, 4)}
+    assert figures(profile(nn.Linear(8, 2), torch.randn(4, 8))) == {"(rest)": (4, 4)}
 
 
 def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_recommended():

@@ -40,8 +40,7 @@ predicted = functools.cache(predict)
 def real():
     """Measure real ranks on gloo."""
     target = f"{Path(ranks.__file__).resolve()}:measure_all"
-    names = [*COMPARED, MISTAKE, RIGHT]
-    return run_on_ranks(target, names=names, repeats=2)
+    return run_on_ranks(target, names=[*COMPARED, MISTAKE, RIGHT], repeats=2)
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -52,8 +51,7 @@ def test_the_peak_of_a_rank_equals_that_of_a_real_process_to_the_byte(real, name
 def test_a_mistake_changes_the_predicted_peak_as_it_changes_that_of_a_real_process(real):
     with pytest.warns(UserWarning, match="the optimizer steps without them"):
         found = predicted(MISTAKE, 2, 0)
-    change = found - predicted(RIGHT, 2, 0)
-    assert change == real[0][MISTAKE] - real[0][RIGHT] != 0
+    assert found - predicted(RIGHT, 2, 0) == real[0][MISTAKE] - real[0][RIGHT] != 0
 
 
 def test_uneven_shards_are_those_of_the_rank_that_is_asked_for(real):
@@ -119,8 +117,7 @@ def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
     # Copy-in of all-gathers and reduce-scatter.
     assert len({*trace.streams}) == 3
     together = cuda_memory(replace(trace, streams=()))
-    apart = cuda_memory(trace)
-    assert together.reserved_bytes < apart.reserved_bytes
+    assert together.reserved_bytes < cuda_memory(trace).reserved_bytes
 
 
 def sharing():

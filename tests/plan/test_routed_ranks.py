@@ -17,8 +17,7 @@ ROUTED = ["fsdp2", "shared", "shared, called"]
 @pytest.fixture(scope="module")
 def real():
     """Measure real ranks on gloo."""
-    target = f"{Path(__file__).resolve()}:measure_real"
-    return run_on_ranks(target)
+    return run_on_ranks(f"{Path(__file__).resolve()}:measure_real")
 
 
 def measure_real():

@@ -67,8 +67,7 @@ def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
 
 def test_where_a_later_block_was_placed_ends_a_block_of_the_start(tmp_path):
     recorder = Recorder()
-    first = recorder.allocate(30 * MIB)
-    recorder.free(first)
+    recorder.free(recorder.allocate(30 * MIB))
     held = recorder.allocate(12 * MIB)
     recorder.events.clear()
     between = recorder.allocate(11 * MIB)

@@ -143,8 +143,7 @@ def test_recomputed_tensors_are_activations_of_their_layer(way):
             layer.forward = lambda *args, forward=forward: checkpoint(
                 forward, *args, use_reentrant=False
             )
-    timeline = measure_timeline(module, batch, loss)
-    peak = timeline.peak
+    peak = measure_timeline(module, batch, loss).peak
     assert peak.phase == "backward"
     one_block = 2.2 * 2**20
     alone = [name for name, held in peak.layers.items() if held > 0.9 * one_block]

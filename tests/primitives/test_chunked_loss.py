@@ -612,6 +612,5 @@ def test_a_chunk_takes_at_most_half_of_the_gradients(tokens, width, classes):
     with LiveStorages() as alive:
         chunked_cross_entropy(hidden, weight, targets).backward()
     gradients = 4 * (tokens + classes) * width
-    floor = 16 * 4 * (classes + width)
-    most = max(floor, min(CHUNK_BYTES, gradients // 2))
+    most = max(16 * 4 * (classes + width), min(CHUNK_BYTES, gradients // 2))
     assert alive.bytes_peak <= gradients + most + 40 * tokens

@@ -254,8 +254,7 @@ def test_equal_ranks_sync_as_asked_and_have_the_figures_of_one(
         expected = [syncs for syncs in expected if not syncs]
     else:
         model.set_requires_gradient_sync = synced.append
-    window = window_of(microbatches, sync_each_batch=each)
-    result = train(model, window, joint=joint)
+    result = train(model, window_of(microbatches, sync_each_batch=each), joint=joint)
     assert synced == expected
     loss, gradients = large_batch_gradients(microbatches, joint=joint)
     norm = torch.cat([one.flatten() for one in gradients]).norm().item()

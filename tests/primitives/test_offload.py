@@ -225,8 +225,7 @@ def steps_that_leave_nothing(model, batch):
     # What the first backward brought back did not wait on the device for the second.
     assert report.brought_back_bytes > report.moved_bytes
     yield
-    first = next(model.parameters())
-    torch.autograd.grad(square_sum(model, batch), first)
+    torch.autograd.grad(square_sum(model, batch), next(model.parameters()))
     yield
     last = model[2]
     model[2] = Fails()

@@ -146,8 +146,7 @@ def test_a_second_backward_repeats_the_same_choices():
     loss.backward(retain_graph=True)
     perturb_bias(other, 5)
     loss.backward()
-    found = gradients_of(other)
-    assert all_equal(found, [2 * gradient for gradient in expected])
+    assert all_equal(gradients_of(other), [2 * gradient for gradient in expected])
 
 
 def test_other_models_are_left_as_they_are():

@@ -300,8 +300,7 @@ def test_a_loss_with_derivatives_is_recorded_too():
 
     def force(model, batch):
         batch = batch.clone().requires_grad_()
-        energy = model(batch).sum()
-        (gradient,) = torch.autograd.grad(energy, batch, create_graph=True)
+        (gradient,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
         return gradient.square().sum()
 
     assert choose_blocks(model, batch_for(model), force).names == PAIRS

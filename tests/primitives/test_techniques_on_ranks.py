@@ -162,8 +162,7 @@ def collectives_on_ranks():
             model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
         calls.append(reductions.num_calls)
         gradients.append(gradients_of(model))
-    equal = [all_equal(gradients[0], other) for other in gradients[1:]]
-    return [calls, equal]
+    return [calls, [all_equal(gradients[0], other) for other in gradients[1:]]]
 
 
 def test_collectives_are_kept_or_repeated_on_all_ranks_alike(answers):

@@ -83,8 +83,7 @@ INPUTS = torch.arange(12.0).reshape(4, 3)
     ids=lambda batch: type(batch).__name__,
 )
 def test_a_container_keeps_its_type_and_is_cut_by_samples(batch):
-    doubled = map_tensors(batch, lambda tensor: tensor * 2)
-    assert type(doubled) is type(batch)
+    assert type(map_tensors(batch, lambda tensor: tensor * 2)) is type(batch)
     assert batch_size(batch) == 4
     half = take(batch, slice(1, 3))
     assert type(half) is type(batch)
@@ -107,8 +106,7 @@ def test_a_packed_sequence_is_cut_into_its_sequences(enforce_sorted):
     assert batch_size((packed, torch.zeros(3))) == 3
     cut, targets = take((packed, torch.arange(3)), [2, 0])
     assert targets.tolist() == [2, 0]
-    found = unpack_sequence(cut)
-    assert all_equal(found, [sequences[2], sequences[0]])
+    assert all_equal(unpack_sequence(cut), [sequences[2], sequences[0]])
 
 
 class Graphs:

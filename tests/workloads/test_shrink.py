@@ -79,8 +79,7 @@ def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():
 
 def test_what_a_factory_does_to_its_model_stays():
     def factory():
-        module = Configured(Config(num_layers=6))
-        return module.requires_grad_(False)
+        return Configured(Config(num_layers=6)).requires_grad_(False)
 
     module = Shrink(2).factory(factory)()
     assert len(module.layers) == 2

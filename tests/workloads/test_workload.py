@@ -252,8 +252,7 @@ def test_a_folder_whose_name_begins_as_that_of_the_package_is_the_users(tmp_path
 
 
 def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkeypatch):
-    spec = factory("def build(): raise KeyError('weights')")
-    name = spec.partition(":")[0]
+    name = factory("def build(): raise KeyError('weights')").partition(":")[0]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(WorkloadError) as raised:
@@ -306,8 +305,7 @@ def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     (package / "sizes.py").write_text("WIDTH = 5")
     (package / "own.py").write_text("from .sizes import WIDTH\n" + OWN_FILE)
-    case = Case(load_workload(f"{package / 'own.py'}:build"))
-    assert case.build().in_features == 5
+    assert Case(load_workload(f"{package / 'own.py'}:build")).build().in_features == 5
     monkeypatch.chdir(tmp_path)
     assert load_workload("by_file_project/models/own.py:build").name == "build"
 
@@ -338,8 +336,7 @@ def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architectur
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGURATIONS[architecture] | {"architectures": [architecture]}))
     ended = ran("memory", "--model", "org/name", "--model-config", str(path), "--json", "-")
-    found = json.loads(ended.stdout)
-    assert found["workload"] == "org/name"
+    assert json.loads(ended.stdout)["workload"] == "org/name"
     assert architecture in ended.stderr
     path.write_text(json.dumps({"architectures": ["NoSuchModel"]}))
     with pytest.raises(WorkloadError, match=r"NoSuchModel.* are no model of the installed"):
