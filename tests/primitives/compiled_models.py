@@ -3,17 +3,14 @@
 Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from toy_steps import drawn
 
-from curry_train.core.parity import StepRecord, record_step
+from curry_train.core.parity import record_step
 from curry_train.primitives import memory_budget
 
 TRACING = [  # torch's warnings while it traces
@@ -24,61 +21,59 @@ TRACING = [  # torch's warnings while it traces
 WIDTH, ROWS = 32, 64
 
 
-def block_class(disturb: Callable[[Tensor], Tensor] = lambda h: h) -> Any:
+def block_class(disturb=lambda h: h):
     """Return a new class whose forward puts `disturb` between two layers."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return x + self.outer(torch.tanh(disturb(F.gelu(self.inner(x)))))
 
     return Block
 
 
 class Net(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module]) -> None:
+    def __init__(self, block):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(block() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = torch.sigmoid(self.first(x))
         for layer in self.layers:
             x = layer(x)
         return x
 
 
-def build(block: Callable[[], nn.Module]) -> Net:
+def build(block):
     torch.manual_seed(0)
     return Net(block)
 
 
-def rows(size: int = ROWS) -> Tensor:
+def rows(size=ROWS):
     return drawn(size, WIDTH)
 
 
-def loss(module: Callable[[Any], Tensor], batch: Any) -> Tensor:
+def loss(module, batch):
     return module(batch).square().mean()
 
 
-def step(module: Any, batch: Tensor | None = None) -> StepRecord:
+def step(module, batch=None):
     torch.manual_seed(2)
     return record_step(module, rows() if batch is None else batch, loss)
 
 
-def bounded(block: Callable[[], nn.Module], budget: float) -> Net:
+def bounded(block, budget):
     """Return a model of such blocks with a budget."""
     model = build(block)
     memory_budget(model, budget, backend="aot_eager")
     return model
 
 
-def by_torch_alone(
-    block: Callable[[], nn.Module], budget: float, *, backend: str = "aot_eager"
-) -> Net:
+def by_torch_alone(block, budget, *, backend="aot_eager"):
     """Return a model of such blocks, compiled with torch's setting as documented."""
     model = build(block)
     for layer in model.layers:
@@ -88,17 +83,17 @@ def by_torch_alone(
     return model
 
 
-def dropout(h: Tensor) -> Tensor:
+def dropout(h):
     return F.dropout(h, 0.5)
 
 
-def hidden() -> Any:
+def hidden():
     """Return a class whose forward the compiler does not trace."""
     block = block_class()
     apart = torch.compiler.disable(block.forward)
 
     class Hidden(block):
-        def forward(self, x: Tensor) -> Any:
+        def forward(self, x):
             return apart(self, x)
 
     return Hidden

@@ -3,15 +3,12 @@
 Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from toy_steps import all_equal, drawn
 
 from curry_train.core.generators import seeded
-from curry_train.core.parity import StepRecord, compare, record
+from curry_train.core.parity import compare, record
 from curry_train.primitives import checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
 
@@ -21,7 +18,7 @@ WIDTH = 6
 class Neuron(nn.Module):
     """A leaky integrate-and-fire neuron that takes and returns its potential."""
 
-    def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x, potential):
         potential = 0.9 * potential + x
         spikes = SurrogateSpike.apply(potential - 1.0)
         return spikes, potential - spikes
@@ -30,11 +27,11 @@ class Neuron(nn.Module):
 class Keeper(Neuron):
     """The same neuron with the potential stored inside, as in spikingjelly."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.v: Any = 0.0
+        self.v = 0.0
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x):
         spikes, self.v = super().forward(x, self.v)
         return spikes
 
@@ -42,24 +39,24 @@ class Keeper(Neuron):
 class Net(nn.Module):
     """A network of two linear layers with neurons, and an optional module between them."""
 
-    def __init__(self, between: Callable[[], nn.Module] = nn.Identity) -> None:
+    def __init__(self, between=nn.Identity):
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
         self.between = between()
         self.last = nn.Linear(WIDTH, WIDTH)
         self.neuron = Neuron()
 
-    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def initial_state(self, x):
         return x.new_zeros(x.shape[1], WIDTH), x.new_zeros(x.shape[1], WIDTH)
 
-    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def step(self, x, state):
         first, last = state
         spikes, first = self.neuron(self.first(x), first)
         spikes, last = self.neuron(self.last(self.between(spikes)), last)
         return spikes + 0.1 * last, (first, last)
 
 
-def build(make: Callable[[], Any] = Net) -> Any:
+def build(make=Net):
     """Build with the same weights each time, large enough for spikes."""
     torch.manual_seed(0)
     module = make().train()
@@ -70,14 +67,12 @@ def build(make: Callable[[], Any] = Net) -> Any:
     return module
 
 
-def currents(steps: int = 10, batch: int = 4) -> Tensor:
+def currents(steps=10, batch=4):
     """Make inputs with time as the first dimension."""
     return drawn(steps, batch, WIDTH)
 
 
-def trained(
-    module: Any, loop: Callable[..., Any], x: Tensor, state: Any = None, **kept: Any
-) -> tuple[StepRecord, list[Tensor]]:
+def trained(module, loop, x, state=None, **kept):
     """Train one step; return its record and the gradients of input and initial state."""
     x = x.clone().requires_grad_()
     state = [
@@ -92,7 +87,7 @@ def trained(
         return record(module, loss.detach()), [x.grad, *(part.grad for part in state)]
 
 
-def same(make: Callable[[], Any], x: Tensor, *, state: Any = None, **kept: Any) -> bool:
+def same(make, x, *, state=None, **kept):
     """Return whether chunks equal the plain loop on two modules of the same weights."""
     outputs = {name: kept[name] for name in ("outputs", "time_dim") if name in kept}
     plain, gradients = trained(build(make), run_timesteps, x, state, **outputs)
