@@ -1,4 +1,4 @@
-"""The commands `runs inspect` and `runs export`: text, JSON and exit status.
+"""The command `runs inspect`: text, JSON and exit status.
 
 python -m pytest tests/cli/test_runs_inspect.py
 """
@@ -8,11 +8,8 @@ import math
 import os
 
 import torch
-from command_runs import call, flat, read_json
-from safetensors.torch import load_file
-from store_models import new_state
+from command_runs import call
 
-from curry_train.runs import Store
 from torture_shapes import Call
 
 
@@ -48,17 +45,3 @@ def test_a_hostile_file_ends_with_1_and_runs_nothing(tmp_path):
     assert "wrong: it is hostile: loading it would call posix.mkdir" in text
     assert "\x1b" not in text
     assert not (tmp_path / "canary").exists()
-
-
-def test_a_run_is_inspected_by_checkpoint_and_exported(tmp_path):
-    state = new_state()
-    with Store(tmp_path / "runs/first-001") as store:
-        store.save("rollback", 1, state)
-    run = tmp_path / "runs/first-001"
-    assert "give one of its checkpoints" in flat(call("inspect", run, status=2))
-    assert call("inspect", run / "latest").splitlines()[-1] == "whole: yes"
-
-    out = tmp_path / "model"
-    call("export", run, "latest", "--out", out, "--json", "out.json")
-    assert set(load_file(out / "model.safetensors")) == set(state.model.state_dict())
-    assert set(read_json("out.json")["names"]) == set(state.model.state_dict())
