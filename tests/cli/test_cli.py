@@ -19,12 +19,16 @@ QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/u
 run = functools.partial(ran, "validate")
 
 
-def test_gates_that_hold_end_with_0_and_a_table_of_80_columns():
-    ended = run(*QUICK)
-    assert "  grad-accum/uneven           held on model + loss: worst" in ended.output
-    assert "2 held, 0 failed, 0 not applicable" in ended.output
-    assert "2 gates ran your model, 2 its loss" in ended.output
-    assert max(map(len, ended.output.splitlines())) <= 80
+def test_gates_that_hold_end_with_0_a_table_of_80_columns_and_json_of_their_origin():
+    ended = run(*QUICK, "--json", "-")
+    assert "  grad-accum/uneven           held on model + loss: worst" in ended.stderr
+    assert "2 held, 0 failed, 0 not applicable" in ended.stderr
+    assert "2 gates ran your model, 2 its loss" in ended.stderr
+    assert max(map(len, ended.stderr.splitlines())) <= 80
+    data = json.loads(ended.stdout)
+    assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
+    found = [(row["gate"], row["passed"], row["workload"]) for row in data["results"]]
+    assert found == [(name, True, "mlp") for name in ("grad-accum/equal", "grad-accum/uneven")]
 
 
 def gate(name, hint="", *, applies=True):
@@ -42,8 +46,9 @@ def test_a_run_in_which_no_gate_applies_is_no_success(monkeypatch):
     reasons = {"some/gate": "no such layer", "some/other": "no such layer", "b/gate": "no\nloop"}
     gates = [gate(*reason, applies=False) for reason in reasons.items()]
     monkeypatch.setattr("curry_train.cli.validate.discover", lambda *patterns: gates)
-    words = ("--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", "gates.json")
-    ended = run(*words, status=2)
+    ended = run(
+        "--model", "mlp", "--gate", "some", "--gate", "b/*", "--json", "gates.json", status=2
+    )
     assert ended.stderr.endswith(
         "Error: nothing was checked: of some, b/* no gate applies to mlp (no such layer;\n"
         "no loop)\n"
@@ -108,18 +113,6 @@ def test_a_gate_that_raises_counts_as_failed_and_the_others_run(monkeypatch):
     assert "raised KeyError" in ended.output
     assert "test_cli.py, line" in ended.output.replace("\n", " ")
     assert "1 held, 1 failed" in ended.output
-
-
-def test_json_holds_the_verdicts_and_where_they_come_from():
-    on_screen = run(*QUICK, "--json", "-")
-    data = json.loads(on_screen.stdout)
-    assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
-    assert [result["gate"] for result in data["results"]] == [
-        "grad-accum/equal",
-        "grad-accum/uneven",
-    ]
-    assert all(result["passed"] and result["workload"] == "mlp" for result in data["results"])
-    assert "held" in on_screen.stderr
 
 
 def test_gates_are_listed_without_being_run():
