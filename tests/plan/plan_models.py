@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from toy_steps import activated
 
+from curry_train.core.measure import OperationMode
 from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.cuda_step import StepTrace
 from curry_train.plan.optimizers import make_optimizer
@@ -70,6 +71,18 @@ def built(name, **options):
     """Return the module, the batch and the loss of a built-in workload."""
     case = Case(load_workload(name), **options)
     return case.build(), case.batch(), case.workload.mean_loss
+
+
+class Called(OperationMode):
+    """Note the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def run(self, func, args, kwargs):
+        self.operations.append(func)
+        return func(*args, **kwargs)
 
 
 # Models.

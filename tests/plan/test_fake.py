@@ -5,13 +5,14 @@ python -m pytest tests/plan/test_fake.py
 
 import copy
 import io
+import re
 import subprocess
 from pathlib import Path
 
 import numpy
 import pytest
 import torch
-from plan_models import squares
+from plan_models import Called, squares
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from warm_python import warm_python
 
 import curry_train
-from curry_train.core.measure import LiveStorages, OperationMode
+from curry_train.core.measure import LiveStorages
 from curry_train.plan import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, NEEDS_VALUES_ERRORS, pretended
 from curry_train.primitives import recompute
@@ -31,21 +32,6 @@ from curry_train.workloads.models import llama_8b
 from curry_train.workloads.workload import IndivisibleBatch
 
 TEMPLATE = Path(curry_train.__file__).parents[1]
-
-
-class Names(OperationMode):
-    """A mode that records the attention kernels that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def run(self, func, args, kwargs):
-        if "scaled_dot_product" in str(func):
-            self.found.append(
-                str(func).removeprefix("aten._scaled_dot_product_").removesuffix(".default")
-            )
-        return func(*args, **kwargs)
 
 
 # What CUDA's kernels keep.
@@ -88,7 +74,7 @@ def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
 
 def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
     """Return bytes kept besides query, key and value, and the kernels of forward and backward."""
-    with pretended(kernels=kernels), LiveStorages() as storages, Names() as names:
+    with pretended(kernels=kernels), LiveStorages() as storages, Called() as called:
         query = torch.randn(2, 4, 96, 64, dtype=dtype, requires_grad=True)
         key, value = (
             torch.randn(2, kv_heads, 96, 64, dtype=dtype, requires_grad=True) for _ in range(2)
@@ -106,7 +92,8 @@ def attend(dtype, *, mask=None, kernels="cuda", kv_heads=4):
         kept = storages.bytes_alive - there
         output.sum().backward()
         assert key.grad.shape == key.shape
-    return kept, names.found
+    names = " ".join(map(str, called.operations))
+    return kept, re.findall(r"_scaled_dot_product_(\w+)\.default", names)
 
 
 def test_attention_uses_the_kernel_that_cuda_would():

@@ -10,14 +10,14 @@ from collections import Counter
 
 import pytest
 import torch
-from plan_models import Runs
+from plan_models import Called, Runs
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from toy_steps import stacked
 
-from curry_train.core.measure import OperationMode, count_flops, measure_memory
+from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import apply_regions, apply_sac, sac
 from curry_train.primitives.sac import Policy, PolicyError
@@ -216,22 +216,13 @@ COUNTED = {
 }
 
 
-class Operations(OperationMode):
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def run(self, func, args, kwargs):
-        self.counts.update(kind for text, kind in COUNTED.items() if text in str(func))
-        return func(*args, **kwargs)
-
-
 def operations_of(model, batch):
     """Count the operations of a step without early stop."""
     model.zero_grad()
-    with set_checkpoint_early_stop(False), Operations() as operations:
+    with set_checkpoint_early_stop(False), Called() as called:
         model(batch).sum().backward()
-    return operations.counts
+    names = map(str, called.operations)
+    return Counter(kind for name in names for text, kind in COUNTED.items() if text in name)
 
 
 def stack(block, num_blocks=3):

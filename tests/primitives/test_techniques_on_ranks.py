@@ -6,14 +6,13 @@ python -m pytest tests/primitives/test_techniques_on_ranks.py
 import pytest
 import torch
 import torch.distributed as dist
-from plan_models import Runs
+from plan_models import Called, Runs
 from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toy_steps import all_equal, drawn, gradients_of, stacked
 
-from curry_train.core.measure import OperationMode
 from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.primitives import (
     GradFlow,
@@ -142,14 +141,6 @@ def reducing():
     return Runs(run, nn.Linear(8, 8, bias=False))
 
 
-class Reductions(OperationMode):
-    num_calls = 0
-
-    def run(self, func, args, kwargs):
-        self.num_calls += func is torch.ops._c10d_functional.all_reduce.default
-        return func(*args, **kwargs)
-
-
 def collectives_on_ranks():
     calls = []
     gradients = []
@@ -158,9 +149,9 @@ def collectives_on_ranks():
         model = nn.Sequential(reducing(), reducing())
         if policy:
             apply_sac(model, policy)
-        with Reductions() as reductions:
+        with Called() as called:
             model(torch.full((2, 8), 1.0 + dist.get_rank())).square().sum().backward()
-        calls.append(reductions.num_calls)
+        calls.append(called.operations.count(torch.ops._c10d_functional.all_reduce.default))
         gradients.append(gradients_of(model))
     return [calls, [all_equal(gradients[0], other) for other in gradients[1:]]]
 
