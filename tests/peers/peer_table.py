@@ -71,20 +71,14 @@ def torch_checkpoints_pairs(model):
     model.layers = nn.ModuleList([CheckpointedPair(first, second), *others])
 
 
-class SavedOnCpu:
-    """A forward under torch's `save_on_cpu`."""
-
-    def __init__(self, forward):
-        self.forward = forward
-
-    def __call__(self, *args, **kwargs):
-        with torch.autograd.graph.save_on_cpu():
-            return self.forward(*args, **kwargs)
+def saved_on_cpu(forward, *args, **kwargs):
+    with torch.autograd.graph.save_on_cpu():
+        return forward(*args, **kwargs)
 
 
 def torch_saves_on_cpu(model):
     for layer in model.layers:
-        layer.forward = SavedOnCpu(layer.forward)
+        layer.forward = functools.partial(saved_on_cpu, layer.forward)
 
 
 TORCHS_OWN = {

@@ -8,6 +8,7 @@ import re
 from functools import partial
 
 import pytest
+import snntorch
 import torch
 from snn_models import WIDTH, Keeper, Net, build, currents, same, trained
 from torch import nn
@@ -203,8 +204,6 @@ def counts_globally(x, state):
 
 
 def test_snntorch_neurons_train_the_same_with_hidden_state_and_without():
-    snntorch = pytest.importorskip("snntorch", reason="snntorch is not installed")
-
     class Leaky(Net):
         def __init__(self, **kept):
             super().__init__()
