@@ -129,8 +129,13 @@ def default_stream(monkeypatch):
 @pytest.fixture
 def counted(monkeypatch):
     found = Counted()
-    names = ("synchronize", "reset_peak_memory_stats", "memory_allocated", "memory_stats")
-    for name in (*names, "max_memory_allocated"):
+    for name in (
+        "synchronize",
+        "reset_peak_memory_stats",
+        "memory_allocated",
+        "memory_stats",
+        "max_memory_allocated",
+    ):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     return found

@@ -219,15 +219,16 @@ def test_the_command_for_a_path_with_spaces_can_be_typed(repository, run):
 
 def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     out = "tests/test_vendored.py"
-    arguments = [
+    ended = run(
         "--model",
         "theirs.models:healthy",
         "--package",
         "mylib.training",
         "--gate",
         "recompute/parity-full",
-    ]
-    ended = run(*arguments, "--out", out)
+        "--out",
+        out,
+    )
     assert f"with pytest (pip install pytest)\n  python -m pytest {out}" in ended.output, (
         ended.output
     )
@@ -252,8 +253,9 @@ def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkey
 )
 def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path, script, shown):
     path = os.path.relpath(ROOT / "scripts" / script, tmp_path)
-    command = [warm_python(), path, *shown.split()[1:], "--model", "mlp", "--out", "test_mlp.py"]
-    ended = finished(*command)
+    ended = finished(
+        warm_python(), path, *shown.split()[1:], "--model", "mlp", "--out", "test_mlp.py"
+    )
     assert ended.returncode == 0, ended.stderr
     text = (tmp_path / "test_mlp.py").read_text()
     assert f"    python {Path(path).parent}/{shown} \\\n" in text

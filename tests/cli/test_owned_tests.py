@@ -112,8 +112,9 @@ def outcomes(tmp_path_factory):
     for copy in copies():
         own(folder, *copy)
     report = folder / "report.xml"
-    words = [*PYTEST, f"--junitxml={report}", folder]
-    run = finished(warm_python(), *words, cwd=folder, PYTHONPATH=str(folder))
+    run = finished(
+        warm_python(), *PYTEST, f"--junitxml={report}", folder, cwd=folder, PYTHONPATH=str(folder)
+    )
     assert report.exists(), run.stdout + run.stderr
     found = {name: (0, []) for name, _, _ in copies()}
     for case in ElementTree.parse(report).getroot().iter("testcase"):

@@ -36,8 +36,7 @@ def run(tmp_path, monkeypatch):
             return found
 
         monkeypatch.setattr(preflight, "preflight_program", program)
-        given = ["--script", script, *words, "--", "--rate", "1"]
-        return ran("preflight", *given, status=status)
+        return ran("preflight", "--script", script, *words, "--", "--rate", "1", status=status)
 
     return invoke
 

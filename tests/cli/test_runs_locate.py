@@ -238,8 +238,7 @@ def test_a_command_that_records_nothing_is_refused(folder, command, text):
 def test_the_rank_that_differs_is_named(folder):
     (folder / "ranks.py").write_text(RANKS)
     for name in ("right", "wrong"):
-        words = ["--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name]
-        record(*words)
+        record("--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name)
     text = flat(locate("right", "wrong", status=1).stdout)
     start = json.loads((folder / "right" / "rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2

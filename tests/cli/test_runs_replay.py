@@ -121,15 +121,17 @@ def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypat
 def test_other_arguments_are_said_to_compute_something_else(trained, monkeypatch):
     output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "2", "16", status=1)
     assert "does not repeat what the run computed, though the repeats are equal" in output
-    words = (BOX, "--script", "train.py", "--", "1", "12")
-    assert "the program ended before step 14" in replay(monkeypatch, trained, *words, status=2)
+    assert "the program ended before step 14" in replay(
+        monkeypatch, trained, BOX, "--script", "train.py", "--", "1", "12", status=2
+    )
 
 
 def test_a_box_of_another_model_is_refused(trained, tmp_path, monkeypatch):
     shutil.copytree(trained / BOX, tmp_path / "box")
     (tmp_path / "train.py").write_text(SCRIPT.replace("16)", "17)").replace("(16, 1", "(17, 1"))
-    words = ("box", "--script", "train.py", "--", "1", "16")
-    assert "tensors match" in replay(monkeypatch, tmp_path, *words, status=2)
+    assert "tensors match" in replay(
+        monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16", status=2
+    )
 
 
 def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):

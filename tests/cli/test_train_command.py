@@ -31,9 +31,13 @@ RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_
 def start(*words):
     paths = f"{ROOT}/template:{ROOT}/tests/trainer"
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(
-        [*RANKS.split(), *words], env=environment, start_new_session=True, **pipes
+        [*RANKS.split(), *words],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -68,8 +72,9 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_1():
-    words = ("optimizer.learning_rate=1e18", "clip_norm=null", "steps=9")
-    error = flat(trained(*words, status=1).stderr)
+    error = flat(
+        trained("optimizer.learning_rate=1e18", "clip_norm=null", "steps=9", status=1).stderr
+    )
     assert "The weights were not changed" in error
     assert "Traceback" not in error
 

@@ -57,8 +57,7 @@ def by_keyword(model):
 )
 def keywords_of_torch(model):
     scale = torch.full((8,), 1.5)
-    named = {"debug": 2.0, "context_fn": scale, "preserve_rng_state": 0.5, "early_stop": 3}
-    return train(model, **named)
+    return train(model, debug=2.0, context_fn=scale, preserve_rng_state=0.5, early_stop=3)
 
 
 @step("a keyword requires grad and no other input of the model does", block=Scaled)

@@ -250,12 +250,12 @@ class Training:
     def in_backward(self):
         if not self.native_frames:
             return []
-        engine = [
+        return self.stack(
             native("torch::autograd::generated::MmBackward0::apply"),
             native("torch::autograd::Engine::evaluate_function"),
             native("torch::autograd::Engine::thread_main"),
-        ]
-        return self.stack(*engine, op="mm")
+            op="mm",
+        )
 
     def in_step(self, function="_multi_tensor_adamw"):
         return self.stack(

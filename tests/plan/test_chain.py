@@ -19,8 +19,13 @@ def block(name, rows):
     """Make a block of options from rows of held bytes, transient bytes and seconds."""
     held, transient, seconds = zip(*rows, strict=True)
     options = tuple(Option("sac", frozenset({("call", place)})) for place in range(len(rows)))
-    columns = numpy.array(held), numpy.array(transient), numpy.array(seconds, dtype=float)
-    return PricedBlock(str(name), options, *columns)
+    return PricedBlock(
+        str(name),
+        options,
+        numpy.array(held),
+        numpy.array(transient),
+        numpy.array(seconds, dtype=float),
+    )
 
 
 def chain(blocks, head=0, standing=None):

@@ -152,8 +152,9 @@ def test_an_optimizer_of_a_factory_that_returns_something_else_is_an_error():
 
 
 def test_a_plan_fits_by_what_is_reserved_and_the_context():
-    settings = {"device": "rtx4090", "chunked_loss": False, "without": ("sac", "regions")}
-    with Planner(mlp(depth=3, width=512), **settings) as planner:
+    with Planner(
+        mlp(depth=3, width=512), device="rtx4090", chunked_loss=False, without=("sac", "regions")
+    ) as planner:
         plan = planner.plan(2**30, global_batch=4)
         figures = plan.cuda
         assert plan.peak_bytes == figures["reserved_bytes"] + CONTEXT_BYTES
@@ -179,8 +180,9 @@ def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
 
 
 def test_the_budget_of_a_card_is_what_cuda_gives_of_it():
-    options = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 2**30}
-    with Planner(mlp(depth=2, width=64), **options) as planner:
+    with Planner(
+        mlp(depth=2, width=64), device="rtx4090", chunked_loss=False, context_bytes=2**30
+    ) as planner:
         plan = planner.plan(24 * 2**30, global_batch=2)
     assert plan.cuda["limit_bytes"] == round(23.6 * 2**30)
     assert plan.peak_bytes == plan.cuda["reserved_bytes"] + 2**30
@@ -202,8 +204,9 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
 
 
 def test_a_gate_plans_by_tensors_alone():
-    settings = {"device": "h100", "chunked_loss": False, "by_reserved": False}
-    with Planner(mlp(depth=3, width=64), **settings) as planner:
+    with Planner(
+        mlp(depth=3, width=64), device="h100", chunked_loss=False, by_reserved=False
+    ) as planner:
         plan = planner.plan(2**30, global_batch=2)
         assert plan.peak_bytes == planner.sketch.step(plan.microbatch).peak_bytes
     assert plan.cuda is None

@@ -249,8 +249,12 @@ def sparse(inner, x):
 
 def ctc(inner, x):
     chances, size = inner[0](x).log_softmax(-1).transpose(0, 1), x.shape[0]
-    lengths = torch.full((size,), 12), torch.full((size,), 3)
-    return F.ctc_loss(chances, torch.ones(size, 3, dtype=torch.long), *lengths)
+    return F.ctc_loss(
+        chances,
+        torch.ones(size, 3, dtype=torch.long),
+        torch.full((size,), 12),
+        torch.full((size,), 3),
+    )
 
 
 def looked_up(kind, **options):

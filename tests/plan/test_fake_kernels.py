@@ -126,8 +126,7 @@ def run_norms(make, dtype, *, affine, training):
             weight = torch.ones(size, requires_grad=True) if affine else None
             bias = torch.zeros(size, requires_grad=True) if affine else None
             if norm == "batch":
-                stats = torch.zeros(6), torch.ones(6)
-                y = F.batch_norm(x, *stats, weight, bias, training)
+                y = F.batch_norm(x, torch.zeros(6), torch.ones(6), weight, bias, training)
             elif norm == "group":
                 y = F.group_norm(x, 2, weight, bias)
             else:

@@ -42,8 +42,13 @@ MANY = {"mlp": 512}
 def peak_of(workload, found):
     """Measure the peak of a real step of the plan."""
     optimizer = found.settings["optimizer"]
-    steps = {"change": found.apply, "accumulated": found.steps > 1}
-    real = measured(workload, found.microbatch, optimizer=optimizer, **steps)
+    real = measured(
+        workload,
+        found.microbatch,
+        optimizer=optimizer,
+        change=found.apply,
+        accumulated=found.steps > 1,
+    )
     return real.peak.bytes_alive
 
 

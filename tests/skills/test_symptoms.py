@@ -86,8 +86,9 @@ def test_recompute_around_ddp_is_refused():
 
 def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recompute_does_not():
     def peak(optimizer, change=None):
-        options = {"device": "cpu", "without": ["sac"], "chunked_loss": False}
-        with Planner(mlp(), optimizer=optimizer, **options) as planner:
+        with Planner(
+            mlp(), optimizer=optimizer, device="cpu", without=["sac"], chunked_loss=False
+        ) as planner:
             return planner.sketch.step(4, change=change)
 
     plain = peak("adamw")

@@ -141,11 +141,11 @@ def test_accelerate_finds_recomputed_blocks_by_the_name_of_their_class():
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
     def found(model, names):
-        wrap = {
-            "auto_wrap_policy": "transformer_based_wrap",
-            "transformer_cls_names_to_wrap": names,
-        }
-        plugin = utilities.FullyShardedDataParallelPlugin(fsdp_version=2, **wrap)
+        plugin = utilities.FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=names,
+        )
         plugin.set_auto_wrap_policy(model)
         policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
         return [name for name, module in model.named_modules() if policy(module)]

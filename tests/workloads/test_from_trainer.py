@@ -336,8 +336,15 @@ def test_autocast_runs_the_forward_that_a_trainer_has_put_into_the_module():
 
 def test_an_optimizer_like_another_has_its_groups_and_its_state():
     first, second, other = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(3, 3)
-    groups = [{"params": [first.weight], "weight_decay": 0.5}, {"params": [first.bias], "lr": 0.2}]
-    optimizer = torch.optim.Adagrad([*groups, {"params": [other.bias]}], lr=0.1, lr_decay=0.5)
+    optimizer = torch.optim.Adagrad(
+        [
+            {"params": [first.weight], "weight_decay": 0.5},
+            {"params": [first.bias], "lr": 0.2},
+            {"params": [other.bias]},
+        ],
+        lr=0.1,
+        lr_decay=0.5,
+    )
     made = OptimizerLike([optimizer], first)
     assert made.num_others == 1
     like = made(second)
