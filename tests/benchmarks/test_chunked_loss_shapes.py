@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from chunked_loss_shapes import SHAPES, HeadShape, ours, peak_bytes, theirs
 
-RECORD = Path(__file__).parents[2] / "evidence" / "chunked_loss.json"
+RECORD = Path(__file__).parents[2] / "evidence/chunked_loss.json"
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"
 )

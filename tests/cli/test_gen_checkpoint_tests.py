@@ -66,17 +66,15 @@ UNFIT = {
 def repository(tmp_path_factory):
     """Make a user's repository with src/theirs/, and a copy of the package in src/mylib/."""
     root = tmp_path_factory.mktemp("repository")
-    package = root / "src" / "theirs"
+    package = root / "src/theirs"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     factories = [f"\n\ndef {name}_model():\n    return model({name})\n" for name in UNFIT]
     (package / "models.py").write_text(MODELS + "".join(factories))
-    (root / "src" / "mylib").mkdir()
-    (root / "src" / "mylib" / "__init__.py").touch()
+    (root / "src/mylib").mkdir()
+    (root / "src/mylib/__init__.py").touch()
     ignored = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(
-        ROOT / "template" / "curry_train", root / "src" / "mylib" / "training", ignore=ignored
-    )
+    shutil.copytree(ROOT / "template/curry_train", root / "src/mylib/training", ignore=ignored)
     (root / "tests").mkdir()
     return root
 
@@ -186,7 +184,7 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
     typed = ["python", "bin/curry-train", "gen-tests", *arguments]
     monkeypatch.setattr(sys, "orig_argv", typed)
     run(*arguments)
-    path = repository / "tests" / "test_again.py"
+    path = repository / "tests/test_again.py"
     text = path.read_text()
     assert f"curry-train {curry_train.__version__}." in text
     shown = re.search(r"^    curry-train (?:.*\\\n)*.*$", text, re.MULTILINE)[0]
@@ -201,7 +199,7 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
 
 
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
-    path = repository / "tests" / "test_theirs.py"
+    path = repository / "tests/test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
     kept = run("--model", "mlp", "--out", path, status=2)
     assert "tests/test_theirs.py was not written by this command" in kept.output

@@ -240,7 +240,7 @@ def test_the_rank_that_differs_is_named(folder):
     for name in ("right", "wrong"):
         record("--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name)
     text = flat(locate("right", "wrong", status=1).stdout)
-    start = json.loads((folder / "right" / "rank-1.jsonl").read_text().splitlines()[0])
+    start = json.loads((folder / "right/rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2
     assert text.startswith("step 2, data: the loop gives other data: input 0 of model, call 0")
     assert "(rank 1 of 2)" in text

@@ -13,9 +13,8 @@ from curry_train.cli.merge import OURS_MARKER, read_lock
 
 
 def test_update_handles_each_file_by_its_state(bundle, project):
-    write(bundle.project / "gone.txt", "1\n")
-    write(bundle.project / "gone_edited.txt", "1\n")
-    write(bundle.project / "missing.txt", "1\n")
+    for name in ("gone", "gone_edited", "missing"):
+        write(bundle.project / f"{name}.txt", "1\n")
     scaffold(bundle, "update")
     release(bundle, "0.3.0")
     (project / "missing.txt").unlink()

@@ -141,16 +141,6 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
 
 
 def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start():
-    words = [
-        "train",
-        "--model",
-        "mlp",
-        "data.source=workload",
-        "batch_size=8",
-        "microbatch=8",
-        "name=a",
-    ]
-    words.append("evaluate.every=null")
-    ran(*words, "steps=1", "optimizer.learning_rate=2e-3")
-    resumed = ran(*words, "steps=2", "--resume", "latest")
+    trained("steps=1", "optimizer.learning_rate=2e-3")
+    resumed = trained("steps=2", "--resume", "latest")
     assert "optimizer.learning_rate: 0.002 -> 0.003" in flat(resumed.output)

@@ -228,7 +228,7 @@ class Training:
             ]
         return listed
 
-    def in_forward(self, function, line, *outer, op="mm"):
+    def in_forward(self, function, line, *outer):
         return self.stack(
             python(function, self.code, line),
             *outer,
@@ -236,7 +236,7 @@ class Training:
             python("_wrapped_call_impl", f"{TORCH}/nn/modules/module.py", 1773),
             python("train_step", self.code, 90),
             python("<module>", self.code, 120),
-            op=op,
+            op="mm",
         )
 
     def in_loss(self, op="log_softmax"):

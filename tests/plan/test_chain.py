@@ -48,14 +48,14 @@ def small_chain(seed):
     return chain(blocks, draw.randint(0, 60), standing), draw.randint(1, 200)
 
 
-def large_chain(seed, *, num_blocks=28, num_options=16):
+def large_chain(seed, *, num_blocks=28):
     """Make blocks of about half a GB with fine menus: holding less costs more recompute."""
     draw = random.Random(seed)
     blocks = []
     standing = []
     for name in range(num_blocks):
         whole, forward = draw.randint(4 * 10**8, 8 * 10**8), draw.uniform(0.5, 1.5)
-        parts = [0.05, *sorted(draw.uniform(0.05, 1.0) for _ in range(num_options - 2)), 1.0]
+        parts = [0.05, *sorted(draw.uniform(0.05, 1.0) for _ in range(14)), 1.0]
         rows = [
             (
                 int(whole * part),

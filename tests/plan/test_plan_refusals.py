@@ -181,13 +181,9 @@ class NeedsValues(Net):
         return super().forward(x)
 
 
-def large_net(build=Net):
-    """Blocks whose tensors have segments of their own in CUDA's allocator, of 16 MiB and more."""
-    return squares(lambda: build((64, 64, 64)), 16384, 8)
-
-
 def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_offload():
-    own = large_net(NeedsValues)
+    # Tensors of blocks have segments of their own in CUDA's allocator, of 16 MiB and more.
+    own = squares(lambda: NeedsValues((64, 64, 64)), 16384, 8)
     h100 = find_profile("h100")
     settings = {"without": ("sac",), "chunked_loss": False, "context_bytes": 0}
     with Planner(own, device=h100, **settings) as planner:

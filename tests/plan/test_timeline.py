@@ -25,14 +25,6 @@ OTHER = nn.Linear(8, 8)
 BEFORE = ("parameters", "buffers and batch", "optimizer state")
 
 
-def small_step(optimizer=None):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
-    return measure_timeline(
-        module, torch.randn(4, 8), square_sum, optimizer=optimizer and optimizer(module)
-    )
-
-
 def at(timeline, point):
     place = timeline.points.index(point)
     return {group: figures[place] for group, figures in timeline.owners.items()}
@@ -42,7 +34,8 @@ def at(timeline, point):
 
 
 def test_a_small_step_by_hand():
-    timeline = small_step()
+    module = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Sigmoid())
+    timeline = measure_timeline(module, torch.randn(4, 8), square_sum)
     weight = 8 * 16 * 4
     batch = 4 * 8 * 4
     matrix = 4 * 16 * 4

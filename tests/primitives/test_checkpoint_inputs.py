@@ -6,7 +6,6 @@ python -m pytest tests/primitives/test_checkpoint_inputs.py
 import collections
 import copy
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +25,8 @@ WRITTEN = "modified by an inplace operation"
 
 @dataclasses.dataclass
 class Context:
-    mask: Any
-    unset: Any = dataclasses.field(init=False)
+    mask: object
+    unset: object = dataclasses.field(init=False)
 
 
 Pair = collections.namedtuple("Pair", "mask other")

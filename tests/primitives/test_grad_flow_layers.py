@@ -117,11 +117,11 @@ def test_outputs_of_every_structure_are_counted_once(contain, first):
             "^DataParallel runs replicas of the model, which are not probed: use Dist",
         ),
         (
-            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), "adam"),
+            lambda: GradFlow(build(), "adam"),
             "^an optimizer is needed, got str; pass the one it wraps$",
         ),
         (
-            lambda: GradFlow(nn.Sequential(nn.Linear(2, 2)), scaler=1024.0),
+            lambda: GradFlow(build(), scaler=1024.0),
             "scaler must be a GradScaler, got float",
         ),
         (lambda: GradFlow(build(), layers="9.*"), "layers '9.*' matches no module"),

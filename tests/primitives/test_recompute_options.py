@@ -66,7 +66,7 @@ class Counting(Block):
         return out
 
 
-ENDS: list[int] = []
+ENDS = []
 
 
 @pytest.mark.parametrize(("early_stop", "expected"), [(True, 1), (False, 2)])

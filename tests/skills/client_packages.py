@@ -23,7 +23,7 @@ class Unavailable(RuntimeError):
 def packages_folder():
     named = os.environ.get("CURRY_CLIENTS_DIR")
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else cached / "curry-train" / "clients"
+    return Path(named) if named else cached / "curry-train/clients"
 
 
 def package(spec, *, seconds=None):

@@ -111,11 +111,11 @@ def copy(tmp_path_factory):
         for name, source in python_files_of(page).items():
             (root / name).write_text(source)
     (root / "my_package").mkdir()
-    (root / "my_package" / "__init__.py").touch()
+    (root / "my_package/__init__.py").touch()
     (root / "bin").mkdir()
-    (root / "bin" / "python").symlink_to(warm_python())
-    (root / "bin" / "curry-train").write_text(INSTALLED_COMMAND)
-    (root / "bin" / "curry-train").chmod(0o755)
+    (root / "bin/python").symlink_to(warm_python())
+    (root / "bin/curry-train").write_text(INSTALLED_COMMAND)
+    (root / "bin/curry-train").chmod(0o755)
     return root
 
 

@@ -244,7 +244,7 @@ def test_what_is_left_out_is_said(folder, monkeypatch, name):
 
 
 def test_a_module_of_a_package_runs_with_its_relative_imports(folder):
-    package = folder / "project" / "training"
+    package = folder / "project/training"
     package.mkdir(parents=True)
     for one in (package, package.parent):
         (one / "__init__.py").touch()

@@ -5,7 +5,6 @@ python -m pytest tests/workloads/test_from_trainer.py
 
 import runpy
 import sys
-import textwrap
 import warnings
 from types import SimpleNamespace
 
@@ -148,7 +147,7 @@ def accelerator_bf16():
 def theirs(tmp_path_factory):
     """Write the user's module into the current folder, and return it."""
     folder = tmp_path_factory.mktemp("user")
-    (folder / "their_trainers.py").write_text(textwrap.dedent(THEIRS))
+    (folder / "their_trainers.py").write_text(THEIRS)
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.chdir(folder)

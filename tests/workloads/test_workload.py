@@ -143,7 +143,7 @@ def test_a_routers_loss_stays_in_the_loss_of_a_wrapped_model(factory):
             )
         )
     """
-    case = Case(load_workload(factory(textwrap.dedent(source))), batch_size=2)
+    case = Case(load_workload(factory(source)), batch_size=2)
     workload = case.workload
     model = case.build()
     batch = case.batch()
@@ -300,7 +300,7 @@ OWN_FILE = "from torch import nn\ndef build(): return nn.Linear(5, 1)\n"
 
 
 def test_a_factory_is_found_by_its_file_from_any_folder(tmp_path, monkeypatch):
-    package = tmp_path / "by_file_project" / "models"
+    package = tmp_path / "by_file_project/models"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "sizes.py").write_text("WIDTH = 5")
