@@ -6,7 +6,6 @@ python -m pytest tests/cli/test_plan_memory.py
 import json
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,47 +15,47 @@ from curry_train.plan import Plan
 from curry_train.plan.device import PROFILES
 
 MODELS = """
-    import torch
-    from torch import nn
+import torch
+from torch import nn
 
 
-    class Block(nn.Module):
-        def __init__(self, hidden=64):
-            super().__init__()
-            self.norm = nn.LayerNorm(32)
-            self.up = nn.Linear(32, hidden)
-            self.down = nn.Linear(hidden, 32)
+class Block(nn.Module):
+    def __init__(self, hidden=64):
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.up = nn.Linear(32, hidden)
+        self.down = nn.Linear(hidden, 32)
 
-        def forward(self, x):
-            return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
-
-
-    def blocks():
-        return nn.Sequential(*[Block() for _ in range(3)]), torch.randn(8, 16, 32)
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
-    def needs_gpu():
-        return nn.Linear(4, 4).cuda(), torch.randn(4, 4, device="cuda")
+def blocks():
+    return nn.Sequential(*[Block() for _ in range(3)]), torch.randn(8, 16, 32)
 
 
-    class Branching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(Block(), Block())
-
-        def forward(self, x):
-            return self.layers(x) if x.sum() < 1e9 else x
+def needs_gpu():
+    return nn.Linear(4, 4).cuda(), torch.randn(4, 4, device="cuda")
 
 
-    def branching():
-        return Branching(), torch.randn(8, 16, 32)
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return self.layers(x) if x.sum() < 1e9 else x
+
+
+def branching():
+    return Branching(), torch.randn(8, 16, 32)
 """
 QUICK = "--without sac --without regions --whole-loss --global-batch 8"
 
 
 @pytest.fixture(autouse=True)
 def models(tmp_path, monkeypatch):
-    (tmp_path / "planned_models.py").write_text(textwrap.dedent(MODELS))
+    (tmp_path / "planned_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(tmp_path)
     yield
     sys.modules.pop("planned_models", None)
@@ -103,8 +102,7 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured():
     page = Path("plan.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert data["limit"] == round(0.8 * free)
-    at_peak = sum(figures[data["peak"]] for _, _, figures in data["owners"])
-    assert at_peak == plan.peak_bytes
+    assert sum(figures[data["peak"]] for _, _, figures in data["owners"]) == plan.peak_bytes
 
 
 def test_the_output_mentions_that_a_model_was_measured_for_real():

@@ -24,6 +24,7 @@ TINY = (
     "evaluate={every: 20, samples: 16}",
     "spike={action: rollback, window: 16}",
 )
+CHECK = ("runs", "spike-check", "--steps", "44", "--at", "34", "--runs", "kept", *TINY)
 SIZES = {"steps": 44, "at": 34, "num_windows": 4}
 
 
@@ -31,13 +32,11 @@ SIZES = {"steps": 44, "at": 34, "num_windows": 4}
 def checked(tmp_path_factory):
     """Run the command once; return its end, what it wrote, and its folder."""
     folder = tmp_path_factory.mktemp("checked")
-    words = ["spike-check", "--steps", "44", "--at", "34", "--windows", "4"]
-    words += ["--json", "spike.json", "--runs", "kept", *TINY]
     heard = []
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(logging.getLogger("curry_train.runs.spike"), "filter", heard.append)
-        done = ran("runs", *words)
+        done = ran(*CHECK, "--windows", "4", "--json", "spike.json")
     assert not heard, "the result has what the log would say"
     return done, read_json(folder / "spike.json"), folder
 
@@ -98,8 +97,7 @@ def test_a_wrong_recovery_is_caught(tmp_path, monkeypatch, fault):
 
 
 def test_a_missed_spike_is_reported(tmp_path):
-    words = ["runs", "spike-check", "--steps", "44", "--at", "34", *TINY, "--windows", "1"]
-    text = flat(ran(*words, "--json", "x.json", "--runs", "kept", status=1).stdout)
+    text = flat(ran(*CHECK, "--windows", "1", "--json", "x.json", status=1).stdout)
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
     assert read_json("x.json")["losses"].keys() == {"recovered"}

@@ -37,9 +37,6 @@ class Varying(Training):
     def parameter_sizes(self):
         return [24 * MIB, *[6 * MIB, 2 * MIB, 8 * MIB, 8 * MIB, 4096, 4096] * NUM_BLOCKS]
 
-    def activation(self, num_bytes, function, line):
-        return self.make("activations", num_bytes, self.in_forward(function, line))
-
     def block(self):
         """Return what a block holds for its backward, and its output."""
         width = self.tokens * ROW_BYTES
@@ -166,7 +163,7 @@ class Keeping(Training):
 
     def step(self, **options):
         super().step(**options)
-        self.kept.append(self.make("activations", 4 * MIB, self.in_forward("scores", 83)))
+        self.kept.append(self.activation(4 * MIB, "scores", 83))
         if len(self.kept) == 50:
             self.drop(*self.kept)
             self.kept = []

@@ -269,6 +269,9 @@ class Training:
         self.truth[block.address, len(self.recorder.events) - 1] = owner
         return block
 
+    def activation(self, num_bytes, function, line):
+        return self.make("activations", num_bytes, self.in_forward(function, line))
+
     def drop(self, *blocks):
         for block in blocks:
             self.recorder.free(block)
@@ -308,13 +311,13 @@ class Training:
             temporary = self.make(
                 "temporaries of forward", WIDTH_BYTES, self.in_forward("norm", 30)
             )
-            saved.append(self.make("activations", WIDTH_BYTES, self.in_forward("norm", 31)))
+            saved.append(self.activation(WIDTH_BYTES, "norm", 31))
             self.drop(temporary)
-            saved.append(
-                self.make("activations", 3 * WIDTH_BYTES, self.in_forward("attention", 41))
-            )
-            saved.append(self.make("activations", 8 * MIB, self.in_forward("softmax", 44)))
-            saved.append(self.make("activations", WIDTH_BYTES, self.in_forward("mlp", 52)))
+            saved += [
+                self.activation(3 * WIDTH_BYTES, "attention", 41),
+                self.activation(8 * MIB, "softmax", 44),
+                self.activation(WIDTH_BYTES, "mlp", 52),
+            ]
         logits = self.make("logits and loss", LOGITS_BYTES // 2, self.in_forward("head", 60))
         saved += [
             self.make("logits and loss", LOGITS_BYTES, self.in_loss()),

@@ -3,7 +3,6 @@
 python -m pytest tests/workloads/test_batches.py
 """
 
-import textwrap
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 
@@ -204,27 +203,27 @@ def test_an_object_that_can_not_be_cut_sets_the_batch_size_of_commands():
 
 
 GRAPH = """
-    import torch
-    from torch import nn
+import torch
+from torch import nn
 
-    class Neighbours(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+class Neighbours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-        def forward(self, nodes, edges):
-            for layer in self.layers:
-                nodes = nodes + torch.tanh(layer(nodes)).index_select(0, edges[0])
-            return nodes
+    def forward(self, nodes, edges):
+        for layer in self.layers:
+            nodes = nodes + torch.tanh(layer(nodes)).index_select(0, edges[0])
+        return nodes
 
-    def build():
-        return Neighbours(), (torch.randn(6, 4), torch.stack([torch.arange(6).flip(0)] * 2))
-    """
+def build():
+    return Neighbours(), (torch.randn(6, 4), torch.stack([torch.arange(6).flip(0)] * 2))
+"""
 
 
 def test_rows_that_belong_together_are_one_batch(tmp_path):
     path = tmp_path / "graph.py"
-    path.write_text(textwrap.dedent(GRAPH))
+    path.write_text(GRAPH)
     workload = load_workload(f"{path}:build")
     assert not workload.is_divisible
     assert workload.own_batch == 6
@@ -239,7 +238,7 @@ def test_rows_that_belong_together_are_one_batch(tmp_path):
 
 def test_a_model_that_fails_on_its_whole_batch_too_is_reported_as_before(tmp_path):
     path = tmp_path / "wrong_graph.py"
-    path.write_text(textwrap.dedent(GRAPH).replace("torch.arange(6)", "torch.arange(7)"))
+    path.write_text(GRAPH.replace("torch.arange(6)", "torch.arange(7)"))
     with pytest.raises(WorkloadError, match="a forward on the batch raised"):
         load_workload(f"{path}:build")
 
