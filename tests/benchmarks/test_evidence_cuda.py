@@ -71,6 +71,5 @@ def test_what_an_h200_reserved_is_predicted_from_shapes():
 
 def test_every_record_is_written_at_toy_size(tmp_path):
     assert evidence_cuda.main(["--dry-run", "--folder", str(tmp_path)]) == 0
-    written = {path.stem for path in tmp_path.glob("*.json")}
-    assert written == set(evidence_cuda.records(dry=True))
+    assert {path.stem for path in tmp_path.glob("*.json")} == set(evidence_cuda.records(dry=True))
     assert all(json.loads(path.read_text()) for path in tmp_path.glob("*.json"))

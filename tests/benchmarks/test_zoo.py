@@ -40,6 +40,5 @@ def test_no_gate_fails_on_a_model_of_another_library(name):
     gates = [gate for gate in discover() if gate.name in SHORT_GATES]
     assert len(gates) == len(SHORT_GATES)
     verdicts = {gate.name: gate.run(case) for gate in gates}
-    failed = {gate: verdict for gate, verdict in verdicts.items() if verdict.passed is False}
-    assert failed == {}
+    assert {gate: verdict for gate, verdict in verdicts.items() if verdict.passed is False} == {}
     assert any(verdict.passed for verdict in verdicts.values())

@@ -217,8 +217,7 @@ def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path if path == ("new",) else folder_with_runs)
     monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
-    line = help_of(*path).splitlines()[-1].removeprefix("Example: ")
-    prefix, *words = shlex.split(line)
+    prefix, *words = shlex.split(help_of(*path).splitlines()[-1].removeprefix("Example: "))
     assert prefix == "curry-train"
     ran(*words)
 
@@ -230,8 +229,7 @@ CLONED = str(ROOT / "scripts/curry_train.py")
 
 
 def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds():
-    inherited = f"{ROOT}/scripts:{ROOT}/template"
-    ended = finished(sys.executable, CLONED, "list", PYTHONPATH=inherited)
+    ended = finished(sys.executable, CLONED, "list", PYTHONPATH=f"{ROOT}/scripts:{ROOT}/template")
     assert ended.returncode == 0, ended.stderr
     assert "grad-accum" in ended.stdout
 

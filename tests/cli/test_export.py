@@ -61,8 +61,7 @@ def test_from_pretrained_loads_what_was_exported(tmp_path):
         store.save("rollback", 1, state)
     model.config.save_pretrained(tmp_path / "config")
     config = str(tmp_path / "config/config.json")
-    run = SavedRun(tmp_path / "run")
-    export_parameters(run, "latest", tmp_path / "out", config=config)
+    export_parameters(SavedRun(tmp_path / "run"), "latest", tmp_path / "out", config=config)
 
     loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]

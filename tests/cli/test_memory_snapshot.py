@@ -17,8 +17,7 @@ run = functools.partial(ran, "memory")
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    path = tmp_path_factory.mktemp("snapshot") / "run.pickle"
-    return write(path, trained().snapshot())
+    return write(tmp_path_factory.mktemp("snapshot") / "run.pickle", trained().snapshot())
 
 
 def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):

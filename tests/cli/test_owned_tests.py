@@ -92,8 +92,7 @@ def copies():
 def own(folder, name, technique, fault):
     """Copy a technique as `add` does, with its test; a fault must be found in the copy."""
     files = technique_files(BUNDLE, [OWNED[technique]], directory=name, package=name)
-    test = files.pop(f"tests/{OWNED[technique].test}")
-    (folder / f"test_{name}.py").write_bytes(test)
+    (folder / f"test_{name}.py").write_bytes(files.pop(f"tests/{OWNED[technique].test}"))
     (folder / name).mkdir()
     (folder / name / "__init__.py").touch()
     assert any(fault[0] in content.decode() for content in files.values()), fault

@@ -139,8 +139,7 @@ def test_each_part_of_a_library_is_missed_when_it_is_withheld(program, given, la
 
 
 def test_a_program_whose_starts_differ_is_told_to_be_seeded(checked):
-    unseeded = PLAIN.replace("torch.manual_seed(0)", "torch.seed()")
-    lines, _ = checked(unseeded, "all", status=2)
+    lines, _ = checked(PLAIN.replace("torch.manual_seed(0)", "torch.seed()"), "all", status=2)
     assert "two starts differ already, data order: another batch (step 1)" in " ".join(lines)
 
 

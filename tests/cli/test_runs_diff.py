@@ -95,8 +95,7 @@ def test_the_first_and_the_largest_difference_of_losses_are_found(tmp_path, a, b
     for name, losses in (("one", a), ("two", b)):
         plant(tmp_path / name, last=3, loss=lambda step, losses=losses: losses[step - 1])
     found = compare(tmp_path / "one", tmp_path / "two")["losses"]
-    steps = [found[one] and found[one]["step"] for one in ("first", "largest")]
-    assert steps == [first, largest]
+    assert [found[one] and found[one]["step"] for one in ("first", "largest")] == [first, largest]
 
 
 def test_nested_configurations_are_compared_leaf_by_leaf():

@@ -117,8 +117,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
         ended = record("--script", "train.py", "--steps", "2", "--out", name, "--", scale)
         assert "recorded 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
-    found = locate("of/mine/A", "B", "--op", "--json", "found.json", status=1)
-    text = flat(found.stdout)
+    text = flat(locate("of/mine/A", "B", "--op", "--json", "found.json", status=1).stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
     result = read_json("found.json")
@@ -139,8 +138,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
 def test_a_script_without_a_step_leaves_no_record(folder, text, message):
     (folder / "train.py").write_text(text)
     for _ in "ab":
-        ended = record("--script", "train.py", "--out", "A", status=2)
-        assert message in flat(ended.stderr)
+        assert message in flat(record("--script", "train.py", "--out", "A", status=2).stderr)
 
 
 ROUNDS = """\

@@ -181,8 +181,7 @@ def test_what_has_grown_and_data_that_are_not_finite_are_named():
     assert gradient == "  the gradient of h.0.weight has grown most, 190 times"
     large = describe(7, FOUND | {"growth": GROWN | {"batch": 300.0}})
     assert large[1] == "  the input of the model is 300 times as large"
-    targets = describe(7, FOUND | {"growth": GROWN | {"gain": 1.1}})
-    assert "look at the targets" in targets[1]
+    assert "look at the targets" in describe(7, FOUND | {"growth": GROWN | {"gain": 1.1}})[1]
     assert "no state" in describe(7, FOUND | {"growth": None})[1]
     origin = {"phase": "data", "name": "inputs of the batch", "result": [float("nan")] * 2}
     assert describe(7, FOUND | {"origin": origin}) == ["step 7, data: inputs of the batch is NaN"]

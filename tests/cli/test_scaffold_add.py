@@ -47,8 +47,7 @@ def test_add_into_flat_layout_from_elsewhere_runs_too(bundle, tmp_path, inside, 
     write(root / "mylib/__init__.py", "")
     if tests_init:
         write(root / "tests/__init__.py", "")
-    added = scaffold(bundle, "add", "sac", "--into", root / inside)
-    command = after(added.stdout, "Next:")
+    command = after(scaffold(bundle, "add", "sac", "--into", root / inside).stdout, "Next:")
     assert command == "cd 'my repository' && python -m pytest tests/test_sac.py"
     ran = shell(command)
     assert "1 passed" in ran.stdout, ran.stdout

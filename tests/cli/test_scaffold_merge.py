@@ -61,8 +61,7 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     assert lock.files[".gitignore"].version == "0.2.0"
     assert not {"gone.txt", "gone_edited.txt"} & set(lock.files)
     # A second update has nothing to merge, and the user's edits are still edits.
-    again = scaffold(bundle, "update")
-    assert again.stdout.splitlines()[-1].startswith("Nothing to do")
+    assert scaffold(bundle, "update").stdout.splitlines()[-1].startswith("Nothing to do")
     assert tree(project) == made
     assert "edited           train.py" in scaffold(bundle, "diff").stdout
 

@@ -114,8 +114,7 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 
     threading.Thread(target=stop, daemon=True).start()
     long = ("steps=100000", "log.every=1000")
-    stopped = trained(*long, "--seed", "3", status=128 + signal.SIGTERM)
-    lines = stopped.stdout.splitlines()[-2:]
+    lines = trained(*long, "--seed", "3", status=128 + signal.SIGTERM).stdout.splitlines()[-2:]
     assert lines[0].startswith("stopped by SIGTERM after step ")
     words = " ".join([*TINY, *long])
     assert lines[1] == f"go on with --resume run-001 {words} seed=3"

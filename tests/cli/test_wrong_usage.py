@@ -220,8 +220,7 @@ def test_a_mistake_is_one_message_and_status_2_and_writes_nothing(row, folder):
     assert "Traceback" not in ended.output
     assert "no line of yours" not in ended.output
     assert ended.stdout == ""
-    left = {path.name for path in folder.iterdir()} - {"__pycache__"}
-    assert left == {"made.py", "folder"}
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"made.py", "folder"}
 
 
 QUICK = {

@@ -183,8 +183,7 @@ def constants(name):
 
 @pytest.mark.parametrize("name", varying_training.TRAININGS)
 def test_the_figures_of_a_snapshot_are_those_of_the_program_that_wrote_it(name):
-    required = constants(f"memory-plan-{name}")["RESERVED_MIB"]
-    assert varying_training.reserved_mib(name) == required
+    assert varying_training.reserved_mib(name) == constants(f"memory-plan-{name}")["RESERVED_MIB"]
     written = pickle.loads(varying_training.file_of(name).read_bytes())
     assert written == varying_training.trained(name).snapshot()
 

@@ -106,8 +106,7 @@ def program(name, *, rank=0):
     if name == "fsdp2":
         return routed(), Sharding("fsdp2", 2, rank=rank)
     block = {"shared": SharedBlock, "shared, called": CallingBlock}[name]
-    sharding = Sharding(share_experts, mesh={"ep": 2}, rank=rank)
-    return routed(lambda: moe_net(block)), sharding
+    return routed(lambda: moe_net(block)), Sharding(share_experts, mesh={"ep": 2}, rank=rank)
 
 
 def measure(name):
@@ -118,8 +117,7 @@ def measure(name):
     def make():
         case = Case(workload)
         model = case.build()
-        blocks = [*find_blocks(model).values()]
-        called = sharding.parallelize(model, mesh, blocks=blocks)
+        called = sharding.parallelize(model, mesh, blocks=[*find_blocks(model).values()])
         optimizer = make_optimizer("adamw", model)
         batch = case.batch(BATCH_SIZE)
 

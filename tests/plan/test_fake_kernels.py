@@ -167,8 +167,7 @@ HALF_ON_CUDA = {
 @pytest.mark.parametrize("run", HALF_ON_CUDA.values(), ids=HALF_ON_CUDA)
 def test_autocast_of_cuda_runs_products_in_half_precision(run):
     with pretended(kernels="cuda"), torch.autocast("cuda", torch.bfloat16):
-        weight = nn.Parameter(torch.empty(8, 8))
-        assert run(weight, torch.empty(4, 8)).dtype is torch.bfloat16
+        assert run(nn.Parameter(torch.empty(8, 8)), torch.empty(4, 8)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("cached", [True, False])

@@ -47,8 +47,7 @@ def case(seed):
     with Planner(workload, by_reserved=False, **options) as planner:
         plain = planner.sketch.step(batch).peak_bytes
         state = planner.sketch.step(1).fixed
-    budget = round(state + draw.uniform(0.3, 1) * (plain - state))
-    return draw, workload, budget, batch, options
+    return draw, workload, round(state + draw.uniform(0.3, 1) * (plain - state)), batch, options
 
 
 SEEDS = [pytest.param(seed, marks=[pytest.mark.long] * bool(seed)) for seed in range(130)]

@@ -231,8 +231,7 @@ def test_a_step_in_backward_holds_fewer_gradients_as_predicted(accumulated):
     real = measured(WORKLOAD, 4, optimizer=in_backward, accumulated=accumulated)
     assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
     _, plain = predicted("adamw")
-    after = step.timeline.after["backward"]
-    assert plain.timeline.after["backward"] - after == plain.gradients
+    assert plain.timeline.after["backward"] - step.timeline.after["backward"] == plain.gradients
     assert real.after["backward"] == real.after["step"]
 
 

@@ -71,8 +71,7 @@ def test_no_copies_where_a_kernel_needs_none(workload):
 def test_a_workspace_is_reserved_and_free_again():
     """A call of 30 MiB and one of 1 MiB, and after them a tensor of 20 MiB in their place."""
     calls = Convolution(0, "input", 30 * MIB), Convolution(0, "weight", MIB)
-    trace = trace_of_sizes((MIB, 20 * MIB), (1, ~1), given=(0,), convolutions=calls)
-    found = cuda_memory(trace)
+    found = cuda_memory(trace_of_sizes((MIB, 20 * MIB), (1, ~1), given=(0,), convolutions=calls))
     assert found.reserved_bytes == 32 * MIB
     assert found.allocated_bytes == 31 * MIB
 

@@ -147,8 +147,7 @@ def test_values_are_counted_in_pieces_of_a_strided_tensor(monkeypatch, most, dty
         elements, zeros, bad, squares = grad_flow_probe.sums_of(part).tolist()
         assert (elements, zeros) == (part.numel(), (part == 0).sum())
         assert bad == (~part.isfinite()).sum()
-        expected = part.double().square().sum().item()
-        assert squares == pytest.approx(expected, nan_ok=True)
+        assert squares == pytest.approx(part.double().square().sum().item(), nan_ok=True)
 
 
 def build(*, width=8):

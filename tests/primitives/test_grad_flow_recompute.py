@@ -91,8 +91,7 @@ def torch_sac(run, *args):
 
 
 def nested(run, *args):
-    inner = partial(checkpoint, run, use_reentrant=False)
-    return checkpoint(inner, *args, use_reentrant=False)
+    return checkpoint(partial(checkpoint, run, use_reentrant=False), *args, use_reentrant=False)
 
 
 FORMS = {
@@ -131,8 +130,7 @@ def test_figures_under_recompute_are_the_bare_models(form, bare):
 def test_batch_norm_is_updated_once_with_and_without_a_probe(reentrant):
     workload = resnet(depth=2, width=16, size=8)
     plain, left = run(workload, lambda model: None)
-    change = partial(recompute_blocks, use_reentrant=reentrant, blocks="1.*")
-    flow, again = run(workload, change)
+    flow, again = run(workload, partial(recompute_blocks, use_reentrant=reentrant, blocks="1.*"))
     assert figures(flow) == figures(plain)
     assert all_equal(left[1], again[1])
 

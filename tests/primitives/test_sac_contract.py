@@ -330,8 +330,7 @@ def total_by_autocast(model, batch):
 def test_regions_hold_what_a_count_by_hand_gives(block, loss, num_tensors):
     model = stack(block)
     apply_regions(model)
-    held = measure_memory(model, BATCH, loss).held_bytes / BATCH.nbytes
-    assert round(held, 1) == num_tensors
+    assert round(measure_memory(model, BATCH, loss).held_bytes / BATCH.nbytes, 1) == num_tensors
 
 
 class Returning(nn.Module):
@@ -371,5 +370,4 @@ OUTPUTS = {
 def test_a_named_module_may_take_and_return_values_in_any_form(output):
     plain, changed = (stack(lambda: Between(OUTPUTS[output])) for _ in range(2))
     apply_regions(changed, also=["*.act"])
-    steps = [record_step(model, BATCH, total) for model in (plain, changed)]
-    assert compare(*steps).bit_equal
+    assert compare(*[record_step(model, BATCH, total) for model in (plain, changed)]).bit_equal

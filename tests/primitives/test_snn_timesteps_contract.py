@@ -94,8 +94,7 @@ def test_backward_may_come_twice_and_be_differentiated():
         assert torch.equal(first, second)
         return [first, *torch.autograd.grad(second.square().sum(), [module.first.weight, x])]
 
-    plain = gradients(run_timesteps)
-    assert all_equal(plain, gradients(checkpoint_timesteps, chunk_size=3))
+    assert all_equal(gradients(run_timesteps), gradients(checkpoint_timesteps, chunk_size=3))
 
 
 @pytest.mark.filterwarnings(
@@ -182,8 +181,7 @@ def test_only_the_first_call_measures_and_it_changes_nothing(monkeypatch):
     checkpoint_timesteps(lambda x, state: module.step(-x, state), x, module.initial_state(x))
     assert called == ["check_step"] * 2
     # No step draws, so no state of a generator is saved.
-    costs = plain(module.step, x, module.initial_state(x))
-    assert costs.boundary_bytes == 2 * 4 * WIDTH * 4
+    assert plain(module.step, x, module.initial_state(x)).boundary_bytes == 2 * 4 * WIDTH * 4
     assert torch.equal(before, torch.get_rng_state())
     assert module.between.num_batches_tracked == 40
     assert torch.equal(module.first.weight.grad, torch.ones_like(module.first.weight))

@@ -28,8 +28,7 @@ def test_the_configuration_takes_the_nine_names_of_the_contract():
     for name in CONFIGURED_STRATEGIES:
         plan = "plan.json" if name == "plan" else None
         # A file has a list for no patterns, which no strategy ignores.
-        config = CheckpointConfig(strategy=name, plan=plan, include_patterns=[])
-        assert config.strategy == name
+        assert CheckpointConfig(strategy=name, plan=plan, include_patterns=[]).strategy == name
 
 
 def test_a_plan_is_applied_by_the_function_that_is_passed_in():

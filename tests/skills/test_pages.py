@@ -271,8 +271,7 @@ def test_descriptions_of_all_skills_are_short_together():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_skill_has_the_symptoms_that_users_meet(name):
     table = TEXTS[f"skills/{name}/SKILL.md"].split("## Symptoms\n")[1].split("\n## ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert 4 <= len(rows) <= 10
+    assert 4 <= len([line for line in table.splitlines() if line.startswith("| ")][1:]) <= 10
 
 
 SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")

@@ -102,8 +102,7 @@ def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recomput
 
 def test_accumulation_with_dropout_draws_other_numbers_and_its_gate_still_holds():
     dropout = transformer(depth=2, dim=32, length=16, vocabulary=64, dropout=0.3)
-    lever = find_lever("accumulate=2")
-    found = measure_levers(Case(dropout), [lever], rounds=1, warmup=0)
+    found = measure_levers(Case(dropout), [find_lever("accumulate=2")], rounds=1, warmup=0)
     assert "unless random numbers" in found.rows[1].notes[0]
     _, _, hint = grad_accum.equal_windows(Case(dropout))
     assert not hint

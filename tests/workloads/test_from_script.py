@@ -139,8 +139,7 @@ def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     assert torch.equal(factory.loss(module, case.batch()), direct.loss(module, case.batch()))
     # The view had the sizes of the script's batch.
     assert direct.loss(module, case.batch(3)).isfinite()
-    kept = (folder / "kept.py").read_text()
-    assert "torch.nn.functional.cross_entropy(value_1, batch[" in kept
+    assert "torch.nn.functional.cross_entropy(value_1, batch[" in (folder / "kept.py").read_text()
     assert importlib.util.find_spec("shared") is not None
 
 
@@ -351,8 +350,7 @@ def test_what_can_not_be_taken_over_is_said(folder, text, monkeypatch):
 
 
 def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
-    text = SCRIPTS["two_modules"][0].replace(".mean()", ".sum()")
-    (folder / "train.py").write_text(text)
+    (folder / "train.py").write_text(SCRIPTS["two_modules"][0].replace(".mean()", ".sum()"))
     workload = load_workload("script=train.py")
     assert "its loss is a sum over samples" in workload.notes[-1]
     case = Case(workload, batch_size=8)
