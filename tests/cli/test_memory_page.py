@@ -73,15 +73,14 @@ def test_the_pointer_selects_the_moment_below_it(page):
     first, *others = in_node(path, "", *lefts)
     assert first[1].endswith("(the peak)")
     moments = course_of_blocks(owned, title="").moments
-    for index, (_, text, owners, blocks) in zip(wanted, others, strict=True):
+    for index, (_, text, *tables) in zip(wanted, others, strict=True):
         shown = max(moment for moment in moments if moment <= index)
-        rows = [[cells.split("\t") for cells in table] for table in (owners, blocks)]
-        check_moment(owned, shown, text, *([trimmed(row) for row in table] for table in rows))
+        check_moment(owned, shown, text, *map(cells_of, tables))
 
 
-def trimmed(row):
-    """Drop the empty text of the colour key."""
-    return [cell for cell in row if cell]
+def cells_of(table):
+    """Return the cells of each row, without the empty text of the colour key."""
+    return [[*filter(None, row.split("\t"))] for row in table]
 
 
 def test_the_page_loads_nothing_and_names_end_no_script(page):

@@ -36,10 +36,8 @@ def layer_norm_gradient():
     x = torch.ones(4, 6, 8)
     weight = torch.ones(8)
     mean = torch.zeros(4, 6, 1)
-    call, gradient = (
-        torch.ops.aten.native_layer_norm_backward.default,
-        torch.ones(4, 8, 6).transpose(1, 2),
-    )
+    call = torch.ops.aten.native_layer_norm_backward.default
+    gradient = torch.ones(4, 8, 6).transpose(1, 2)
     return call(gradient, x, [8], mean, mean, weight, weight, [True, True, True])[0].stride()
 
 

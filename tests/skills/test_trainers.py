@@ -64,10 +64,8 @@ NAMES = {
 
 @pytest.mark.parametrize(("owner", "names"), NAMES.items(), ids=list(NAMES))
 def test_every_name_of_the_page_exists(owner, names):
-    found, page = (
-        package(owner),
-        (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8"),
-    )
+    found = package(owner)
+    page = (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8")
     for name in names.split():
         *path, last = name.split(".")
         parent = functools.reduce(getattr, path, found)
