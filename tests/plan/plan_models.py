@@ -48,11 +48,12 @@ def check(sketch, real, size, **options):
 
 
 def check_workload(workload, *, changes=(None,), **options):
+    """Compare steps with real ones; return why shapes alone did not do, or None."""
     real = {change: measured(workload, 3, change=change, **options) for change in changes}
     with Sketch(workload, **options) as sketch:
         for change, timeline in real.items():
             check(sketch, timeline, 3, change=change)
-    return sketch
+    return sketch.why_real
 
 
 def trace_of_sizes(sizes, events, **others):
