@@ -6,6 +6,7 @@ python -m pytest tests/plan/test_menu.py
 import functools
 import random
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -181,21 +182,15 @@ def test_full_recompute_costs_its_flops_where_no_backward_can_be_told_apart(monk
 
 def test_blocks_of_one_kind_are_measured_together(monkeypatch):
     counts = {}
-    steps_of = WholeSteps.recorded
+    recorded = mock.create_autospec(WholeSteps.recorded, side_effect=WholeSteps.recorded)
+    monkeypatch.setattr(WholeSteps, "recorded", recorded)
     for depth in (2, 6):
-        calls = []
-        monkeypatch.setattr(
-            WholeSteps,
-            "recorded",
-            lambda self, one, calls=calls, **options: (
-                calls.append(one.options) or steps_of(self, one, **options)
-            ),
-        )
+        recorded.reset_mock()
         steps, _ = measured(stack(lambda _: Gated(), depth, 8, 16))
         assert len(steps.menus) == depth
         num_options = len(steps.menus["1.0"]) - 1
         # Two plain steps, and full recompute at the smaller size.
-        assert len(calls) == 3 + -(-num_options // depth)
+        assert recorded.call_count == 3 + -(-num_options // depth)
         counts[depth] = num_options
     assert counts[2] == counts[6] > 2
 

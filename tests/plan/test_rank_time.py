@@ -5,6 +5,7 @@ python -m pytest tests/plan/test_rank_time.py
 
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -142,21 +143,10 @@ def test_communication_overlaps_with_the_computation_that_does_not_wait_for_it(
 
 
 def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
-    sizes = []
-    run = Sketch._rank_step
-
-    def counted(sketch, size, **given):
-        sizes.append(size)
-        return run(sketch, size, **given)
-
-    monkeypatch.setattr(Sketch, "_rank_step", counted)
-    dtypes = set()
-
-    def in_dtype(*given, dtype, **options):
-        dtypes.add(dtype)
-        return time_of_course(*given, dtype=dtype, **options)
-
-    monkeypatch.setattr("curry_train.plan.estimate.time_of_course", in_dtype)
+    step = mock.create_autospec(Sketch._rank_step, side_effect=Sketch._rank_step)
+    monkeypatch.setattr(Sketch, "_rank_step", step)
+    timed = mock.Mock(wraps=time_of_course)
+    monkeypatch.setattr("curry_train.plan.estimate.time_of_course", timed)
     options = {"device": "cpu", "chunked_loss": False, "without": ("sac", "regions", "full")}
     links = Links(1e6, 1e6)
     sharding = Sharding("fsdp2", 8, precision="bfloat16")
@@ -164,8 +154,8 @@ def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
     num_bytes = sum(parameter.nbytes for parameter in model.build().parameters())
     slow = plan(model, 2**30, **options, global_batch=8, sharding=sharding, links=links)
     # The planned step is as it is, and was estimated once.
-    assert sizes.count(1) == 1
-    assert dtypes == {"bfloat16"}
+    assert [call.args[1] for call in step.call_args_list].count(1) == 1
+    assert {call.kwargs["dtype"] for call in timed.call_args_list} == {"bfloat16"}
     found = slow.communication
     parts = ("compute_seconds", "exposed_seconds", "optimizer_seconds")
     assert math.isclose(slow.step_seconds, sum(found[name] for name in parts))
