@@ -3,23 +3,22 @@
 python -m pytest tests/benchmarks/test_chunked_loss_shapes.py
 """
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
+from command_runs import read_json
 from torch.nn import functional as F
+from tree import ROOT
 
 from chunked_loss_shapes import SHAPES, HeadShape, ours, peak_bytes, theirs
 
-RECORD = Path(__file__).parents[2] / "evidence/chunked_loss.json"
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"
 )
 
 
 def test_record_has_less_bytes_and_time_than_torchs_in_each_of_20_shapes():
-    recorded = json.loads(RECORD.read_text())
+    recorded = read_json(ROOT / "evidence/chunked_loss.json")
     assert [entry["shape"] for entry in recorded["shapes"]] == list(map(asdict, SHAPES))
     assert len(SHAPES) == recorded["num_shapes"] == 20
     for entry in recorded["shapes"]:

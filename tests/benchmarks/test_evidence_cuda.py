@@ -3,20 +3,18 @@
 python -m pytest tests/benchmarks/test_evidence_cuda.py
 """
 
-import json
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from command_runs import read_json
 from snapshot_files import Recorder
+from tree import ROOT
 
 import cuda_traces
 import evidence_cuda
 from curry_train.plan import Sketch
 from curry_train.plan.cuda_step import TrainingReplay, cuda_memory
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_numbers_of_a_history_are_replayed_exactly():
@@ -58,7 +56,7 @@ def test_a_call_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch, capsys
 
 
 def test_what_an_h200_reserved_is_predicted_from_shapes():
-    record = json.loads((ROOT / "evidence/cuda_memory.json").read_text())
+    record = read_json(ROOT / "evidence/cuda_memory.json")
     name = "memory-llama_1b-2048-none-adamw"
     (row,) = [row for row in record["trainings"] if row["name"] == name]
     config = evidence_cuda.MEMORY_CONFIGS[name]
@@ -72,4 +70,4 @@ def test_what_an_h200_reserved_is_predicted_from_shapes():
 def test_every_record_is_written_at_toy_size(tmp_path):
     assert evidence_cuda.main(["--dry-run", "--folder", str(tmp_path)]) == 0
     assert {path.stem for path in tmp_path.glob("*.json")} == set(evidence_cuda.records(dry=True))
-    assert all(json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
+    assert all(map(read_json, tmp_path.glob("*.json")))

@@ -51,8 +51,7 @@ def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
 
 def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure, tmp_path):
     drawn = figure([plant_eventful(tmp_path / "run")])
-    events = panel(drawn, "events")
-    places = {line.get_marker(): list(line.get_xdata()) for line in events.lines}
+    places = {line.get_marker(): list(line.get_xdata()) for line in panel(drawn, "events").lines}
     assert places["|"] == [10, 20, 20, 30, 30, 40]
     assert (places["v"], places["<"], places[">"], places["s"]) == ([20], [10], [20], [40])
     labels = [text.get_text() for text in drawn.legends[0].get_texts()]

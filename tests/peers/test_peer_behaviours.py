@@ -6,7 +6,6 @@ python -m pytest tests/peers
 import functools
 import logging
 import re
-from pathlib import Path
 
 import peer_arguments  # noqa: F401
 import peer_autograd  # noqa: F401
@@ -18,10 +17,11 @@ import torch
 from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, Chain, error_of, rendered, torch_checkpoints
 from rank_calls import run_on_ranks
 from toy_steps import square_sum
+from tree import ROOT
 
 from curry_train.core.measure import measure_memory
 
-PAGE = Path(__file__).parents[2] / "skills/recompute/references/torch-checkpoint.md"
+PAGE = ROOT / "skills/recompute/references/torch-checkpoint.md"
 IN_ONE_PROCESS = [pytest.param(one, id=one.name) for one in BEHAVIOURS if not one.on_ranks]
 
 

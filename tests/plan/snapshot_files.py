@@ -3,6 +3,7 @@
 import bisect
 import pickle
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cuda_traces import add_segment
 from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator
@@ -10,6 +11,7 @@ from curry_train.plan.owners import OwnedBlocks
 from curry_train.plan.snapshot import BlockHistory, read_snapshot
 
 ADDRESS_UNIT = 512
+TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 
 
 @dataclass

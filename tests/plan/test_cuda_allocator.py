@@ -4,12 +4,12 @@ python -m pytest tests/plan/test_cuda_allocator.py
 """
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
+from command_runs import read_json
 from hypothesis import given
 from hypothesis import strategies as st
+from snapshot_files import TRACES
 
 from cuda_traces import Replay
 from curry_train.plan.cuda_allocator import (
@@ -21,19 +21,17 @@ from curry_train.plan.cuda_allocator import (
     segment_size,
 )
 
-TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
-
 
 def test_the_recorded_traces_exist():
     assert len(TRACES) >= 12
-    traces = [json.loads(path.read_text()) for path in TRACES]
+    traces = [*map(read_json, TRACES)]
     assert {trace["expandable"] for trace in traces} == {True, False}
     assert all(trace["source"] for trace in traces)
 
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_a_recorded_trace_is_reproduced_exactly(path):
-    result = Replay(json.loads(path.read_text()))
+    result = Replay(read_json(path))
     assert result.exact, (result.computed, result.recorded)
     assert result.num_allocations > 0
 

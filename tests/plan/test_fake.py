@@ -6,12 +6,11 @@ python -m pytest tests/plan/test_fake.py
 import copy
 import io
 import re
-import subprocess
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
+from command_runs import finished
 from plan_models import Called, squares
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from warm_python import warm_python
 
-import curry_train
 from curry_train.core.measure import LiveStorages
 from curry_train.plan import Sketch
 from curry_train.plan.shapes import KERNEL_DEVICES, NEEDS_VALUES_ERRORS, pretended
@@ -30,9 +28,6 @@ from curry_train.primitives.rerun import BlockState
 from curry_train.workloads import WorkloadError
 from curry_train.workloads.models import llama_8b
 from curry_train.workloads.workload import IndivisibleBatch
-
-TEMPLATE = Path(curry_train.__file__).parents[1]
-
 
 # What CUDA's kernels keep.
 
@@ -438,8 +433,7 @@ print(loops, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
 
 
 def test_a_quarter_of_8b_is_estimated_in_little_time_and_memory():
-    command = [warm_python(), "-c", MEASURES]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=TEMPLATE)
+    ended = finished(warm_python(), "-c", MEASURES)
     assert not ended.returncode, ended.stderr
     loops, memory = map(float, ended.stdout.split())
     # Of CPU, in the time of a loop of Python on the same machine: 11 to 20.

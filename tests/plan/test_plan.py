@@ -8,7 +8,6 @@ import importlib
 import itertools
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +16,7 @@ from plan_models import Runs, measured, net, squares
 from torch import nn
 from torch.nn import functional as F
 from toy_steps import stacked
+from tree import ROOT
 
 from curry_train.gates.same_training import same_training
 from curry_train.plan import Infeasible, Plan, Planner, plan
@@ -229,7 +229,7 @@ def test_the_least_peak_that_is_named_and_all_above_it_are_planned(name):
 
 
 def test_a_plan_makes_what_the_page_for_agents_lists_in_that_order(monkeypatch):
-    page = (Path(__file__).parents[2] / "AGENTS.md").read_text()
+    page = (ROOT / "AGENTS.md").read_text()
     listed = page.partition("A workload on its way")[2].partition("One rank among")[0]
     steps = re.findall(r"`(\w+)\.py`\s\(`(\w+)`", listed)
     assert len(steps) >= 6

@@ -188,8 +188,7 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
     settings = {"without": ("sac",), "chunked_loss": False, "context_bytes": 0}
     with Planner(own, device=h100, **settings) as planner:
         plain = planner.plan(2**40, global_batch=4, microbatch=4)
-        menus = planner.whole_steps.menus.values()
-        kinds = {option.kind for menu in menus for option in menu}
+        kinds = {option.kind for menu in planner.whole_steps.menus.values() for option in menu}
         found = planner.plan(round(0.8 * plain.peak_bytes), global_batch=4, microbatch=4)
     assert "needs values" in found.settings["why_real"]
     assert "offload" not in kinds

@@ -3,13 +3,12 @@
 python -m pytest tests/plan/test_snapshot.py
 """
 
-import json
 import os
 import pickle
-from pathlib import Path
 
 import pytest
-from snapshot_files import Recorder, Training, from_trace, trained, write
+from command_runs import read_json
+from snapshot_files import TRACES, Recorder, Training, from_trace, trained, write
 
 from curry_train.plan.cuda_allocator import rounded
 from curry_train.plan.snapshot import (
@@ -20,7 +19,6 @@ from curry_train.plan.snapshot import (
     read_snapshot,
 )
 
-TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 MIB = 2**20
 
 
@@ -36,7 +34,7 @@ def history_of(snapshot, tmp_path):
 
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_a_recorded_trace_has_its_peaks_to_the_byte(tmp_path, path):
-    trace = json.loads(path.read_text())
+    trace = read_json(path)
     history = history_of(from_trace(trace), tmp_path)
     assert history.peak_reserved == trace["reserved_peak"]
     if not trace["expandable"]:

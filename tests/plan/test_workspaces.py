@@ -31,8 +31,7 @@ def images(module, *, channels=3, memory_format=torch.contiguous_format):
 
 def workspaces(workload, **options):
     """Return the kind and the workspace of each call in a step of two images."""
-    trace = trace_of(workload, 2, **options)
-    return [(one.call[0], one.num_bytes) for one in trace.convolutions]
+    return [(one.call[0], one.num_bytes) for one in trace_of(workload, 2, **options).convolutions]
 
 
 def test_backward_copies_a_convolution_to_channels_last_by_hand():

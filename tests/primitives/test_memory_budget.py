@@ -4,15 +4,14 @@ python -m pytest tests/primitives/test_memory_budget.py
 """
 
 import copy
-import os
 import pickle
 import shutil
-import subprocess
 import threading
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from command_runs import finished
 from compiled_models import (
     TRACING,
     WIDTH,
@@ -28,7 +27,6 @@ from compiled_models import (
 )
 from torch import nn
 from torch.nn import functional as F
-from tree import ROOT
 from warm_python import warm_python
 
 from curry_train.core.blocks import plain_blocks
@@ -269,13 +267,10 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 
 @needs_cpp
 def test_the_compilers_cache_distinguishes_budgets_across_processes(tmp_path):
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT / "template")}
-
     def run(*budgets):
-        command = [warm_python(), "-c", IN_A_PROCESS, *budgets]
-        done = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
-        )
+        words = [warm_python(), "-c", IN_A_PROCESS, *budgets]
+        done = finished(*words, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
         return list(map(int, done.stdout.split()))
 
     most, least, hits = run("1.0", "0.0")

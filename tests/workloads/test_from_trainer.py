@@ -277,8 +277,7 @@ def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
 def test_savings_and_grad_flow_take_a_trainer_and_its_optimizer(theirs, tmp_path):
     source = ["--trainer", "their_trainers:accelerator"]
     ran("savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path))
-    rows = read_json(tmp_path / "savings.json")["rows"]
-    assert [row["batch_size"] for row in rows] == [4, 4]
+    assert [row["batch_size"] for row in read_json(tmp_path / "savings.json")["rows"]] == [4, 4]
     # That of the SGD that the Accelerator has prepared.
     assert results("grad-flow", *source, "--steps", "1")["learning_rate"] == 0.1
 
