@@ -4,10 +4,10 @@ python -m pytest tests/benchmarks/test_gpumemnet.py
 """
 
 import csv
-import json
 import sys
 
 import torch
+from command_runs import read_json
 from plan_models import squares
 from torch import nn
 
@@ -41,7 +41,7 @@ def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):
     path = tmp_path / "found.json"
     monkeypatch.setattr(sys, "argv", ["gpumemnet.py", str(tmp_path), "--json", str(path)])
     gpumemnet.main()
-    found = json.loads(path.read_text())
+    found = read_json(path)
     assert (found["mlp"]["num_rows"], found["timm"]["num_rows"]) == (2, 3)
     assert not torch.backends.cudnn.benchmark
     # The last run failed.

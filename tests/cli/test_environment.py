@@ -4,14 +4,12 @@ Run: `python -m pytest tests/cli/test_environment.py`.
 """
 
 import sys
-from pathlib import Path
 
 import pytest
 from command_runs import finished
+from tree import ROOT
 
 import environment
-
-SCRIPTS = Path(environment.__file__).parent
 
 SCRIPT = '''# /// script
 # requires-python = "{python}"
@@ -32,7 +30,7 @@ print(curry_train.__name__)
 def run(folder, *, python=">=3.11", dependencies="", text=None):
     script = folder / "measure.py"
     script.write_text(text or SCRIPT.format(python=python, dependencies=dependencies))
-    return finished(sys.executable, script, PYTHONPATH=str(SCRIPTS))
+    return finished(sys.executable, script, PYTHONPATH=f"{ROOT}/scripts")
 
 
 def test_with_all_requirements_the_script_runs_and_can_import_the_package(tmp_path):

@@ -6,11 +6,11 @@ python -m pytest tests/cli/test_memory_page.py
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from command_runs import finished
 from snapshot_files import owned_blocks, trained
+from tree import ROOT
 
 from curry_train.cli.figures import plot_course
 from curry_train.cli.memory_page import OWNER_COLOURS, course_of_blocks, write_page
@@ -59,7 +59,7 @@ def check_moment(owned, index, text, owners, blocks):
 
 
 def in_node(path, *arguments):
-    done = finished(NODE, Path(__file__).parent / "page_in_node.js", path, *arguments)
+    done = finished(NODE, ROOT / "tests/cli/page_in_node.js", path, *arguments)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

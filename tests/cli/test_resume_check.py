@@ -4,12 +4,11 @@ Run: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import copy
-import json
 import sys
 
 import pytest
 import torch
-from command_runs import call
+from command_runs import call, read_json
 from resumed_programs import ACCELERATE, HUGGING_FACE, LIGHTNING, PLAIN
 from warm_python import warm_python
 
@@ -93,7 +92,7 @@ def checked(tmp_path, monkeypatch):
         options = ["--steps", "8", "--kill-at", "5", "--json", "found.json"]
         output = call("resume-check", *options, *given, *words, status=status)
         path = tmp_path / "found.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
+        found = read_json(path) if path.exists() else {}
         names = {one.name for one in tmp_path.iterdir() if one.suffix != ".json"}
         assert names - {"__pycache__"} == {"program.py"}
         # Behind the line on what the command does.

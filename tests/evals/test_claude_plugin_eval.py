@@ -5,12 +5,12 @@ Without the client's package the tests skip; `make clients` installs it.
 Run: `python -m pytest tests/evals/test_claude_plugin_eval.py`.
 """
 
-import json
 import shutil
 import subprocess
 
 import pytest
 from client_packages import NODE, Unavailable, package
+from command_runs import read_json
 from tree import ROOT
 
 import evals
@@ -42,7 +42,7 @@ def run(executable, folder, *words):
         text=True,
         timeout=LONGEST_RUN,
     )
-    return ended.stdout + ended.stderr, json.loads((folder / "a.json").read_text())
+    return ended.stdout + ended.stderr, read_json(folder / "a.json")
 
 
 def test_the_cases_of_a_skill_are_found_in_a_plugin(executable, tmp_path):

@@ -14,7 +14,7 @@ import types
 import pytest
 import torch
 import yaml
-from command_runs import finished, ran
+from command_runs import finished, ran, read_json
 from pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 from tree import ROOT, skills
 from warm_python import warm_python
@@ -217,13 +217,13 @@ def test_records_have_their_origin_and_pages_quote_them():
     records = sorted(ROOT.glob("evidence/**/*.json"))
     assert len(records) >= 10
     for path in records:
-        lacking = RECORD_KEYS - set(json.loads(path.read_text(encoding="utf-8")))
+        lacking = RECORD_KEYS - set(read_json(path))
         assert not lacking, f"{path.name} lacks {lacking}: record it with the run"
     assert sum(len(quoted_figures(text)) for text in TEXTS.values()) >= 50
 
 
 def test_the_plan_that_the_page_shows_is_the_recorded_one():
-    record = json.loads((ROOT / "evidence/plan.json").read_text())
+    record = read_json(ROOT / "evidence/plan.json")
     shown = [block.text.rstrip("\n") for block in fenced_blocks(TEXTS["docs/plan.md"])]
     assert record["text"] in shown
 
