@@ -126,15 +126,6 @@ def test_add_goes_to_one_package_of_a_project(bundle, repository):
     assert f"use --into {repository}/src/mylib/training" in refused
 
 
-def test_what_was_added_by_several_calls_is_updated_together(bundle, repository):
-    for technique in ("grad-accum", "sac"):
-        scaffold(bundle, "add", technique, "--into", "src/mylib/training")
-    newer = "def train_window():\n    return 'newer'\n"
-    write(bundle.package / "primitives/grad_accum.py", newer)
-    scaffold(bundle, "update", ".")
-    assert (repository / "src/mylib/training/grad_accum.py").read_text() == newer
-
-
 @pytest.mark.parametrize("technique", TOOLS, ids=lambda technique: technique.name)
 def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path):
     done = scaffold(REAL, "add", technique.name, "--into", "training")

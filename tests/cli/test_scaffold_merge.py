@@ -91,11 +91,13 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     assert merged == "# The project run\n\nRead my notes and config.yaml.\n"
 
 
-def test_update_brings_an_added_technique_with_its_new_imports(bundle, tmp_path):
+def test_update_brings_what_several_calls_added_with_its_new_imports(bundle, tmp_path):
     root = tmp_path / "repository"
     write(root / "setup.py", "")
     write(root / "mylib/__init__.py", "")
-    scaffold(bundle, "add", "sac", "--into", root / "mylib/training", cwd=root)
+    for technique in ("grad-accum", "sac"):
+        scaffold(bundle, "add", technique, "--into", root / "mylib/training", cwd=root)
+    edit(bundle.package / "primitives/grad_accum.py", "return 4", "return 'newer'")
     edit(
         root / "mylib/training/sac.py",
         "def remove_sac():\n    pass",
@@ -115,6 +117,7 @@ def test_update_brings_an_added_technique_with_its_new_imports(bundle, tmp_path)
     assert done.stderr == ""
     assert "create     mylib/training/measure.py" in done.stdout
     assert "merge      mylib/training/sac.py" in done.stdout
+    assert "return 'newer'" in (root / "mylib/training/grad_accum.py").read_text()
     text = (root / "mylib/training/sac.py").read_text()
     assert "from .measure import PEAK" in text
     assert "return 'mine'" in text
