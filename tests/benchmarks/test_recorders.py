@@ -4,7 +4,6 @@ python -m pytest tests/benchmarks/test_recorders.py
 """
 
 import functools
-import os
 import runpy
 import sys
 
@@ -53,10 +52,9 @@ SMALLEST = {
 def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     words, figures = SMALLEST[name]
     program, *part = name.split()
-    paths = [str(ROOT / one) for one in ("template", "benchmarks", "tests/gates")]
     words = [*part, *words.split(), "--json", "found.json"]
-    path = os.pathsep.join(paths)
-    ended = finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=path)
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/gates"
+    ended = finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=paths)
     assert ended.returncode == 0, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = read_json(tmp_path / "found.json")

@@ -6,7 +6,6 @@
 """
 
 import json
-import os
 import signal
 
 import pytest
@@ -21,9 +20,7 @@ from torture import STOPPED, Blow, History, Life, RankReport, Setup, judge, wron
 
 def run(*words):
     """Run the torture in its own process with one thread, because it forks."""
-    paths = os.pathsep.join(
-        [str(ROOT / folder) for folder in ("template", "benchmarks", "tests/runs")]
-    )
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/runs"
     done = finished(warm_python(), "-m", "torture", *words, cwd=ROOT, PYTHONPATH=paths)
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
