@@ -68,10 +68,6 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("version", 2, "not a plan of version 1, its version is 2: make the plan again"),
-        ("options", [], r"options of the plan is \[\]"),
-        ("options", {"blocks.0": "full"}, "a mapping with a kind, got 'full'"),
-        ("options", {"blocks.0": {"kind": "most"}}, "got 'most'"),
         ("microbatch", -3, "microbatch of the plan is -3, which no plan has: make the plan again"),
         ("microbatch", "4; rm", "microbatch of the plan is '4; rm'"),
         ("steps", 1.5, "steps of the plan is 1.5"),
@@ -83,6 +79,10 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
         ("cuda", {"reserved_bytes": 1}, "cuda of the plan is"),
         ("options", {"other": {"kind": "full"}}, "option for 'other', .* no block of the plan"),
         ("options", {"blocks.0": {"kind": "sac", "keep": [["matmul", -1]]}}, "keep of a block's"),
+        ("version", 2, "not a plan of version 1, its version is 2: make the plan again"),
+        ("options", [], r"options of the plan is \[\]"),
+        ("options", {"blocks.0": "full"}, "a mapping with a kind, got 'full'"),
+        ("options", {"blocks.0": {"kind": "most"}}, "got 'most'"),
     ],
 )
 def test_each_field_of_a_plan_file_is_checked(name, value, message):
