@@ -62,9 +62,6 @@ def linear_loss(rows, head, targets, **given):
     return F.linear_cross_entropy(rows, head.weight, targets, linear_bias=head.bias, **given)
 
 
-by_torch_without_options = deferring(linear_loss)
-
-
 @deferring
 def by_torch(rows, head, targets, **given):
     return linear_loss(rows, head, targets, options=nn.LinearCrossEntropyOptions(), **given)
@@ -76,57 +73,37 @@ def by_torch_with_ignored_targets(rows, head, targets, **given):
     return linear_loss(rows, head, targets.clamp(min=0), options=options, **given)
 
 
-def losses_of_chunks(rows, head, targets, *, run, reduction="sum", ignore_index):
+def losses_of_chunks(rows, head, targets, *, reduction="sum", ignore_index):
     def loss(rows, targets):
         logits = F.linear(rows, head.weight, head.bias).float()
         return F.cross_entropy(logits, targets, reduction=reduction, ignore_index=ignore_index)
 
     chunks = zip(rows.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
-    return torch.stack([run(loss, *chunk) for chunk in chunks])
+    return torch.stack([checkpoint(loss, *chunk, use_reentrant=False) for chunk in chunks])
 
 
-def run_again_in_backward(loss, *chunk):
-    return checkpoint(loss, *chunk, use_reentrant=False)
-
-
-def in_chunks(rows, head, targets, *, run, reduction, ignore_index):
-    losses = losses_of_chunks(rows, head, targets, run=run, ignore_index=ignore_index)
+@deferring
+def by_checkpoint(rows, head, targets, *, reduction, ignore_index):
+    losses = losses_of_chunks(rows, head, targets, ignore_index=ignore_index)
     return losses.sum() / ((targets != ignore_index).sum() if reduction == "mean" else 1)
 
 
 @deferring
-def by_checkpoint(rows, head, targets, **given):
-    return in_chunks(rows, head, targets, run=run_again_in_backward, **given)
-
-
-@deferring
-def by_kept_chunks(rows, head, targets, **given):
-    return in_chunks(rows, head, targets, run=lambda loss, *chunk: loss(*chunk), **given)
-
-
-@deferring
 def by_mean_of_means(rows, head, targets, *, reduction, ignore_index):
-    losses = losses_of_chunks(
-        rows,
-        head,
-        targets,
-        run=run_again_in_backward,
-        reduction="mean",
-        ignore_index=ignore_index,
-    )
+    losses = losses_of_chunks(rows, head, targets, reduction="mean", ignore_index=ignore_index)
     return losses.nanmean() * ((targets != ignore_index).sum() if reduction == "sum" else 1)
 
 
 class RecomputeBlocks:
-    def __init__(self, most, **options):
-        self.most, self.options = most, options
+    def __init__(self, most):
+        self.most = most
 
     def apply(self, model):
         for block in model.layers[: self.most]:
             block.forward = self.recomputed(block.forward)
 
     def recomputed(self, forward):
-        return lambda *args: checkpoint(forward, *args, use_reentrant=False, **self.options)
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
 def plan_every_block(workload, budget_bytes, *, global_batch, microbatch):
@@ -135,7 +112,3 @@ def plan_every_block(workload, budget_bytes, *, global_batch, microbatch):
 
 def plan_nothing(workload, budget_bytes, *, global_batch, microbatch):
     return RecomputeBlocks(0)
-
-
-def plan_without_generators(workload, budget_bytes, *, global_batch, microbatch):
-    return RecomputeBlocks(None, preserve_rng_state=False)

@@ -73,21 +73,15 @@ def test_a_right_implementation_passes_every_gate_that_applies(text, model, left
 
 # The other wrong ones are planted faults, as they break a claim that ours could break too.
 WRONG = [
-    (f"{LOSSES}by_torch_without_options", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
-    (f"{LOSSES}by_torch_with_ignored_targets", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
-    (f"{LOSSES}by_kept_chunks", LANGUAGE_MODEL, "memory-plan/chunked-memory"),
-    (f"{LOSSES}by_mean_of_means", LANGUAGE_MODEL, "memory-plan/chunked-loss"),
-    (
-        "plan=foreign_memory_plan:plan_without_generators",
-        LANGUAGE_MODEL,
-        "memory-plan/parity-plan",
-    ),
+    f"{LOSSES}by_torch_with_ignored_targets",
+    f"{LOSSES}by_mean_of_means",
 ]
 
 
-@pytest.mark.parametrize(("text", "model", "failing"), WRONG)
-def test_a_wrong_implementation_fails(text, model, failing):
-    assert verdicts_of(text, case_of(model))[failing].passed is False
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_chunked_loss_fails(text):
+    verdicts = verdicts_of(text, case_of(LANGUAGE_MODEL))
+    assert verdicts["memory-plan/chunked-loss"].passed is False
 
 
 @pytest.mark.parametrize("text", [f"{LOSSES}by_torch", f"{LOSSES}by_checkpoint"])
