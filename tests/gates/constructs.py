@@ -138,19 +138,6 @@ class KeepsInClosure(Block):
         return x + self.down(F.gelu(self.keep(self.up(x))))
 
 
-class EverySecond(Block):
-    """Acts in each second call, which it counts in a Python number."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        x = super().forward(x)
-        return torch.sin(x) * torch.cos(x) if self.calls % 2 == 0 else x
-
-
 class Counts(Block):
     """Counts its calls in a buffer or a Python number; a share of them enters the output."""
 
@@ -454,7 +441,6 @@ CONSTRUCTS = {
     "communicates": [Communicates],
     "masks_in_training": [MasksInTraining],
     "scales": [Scales],
-    "every_second": [of_block(EverySecond)],
     "counts_in_buffer": [of_block(Counts, torch.tensor(0))],
     "counted_in_buffer": [of_block(Counts, torch.tensor(0), share=0.1)],
     "counted_in_python": [of_block(Counts, 0, share=0.1)],

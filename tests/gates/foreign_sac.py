@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -106,38 +105,6 @@ def saves_all(model, *, blocks):
         return answer(not operation._schema.is_mutable and operation is not aten.mean.dim)
 
     checkpointed(model, blocks, partial(create_selective_checkpoint_contexts, policy))
-
-
-class EverySecond(TorchDispatchMode):
-    """Saves every second product, or takes the saved ones; both runs share one count."""
-
-    def __init__(self, count, saved, *, takes):
-        super().__init__()
-        self.count = count
-        self.saved = saved
-        self.takes = takes
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func not in PRODUCTS:
-            return func(*args, **(kwargs or {}))
-        self.count["products"] += 1
-        is_chosen = self.count["products"] % 2 == 1
-        if is_chosen and self.takes:
-            return self.saved.pop(0)
-        out = func(*args, **(kwargs or {}))
-        if is_chosen:
-            self.saved.append(out.detach())
-        return out
-
-
-def counts_on_in_the_second_run(model, *, blocks):
-    """Do what a count that no run resets did in torch before 2.13, which asked the policy twice."""
-
-    def contexts():
-        shared = Counter(), []
-        return EverySecond(*shared, takes=False), EverySecond(*shared, takes=True)
-
-    checkpointed(model, blocks, contexts)
 
 
 def draws_again(model, *, blocks):

@@ -16,7 +16,7 @@ from curry_train.gates.verdict import Verdict
 from curry_train.workloads.workload import Case
 
 
-@pytest.mark.parametrize("make", [constructs.every_second, constructs.noisy_loss])
+@pytest.mark.parametrize("make", [constructs.counted_in_python, constructs.noisy_loss])
 def test_recompute_off_judges_models_whose_calls_differ(make):
     assert verdict_of(compare_inactive, Case(make())).passed
 

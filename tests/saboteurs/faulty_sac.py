@@ -7,7 +7,6 @@ import torch
 from foreign_sac import (
     PRODUCTS,
     checkpointed,
-    counts_on_in_the_second_run,
     does_nothing,
     draws_again,
     names_what_never_runs,
@@ -39,15 +38,7 @@ class Noisy(nn.Module):
         return x + F.dropout(noisy, 0.5) * noisy
 
 
-class ThreeProducts(nn.Sequential):
-    """Products of one shape, so that a saved output fits in place of another."""
-
-    def __init__(self):
-        super().__init__(*[nn.Linear(16, 16) for _ in range(3)])
-
-
 NOISY = squares(lambda: stacked(Noisy, 3), 16, name="noisy")
-SQUARE = squares(lambda: stacked(ThreeProducts, 3), 16, name="square")
 
 
 def keeps_what_is_drawn(model, *, blocks):
@@ -104,13 +95,6 @@ FAULTS = [
         hint="did not run again",
     ),
     planted("sac.policy-parity", "does-nothing", apply_sac=does_nothing, hint="nothing ran twice"),
-    planted(
-        "sac.policy-parity",
-        "counts-on-in-the-second-run",
-        apply_sac=counts_on_in_the_second_run,
-        model=SQUARE,
-        hint="computes another value",
-    ),
     planted(
         "sac.policy-parity",
         "draws-again",
