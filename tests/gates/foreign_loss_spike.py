@@ -36,7 +36,7 @@ class MeanOfAll(MedianWatchdog):
     """Has the spike itself in the baseline."""
 
     def observe(self, step, loss):
-        if math.isnan(loss):
+        if not math.isfinite(loss):
             return True
         self.losses.append(loss)
         limit = statistics.fmean(self.losses) + 4 * statistics.pstdev(self.losses)

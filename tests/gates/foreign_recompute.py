@@ -69,13 +69,6 @@ def other_dropout(model, *, blocks):
     around_blocks(model, blocks, again)
 
 
-def detached(model, *, blocks):
-    def run(forward, x, *args):
-        return checkpoint(forward, x.detach().requires_grad_(), *args, use_reentrant=True)
-
-    around_blocks(model, blocks, run)
-
-
 def also_in_evaluation(model, *, blocks):
     """Keep a graph where there is no backward."""
 
@@ -115,13 +108,6 @@ def saving_blocks(model, blocks, context):
     around_blocks(model, blocks, run)
 
 
-def hooked(pack, unpack):
-    def offload(model, *, blocks):
-        saving_blocks(model, blocks, functools.partial(saved_tensors_hooks, pack, unpack))
-
-    return offload
-
-
 def first_block_on_cpu(model, *, blocks):
     on_cpu(model, blocks=blocks[:1])
 
@@ -135,10 +121,12 @@ def policy_of_torch(model, *, blocks):
     around_blocks(model, blocks, again)
 
 
-in_half = hooked(
+in_half_context = functools.partial(
+    saved_tensors_hooks,
     lambda tensor: (tensor.dtype, tensor.to("cpu", torch.bfloat16)),
     lambda kept: kept[1].to(kept[0]),
 )
-shifted = hooked(
-    lambda tensor: tensor.cpu(), lambda tensor: tensor.roll(1) if tensor.numel() > 9999 else tensor
-)
+
+
+def in_half(model, *, blocks):
+    saving_blocks(model, blocks, in_half_context)

@@ -99,14 +99,6 @@ def names_what_never_runs(model, *, blocks):
     checkpointed(model, blocks, saving(names))
 
 
-def saves_all(model, *, blocks):
-    def policy(context, operation, *args, **kwargs):
-        # The norm overwrites the output of a mean, and torch refuses to keep it.
-        return answer(not operation._schema.is_mutable and operation is not aten.mean.dim)
-
-    checkpointed(model, blocks, partial(create_selective_checkpoint_contexts, policy))
-
-
 def draws_again(model, *, blocks):
     checkpointed(model, blocks, saving(PRODUCTS + ATTENTION), preserve_rng_state=False)
 

@@ -48,30 +48,11 @@ def detaches_the_state(step, inputs, state, **options):
     return unrolled(step, inputs, state, sizes=[2], around=around, **options)
 
 
-def drops_the_rest(step, inputs, state, *, time_dim=0, **options):
-    whole = inputs.shape[time_dim] // 5 * 5
-    inputs = inputs.narrow(time_dim, 0, whole)
-    return unrolled(step, inputs, state, time_dim=time_dim, sizes=[5], **options)
-
-
 def draws_again(step, inputs, state, **options):
     def around(run, *args):
         return rerun(run, *args, preserve_rng_state=False)
 
     return unrolled(step, inputs, state, sizes=[4], around=around, **options)
-
-
-def stacks_first(step, inputs, state, *, time_dim=0, **options):
-    """Hold the output of each timestep until its mean is taken."""
-    outputs = []
-
-    def noting(x, state):
-        output, state = step(x, state)
-        outputs.append(output)
-        return output, state
-
-    _, state = in_one_go(noting, inputs, state, time_dim=time_dim, **options)
-    return torch.stack(outputs).mean(0), state
 
 
 def in_single_steps(step, inputs, state, **options):

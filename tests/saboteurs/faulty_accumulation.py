@@ -26,10 +26,6 @@ def short_window_dropped(model, window, loss, optimizer):
         train_window(model, window, loss, optimizer)
 
 
-def not_clipped(model, window, loss, optimizer, *, clip_norm=None, scheduler=None):
-    train_window(model, window, loss, optimizer, scheduler=scheduler)
-
-
 def scheduled_each_time(model, window, loss, optimizer, *, scheduler=None):
     train_window(model, window, loss, optimizer)
     for _ in window:
@@ -51,13 +47,6 @@ def clipped_before_unscaling(model, window, loss, optimizer, *, clip_norm=None, 
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     scaler.step(optimizer)
     scaler.update()
-
-
-def never_unscaled(model, window, loss, optimizer, *, scaler=None):
-    def scaled(model, microbatch):
-        return scaler.scale(loss(model, microbatch))
-
-    train_by_hand(model, window, scaled, optimizer)
 
 
 def scheduled_though_skipped(model, window, loss, optimizer, *, scheduler=None, scaler=None):
@@ -95,11 +84,9 @@ FAULTY_WINDOWS = [
     ("short-window", divided_by_full_window),
     ("short-window", short_window_dropped),
     ("clip-once", "clips_each_time"),
-    ("clip-once", not_clipped),
     ("step-once", scheduled_each_time),
     ("step-once", scheduled_before_the_step),
     ("unscaled", clipped_before_unscaling),
-    ("unscaled", never_unscaled),
     ("overflow", scheduled_though_skipped),
     ("overflow", stepped_past_the_scaler),
     ("own-dropout", one_mask_for_all),

@@ -178,7 +178,6 @@ FAULTS = [
     ),
     parity("same-steps", "no-op", foreign.nothing, hint="nothing ran twice or was freed"),
     parity("same-steps", "other-dropout", foreign.other_dropout, model="dropout", hint="another"),
-    parity("same-steps", "detached", foreign.detached, hint="gets no gradient|another value"),
     parity("same-steps", "statistics-twice", foreign.by_checkpoint, model="resnet", hint="buffer"),
     parity(
         "same-steps",
@@ -224,9 +223,6 @@ FAULTS = [
     parity("two-ranks", "own-weights", with_own_weights, hint="not used in", model="mlp"),
     offload_fault("offload-parity", "no-op", foreign.nothing, "nothing ran twice or was freed"),
     offload_fault("offload-parity", "in-half", foreign.in_half, "another value"),
-    offload_fault(
-        "offload-parity", "shifted", foreign.shifted, "another value", model="shrink=3:transformer"
-    ),
     offload_fault("offload-parity", "keeps-inputs", keeps_inputs, "stay alive"),
     offload_fault(
         "offload-bytes",

@@ -10,7 +10,6 @@ from foreign_sac import (
     does_nothing,
     draws_again,
     names_what_never_runs,
-    saves_all,
     saving,
     trains_in_eval_mode,
 )
@@ -125,7 +124,6 @@ FAULTS = [
         hint="such as aten.linear",
     ),
     planted("sac.products", "does-nothing", apply_sac=does_nothing, hint="is not applied"),
-    planted("sac.products", "saves-all", apply_sac=saves_all, hint="saves too much"),
     planted("sac.regions", "does-nothing", apply=does_nothing, hint="nothing is freed"),
     planted("sac.regions", "everything", apply=regions_of_everything, hint="a product runs again"),
     planted(

@@ -8,10 +8,8 @@ from dataclasses import replace
 from foreign_snn_timesteps import (
     detaches_the_state,
     draws_again,
-    drops_the_rest,
     in_one_go,
     in_single_steps,
-    stacks_first,
 )
 from saboteurs import planted
 from torch import nn
@@ -90,10 +88,8 @@ def broken(claim, name, loop=None, *, model="snn", **options):
 
 FAULTS = [
     broken("memory", "no-chunks", in_one_go, hint="held for each timestep"),
-    broken("memory", "stacked-first", stacks_first, model=LONG_SNN, hint="for each timestep"),
     broken("memory", "other-chunks", model=LONG_SNN, patches=schedule(1), hint="another size"),
     broken("parity", "no-chunks", in_one_go, hint=NOTHING_AGAIN),
-    broken("parity", "drops-the-rest", drops_the_rest, hint="another value"),
     broken("parity", "detaches-the-state", detaches_the_state, hint="another value"),
     broken("parity", "draws-again", draws_again, model=NOISY, hint="preserve_rng_state=True"),
     broken("flops", "twice", in_single_steps, hint=NOT_ONCE),
