@@ -148,14 +148,6 @@ def counter(block, x):
     return x * block.calls
 
 
-def in_backward():
-    return torch._C._current_graph_task_id() >= 0
-
-
-def other_in_backward(block, x):
-    return x * (2 if in_backward() else 1)
-
-
 def disturbed(disturb):
     """Build a workload whose second block of three is disturbed."""
 
@@ -187,7 +179,6 @@ def test_a_block_that_torch_can_not_recompute_either_may_be_left_out():
     [
         (python_random, "2 draws from python's generator", recompute_blocks),
         (numpy_random, "2 draws from numpy's generator", recompute_blocks),
-        (other_in_backward, "2 computes another value the second time", recompute_blocks),
         (growing_cache, "computes other tensors the second time", foreign.by_checkpoint),
         (counter, "keeps state between calls", foreign.by_checkpoint),
     ],
