@@ -84,17 +84,6 @@ def mean_of_means(model, window, loss, optimizer):
     optimizer.zero_grad()
 
 
-def mean_of_means_by_accelerate(model, window, loss, optimizer):
-    accelerator = Accelerator(gradient_accumulation_steps=len(window.microbatches), cpu=True)
-    optimizer = accelerator.prepare_optimizer(optimizer)
-    for microbatch in window.microbatches:
-        with accelerator.accumulate(model):
-            num_terms = int((microbatch["targets"] != -100).sum())
-            accelerator.backward(loss(model, microbatch) / num_terms)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def steps_each_time(model, window, loss, optimizer):
     for microbatch in window.microbatches:
         (loss(model, microbatch) / window.num_terms).backward()
