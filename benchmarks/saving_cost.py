@@ -16,7 +16,6 @@ Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 
 import argparse
 import functools
-import itertools
 import multiprocessing
 import os
 import shutil
@@ -88,25 +87,6 @@ def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 # A commit.
 
 
-def measure_integrity(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Compare the store's save with `dcp.save` of the same tensors, which syncs its files too."""
-    tensors = dict(state.snapshot().tensors)
-    steps = itertools.count()
-    with Store(folder / "ours") as store:
-
-        def remove() -> None:
-            shutil.rmtree(folder / "plain", ignore_errors=True)
-            for saved in store.committed("recovery"):
-                store.discard(saved)
-            os.sync()  # otherwise a save would also wait for earlier writes
-
-        ways = [
-            lambda: save(tensors, checkpoint_id=folder / "plain"),
-            lambda: store.save("recovery", next(steps), state),
-        ]
-        return compared(*time_in_turns(ways, rounds=pairs, warmup=1, before=remove))
-
-
 def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
     """Compare the stall by a background save with the time of a save in the foreground.
 
@@ -133,23 +113,40 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
     return compared(synchronous[1:], stalled[1:])
 
 
-def measure_loading(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
-    """Compare the store's load, which verifies the files first, with `dcp.load`."""
-    for writer in ("plain.save", "ours.save"):
-        ACTIONS[writer](state, folder)
-    readers = [functools.partial(ACTIONS[name], state, folder) for name in READERS]
-    return compared(*time_in_turns(readers, rounds=pairs, warmup=1))
+def compare_with_torch(
+    action: str,
+    state: TrainingState,
+    folder: Path,
+    *,
+    pairs: int,
+    before: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """Compare the store's save or load with that of torch, of the same tensors.
+
+    torch's save syncs its files too. The store's load verifies the files first.
+    """
+    ways = [functools.partial(ACTIONS[f"{saver}.{action}"], state, folder) for saver in SAVERS]
+    return compared(*time_in_turns(ways, rounds=pairs, warmup=1, before=before))
 
 
 def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     state = made_state(options.mib * 2**20)
+    pairs = options.rounds
+
+    def remove() -> None:
+        for saver in SAVERS:
+            shutil.rmtree(folder / saver, ignore_errors=True)
+        os.sync()  # otherwise a save would also wait for earlier writes
+
+    for saver in SAVERS:
+        ACTIONS[f"{saver}.save"](state, folder)
     return {
         "state_bytes": sum(tensor.nbytes for tensor in state.snapshot().tensors.values()),
         # First, as a resume does it: saves would leave memory that `dcp.load` takes again, and it
         # would need half of the time.
-        "loading": measure_loading(state, folder, pairs=options.rounds),
-        "integrity": measure_integrity(state, folder, pairs=options.rounds),
-        "stall": measure_stall(state, folder, pairs=options.rounds),
+        "loading": compare_with_torch("load", state, folder, pairs=pairs),
+        "integrity": compare_with_torch("save", state, folder, pairs=pairs, before=remove),
+        "stall": measure_stall(state, folder, pairs=pairs),
     }
 
 
@@ -166,7 +163,7 @@ ACTIONS: dict[str, Callable[[TrainingState, Path], Any]] = {
     "ours.load": lambda state, folder: SavedRun(folder / "ours").load("latest", state),
 }
 
-READERS = ("plain.load", "ours.load")
+SAVERS = ("plain", "ours")
 
 
 def _tensors(state: TrainingState) -> dict[str, Any]:
