@@ -12,7 +12,6 @@ import functools
 import itertools
 import json
 import multiprocessing
-import os
 import statistics
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import Located, expected_values, first_operation, locate
 from curry_train.runs.rounding import NUM_NOISES, Exchange
-from locate_faults import KINDS, Fault, Planter, Training, record
+from locate_faults import KINDS, SOUND, Fault, Planter, Training, record
 from locate_models import MODELS, quietly
 from locate_ranks import cases, record_trainings
 from recording import record_parser, write_record
@@ -44,51 +43,47 @@ from recording import record_parser, write_record
 COMPILED = ("sampled",)
 
 
-class Records:
-    """Records of trainings in a temporary folder, those without a fault once each."""
+# Trainings are recorded once each; a process makes the records of one job.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.numbers = itertools.count()
-        self.sound = functools.cache(self._sound)
-        self.kept = functools.cache(self._kept)
-        self.noise = functools.cache(self._noise)
 
-    def new(self, name: str, fault: Fault | None = None, **options: Any) -> list[dict[str, Any]]:
-        return record(name, self.folder / str(next(self.numbers)), fault, **options)
+@functools.cache
+def sound(name: str, operations_in_step: int | None = None) -> list[dict[str, Any]]:
+    return record(name, operations_in_step=operations_in_step)
 
-    def _sound(self, name: str, operations_in_step: int | None = None) -> list[dict[str, Any]]:
-        return self.new(name, operations_in_step=operations_in_step)
 
-    def _kept(self, name: str, around: Any = nullcontext) -> tuple[Any, Path]:
-        """Return a run that kept its values, and their folder."""
-        values = self.folder / f"values-{next(self.numbers)}"
-        return self.new(name, exchange=Exchange(values), around=around), values
+@functools.cache
+def kept(name: str, around: Any = nullcontext) -> tuple[Any, str]:
+    """Return a run that kept its values, and their folder."""
+    values = tempfile.mkdtemp()
+    return record(name, exchange=Exchange(values), around=around), values
 
-    def _noise(self, name: str) -> Any:
-        """Return runs with noise for faults in B, which leave dtypes and calls as they are."""
-        kept, values = self.kept(name)
-        expected = self.expected(expected_values(kept, kept, 1)[0])
-        return self.with_noise(name, values, expected)
 
-    def with_noise(self, name: str, values: Path, expected: Path, **options: Any) -> Any:
-        return [
-            self.new(name, exchange=Exchange(values, expected=expected, noise=seed), **options)
-            for seed in range(NUM_NOISES)
-        ]
+@functools.cache
+def noise(name: str) -> Any:
+    """Return runs with noise for faults in B, which leave dtypes and calls as they are."""
+    run, values = kept(name)
+    return with_noise(name, values, written(expected_values(run, run, 1)[0]))
 
-    def expected(self, found: dict[str, Any]) -> Path:
-        folder = self.folder / f"expected-{next(self.numbers)}"
-        folder.mkdir()
-        (folder / "rank-0.json").write_text(json.dumps(found))
-        return folder
 
-    def with_tolerance(self, name: str, b: Any, fault: Fault) -> Located:
-        """Compare a run with a fault with the sound one, where noise is no difference."""
-        kept, values = self.kept(name)
-        expected = self.expected(expected_values(kept, b, 1)[1])
-        other = self.new(name, fault, exchange=Exchange(values, expected=expected))
-        return locate(kept, other, self.noise(name))
+def with_noise(name: str, values: str, expected: str, **options: Any) -> Any:
+    return [
+        record(name, exchange=Exchange(values, expected=expected, noise=seed), **options)
+        for seed in range(NUM_NOISES)
+    ]
+
+
+def written(expected: dict[str, Any]) -> str:
+    folder = tempfile.mkdtemp()
+    Path(folder, "rank-0.json").write_text(json.dumps(expected))
+    return folder
+
+
+def with_tolerance(name: str, b: Any, fault: Fault) -> Located:
+    """Compare a run with a fault with the sound one, where noise is no difference."""
+    run, values = kept(name)
+    expected = written(expected_values(run, b, 1)[1])
+    other = record(name, fault, exchange=Exchange(values, expected=expected))
+    return locate(run, other, noise(name))
 
 
 def is_named(found: Located, fault: Fault) -> bool:
@@ -102,16 +97,15 @@ def is_named(found: Located, fault: Fault) -> bool:
     return (is_place or is_listed) and fault.note in "\n".join(found.notes)
 
 
-def of_fault(records: Records, name: str, kind: str, seed: int) -> dict[str, Any] | None:
+def of_fault(name: str, kind: str, seed: int) -> dict[str, Any] | None:
     """Plant a fault and locate it; nothing where the training has no place for one."""
-    sound = records.sound(name)
     for attempt in range(9):
-        operations = records.sound(name, operations_in_step=2)
-        fault = Planter(sound, operations, f"{name} {kind} {seed} {attempt}").draw(kind)
+        operations = sound(name, operations_in_step=2)
+        fault = Planter(sound(name), operations, f"{name} {kind} {seed} {attempt}").draw(kind)
         if fault is None:
             return None
-        b = records.new(name, fault)
-        found = locate(sound, b)
+        b = record(name, fault)
+        found = locate(sound(name), b)
         if not found.is_equal:
             break
     else:
@@ -119,9 +113,9 @@ def of_fault(records: Records, name: str, kind: str, seed: int) -> dict[str, Any
     operation = ""
     if fault.operations and found.kind:
         step = found.place["step"]
-        again = records.new(name, fault, operations_in_step=step)
-        operation = first_operation(records.sound(name, step), again, found)
-    tolerant = records.with_tolerance(name, b, fault)
+        again = record(name, fault, operations_in_step=step)
+        operation = first_operation(sound(name, step), again, found)
+    tolerant = with_tolerance(name, b, fault)
     return {
         "model": name,
         "kind": kind,
@@ -136,25 +130,17 @@ def of_fault(records: Records, name: str, kind: str, seed: int) -> dict[str, Any
     }
 
 
-def faults(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+def faults(name: str, count: int) -> list[dict[str, Any]]:
     """Plant faults in one training, of each kind in turn."""
-    rows: list[dict[str, Any]] = []
     begin = list(MODELS).index(name)
-    for number in range(begin, begin + 20 * count):
-        kind = KINDS[number % len(KINDS)]
-        if row := of_fault(records, name, kind, number):
-            rows.append(row)
-        if len(rows) == count:
-            break
-    return rows
+    numbers = range(begin, begin + 20 * count)
+    rows = (of_fault(name, KINDS[number % len(KINDS)], number) for number in numbers)
+    return list(itertools.islice(filter(None, rows), count))
 
 
-def equal(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+def equal(name: str, count: int) -> list[dict[str, Any]]:
     """Record pairs of equal runs, each with a seed of its own."""
-    found = []
-    for seed in range(count):
-        with tempfile.TemporaryDirectory(dir=records.folder) as folder:
-            found.append(locate(*[record(name, Path(folder, one), seed=seed) for one in "AB"]))
+    found = [locate(*[record(name, seed=seed) for _ in "AB"]) for seed in range(count)]
     accused = [one.headline for one in found if not one.is_equal]
     compared = min(one.num_compared for one in found)
     return [{"model": name, "pairs": count, "accused": accused, "compared_at_least": compared}]
@@ -169,7 +155,7 @@ def of_layers(change: Callable[..., Any]) -> Fault:
             if type(module) is nn.Linear:
                 vars(module)["forward"] = functools.partial(change, module)
 
-    return Fault(1, "", "", None, plant)
+    return Fault(plant=plant)
 
 
 def in_two_sums(module: nn.Linear, inputs: Any) -> Any:
@@ -185,7 +171,7 @@ def in_double(module: nn.Linear, inputs: Any) -> Any:
     return F.linear(inputs.double(), module.weight.double(), bias).to(inputs.dtype)
 
 
-compiled = Fault(1, "", "", None, lambda training: training.model.compile())
+compiled = Fault(plant=lambda training: training.model.compile())
 # Around whole steps a cache would keep the weights of the first one.
 in_bfloat16 = functools.partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
 without_mkldnn = functools.partial(torch.backends.mkldnn.flags, enabled=False)
@@ -208,33 +194,33 @@ def of_two_threads() -> Iterator[None]:
 
 
 # For each kind: the context of run A, the context of run B, and the change to B's layers.
-ROUNDINGS: dict[str, tuple[Any, Any, Fault | None]] = {
+ROUNDINGS = {
     "two sums": (nullcontext, nullcontext, of_layers(in_two_sums)),
     "double": (nullcontext, nullcontext, of_layers(in_double)),
-    "kernels": (nullcontext, without_mkldnn, None),
-    "attention": (nullcontext, of_math_attention, None),
-    "kernels in bfloat16": (in_bfloat16, in_bfloat16_without_mkldnn, None),
+    "kernels": (nullcontext, without_mkldnn, SOUND),
+    "attention": (nullcontext, of_math_attention, SOUND),
+    "kernels in bfloat16": (in_bfloat16, in_bfloat16_without_mkldnn, SOUND),
     "two sums in bfloat16": (in_bfloat16, in_bfloat16, of_layers(in_two_sums)),
-    "bfloat16 against float32": (nullcontext, in_bfloat16, None),
-    "threads": (nullcontext, of_two_threads, None),
+    "bfloat16 against float32": (nullcontext, in_bfloat16, SOUND),
+    "threads": (nullcontext, of_two_threads, SOUND),
     "compiled": (nullcontext, nullcontext, compiled),
 }
 
 
-def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+def rounding(name: str, count: int) -> list[dict[str, Any]]:
     """Record pairs that round differently; without an operation of the kind they are equal."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for kind, (base, around, fault) in ROUNDINGS.items():
         if kind == "compiled" and name not in COMPILED:
             continue
-        b = records.new(name, fault, around=around)
-        kept, values = records.kept(name, base)
-        if locate(kept, b).is_equal:
+        b = record(name, fault, around=around)
+        a, values = kept(name, base)
+        if locate(a, b).is_equal:
             continue
-        of_a, of_b = map(records.expected, expected_values(kept, b, 1))
-        noises = records.with_noise(name, values, of_a, around=base)
-        other = records.new(name, fault, exchange=Exchange(values, expected=of_b), around=around)
-        tolerant = locate(kept, other, noises)
+        of_a, of_b = map(written, expected_values(a, b, 1))
+        noises = with_noise(name, values, of_a, around=base)
+        other = record(name, fault, exchange=Exchange(values, expected=of_b), around=around)
+        tolerant = locate(a, other, noises)
         facts = {"model": name, "kind": kind, "accused": not tolerant.is_equal}
         rows.append(facts | {"headline": tolerant.headline})
     return rows[:count]
@@ -243,28 +229,22 @@ def rounding(records: Records, name: str, count: int) -> list[dict[str, Any]]:
 # Ranks, in two processes of their own.
 
 
-def ranks(records: Records, name: str, count: int) -> list[dict[str, Any]]:
-    folder = records.folder / "ranks"
-    job = functools.partial(record_trainings, folder, count)
-    faults = run_ranks(job, ["script"], num_ranks=2, ignored=[str(folder)])[1]["faults"]
+def ranks(name: str, count: int) -> list[dict[str, Any]]:
+    folder = tempfile.mkdtemp()
+    job = functools.partial(record_trainings, Path(folder), count)
+    faults = run_ranks(job, ["script"], num_ranks=2, ignored=[folder])[1]["faults"]
 
     def located(b: str, a: str) -> tuple[int, Located]:
-        pairs = [[read_fingerprints(folder / it, rank) for it in (a, b)] for rank in range(2)]
+        pairs = [[read_fingerprints(Path(folder, it), rank) for it in (a, b)] for rank in range(2)]
         return _first([locate(*pair) for pair in pairs])
 
     rows = []
     for number, (kind, name) in enumerate(cases(count)):
-        fault = Fault(**faults[number], plant=lambda training: None)
         rank, found = located(f"fault-{number}", f"right-{name}")
-        is_right = rank == 1 and is_named(found, fault)
+        is_right = rank == 1 and is_named(found, Fault(**faults[number]))
         rows.append({"kind": kind, "headline": found.headline, "named": is_right})
-    for kind, b, a in (
-        ("again", "again", "right-encoder"),
-        ("FSDP2", "FSDP2", "one process"),
-        ("DDP", "again", "one process"),
-    ):
-        _, found = located(b, a)
-        rows.append({"kind": kind, "headline": found.headline, "equal": found.is_equal})
+    _, found = located("FSDP2", "one process")
+    rows.append({"kind": "FSDP2", "headline": found.headline, "equal": found.is_equal})
     return rows
 
 
@@ -287,7 +267,7 @@ def small_gpt2() -> Callable[[], None]:
     return step
 
 
-def costs(records: Records, name: str, count: int) -> list[dict[str, Any]]:
+def costs(name: str, count: int) -> list[dict[str, Any]]:
     """Time a step with each recorder in turn, and digests of 64 MiB."""
     step = small_gpt2()
 
@@ -299,14 +279,14 @@ def costs(records: Records, name: str, count: int) -> list[dict[str, Any]]:
             return time.process_time() - start
 
     def recording(level: str) -> AbstractContextManager[Any]:
-        return record_run(records.folder / str(next(records.numbers)), steps=3, level=level)
+        return record_run(tempfile.mkdtemp(), steps=3, level=level)
 
     @contextmanager
     def debugging() -> Iterator[None]:
         with DebugMode(), DebugMode.log_tensor_hashes():
             yield
 
-    setups: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    setups = {
         "plain": nullcontext,
         "all": lambda: recording("all"),
         "modules": lambda: recording("modules"),
@@ -356,10 +336,8 @@ def work(job: tuple[str, str, int]) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     # Versions and the state of the code are the same in each record of this process.
     fingerprints._environment = functools.cache(fingerprints._environment)
-    with tempfile.TemporaryDirectory(prefix="locate-") as folder, quietly():
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, "compiled"))
-        made: list[dict[str, Any]] = globals()[part](Records(Path(folder)), name, count)
-    return made
+    with tempfile.TemporaryDirectory(prefix="locate-") as tempfile.tempdir, quietly():
+        return globals()[part](name, count)
 
 
 def jobs_of(part: str, count: int, only: str) -> Iterator[tuple[str, str, int]]:
@@ -378,12 +356,12 @@ def main() -> None:
     parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    found = {}
     if options.part and options.json and Path(options.json).exists():
         before = json.loads(Path(options.json).read_text())
         # Its command records all parts.
         found = {key: before[key] for key in ("command", *COUNTS) if key in before}
-    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         for part in options.part or COUNTS:
             jobs = list(jobs_of(part, options.count or COUNTS[part], options.only))
             rows = []

@@ -6,10 +6,11 @@ says where the first difference must be: step, phase, path and call, and words o
 
 import contextlib
 import functools
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import MethodType
 from typing import Any
@@ -61,17 +62,17 @@ class Flip(torch.autograd.Function):
 class FlipResult(TorchDispatchMode):
     """Flips a bit of the result of one operation, as faulty hardware does: no operation more."""
 
-    def __init__(self, name: str, number: int, place: float, bit: int) -> None:
+    # So many operations of this name come before it; below 0 it is over, or not planted yet.
+    remaining = -1
+
+    def __init__(self, name: str, *where: Any) -> None:
         super().__init__()
         self.name = name
-        # The number of the operation among those of this name.
-        self.number = self.remaining = number
-        self.where = place, bit
-        self.is_on = False
+        self.where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self.is_on and str(func) == self.name:
+        if str(func) == self.name:
             if self.remaining == 0:
                 flip(next(filter(is_float, tree_leaves(result))), *self.where)
             self.remaining -= 1
@@ -79,26 +80,50 @@ class FlipResult(TorchDispatchMode):
 
 
 @dataclass
+class Fault:
+    # Where the first difference must be. An empty path is any; so is None as a call.
+    step: int = 1
+    phase: str = ""
+    path: str = ""
+    call: int | None = None
+    plant: Callable[["Training"], None] = lambda training: None
+    # One of these words is in the operation; none where no operation does it.
+    operations: tuple[str, ...] = (HERE,)
+    # The step before which it is planted.
+    before: int = 1
+    mode: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    # Text that the notes of the result must contain.
+    note: str = ""
+
+
+SOUND = Fault()
+
+
+@dataclass
 class Training:
-    """A model that is about to be trained, and what a fault does to it on the way."""
+    """A model that is about to be trained, and the fault that is planted on the way."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     samples: list[Any]
-    step: int = 1
-    # Faults between two steps, by the step before them.
-    between: dict[int, Callable[[], None]] = field(default_factory=dict)
+    fault: Fault
+    step: int = 0
 
     def __post_init__(self) -> None:
         made = self.optimizer.step
 
         def step(optimizer: Any, *args: Any, **options: Any) -> Any:
             result = made(*args, **options)
-            self.between.get(self.step, lambda: None)()
-            self.step += 1
+            self.begin_step()
             return result
 
         vars(self.optimizer)["step"] = MethodType(step, self.optimizer)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self.step += 1
+        if self.step == self.fault.before:
+            self.fault.plant(self)
 
     def module(self, path: str) -> nn.Module:
         return self.model.get_submodule(path.removeprefix("model").removeprefix("."))
@@ -106,7 +131,7 @@ class Training:
     def tensor(self, path: str) -> Tensor:
         return (self.model.state_dict(keep_vars=True))[path.removeprefix("model.")]
 
-    def around(self, path: str, step: int | None, call: int, change: Callable[..., Any]) -> None:
+    def around(self, path: str, call: int, step: int | None, change: Callable[..., Any]) -> None:
         """Let `change(forward, *args)` take the place of a call of a module."""
         module = self.module(path)
         forward = module.forward
@@ -122,40 +147,22 @@ class Training:
         vars(module)["forward"] = changed
 
 
-@dataclass
-class Fault:
-    step: int
-    phase: str
-    # An empty path is any; so is None as a call.
-    path: str
-    call: int | None
-    plant: Callable[[Training], None]
-    # One of these words is in the operation; none where no operation does it.
-    operations: tuple[str, ...] = (HERE,)
-    mode: FlipResult | None = None
-    # Text that the notes of the result must contain.
-    note: str = ""
-
-
 def record(
     name: str,
-    folder: Any,
-    fault: Fault | None = None,
+    fault: Fault = SOUND,
     *,
     seed: int = 0,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options: Any,
 ) -> list[dict[str, Any]]:
     """Record a training of a model, and return its observations."""
-    mode = fault.mode if fault is not None else None
-    with mode or nullcontext(), around(), record_run(folder, steps=STEPS, **options):
+    folder = tempfile.mkdtemp()
+    with fault.mode, around(), record_run(folder, steps=STEPS, **options):
         torch.manual_seed(seed)
         model, samples = MODELS[name]()
-        training = Training(model, torch.optim.AdamW(model.parameters(), 1e-3), samples)
-        if fault is not None:
-            fault.plant(training)
-        train = LOOPS.get(name, plain)
-        train(training.model, training.optimizer, training.samples)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        training = Training(model, optimizer, samples, fault)
+        LOOPS.get(name, plain)(model, optimizer, training.samples)
     return read_fingerprints(folder)
 
 
@@ -238,26 +245,19 @@ class Planter:
         return Fault(1, "state", path, None, plant)
 
     def weight_between_steps(self) -> Fault:
-        path = self._parameter("gradient of ")
-        where = self._where()
-        step = self.random.randint(1, STEPS - 1)
-
-        def plant(training: Training) -> None:
-            training.between[step] = lambda: flip(training.tensor(path).data, *where)
-
-        return Fault(step + 1, "state", path, None, plant)
+        fault = self.weight()
+        step = self.random.randint(2, STEPS)
+        return replace(fault, step=step, before=step)
 
     def optimizer_state(self) -> Fault:
         path = self._parameter("exp_avg of ")
         where = self._where()
-        step = self.random.randint(1, STEPS - 1)
+        step = self.random.randint(2, STEPS)
 
         def plant(training: Training) -> None:
-            training.between[step] = lambda: flip(
-                training.optimizer.state[training.tensor(path)]["exp_avg"], *where
-            )
+            flip(training.optimizer.state[training.tensor(path)]["exp_avg"], *where)
 
-        return Fault(step + 1, "optimizer", path, None, plant)
+        return Fault(step, "optimizer", path, None, plant, before=step)
 
     def stale_buffer(self) -> Fault:
         found = {
@@ -272,18 +272,22 @@ class Planter:
         owner, _, name = path.rpartition(".")
         call = self._call(path=owner, step=self.step)
 
-        def stale(forward: Any, *args: Any, module: nn.Module, **options: Any) -> Any:
-            buffer = getattr(module, name)
+        def stale(forward: Any, *args: Any, **options: Any) -> Any:
+            buffer = getattr(forward.__self__, name)
             before = buffer.clone()
             output = forward(*args, **options)
             buffer.data.copy_(before)
             return output
 
-        def plant(training: Training) -> None:
-            change = functools.partial(stale, module=training.module(owner))
-            training.around(owner, self.step, call["call"], change)
+        return self._at_call(call, "forward", stale)
 
-        return Fault(self.step, "forward", owner, call["call"], plant)
+    def _at_call(self, call: Any, phase: str, change: Callable[..., Any]) -> Fault:
+        where = call["path"], call["call"]
+
+        def plant(training: Training) -> None:
+            training.around(*where, self.step, change)
+
+        return Fault(self.step, phase, *where, plant)
 
     # Forward and backward.
 
@@ -298,10 +302,7 @@ class Planter:
             output = forward(*args, **options)
             return _first_changed(Flip.apply, output, phase == "backward", *where)
 
-        def plant(training: Training) -> None:
-            training.around(call["path"], self.step, call["call"], change)
-
-        return Fault(self.step, phase, call["path"], call["call"], plant)
+        return self._at_call(call, phase, change)
 
     def result(self) -> Fault:
         """A flip in the result of an operation of the second step."""
@@ -320,20 +321,16 @@ class Planter:
         (path, call), operation = self._one(choices)
         same = [one for one in found[path, call] if one["name"] == operation["name"]]
         number = same.index(operation)
-        mode = FlipResult(operation["name"], number, *self._where())
+        mode = FlipResult(operation["name"], *self._where())
 
         def change(forward: Any, *args: Any, **options: Any) -> Any:
-            mode.is_on = True
-            try:
-                return forward(*args, **options)
-            finally:
-                mode.is_on = False
+            mode.remaining = number
+            return forward(*args, **options)
 
         def plant(training: Training) -> None:
-            mode.remaining = mode.number
-            training.around(path, 2, call, change)
+            training.around(path, call, 2, change)
 
-        return Fault(2, "forward", path, call, plant, (operation["name"],), mode)
+        return Fault(2, "forward", path, call, plant, (mode.name,), mode=mode)
 
     def update(self) -> Fault:
         """A flip in the result of an operation of the optimizer, in the second step."""
@@ -342,18 +339,12 @@ class Planter:
             one.removeprefix("exp_avg of ") for one in names if one.startswith("exp_avg of ")
         ]
         number = self.random.randrange(len(updated))
-        mode = FlipResult("aten.addcdiv_.default", number, *self._where())
+        mode = FlipResult("aten.addcdiv_.default", *self._where())
 
         def plant(training: Training) -> None:
-            mode.remaining = mode.number
+            mode.remaining = number
 
-            def switch(is_on: bool) -> None:
-                mode.is_on = is_on and training.step == 2
-
-            training.optimizer.register_step_pre_hook(lambda *_: switch(True))
-            training.optimizer.register_step_post_hook(lambda *_: switch(False))
-
-        return Fault(2, "optimizer", updated[number], None, plant, ("aten.addcdiv_.default",), mode)
+        return Fault(2, "optimizer", updated[number], None, plant, (mode.name,), 2, mode)
 
     def gradient_of_activation(self) -> Fault:
         with_gradient = {
@@ -409,26 +400,27 @@ class Planter:
             return forward(inputs + (short - inputs).detach(), *args, **options)
 
         def plant(training: Training) -> None:
-            training.around(path, None, 0, change)
+            training.around(path, 0, None, change)
 
         return Fault(1, "forward", path, 0, plant)
 
     def drawn(self) -> Fault:
         """One more number from the generator, between two steps."""
-        step = self.random.randint(1, STEPS - 1)
+        step = self.random.randint(2, STEPS)
         enters = {
             (one["path"], one["call"]): one["generator"]
-            for one in self._observed("enter", step=step + 1, phase="forward")
+            for one in self._observed("enter", step=step, phase="forward")
         }
-        exits = self._observed("exit", step=step + 1, phase="forward")
+        exits = self._observed("exit", step=step, phase="forward")
         drawing = [it for it in exits if enters[it["path"], it["call"]] != it["generator"]]
         one = self._one(drawing[:1])
 
         def plant(training: Training) -> None:
-            training.between[step] = lambda: torch.rand(1)
+            torch.rand(1)
 
         note = "the random generator of torch differs"
-        return Fault(step + 1, "forward", one["path"], one["call"], plant, (), None, note)
+        where = one["path"], one["call"]
+        return Fault(step, "forward", *where, plant, (), before=step, note=note)
 
     # Settings.
 
@@ -437,7 +429,7 @@ class Planter:
             setattr(training.module(path), name, value)
 
         note = f"{name} of {path} is {self.model[path].get(name)} in A and {value} in B"
-        return Fault(1, "forward", path, 0, plant, operations, None, note)
+        return Fault(1, "forward", path, 0, plant, operations, note=note)
 
     def epsilon(self) -> Fault:
         path = self._one(self._of_class("Norm"))
@@ -470,12 +462,12 @@ class Planter:
 
         def plant(training: Training) -> None:
             drop = functools.partial(nn.functional.dropout, p=training.module(path).p)
-            training.around(path, None, 0, lambda forward, inputs: inputs)
+            training.around(path, 0, None, lambda forward, inputs: inputs)
 
             def change(forward: Any, *args: Any, **options: Any) -> Any:
                 return _first_changed(drop, forward(*args, **options))
 
-            training.around(other, None, 0, change)
+            training.around(other, 0, None, change)
 
         return Fault(1, "forward", first, 0, plant, (HERE, *OF_DROPOUT))
 
@@ -490,7 +482,7 @@ class Planter:
         note = f"{name} of group 0 of AdamW is"
         # The first step has no other largest moment than the others.
         step = 2 if name == "amsgrad" else 1
-        return Fault(step, "optimizer", "", None, plant, ("aten.",), None, note)
+        return Fault(step, "optimizer", "", None, plant, ("aten.",), note=note)
 
     # Data.
 

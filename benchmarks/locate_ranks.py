@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curry_train.gates.loop_run import End
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
-from locate_faults import Fault, Planter, Training
+from locate_faults import SOUND, Fault, Planter, Training
 from locate_models import BATCH_SIZE, MICROBATCHES, MODELS, STEPS, plain, quietly
 
 # Faults of one rank: of its data, its forward, its copy of the state.
@@ -23,9 +23,7 @@ KINDS = ("data", "activation", "weight_between_steps", "optimizer_state", "kerne
 NAMES = ("encoder", "sampled")
 
 
-def train(
-    name: str, folder: Path, wrap: Any, fault: Fault | None = None, *, own: bool = True
-) -> Any:
+def train(name: str, folder: Path, wrap: Any, fault: Fault = SOUND, *, own: bool = True) -> Any:
     rank = torch.distributed.get_rank()
     with record_run(folder, steps=STEPS):
         torch.manual_seed(0)
@@ -33,9 +31,7 @@ def train(
         begin = rank * STEPS * MICROBATCHES * BATCH_SIZE if own else 0
         wrapped = wrap(model)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        training = Training(model, optimizer, samples[begin:])
-        if fault is not None and rank == 1:
-            fault.plant(training)
+        training = Training(model, optimizer, samples[begin:], fault if rank == 1 else SOUND)
         plain(wrapped, optimizer, training.samples)
     return read_fingerprints(folder, rank)
 
@@ -60,7 +56,6 @@ def record_trainings(folder: Path, count: int, run: Callable[[], None], end: End
             faults.append(
                 {key: value for key, value in vars(fault).items() if key not in ("plant", "mode")}
             )
-        train("encoder", folder / "again", DistributedDataParallel)
         train("encoder", folder / "one process", lambda model: model, own=False)
         train("encoder", folder / "FSDP2", fully_shard, own=False)
     torch.distributed.destroy_process_group()
