@@ -217,8 +217,8 @@ def torchs_loss(logits: Tensor, targets: Tensor) -> Tensor:
 class MomentsMadeAnew(torch.optim.Optimizer):
     """AdamW by hand, which replaces its moments, parameter after parameter."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -242,8 +242,9 @@ class Program:
     trace: str
     size: str
     length: int
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     loss: Callable[[Tensor, Tensor], Tensor]
+    # None for torch's AdamW.
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     autocast: bool = False
 
     def workload(self) -> Workload:
@@ -262,20 +263,12 @@ class Program:
             return self.loss(module(batch[:, :-1]), batch[:, 1:])
 
 
-def default_adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters())
-
-
-def adamw_by_hand(module: nn.Module) -> torch.optim.Optimizer:
-    return MomentsMadeAnew(module.parameters())
-
-
 PROGRAMS = (
-    Program("46687ead", "2.7B", 128, default_adamw, torchs_loss),
-    Program("ec8d8313", "2.7B", 512, default_adamw, torchs_loss),
-    Program("490616d9", "medium", 128, adamw_by_hand, written_out_loss),
-    Program("e9e79f9d", "medium", 256, adamw_by_hand, written_out_loss),
-    Program("5e4daf77", "medium", 512, adamw_by_hand, written_out_loss, autocast=True),
+    Program("46687ead", "2.7B", 128, torchs_loss),
+    Program("ec8d8313", "2.7B", 512, torchs_loss),
+    Program("490616d9", "medium", 128, written_out_loss, MomentsMadeAnew),
+    Program("e9e79f9d", "medium", 256, written_out_loss, MomentsMadeAnew),
+    Program("5e4daf77", "medium", 512, written_out_loss, MomentsMadeAnew, autocast=True),
 )
 
 
@@ -296,8 +289,6 @@ def predict_steps(folder: Path) -> dict[str, Any]:
             "trace": program.trace,
             "model": program.size,
             "length": program.length,
-            "autocast": program.autocast,
-            "optimizer": program.optimizer.__name__,
             "predicted": predicted,
             "recorded": recorded,
             "error": {name: predicted[name] / recorded[name] - 1 for name in predicted},

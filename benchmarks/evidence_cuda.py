@@ -55,18 +55,15 @@ def llama_8b(length: int = 4096) -> Workload:
 def quickly_built(workload: Workload) -> Workload:
     """Return the workload with weights that repeat one draw: 8B random numbers take a minute."""
 
-    def keep(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return tensor
-
     def build() -> torch.nn.Module:
-        with mock.patch.multiple(torch.nn.init, kaiming_uniform_=keep, normal_=keep):
-            model = workload.build()
         noise = 0.02 * torch.randn(2**20)
-        for parameter in model.parameters():
-            size = parameter.numel()
-            drawn = noise.repeat(-(-size // len(noise)))[:size].view(parameter.shape)
-            parameter.data = drawn if parameter.dim() > 1 else torch.ones(parameter.shape)
-        return model
+
+        def fill(weight: torch.Tensor, *_: Any, **__: Any) -> None:
+            size = weight.numel()
+            weight.data = noise.repeat(-(-size // len(noise)))[:size].view(weight.shape)
+
+        with mock.patch.multiple(torch.nn.init, kaiming_uniform_=fill, normal_=fill):
+            return workload.build()
 
     return replace(workload, build=build)
 
