@@ -26,7 +26,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -405,7 +404,7 @@ class History:
     checked: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
-    def live(self, blow: Blow, turn: int | None = None) -> Ranks:
+    def live(self, blow: Blow, turn: int | None = None) -> None:
         """Start all ranks, strike them, and judge; `turn` is a step to roll back to first."""
         resume = "latest" if turn is None else f"before-{turn + 1}"
         self.terminated = self.terminated or blow.number == signal.SIGTERM
@@ -417,7 +416,6 @@ class History:
         self.wrong += [f"{self.setup}, {blow}, {resume}: {one}" for one in wrong]
         for one in ranks.said("loss"):
             self.losses.setdefault(one.rank, {})[one.what[0]] = one.what[1]
-        return ranks
 
     def _strike(self, ranks: Ranks, blow: Blow) -> float | None:
         """Strike as planned and return when; None where the ranks ended before the word."""
@@ -562,25 +560,21 @@ def straight(*data: Any) -> dict[int, dict[int, str]]:
 def strike_many(folder: Path, seed: int, number: int, wanted: int, world: int) -> dict[str, Any]:
     """Strike trainings over `world` ranks with a signal until it was sent often enough."""
     generator = random.Random(f"{seed}-{number}-{world}")
-    counts = Counter(blows=0)
+    blows = 0
     wrong = []
-    while counts["blows"] < wanted:
+    while blows < wanted:
         setup = Setup.draw(generator, world)
         history = History(folder, setup, straight(*setup.data))
         while not history.finished and not history.wrong:
             steps = [one.step for one in SavedRun(folder).states()] if history.newest else []
             turn = generator.choice(steps) if steps and generator.random() < TURNS else None
-            wild = counts["blows"] < wanted
-            blow = Blow.draw(generator, number, world) if wild else NEVER
-            life = history.live(blow, turn)
-            counts["rollbacks"] += turn is not None and bool(life.said("resumed"))
-            if not history.finished and wild:
-                counts["blows"] += 1
-        counts["checkpoints_checked"] += len(history.checked)
+            wild = blows < wanted
+            history.live(Blow.draw(generator, number, world) if wild else NEVER, turn)
+            blows += wild and not history.finished
         wrong += history.wrong
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"{world} ranks: {counts['blows']} of {wanted}", file=sys.stderr, flush=True)
-    return {**counts, "wrong": wrong}
+        print(f"{world} ranks: {blows} of {wanted}", file=sys.stderr, flush=True)
+    return {"blows": blows, "wrong": wrong}
 
 
 def kill_at_each_change(folder: Path, every: int) -> dict[str, Any]:
