@@ -169,7 +169,6 @@ SEGMENTATION = {"in_channels": 1, "out_channels": 2, "spatial_dims": 2}
 RESNET = {"encoder_weights": None, "classes": 2}
 FORECAST = {
     "num_input_channels": 3,
-    "context_length": 32,
     "patch_length": 8,
     "patch_stride": 4,
     "prediction_length": 8,
@@ -289,7 +288,6 @@ model(
     sequences,
     dim=32,
     seq_len=32,
-    num_experts=4,
 )
 
 model(
@@ -305,7 +303,6 @@ model(
     "transformers:SwinForImageClassification",
     pixels,
     image_size=32,
-    patch_size=4,
     embed_dim=16,
     depths=[2, 2],
     num_heads=[2, 2],
@@ -432,8 +429,6 @@ model(
     "perceiver",
     "perceiver_pytorch:Perceiver",
     random(2, 16, 16, 3),
-    input_channels=3,
-    input_axis=2,
     num_freq_bands=4,
     max_freq=8.0,
     depth=2,
@@ -443,7 +438,6 @@ model(
     latent_dim_head=16,
     latent_heads=2,
     num_classes=10,
-    weight_tie_layers=True,
 )
 
 model(
@@ -467,10 +461,6 @@ model(
     "monai_segresnet",
     "monai.networks.nets:SegResNet",
     random(2, 1, 16, 16, 16),
-    spatial_dims=3,
-    init_filters=8,
-    in_channels=1,
-    out_channels=2,
     blocks_down=(1, 2),
     blocks_up=(1,),
 )
@@ -549,10 +539,8 @@ model(
     conv_dim=(16, 16),
     conv_stride=(5, 4),
     conv_kernel=(10, 8),
-    num_feat_extract_layers=2,
     num_conv_pos_embeddings=16,
     num_conv_pos_embedding_groups=2,
-    layerdrop=0.1,
     **TRANSFORMER,
 )
 model(
@@ -653,7 +641,6 @@ model(
     "transformers:PatchTSMixerForPrediction",
     forecast,
     d_model=16,
-    num_layers=3,
     **FORECAST,
 )
 
@@ -663,9 +650,6 @@ model(
     random(16, 12),
     12,
     3,
-    n_d=8,
-    n_a=8,
-    n_steps=3,
     group_attention_matrix=torch.eye(12),
 )
 model(
