@@ -113,11 +113,6 @@ def never_synced(model: nn.Module, mesh: Any) -> None:
     whole.set_requires_gradient_sync = keep
 
 
-def tensor_alone(model: nn.Module, mesh: Any) -> None:
-    """Divide each layer over the ranks."""
-    tensor_parallel(model, mesh)
-
-
 def keep(*arguments: object) -> None:
     """Change nothing."""
 
@@ -203,7 +198,9 @@ CONFIGURATIONS = {
     "ddp, resnet": Configuration(kind="ddp", workload=resnet),
     "hsdp": Configuration(**HYBRID),
     "hsdp, window": Configuration(**HYBRID, window=WINDOW),
-    "tp": Configuration(kind=tensor_alone, workload=lambda: small(kv_heads=4), dimensions=("tp",)),
+    "tp": Configuration(
+        kind=tensor_parallel, workload=lambda: small(kv_heads=4), dimensions=("tp",)
+    ),
     "fsdp2+tp": Configuration(**TENSOR),
     "fsdp2+tp, window": Configuration(**TENSOR, window=WINDOW),
     "fsdp2+tp, full recompute": Configuration(**TENSOR, change=recompute_blocks),
