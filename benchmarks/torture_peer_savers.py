@@ -175,13 +175,6 @@ class Holder(nn.Module):
         for name, tensor in state_of(0).items():
             self.register_buffer(name, tensor)
 
-    def put(self, state: State) -> None:
-        for name, tensor in state.items():
-            getattr(self, name).copy_(tensor)
-
-    def get(self) -> State:
-        return {name: getattr(self, name).clone() for name in zeros()}
-
 
 class Accelerate(Peer):
     name = "accelerate"
@@ -197,12 +190,12 @@ class Accelerate(Peer):
         self._model, _ = self._accelerator.prepare(self._holder, optimizer)
 
     def save(self, root: Path, step: int, state: State) -> None:
-        self._holder.put(state)
+        self._holder.load_state_dict(state)
         self._accelerator.save_state(str(self.path(root, step)))
 
     def load_one(self, path: Path) -> State:
         self._accelerator.load_state(str(path))
-        return self._holder.get()
+        return self._holder.state_dict()
 
 
 class Lightning(Peer):
@@ -246,7 +239,8 @@ class HuggingFace(Peer):
 
     def save(self, root: Path, step: int, state: State) -> None:
         trainer = self._trainer
-        self._holder.put(state)
+        # The weight that the optimizer needs is no part of the state.
+        self._holder.load_state_dict(state, strict=False)
         trainer.args.output_dir = str(root)
         trainer.state.global_step = self.number(step)
         events = trainer.callback_handler
@@ -258,7 +252,7 @@ class HuggingFace(Peer):
         self._trainer._load_from_checkpoint(str(path))
         self._trainer._load_optimizer_and_scheduler(str(path))
         self._trainer._load_rng_state(str(path))
-        return self._holder.get()
+        return self._holder.state_dict()
 
 
 class Ours(Peer):
@@ -271,17 +265,17 @@ class Ours(Peer):
         self._state = TrainingState(self._holder)
 
     def save(self, root: Path, step: int, state: State) -> None:
-        self._holder.put(state)
+        self._holder.load_state_dict(state)
         with Store(root) as store:
             store.save("rollback", self.number(step), self._state)
 
     def load(self, root: Path) -> State:
         load_chosen(root, self._state)
-        return self._holder.get()
+        return self._holder.state_dict()
 
     def load_one(self, path: Path) -> State:
         Store(path.parents[1]).load(f"rollback/{path.name}", self._state)
-        return self._holder.get()
+        return self._holder.state_dict()
 
     def path(self, root: Path, step: int) -> Path:
         return root / f"rollback/step-{self.number(step):08d}.dcp"
