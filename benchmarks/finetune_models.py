@@ -104,8 +104,7 @@ def adapted(base: nn.Module, **options: Any) -> Made:
     """Return a base with adapters of low rank, and a batch."""
     from peft import LoraConfig, get_peft_model
 
-    given = {"r": RANK, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    return get_peft_model(base, LoraConfig(**(given | options))), words()
+    return get_peft_model(base, LoraConfig(r=RANK, task_type="CAUSAL_LM", **options)), words()
 
 
 # Adapters on a small Llama, by what differs from adapters of its queries and values.
@@ -140,9 +139,8 @@ def merged_and_adapted_again() -> Made:
 def merged_and_unmerged() -> Made:
     """Adapters that were merged into the base to evaluate, and are trained on apart from it."""
     model, batch = adapted(llama())
-    adapters = model
-    adapters.merge_adapter()
-    adapters.unmerge_adapter()
+    model.merge_adapter()
+    model.unmerge_adapter()
     return model, batch
 
 
@@ -260,7 +258,6 @@ def mixtral() -> Made:
         hidden_size=64,
         intermediate_size=128,
         num_local_experts=4,
-        num_experts_per_tok=2,
         output_router_logits=True,
         **SIZES,
     )

@@ -35,7 +35,7 @@ from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import Located, expected_values, first_operation, locate
 from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, SOUND, Fault, Planter, Training, record
-from locate_models import MODELS, quietly
+from locate_models import MODELS, quietly, sized_gpt2
 from locate_ranks import cases, record_trainings
 from recording import record_parser, write_record
 
@@ -252,10 +252,7 @@ def ranks(name: str, count: int) -> list[dict[str, Any]]:
 
 
 def small_gpt2() -> Callable[[], None]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = dict(n_layer=4, n_embd=256, n_head=4, n_positions=128, vocab_size=4096)
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    model = sized_gpt2(n_layer=4, n_embd=256, n_head=4, n_positions=128, vocab_size=4096)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(4096, (4, 128))
 

@@ -87,12 +87,15 @@ def experts() -> Made:
     return of_tokens(Tokens(nn.Sequential(Experts(), Experts())))
 
 
-def gpt2() -> Made:
+def sized_gpt2(**sizes: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+
+
+def gpt2() -> Made:
     sizes = dict(n_layer=2, n_head=2, n_embd=WIDTH, n_positions=LENGTH, vocab_size=VOCABULARY)
-    tokens = dict(bos_token_id=None, eos_token_id=None)
-    return of_tokens(GPT2LMHeadModel(GPT2Config(**sizes, **tokens)))
+    return of_tokens(sized_gpt2(**sizes))
 
 
 def llama() -> Made:

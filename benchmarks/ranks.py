@@ -326,9 +326,6 @@ def time_llama(name: str) -> dict[str, Any]:
     with sketch:
         peak = sketch.step(1, change=recompute_blocks).peak_bytes
     return {
-        "ranks": LLAMA_RANKS,
-        "tokens": LLAMA_TOKENS,
-        "dtype": "bfloat16",
         "peak_gib": round(peak / 2**30, 2),
         "processor_seconds": round(time.process_time() - started, 1),
     }

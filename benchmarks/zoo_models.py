@@ -751,11 +751,11 @@ model(
     "st_moe",
     "st_moe_pytorch:SparseMoEBlock",
     sequences,
-    Call("st_moe_pytorch:MoE", dim=32, num_experts=4, gating_top_n=2),
+    Call("st_moe_pytorch:MoE", dim=32, num_experts=4),
 )
 
 ADAPTERS: dict[str, Call] = {
-    "lora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1),
+    "lora": Call("peft:LoraConfig", r=4, lora_dropout=0.1),
     "dora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
     "scaled_activations": Call(
         "peft:IA3Config",
