@@ -12,7 +12,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ CALLS = itertools.count(1)
 locate_models.NUM_SAMPLES = 120
 
 # The modules behind which a fault may be planted; the fault is a module of its own there.
-PLACES: dict[str, Sequence[str]] = {
+PLACES = {
     "convolutions": ("0.0", "0.1", "1.2"),
     "residual": ("0", "1.convolution", "2"),
     "U-Net": ("begin", "norm", "up"),
@@ -60,9 +60,8 @@ def once(x: Tensor) -> Tensor:
     return x / 0 if next(CALLS) == FIRST_BAD_STEP else x
 
 
-Change = Callable[[Tensor], Tensor]
 # Faults that a replay must name, each with its phase and operation.
-FAULTS: dict[str, tuple[Change, str, str]] = {
+FAULTS = {
     "root": (lambda x: x + torch.sqrt(-1 - x.abs()), "forward", "aten.sqrt"),
     "logarithm": (lambda x: x * torch.log(-x.abs()), "forward", "aten.log"),
     "division": (lambda x: x / (x - x), "forward", "aten.div"),
@@ -79,7 +78,7 @@ FAULTS: dict[str, tuple[Change, str, str]] = {
     "growing": (lambda x: x * 400, "spike", ""),
     "shifted": (lambda x: x - 900 * x.detach().sign(), "spike", ""),
 }
-CHANGING: dict[str, Change] = {
+CHANGING = {
     "clock": lambda x: x * (1 + time.time_ns() % 9973 / 1e6),
     "entropy": lambda x: x + int.from_bytes(os.urandom(2), "little") / 1e7,
     # Far apart for consecutive numbers, so that no rounding makes them equal.
@@ -141,5 +140,5 @@ def main(name: str, fault: str, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    arguments: list[Any] = sys.argv[1:]
+    arguments = sys.argv[1:]
     main(*arguments)

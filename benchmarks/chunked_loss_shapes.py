@@ -75,11 +75,11 @@ class HeadAlone(nn.Module):
         self.targets[torch.rand(shape.tokens) < shape.ignored] = IGNORED_TARGET
 
 
-def ours(head: Any, targets: Tensor) -> Tensor:
+def ours(head, targets: Tensor) -> Tensor:
     return chunked_cross_entropy(head.hidden, head.linear.weight, targets, bias=head.linear.bias)
 
 
-def theirs(head: Any, targets: Tensor) -> Tensor:
+def theirs(head, targets: Tensor) -> Tensor:
     # torch 2.11 has neither of the two names.
     options = nn.LinearCrossEntropyOptions()
     linear = head.linear

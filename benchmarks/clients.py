@@ -134,8 +134,6 @@ def _own(names: list[str]) -> set[str]:
 def _claude(place: Place) -> set[str]:
     """Start a session, which lists its skills before its first, unanswered request."""
     with place.talk("-p", "hello", "--output-format", "stream-json", "--verbose") as session:
-        assert session.stdin
-        assert session.stdout
         session.stdin.close()
         session.stdin = None
         for line in session.stdout:
@@ -160,8 +158,6 @@ def _codex(place: Place) -> set[str]:
         },
     ]
     with place.talk("app-server") as server:
-        assert server.stdin
-        assert server.stdout
         server.stdin.write("".join(json.dumps(question) + "\n" for question in questions))
         server.stdin.flush()
         for line in server.stdout:

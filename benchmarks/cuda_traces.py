@@ -89,13 +89,13 @@ class Replay:
         self.allocator = CudaAllocator(
             expandable_segments=self.expandable, new_address=self._address
         )
-        self.blocks: list[MemoryBlock] = []
+        self.blocks = []
         self.num_allocations = 0
         self.address_sum = 0
-        self.computed: Counter[str] = Counter()
-        self.recorded: Counter[str] = Counter()
+        self.computed = Counter()
+        self.recorded = Counter()
         # The segments that the trace records for the next allocation.
-        self.expected: list[Mapping[str, int]] = []
+        self.expected = []
         # Some traces of expandable segments record only the totals.
         self.records_segments = not self.expandable or any(
             isinstance(event, dict) and "s" in event for event in trace["trace"]

@@ -101,19 +101,19 @@ class Work:
     fixture: Path
     opened: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
-    def call(self, function: Callable[..., Any], *args: Any, seconds: float = LONGEST_CALL) -> Any:
+    def call(self, function: Callable[..., Any], *args, seconds: float = LONGEST_CALL):
         """Return the result of a grader's function, run in a fork inside the agent's folder."""
         return _finish(_start(self.folder, lambda: function(*args)), seconds)
 
-    def original(self, function: Callable[..., Any], *args: Any) -> Any:
+    def original(self, function: Callable[..., Any], *args):
         """Return the result of a grader's function, run in a fork inside the fixture."""
         return _finish(_start(self._untouched, lambda: function(*args)), LONGEST_CALL)
 
-    def ranks(self, count: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def ranks(self, count: int, function: Callable[..., Any], *args) -> list[Any]:
         """Run a grader's function on several gloo ranks; return the result of each."""
         meeting = self._new_folder() / "meeting"
 
-        def body(rank: int) -> Any:
+        def body(rank: int):
             import torch.distributed as dist
 
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
@@ -144,7 +144,7 @@ class Work:
         shutil.copytree(self.folder, target)
         return Work(target, self.fixture, self.opened)
 
-    def answer(self) -> Any:
+    def answer(self):
         """Return what the agent wrote into `answer.json`."""
         try:
             return json.loads((self.folder / "answer.json").read_text())
@@ -265,7 +265,7 @@ def step_on_card(
 
 
 def assert_largest(
-    number: Any, reserved: Callable[[int], float], *, card: float, step: int, most: int
+    number, reserved: Callable[[int], float], *, card: float, step: int, most: int
 ) -> None:
     """Raise unless a number, such as of rows, reserves what a card has, and a step more does not.
 
@@ -319,7 +319,7 @@ def die_writing(num_bytes: int) -> Action:
 class _Watched(io.TextIOBase):
     """Standard output that acts at the end of lines with a given start, once for each start."""
 
-    def __init__(self, inner: Any, actions: dict[str, Action]) -> None:
+    def __init__(self, inner, actions: dict[str, Action]) -> None:
         self.inner = inner
         self.actions = actions
         self.line = ""
@@ -337,7 +337,7 @@ class _Watched(io.TextIOBase):
         self.inner.flush()
 
     def fileno(self) -> int:
-        return int(self.inner.fileno())
+        return self.inner.fileno()
 
 
 # Forks
@@ -419,7 +419,7 @@ def _end(fork: _Fork) -> Ended:
         return Ended(status, fork.read("output"), fork.read("errors"))
 
 
-def _finish(fork: _Fork, seconds: float) -> Any:
+def _finish(fork: _Fork, seconds: float):
     with fork.place:
         status = _wait(fork, seconds)
         if status == 0 and (result := fork.read("result")):

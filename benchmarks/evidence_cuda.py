@@ -58,7 +58,7 @@ def quickly_built(workload: Workload) -> Workload:
     def build() -> torch.nn.Module:
         noise = 0.02 * torch.randn(2**20)
 
-        def fill(weight: torch.Tensor, *_: Any, **__: Any) -> None:
+        def fill(weight: torch.Tensor, *_, **__) -> None:
             size = weight.numel()
             weight.data = noise.repeat(-(-size // len(noise)))[:size].view(weight.shape)
 
@@ -275,7 +275,7 @@ def records(*, dry: bool) -> dict[str, list[str]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Write each record that is not there; status 1 if one failed."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", metavar="NAME", help="names that begin so")
     parser.add_argument("--folder", type=Path, default=ROOT / "evidence" / "cuda")
     parser.add_argument("--dry-run", action="store_true", help="toy sizes, without a device")

@@ -43,7 +43,7 @@ def recompute_all(module: nn.Module) -> None:
     keep_routing(module)
 
 
-TECHNIQUES: dict[str, dict[str, Any]] = {
+TECHNIQUES = {
     "plain": {},
     "recompute, accumulated": {"change": recompute_all, "accumulated": True},
     "sac": {"change": apply_sac},
@@ -82,7 +82,7 @@ def compare(
     workload: Workload,
     samples: int,
     *,
-    optimizer: Any = "adamw",
+    optimizer="adamw",
     dtype: torch.dtype = torch.float32,
     change: Change = leave,
     accumulated: bool = False,
@@ -114,7 +114,7 @@ def compare(
     }
 
 
-def figures_of(timeline: Any) -> dict[str, int]:
+def figures_of(timeline) -> dict[str, int]:
     """Return the bytes that a row compares."""
     return {
         "peak_bytes": timeline.peak.bytes_alive,

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 import importlib
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ def trained(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def of(name: str, library: str = "torch.optim", **options: Any) -> MakeOptimizer:
+def of(name: str, library: str = "torch.optim", **options) -> MakeOptimizer:
     """Return a factory of a library's optimizer."""
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
@@ -45,7 +44,7 @@ def matrices(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([one for one in trained(module) if one.dim() == 2])
 
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {
+OPTIMIZERS = {
     **{name: of(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
     **{name: of(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
     "Adafactor": of("Adafactor"),
@@ -74,7 +73,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
-SIZES: dict[str, Any] = {
+SIZES = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -100,7 +99,7 @@ def words() -> dict[str, torch.Tensor]:
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-def adapted(base: nn.Module, **options: Any) -> Made:
+def adapted(base: nn.Module, **options) -> Made:
     """Return a base with adapters of low rank, and a batch."""
     from peft import LoraConfig, get_peft_model
 
@@ -108,7 +107,7 @@ def adapted(base: nn.Module, **options: Any) -> Made:
 
 
 # Adapters on a small Llama, by what differs from adapters of its queries and values.
-LORAS: dict[str, dict[str, Any]] = {
+LORAS = {
     "lora": {},
     "lora_on_all_layers": {"target_modules": "all-linear"},
     "lora_with_dropout": {"use_rslora": True, "lora_dropout": 0.1},

@@ -81,7 +81,7 @@ def mlp_workload(row: Mapping[str, str]) -> Workload:
     )
 
 
-def cross_entropy(module: nn.Module, batch: Any) -> torch.Tensor:
+def cross_entropy(module: nn.Module, batch) -> torch.Tensor:
     return F.cross_entropy(module(batch[0]), batch[1], reduction="sum")
 
 
@@ -105,7 +105,7 @@ def workload_of(name: str) -> Workload:
         raise ValueError("the size of its images is not known")
     shape = found.input_size
 
-    def batch(size: int) -> Any:
+    def batch(size: int):
         # The loader holds two more batches, and the bytes of which it makes one.
         others = [torch.randn(size, *shape) for _ in range(2)]
         raw = torch.empty(size, *shape, dtype=torch.uint8)
@@ -119,7 +119,7 @@ def workload_of(name: str) -> Workload:
     )
 
 
-def estimate(workload: Workload, optimizer: Any, sizes: Iterable[int]) -> dict[int, int]:
+def estimate(workload: Workload, optimizer, sizes: Iterable[int]) -> dict[int, int]:
     """Return the MiB that the training of a model reserves, by batch size."""
     with Sketch(workload, kernels="cuda", optimizer=optimizer) as sketch:
         if sketch.why_real:

@@ -25,7 +25,7 @@ UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unpro
 
 BATCH_SIZE = 4
 # The matrix products of the second are large enough to hide small overheads.
-SIZES: dict[str, dict[str, int]] = {
+SIZES = {
     "transformer": {},
     "llama_like": {
         "depth": 4,
@@ -53,7 +53,7 @@ def _between_probes(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradF
     return flow
 
 
-PROBING_WAYS: dict[str, Around] = {
+PROBING_WAYS = {
     "plain": lambda model, optimizer: contextlib.nullcontext(),
     "between": _between_probes,
     "probed": lambda model, optimizer: GradFlow(model, optimizer, every=1),

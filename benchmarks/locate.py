@@ -52,20 +52,20 @@ def sound(name: str, operations_in_step: int | None = None) -> list[dict[str, An
 
 
 @functools.cache
-def kept(name: str, around: Any = nullcontext) -> tuple[Any, str]:
+def kept(name: str, around=nullcontext) -> tuple[Any, str]:
     """Return a run that kept its values, and their folder."""
     values = tempfile.mkdtemp()
     return record(name, exchange=Exchange(values), around=around), values
 
 
 @functools.cache
-def noise(name: str) -> Any:
+def noise(name: str):
     """Return runs with noise for faults in B, which leave dtypes and calls as they are."""
     run, values = kept(name)
     return with_noise(name, values, written(expected_values(run, run, 1)[0]))
 
 
-def with_noise(name: str, values: str, expected: str, **options: Any) -> Any:
+def with_noise(name: str, values: str, expected: str, **options):
     return [
         record(name, exchange=Exchange(values, expected=expected, noise=seed), **options)
         for seed in range(NUM_NOISES)
@@ -78,7 +78,7 @@ def written(expected: dict[str, Any]) -> str:
     return folder
 
 
-def with_tolerance(name: str, b: Any, fault: Fault) -> Located:
+def with_tolerance(name: str, b, fault: Fault) -> Located:
     """Compare a run with a fault with the sound one, where noise is no difference."""
     run, values = kept(name)
     expected = written(expected_values(run, b, 1)[1])
@@ -153,12 +153,12 @@ def of_layers(change: Callable[..., Any]) -> Fault:
     def plant(training: Training) -> None:
         for module in training.model.modules():
             if type(module) is nn.Linear:
-                vars(module)["forward"] = functools.partial(change, module)
+                module.forward = functools.partial(change, module)
 
     return Fault(plant=plant)
 
 
-def in_two_sums(module: nn.Linear, inputs: Any) -> Any:
+def in_two_sums(module: nn.Linear, inputs):
     """Multiply as two ranks with half of the inputs each, and add their results."""
     half = module.in_features // 2
     first = F.linear(inputs[..., :half], module.weight[:, :half])
@@ -166,7 +166,7 @@ def in_two_sums(module: nn.Linear, inputs: Any) -> Any:
     return first + second if module.bias is None else first + second + module.bias
 
 
-def in_double(module: nn.Linear, inputs: Any) -> Any:
+def in_double(module: nn.Linear, inputs):
     bias = None if module.bias is None else module.bias.double()
     return F.linear(inputs.double(), module.weight.double(), bias).to(inputs.dtype)
 

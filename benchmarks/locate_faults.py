@@ -50,12 +50,12 @@ class Flip(torch.autograd.Function):
     """Flips a bit of a tensor, or of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, in_backward: bool, *where: Any) -> Tensor:
+    def forward(ctx, tensor: Tensor, in_backward: bool, *where) -> Tensor:
         ctx.where = where if in_backward else ()
         return flipped(tensor, () if in_backward else where)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx, gradient: Tensor):
         return flipped(gradient, ctx.where), None, None, None
 
 
@@ -65,12 +65,12 @@ class FlipResult(TorchDispatchMode):
     # So many operations of this name come before it; below 0 it is over, or not planted yet.
     remaining = -1
 
-    def __init__(self, name: str, *where: Any) -> None:
+    def __init__(self, name: str, *where) -> None:
         super().__init__()
         self.name = name
         self.where = where
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if str(func) == self.name:
             if self.remaining == 0:
@@ -112,12 +112,12 @@ class Training:
     def __post_init__(self) -> None:
         made = self.optimizer.step
 
-        def step(optimizer: Any, *args: Any, **options: Any) -> Any:
+        def step(optimizer, *args, **options):
             result = made(*args, **options)
             self.begin_step()
             return result
 
-        vars(self.optimizer)["step"] = MethodType(step, self.optimizer)
+        self.optimizer.step = MethodType(step, self.optimizer)
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -138,13 +138,13 @@ class Training:
         calls = Counter[int]()
 
         @functools.wraps(forward)
-        def changed(*args: Any, **options: Any) -> Any:
+        def changed(*args, **options):
             number = calls[self.step]
             calls[self.step] += torch.is_grad_enabled()
             is_here = step is None or (self.step, number) == (step, call)
             return change(forward, *args, **options) if is_here else forward(*args, **options)
 
-        vars(module)["forward"] = changed
+        module.forward = changed
 
 
 def record(
@@ -153,7 +153,7 @@ def record(
     *,
     seed: int = 0,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    **options: Any,
+    **options,
 ) -> list[dict[str, Any]]:
     """Record a training of a model, and return its observations."""
     folder = tempfile.mkdtemp()
@@ -166,7 +166,7 @@ def record(
     return read_fingerprints(folder)
 
 
-def is_float(value: Any) -> bool:
+def is_float(value) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
 
 
@@ -177,7 +177,7 @@ def _is_new(operation: str) -> bool:
     return all(one.alias_info is None for one in returns)
 
 
-def _first_changed(function: Callable[..., Any], output: Any, *options: Any) -> Any:
+def _first_changed(function: Callable[..., Any], output, *options):
     """Apply a function to the first tensor of an output."""
     first = next(filter(is_float, tree_leaves(output)))
     return tree_map(lambda one: function(one, *options) if one is first else one, output)
@@ -206,16 +206,16 @@ class Planter:
     def _where(self) -> tuple[float, int]:
         return self.random.random(), self.random.randrange(32)
 
-    def _one(self, choices: Sequence[Any]) -> Any:
+    def _one(self, choices: Sequence[Any]):
         if not choices:
             raise NoPlace
         return self.random.choice(choices)
 
-    def _observed(self, kind: str, **asked: Any) -> list[Any]:
+    def _observed(self, kind: str, **asked) -> list[Any]:
         facts = {"kind": kind, **asked}
         return [one for one in self.reference if all(one.get(k) == v for k, v in facts.items())]
 
-    def _call(self, **asked: Any) -> Any:
+    def _call(self, **asked):
         exits = self._observed("exit", phase="forward", **asked)
         return self._one(
             [one for one in exits if one["digests"].get("0", "float").startswith("float")]
@@ -272,7 +272,7 @@ class Planter:
         owner, _, name = path.rpartition(".")
         call = self._call(path=owner, step=self.step)
 
-        def stale(forward: Any, *args: Any, **options: Any) -> Any:
+        def stale(forward, *args, **options):
             buffer = getattr(forward.__self__, name)
             before = buffer.clone()
             output = forward(*args, **options)
@@ -281,7 +281,7 @@ class Planter:
 
         return self._at_call(call, "forward", stale)
 
-    def _at_call(self, call: Any, phase: str, change: Callable[..., Any]) -> Fault:
+    def _at_call(self, call, phase: str, change: Callable[..., Any]) -> Fault:
         where = call["path"], call["call"]
 
         def plant(training: Training) -> None:
@@ -295,10 +295,10 @@ class Planter:
         """A flip in the output of a module."""
         return self._flipped(self._call(step=self.step), "forward")
 
-    def _flipped(self, call: Any, phase: str) -> Fault:
+    def _flipped(self, call, phase: str) -> Fault:
         where = self._where()
 
-        def change(forward: Any, *args: Any, **options: Any) -> Any:
+        def change(forward, *args, **options):
             output = forward(*args, **options)
             return _first_changed(Flip.apply, output, phase == "backward", *where)
 
@@ -306,7 +306,7 @@ class Planter:
 
     def result(self) -> Fault:
         """A flip in the result of an operation of the second step."""
-        found: dict[tuple[Any, ...], list[Any]] = {}
+        found = {}
         for one in self.operations:
             if one["kind"] == "operation" and one["phase"] == "forward" and one["within"]:
                 found.setdefault(tuple(one["within"]), []).append(one)
@@ -323,7 +323,7 @@ class Planter:
         number = same.index(operation)
         mode = FlipResult(operation["name"], *self._where())
 
-        def change(forward: Any, *args: Any, **options: Any) -> Any:
+        def change(forward, *args, **options):
             mode.remaining = number
             return forward(*args, **options)
 
@@ -395,7 +395,7 @@ class Planter:
         """A matrix product or convolution of inputs with a mantissa of 10 bits, as in TF32."""
         path = self._one(self._of_class("Linear", "Conv"))
 
-        def change(forward: Any, inputs: Tensor, *args: Any, **options: Any) -> Any:
+        def change(forward, inputs: Tensor, *args, **options):
             short = (inputs.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
             return forward(inputs + (short - inputs).detach(), *args, **options)
 
@@ -424,7 +424,7 @@ class Planter:
 
     # Settings.
 
-    def _changed(self, path: str, name: str, value: Any, operations: tuple[str, ...]) -> Fault:
+    def _changed(self, path: str, name: str, value, operations: tuple[str, ...]) -> Fault:
         def plant(training: Training) -> None:
             setattr(training.module(path), name, value)
 
@@ -444,7 +444,7 @@ class Planter:
             module = training.module(path)
             module.eval()
             # A Trainer's model.train() does not reach it.
-            vars(module)["train"] = lambda mode=True: module
+            module.train = lambda mode=True: module
 
         return Fault(1, "forward", path, 0, plant, OF_DROPOUT)
 
@@ -464,7 +464,7 @@ class Planter:
             drop = functools.partial(nn.functional.dropout, p=training.module(path).p)
             training.around(path, 0, None, lambda forward, inputs: inputs)
 
-            def change(forward: Any, *args: Any, **options: Any) -> Any:
+            def change(forward, *args, **options):
                 return _first_changed(drop, forward(*args, **options))
 
             training.around(other, 0, None, change)

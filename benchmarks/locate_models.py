@@ -9,7 +9,6 @@ import itertools
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -191,7 +190,7 @@ class Sampled(nn.Module):
         return self.decode(hidden)
 
 
-MODELS: dict[str, Callable[[], Made]] = {
+MODELS = {
     "encoder": encoder,
     "GPT-2": gpt2,
     "Llama": llama,
@@ -214,7 +213,7 @@ def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
-def loader_of(samples: Any) -> DataLoader[Any]:
+def loader_of(samples) -> DataLoader[Any]:
     return DataLoader(samples, BATCH_SIZE)
 
 
@@ -244,13 +243,13 @@ def hugging_face(model: nn.Module, optimizer: torch.optim.Optimizer, samples: li
     from transformers import Trainer, TrainingArguments
 
     class OwnTrainer(Trainer):
-        def get_train_dataloader(self) -> Any:
+        def get_train_dataloader(self):
             return self.accelerator.prepare(loader_of(samples))
 
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Tensor:
+        def compute_loss(self, model, inputs, *args, **options) -> Tensor:
             return loss_of(model, *inputs)
 
-        def _prepare_inputs(self, inputs: Any) -> Any:
+        def _prepare_inputs(self, inputs):
             return inputs
 
     with tempfile.TemporaryDirectory() as folder:
@@ -275,7 +274,7 @@ def lightning(model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[
             super().__init__()
             self.model = model
 
-        def training_step(self, batch: Any, number: int) -> Tensor:
+        def training_step(self, batch, number: int) -> Tensor:
             return loss_of(self.model, *batch)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -298,7 +297,7 @@ LOOPS = {"Hugging Face": hugging_face, "Lightning": lightning, "Accelerate": acc
 
 
 @contextlib.contextmanager
-def quietly() -> Any:
+def quietly():
     """Silence what the Trainers print."""
     logging.disable(logging.WARNING)
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):

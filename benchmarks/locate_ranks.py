@@ -6,7 +6,6 @@ They are a job of `run_ranks`, without a program of a user's.
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +22,7 @@ KINDS = ("data", "activation", "weight_between_steps", "optimizer_state", "kerne
 NAMES = ("encoder", "sampled")
 
 
-def train(name: str, folder: Path, wrap: Any, fault: Fault = SOUND, *, own: bool = True) -> Any:
+def train(name: str, folder: Path, wrap, fault: Fault = SOUND, *, own: bool = True):
     rank = torch.distributed.get_rank()
     with record_run(folder, steps=STEPS):
         torch.manual_seed(0)

@@ -155,7 +155,7 @@ def fates(folder: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help=", ".join(TECHNIQUES))
     parser.add_argument("--function", help="mutate this function alone")
     parser.add_argument("--sample", type=int, help="draw so many mutants of each technique")

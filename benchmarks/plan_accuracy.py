@@ -6,23 +6,21 @@ Proof: `python -m pytest tests/plan/test_estimate.py`.
 """
 
 import itertools
-from collections.abc import Callable
 
 import torch
 
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
 from curry_train.workloads.models import resnet, transformer
-from curry_train.workloads.workload import Workload
-from finetune import Change, compare, leave
+from finetune import compare, leave
 from recording import record_parser, write_record
 
 DTYPES = ("float32", "bfloat16")
-MODELS: dict[str, Callable[[], Workload]] = {
+MODELS = {
     "transformer": transformer,
     "transformer, 8 of 256": lambda: transformer(depth=8, dim=256, vocabulary=4096, length=128),
     "resnet": resnet,
 }
-TECHNIQUES: dict[str, Change] = {
+TECHNIQUES = {
     "none": leave,
     "full": recompute_blocks,
     "regions": apply_regions,

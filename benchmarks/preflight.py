@@ -77,7 +77,7 @@ def seconds_alone(train: Callable[[], Any], num_steps: int) -> float:
     """Return the seconds of so many steps of a loop that nobody looks at."""
     made = itertools.count(1)
 
-    def end(*_: Any) -> None:
+    def end(*_) -> None:
         if next(made) >= num_steps:
             raise Ended
 

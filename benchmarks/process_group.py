@@ -9,12 +9,9 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from typing import Any
 
 
-def run_group(
-    words: Sequence[str], *, seconds: float | None, **options: Any
-) -> tuple[int | None, str]:
+def run_group(words: Sequence[str], *, seconds: float | None, **options) -> tuple[int | None, str]:
     """Run a command, and end all that it started; return its status and output.
 
     The status is None where its time was over. `options` are those of `subprocess.Popen`.

@@ -41,18 +41,18 @@ REPEATS = 5
 WORLDS = (2, 4)
 
 
-def small(**options: Any) -> Workload:
+def small(**options) -> Workload:
     """Make a transformer of three blocks."""
     sizes = {"depth": 3, "dim": 64, "vocabulary": 256, "length": 16}
     return transformer(**sizes | options)
 
 
-def tie_head(model: Any) -> None:
+def tie_head(model) -> None:
     """Take the embedding of a transformer as its head."""
     model.head.weight = model.embedding.weight
 
 
-def freeze_base(model: Any) -> None:
+def freeze_base(model) -> None:
     """Leave only the last block and the head of a transformer to be trained."""
     model.requires_grad_(False)
     model.layers[-1].requires_grad_(True)
@@ -62,21 +62,21 @@ def freeze_base(model: Any) -> None:
 # Ways of a user's own, each with torch's calls.
 
 
-def shard_blocks(model: nn.Module, mesh: Any, **options: Any) -> list[Any]:
+def shard_blocks(model: nn.Module, mesh, **options) -> list[Any]:
     return [fully_shard(one, mesh=mesh, **options) for one in find_blocks(model).values()]
 
 
-def root_alone(model: nn.Module, mesh: Any) -> None:
+def root_alone(model: nn.Module, mesh) -> None:
     """Shard the whole model as one unit."""
     fully_shard(model, mesh=mesh)
 
 
-def blocks_alone(model: nn.Module, mesh: Any) -> None:
+def blocks_alone(model: nn.Module, mesh) -> None:
     """Shard the blocks, and leave embedding, norm and head whole on every rank."""
     shard_blocks(model, mesh)
 
 
-def norms_left_out(model: nn.Module, mesh: Any) -> None:
+def norms_left_out(model: nn.Module, mesh) -> None:
     """Shard all but the norms, whose parameters stay whole on every rank."""
     ignored = {
         parameter
@@ -88,7 +88,7 @@ def norms_left_out(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh, ignored_params=ignored)
 
 
-def prefetched(model: nn.Module, mesh: Any) -> None:
+def prefetched(model: nn.Module, mesh) -> None:
     """Shard the blocks, and gather two blocks ahead."""
     blocks = shard_blocks(model, mesh)
     fully_shard(model, mesh=mesh)
@@ -97,7 +97,7 @@ def prefetched(model: nn.Module, mesh: Any) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
 
 
-def not_prefetched(model: nn.Module, mesh: Any) -> None:
+def not_prefetched(model: nn.Module, mesh) -> None:
     """Shard the blocks, and gather each one only when it runs in backward."""
     blocks = shard_blocks(model, mesh)
     fully_shard(model, mesh=mesh)
@@ -105,7 +105,7 @@ def not_prefetched(model: nn.Module, mesh: Any) -> None:
         block.set_modules_to_backward_prefetch([block])
 
 
-def never_synced(model: nn.Module, mesh: Any) -> None:
+def never_synced(model: nn.Module, mesh) -> None:
     """Shard the blocks, and sync the gradients of no microbatch, not of the last one either."""
     shard_blocks(model, mesh)
     whole = fully_shard(model, mesh=mesh)
@@ -117,7 +117,7 @@ def keep(*arguments: object) -> None:
     """Change nothing."""
 
 
-def bucket_views(model: nn.Module, mesh: Any) -> nn.Module:
+def bucket_views(model: nn.Module, mesh) -> nn.Module:
     """Let gradients be views of the buckets of DDP."""
     return nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=0.05
@@ -156,8 +156,8 @@ class Configuration:
 
 
 SYNCED = {"sync_each_microbatch": True}
-TENSOR: dict[str, Any] = {"kind": "fsdp2+tp", "dimensions": ("dp", "tp")}
-HYBRID: dict[str, Any] = {"kind": "hsdp", "dimensions": ("replicate", "shard")}
+TENSOR = {"kind": "fsdp2+tp", "dimensions": ("dp", "tp")}
+HYBRID = {"kind": "hsdp", "dimensions": ("replicate", "shard")}
 CONFIGURATIONS = {
     "fsdp2": Configuration(),
     "fsdp2, parameters stay gathered": Configuration(options={"reshard_after_forward": False}),
@@ -255,13 +255,13 @@ def peak_of_running_rank(make: Callable[[], Callable[[], object]], *, repeats: i
 
 
 @functools.cache
-def mesh_of(sizes: tuple[tuple[str, int], ...]) -> Any:
+def mesh_of(sizes: tuple[tuple[str, int], ...]):
     """Make each mesh once, because DTensor caches the process groups of equal meshes."""
     names, numbers = zip(*sizes, strict=True)
     return init_device_mesh("cpu", numbers, mesh_dim_names=names)
 
 
-def _program(one: Configuration, sharding: Sharding, mesh: Any) -> Callable[[], None]:
+def _program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], None]:
     case = Case(one.workload(), dtype=one.dtype)
     model = case.build()
     blocks = find_blocks(model)
@@ -309,7 +309,7 @@ def compare(names: list[str], world: int) -> list[dict[str, Any]]:
 
 
 # Shapes of Llama 3, of which one rank of 64 is predicted.
-LLAMA_SHAPES: dict[str, dict[str, int]] = {
+LLAMA_SHAPES = {
     "8B": {"depth": 32, "dim": 4096, "heads": 32, "hidden": 14336},
     "70B": {"depth": 80, "dim": 8192, "heads": 64, "hidden": 28672},
 }

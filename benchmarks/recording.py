@@ -11,9 +11,9 @@ import torch
 from curry_train.core.wording import provenance, write_json
 
 
-def record_parser(description: str | None) -> argparse.ArgumentParser:
+def record_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with `--json`, described by the first line of a module's docstring."""
-    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("--json", metavar="PATH", help="write the record")
     return parser
 

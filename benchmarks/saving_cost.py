@@ -152,7 +152,7 @@ def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 # The memory of a save and of a load.
 
-ACTIONS: dict[str, Callable[[TrainingState, Path], Any]] = {
+ACTIONS = {
     "plain.save": lambda state, folder: save(_tensors(state), checkpoint_id=folder / "plain"),
     "ours.save": lambda state, folder: Store(folder / "ours").save("recovery", 1, state),
     "plain.load": lambda state, folder: load(

@@ -64,7 +64,7 @@ def what_catches(slip: dict[str, Any], folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("list", type=Path)
     parser.add_argument("--only", type=int, nargs="*", help="rows by their number, from 1 on")
     options = parser.parse_args()

@@ -245,11 +245,11 @@ class RankReport:
 
 
 def be_a_rank(
-    setup: Setup, folder: Path, resume: str, blow: Blow, *, rank: int, pipe: Any, meeting: str
+    setup: Setup, folder: Path, resume: str, blow: Blow, *, rank: int, pipe, meeting: str
 ) -> int:
     """Train to the end, or until the blow; return the exit status."""
 
-    def say(word: str, what: Any = None) -> None:
+    def say(word: str, what=None) -> None:
         pipe.send(RankReport(time.monotonic(), rank, word, what))
 
     os.setpgid(0, 0)
@@ -283,7 +283,7 @@ def _struck_at_a_change(
     """
     process, count, handled = os.getpid(), 0, False
 
-    def hook(event: str, arguments: Any) -> None:
+    def hook(event: str, arguments) -> None:
         nonlocal count, handled
         writes = event == "open" and bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR))
         if os.getpid() != process or not (writes or event in CHANGES):
@@ -322,7 +322,7 @@ class Ranks(Life):
         self.meeting = tempfile.mktemp(prefix="meet-", dir=QUICK)
         # The writing end stays open here too, so that a read never meets the end.
         self.pipe, self.writing = multiprocessing.Pipe(duplex=False)
-        self.pids: list[int] = []
+        self.pids = []
         for rank in range(setup.world):
             pid = os.fork()
             if not pid:
@@ -546,7 +546,7 @@ NEVER = Blow(0, (0,), word="never")
 
 
 @functools.cache
-def straight(*data: Any) -> dict[int, dict[int, str]]:
+def straight(*data) -> dict[int, dict[int, str]]:
     """Train without a blow, saving in the foreground; return the losses of each rank."""
     folder = Path(tempfile.mkdtemp(prefix="straight-", dir=QUICK))
     history = History(folder, Setup(*data))

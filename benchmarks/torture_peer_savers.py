@@ -11,7 +11,6 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -206,7 +205,7 @@ class Lightning(Peer):
     def prepare(self) -> None:
         from lightning.fabric.plugins.io import TorchCheckpointIO
 
-        self._io: Any = TorchCheckpointIO()
+        self._io = TorchCheckpointIO()
 
     def path(self, root: Path, step: int) -> Path:
         return root / f"{super().path(root, step).name}.ckpt"
@@ -231,7 +230,7 @@ class HuggingFace(Peer):
         self._holder = Holder()
         self._holder.weight = nn.Parameter(torch.ones(4))
         arguments = TrainingArguments("unused", report_to=[], use_cpu=True, disable_tqdm=True)
-        self._trainer: Any = Trainer(self._holder, arguments)
+        self._trainer = Trainer(self._holder, arguments)
         self._trainer.create_optimizer_and_scheduler(10)
 
     def path(self, root: Path, step: int) -> Path:
@@ -337,7 +336,7 @@ class CommittedLightning(Committed, Lightning):
         commit_file(staged, path)
 
 
-PEERS: dict[str, Peer] = {
+PEERS = {
     one.name: one
     for one in (
         Ours(),

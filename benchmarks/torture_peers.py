@@ -64,7 +64,7 @@ def in_a_fork(act: Callable[[Callable[[Any], None]], None]) -> tuple[Any, Any]:
     return process, reading
 
 
-def reports_of(process: Any, pipe: Any) -> tuple[list[Any], int]:
+def reports_of(process, pipe) -> tuple[list[Any], int]:
     """Wait for a fork to end; return its reports and its status."""
     reports = []
     with contextlib.suppress(EOFError):
@@ -92,7 +92,7 @@ def loaded(load: Callable[[], Any]) -> dict[str, Any]:
     return reports[0] if reports else {"error": f"the process ended with {status}"}
 
 
-def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...]) -> Any:
+def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...]):
     def act(report: Callable[[Any], None]) -> None:
         for step in steps:
             peer.save(root, step, state_of(step))
@@ -246,7 +246,7 @@ def forge_many(peer: Peer, folder: Path) -> dict[str, int]:
     return counts
 
 
-def _forge_file(path: Path, call: Any) -> None:
+def _forge_file(path: Path, call) -> None:
     """Put a hostile pickle in place of the pickle in a file."""
     data = path.read_bytes()
     if not data.startswith(b"PK"):

@@ -14,10 +14,10 @@ import torch
 class Call:
     """An object whose pickle calls a function when it is loaded."""
 
-    def __init__(self, function: Any, *arguments: Any) -> None:
+    def __init__(self, function, *arguments) -> None:
         self.call = function, arguments
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         return self.call
 
 

@@ -28,12 +28,12 @@ class Call:
     A class that has a class of configurations gets its options in one.
     """
 
-    def __init__(self, path: str, *arguments: Any, **options: Any) -> None:
+    def __init__(self, path: str, *arguments, **options) -> None:
         self.path = path
         self.arguments = arguments
         self.options = options
 
-    def __call__(self) -> Any:
+    def __call__(self):
         module, _, name = self.path.partition(":")
         kind = attrgetter(name)(importlib.import_module(module))
         arguments = [one() if isinstance(one, Call) else one for one in self.arguments]
@@ -59,8 +59,8 @@ def model(
     name: str,
     path: str,
     batch: Callable[[], Any],
-    *arguments: Any,
-    **options: Any,
+    *arguments,
+    **options,
 ) -> None:
     """Register a call of `module:name` with its batch; the library has the name of the module."""
     made = Call(path, *arguments, **options)
@@ -84,7 +84,7 @@ class Wrapped(torch.nn.Module):
         for name, module in modules.items():
             self.add_module(name, module)
 
-    def forward(self, *inputs: Any) -> torch.Tensor:
+    def forward(self, *inputs) -> torch.Tensor:
         return self.function(self, *inputs)
 
 
@@ -705,11 +705,11 @@ CAUSAL_MODEL = {
 CAUSAL = "transformers:AutoModelForCausalLM.from_config"
 
 
-def configuration(kind: str, **options: Any) -> Call:
+def configuration(kind: str, **options) -> Call:
     return Call("transformers:AutoConfig.for_model", kind, **CAUSAL_MODEL | options)
 
 
-CAUSAL_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+CAUSAL_MODELS = {
     "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
     "llama": ("llama", {}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 16}),
@@ -754,7 +754,7 @@ model(
     Call("st_moe_pytorch:MoE", dim=32, num_experts=4),
 )
 
-ADAPTERS: dict[str, Call] = {
+ADAPTERS = {
     "lora": Call("peft:LoraConfig", r=4, lora_dropout=0.1),
     "dora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
     "scaled_activations": Call(
@@ -787,7 +787,7 @@ model(
 VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
 SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 16}
 SWIN |= {"depths": (2, 2, 2), "num_heads": (2, 2, 2)}
-TIMM_MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+TIMM_MODELS = {
     "vit": ("vit_tiny_patch16_224", 32, VIT),
     "swin": ("swin_tiny_patch4_window7_224", 64, SWIN),
     "convnext": ("convnext_atto", 32, {"depths": (2, 2, 2, 2), "dims": (8, 16, 32, 64)}),
@@ -836,7 +836,7 @@ model(
 )
 
 
-def graphs() -> Any:
+def graphs():
     from torch_geometric.data import Batch, Data
 
     graphs = []
@@ -868,7 +868,7 @@ model("graph_u_net", "torch_geometric.nn:GraphUNet", edges, 8, 16, 4, depth=2)
 
 
 @zoo_model("lambda-networks")
-def lambda_layer() -> Any:
+def lambda_layer():
     from lambda_networks import LambdaLayer
 
     def block() -> torch.nn.Module:
@@ -880,10 +880,10 @@ def lambda_layer() -> Any:
 
 
 @zoo_model("torch-geometric")
-def graph_attention() -> Any:
+def graph_attention():
     from torch_geometric.nn import GAT, global_mean_pool
 
-    def forward(own: Any, data: Any) -> torch.Tensor:
+    def forward(own, data) -> torch.Tensor:
         return global_mean_pool(own.net(data.x, data.edge_index), data.batch)
 
     net = GAT(8, 32, num_layers=3, out_channels=4, heads=2, dropout=0.1)
@@ -891,11 +891,11 @@ def graph_attention() -> Any:
 
 
 @zoo_model("e3nn")
-def equivariant_product() -> Any:
+def equivariant_product():
     from e3nn import o3
     from e3nn.nn import FullyConnectedNet
 
-    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(own, x: torch.Tensor) -> torch.Tensor:
         for layer in own.layers:
             x = x + layer(x, own.radial(x))
         return x
@@ -908,7 +908,7 @@ def equivariant_product() -> Any:
 
 
 @zoo_model("nflows")
-def autoregressive_flow() -> Any:
+def autoregressive_flow():
     from nflows.distributions.normal import StandardNormal
     from nflows.flows.base import Flow
     from nflows.transforms import (
@@ -926,10 +926,10 @@ def autoregressive_flow() -> Any:
 
 
 @zoo_model("torchdiffeq")
-def neural_equation() -> Any:
+def neural_equation():
     from torchdiffeq import odeint
 
-    def solve(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def solve(own, x: torch.Tensor) -> torch.Tensor:
         times = torch.linspace(0, 1, 5, dtype=x.dtype)
         return odeint(own.dynamics, x, times, method="rk4")[-1]
 
@@ -939,10 +939,10 @@ def neural_equation() -> Any:
 
 
 @zoo_model("snntorch")
-def snntorch_net() -> Any:
+def snntorch_net():
     import snntorch
 
-    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(own, x: torch.Tensor) -> torch.Tensor:
         membrane = own.spikes.init_leaky()
         total = torch.zeros(x.shape[0], 4, dtype=x.dtype)
         for _ in range(8):
@@ -957,10 +957,10 @@ def snntorch_net() -> Any:
 
 
 @zoo_model("spikingjelly")
-def spikingjelly_net() -> Any:
+def spikingjelly_net():
     from spikingjelly.activation_based import functional, layer, neuron
 
-    def forward(own: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(own, x: torch.Tensor) -> torch.Tensor:
         functional.reset_net(own)
         return torch.stack([own.stages(x) for _ in range(6)]).mean(0)
 
