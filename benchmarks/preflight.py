@@ -50,10 +50,11 @@ def of_language() -> None:
 
 
 def of_images() -> None:
-    widths = (3, 32, 64, 128)
     blocks = [
-        nn.Sequential(nn.Conv2d(one, two, 3, padding=1), nn.BatchNorm2d(two), nn.ReLU(), pool)
-        for one, two, pool in zip(widths, widths[1:], [nn.MaxPool2d(2)] * 3, strict=False)
+        nn.Sequential(
+            nn.Conv2d(one, two, 3, padding=1), nn.BatchNorm2d(two), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        for one, two in itertools.pairwise((3, 32, 64, 128))
     ]
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 16, 10))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
