@@ -59,7 +59,7 @@ def zeros() -> State:
 
 
 class Peer:
-    """A library that saves and loads."""
+    """A library that saves and loads, by `save(root, step, state)` and `load_one(path)`."""
 
     name = ""
     distribution = "torch"
@@ -71,15 +71,9 @@ class Peer:
     def prepare(self) -> None:
         """Import and build what a save needs, before processes are forked."""
 
-    def save(self, root: Path, step: int, state: State) -> None:
-        raise NotImplementedError
-
     def load(self, root: Path) -> State:
         """Load the newest checkpoint as a script that resumes would."""
         return self.load_one(self.newest(root))
-
-    def load_one(self, path: Path) -> State:
-        raise NotImplementedError
 
     def path(self, root: Path, step: int) -> Path:
         return root / f"step-{self.number(step)}"

@@ -92,7 +92,11 @@ def loaded(load: Callable[[], Any]) -> dict[str, Any]:
     return reports[0] if reports else {"error": f"the process ended with {status}"}
 
 
-def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...]):
+def save_anew(peer: Peer, root: Path, steps: tuple[int, ...]) -> Path:
+    """Save steps into a new folder, in a process; return the path of the last one."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+
     def act(report: Callable[[Any], None]) -> None:
         for step in steps:
             peer.save(root, step, state_of(step))
@@ -101,6 +105,7 @@ def save_in_a_fork(peer: Peer, root: Path, steps: tuple[int, ...]):
     reports, status = reports_of(*in_a_fork(act))
     if status or reports != list(steps):
         raise RuntimeError(f"{peer.name} saved {reports} of {steps}, status {status}")
+    return peer.path(root, steps[-1])
 
 
 # Kills.
@@ -114,10 +119,8 @@ def kill_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[s
     longest = 0.0
     while counts["kills"] < number:
         if not counts["kills"] % KILLS_OF_A_FOLDER or not root.exists():
-            shutil.rmtree(root, ignore_errors=True)
-            root.mkdir(parents=True)
             began = time.monotonic()
-            save_in_a_fork(peer, root, (1,))
+            save_anew(peer, root, (1,))
             longest = longest or 4 * (time.monotonic() - began)
             saved = begun = 1
         reports = _killed_reports(peer, root, begun + 1, generator.uniform(0, longest))
@@ -166,10 +169,7 @@ def flip_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[s
     """Flip single bits of the newest checkpoint, equally many in each file, and load."""
     generator = random.Random(f"{peer.name}-{seed}")
     root = folder / "flips"
-    root.mkdir(parents=True)
-    save_in_a_fork(peer, root, FIRST_STEPS)
-    newest = peer.path(root, FIRST_STEPS[-1])
-    files = _files_of(newest)
+    files = _files_of(save_anew(peer, root, FIRST_STEPS))
     counts = dict.fromkeys(("flips", "found", "harmless", "silent"), 0)
     for turn in range(number):
         path = files[turn % len(files)]
@@ -201,9 +201,7 @@ def fill_disks(peer: Peer, folder: Path) -> dict[str, int]:
     counts = dict.fromkeys(("full", "not_reported", "newest_fails", "lost", "silent"), 0)
     root = folder / "full"
     for part in FULL_PARTS:
-        root.mkdir(parents=True)
-        save_in_a_fork(peer, root, (1,))
-        first = peer.path(root, 1)
+        first = save_anew(peer, root, (1,))
         limit = int(part * max(one.stat().st_size for one in _files_of(first)))
 
         def act(report: Callable[[Any], None], limit: int = limit) -> None:
@@ -218,7 +216,6 @@ def fill_disks(peer: Peer, folder: Path) -> dict[str, int]:
         counts["newest_fails"] += "error" in found
         counts["silent"] += "silent" in found
         counts["lost"] += loaded(lambda first=first: peer.load_one(first)).get("step") != 1
-        shutil.rmtree(root)
     return counts
 
 
@@ -229,10 +226,7 @@ def forge_many(peer: Peer, folder: Path) -> dict[str, int]:
     root = folder / "hostile"
     for call in calls(str(canary)).values():
         for pattern in peer.pickled:
-            shutil.rmtree(root, ignore_errors=True)
-            root.mkdir(parents=True)
-            save_in_a_fork(peer, root, FIRST_STEPS)
-            newest = peer.path(root, FIRST_STEPS[-1])
+            newest = save_anew(peer, root, FIRST_STEPS)
             files = [newest] if newest.is_file() else sorted(newest.glob(pattern))
             for path in files:
                 _forge_file(path, call)
