@@ -104,12 +104,12 @@ class Training:
     """A model that is about to be trained, and the fault that is planted on the way."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
     samples: list[Any]
     fault: Fault
     step: int = 0
 
     def __post_init__(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-3)
         made = self.optimizer.step
 
         def step(optimizer, *args, **options):
@@ -160,9 +160,8 @@ def record(
     with fault.mode, around(), record_run(folder, steps=STEPS, **options):
         torch.manual_seed(seed)
         model, samples = MODELS[name]()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        training = Training(model, optimizer, samples, fault)
-        LOOPS.get(name, plain)(model, optimizer, training.samples)
+        training = Training(model, samples, fault)
+        LOOPS.get(name, plain)(model, training.optimizer, samples)
     return read_fingerprints(folder)
 
 
@@ -354,6 +353,23 @@ class Planter:
         call = self._one([one for one in calls if (one["path"], one["call"]) in with_gradient])
         return self._flipped(call, "backward")
 
+    def gradient(self) -> Fault:
+        """A flip in an accumulated gradient, before the step."""
+        path = self._parameter("gradient of ")
+        where = self._where()
+
+        def plant(training: Training) -> None:
+            calls = Counter[int]()
+
+            def change(parameter: Tensor) -> None:
+                calls[training.step] += 1
+                if training.step == self.step and calls[self.step] == MICROBATCHES:
+                    flip(parameter.grad, *where)
+
+            training.tensor(path).register_post_accumulate_grad_hook(change)
+
+        return Fault(self.step, "gradients", path, None, plant)
+
     def frozen(self) -> Fault:
         path = self._parameter("gradient of ")
 
@@ -373,23 +389,6 @@ class Planter:
             training.tensor(path).register_post_accumulate_grad_hook(longer)
 
         return Fault(1, "gradients", path, None, plant)
-
-    def gradient(self) -> Fault:
-        """A flip in an accumulated gradient, before the step."""
-        path = self._parameter("gradient of ")
-        where = self._where()
-
-        def plant(training: Training) -> None:
-            calls = Counter[int]()
-
-            def change(parameter: Tensor) -> None:
-                calls[training.step] += 1
-                if training.step == self.step and calls[self.step] == MICROBATCHES:
-                    flip(parameter.grad, *where)
-
-            training.tensor(path).register_post_accumulate_grad_hook(change)
-
-        return Fault(self.step, "gradients", path, None, plant)
 
     def kernel(self) -> Fault:
         """A matrix product or convolution of inputs with a mantissa of 10 bits, as in TF32."""
@@ -519,25 +518,5 @@ class Planter:
         return self._data(first, change)
 
 
-KINDS = (
-    "weight",
-    "weight_between_steps",
-    "optimizer_state",
-    "stale_buffer",
-    "activation",
-    "result",
-    "update",
-    "gradient_of_activation",
-    "gradient",
-    "frozen",
-    "hooked",
-    "kernel",
-    "drawn",
-    "epsilon",
-    "flag",
-    "dropout",
-    "dropout_moved",
-    "optimizer_flag",
-    "data",
-    "microbatches",
-)
+# Each kind is a method, in the order in which kinds take turns.
+KINDS = [name for name in vars(Planter) if name[0] != "_" and name != "draw"]

@@ -29,9 +29,8 @@ def train(name: str, folder: Path, wrap, fault: Fault = SOUND, *, own: bool = Tr
         model, samples = MODELS[name]()
         begin = rank * STEPS * MICROBATCHES * BATCH_SIZE if own else 0
         wrapped = wrap(model)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        training = Training(model, optimizer, samples[begin:], fault if rank == 1 else SOUND)
-        plain(wrapped, optimizer, training.samples)
+        training = Training(model, samples[begin:], fault if rank == 1 else SOUND)
+        plain(wrapped, training.optimizer, training.samples)
     return read_fingerprints(folder, rank)
 
 
