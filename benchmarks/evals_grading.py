@@ -107,7 +107,7 @@ class Work:
 
     def original(self, function: Callable[..., Any], *args):
         """Return the result of a grader's function, run in a fork inside the fixture."""
-        return _finish(_start(self._untouched, lambda: function(*args)), LONGEST_CALL)
+        return _finish(_start(self._untouched, lambda: function(*args)))
 
     def ranks(self, count: int, function: Callable[..., Any], *args) -> list[Any]:
         """Run a grader's function on several gloo ranks; return the result of each."""
@@ -126,7 +126,7 @@ class Work:
                 dist.destroy_process_group()
 
         started = [_start(self.folder, lambda rank=rank: body(rank)) for rank in range(count)]
-        return [_finish(one, LONGEST_CALL) for one in started]
+        return [_finish(one) for one in started]
 
     def run(self, script: str, *words: str, at: Mapping[str, Action] | None = None) -> Ended:
         """Run a script of the agent as a program; act when it prints a line that starts so."""
@@ -136,7 +136,8 @@ class Work:
             sys.stdout = _Watched(sys.stdout, dict(at or {}))
             runpy.run_path(script, run_name="__main__")
 
-        return _end(_start(self.folder, body))
+        status, written = _wait(_start(self.folder, body))
+        return Ended(status, written.get("output", ""), written.get("errors", ""))
 
     def copy(self) -> "Work":
         """Return the same work in a new folder, so that files of one run stay out of the next."""
@@ -346,22 +347,16 @@ class _Watched(io.TextIOBase):
 FORK = multiprocessing.get_context("fork")
 
 
-@dataclass
-class _Fork:
-    process: multiprocessing.process.BaseProcess
-    place: tempfile.TemporaryDirectory[str]
-
-    def read(self, name: str) -> str:
-        path = Path(self.place.name) / name
-        return path.read_text(errors="replace") if path.exists() else ""
+# A process, and the folder of its output and its result.
+Fork = tuple[multiprocessing.process.BaseProcess, tempfile.TemporaryDirectory[str]]
 
 
-def _start(folder: Path, body: Callable[[], Any]) -> _Fork:
+def _start(folder: Path, body: Callable[[], Any]) -> Fork:
     """Run a function in a fork, in a folder, with its own output and importable modules."""
     place = tempfile.TemporaryDirectory(prefix="eval")
     process = FORK.Process(target=_become, args=(folder, Path(place.name), body))
     process.start()
-    return _Fork(process, place)
+    return process, place
 
 
 def _become(folder: Path, place: Path, body: Callable[[], Any]) -> NoReturn:
@@ -401,28 +396,25 @@ def _status_of(ended: SystemExit) -> int:
     return 1
 
 
-def _wait(fork: _Fork, seconds: float) -> int:
-    """Return the status of a fork; a negative number is the signal that ended it."""
-    fork.process.join(seconds)
-    status = fork.process.exitcode
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(fork.process.pid, signal.SIGKILL)
-    if status is None:
-        fork.process.join()
-        raise Broken(f"did not end within {seconds:.0f} s")
-    return status
+def _wait(fork: Fork, seconds: float = LONGEST_CALL) -> tuple[int, dict[str, str]]:
+    """Return the status of a fork, negative for a signal that ended it, and what it wrote."""
+    process, place = fork
+    with place as folder:
+        process.join(seconds)
+        status = process.exitcode
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if status is None:
+            process.join()
+            raise Broken(f"did not end within {seconds:.0f} s")
+        files = Path(folder).iterdir()
+        return status, {path.name: path.read_text(errors="replace") for path in files}
 
 
-def _end(fork: _Fork) -> Ended:
-    with fork.place:
-        status = _wait(fork, LONGEST_CALL)
-        return Ended(status, fork.read("output"), fork.read("errors"))
-
-
-def _finish(fork: _Fork, seconds: float):
-    with fork.place:
-        status = _wait(fork, seconds)
-        if status == 0 and (result := fork.read("result")):
-            return json.loads(result)
-        last = [line for line in fork.read("errors").splitlines() if line.strip()] or ["no message"]
-        raise Broken(f"ended with status {status}: {last[-1].strip()}")
+def _finish(fork: Fork, seconds: float = LONGEST_CALL):
+    status, written = _wait(fork, seconds)
+    if status == 0 and "result" in written:
+        return json.loads(written["result"])
+    errors = written.get("errors", "").splitlines()
+    last = [line for line in errors if line.strip()] or ["no message"]
+    raise Broken(f"ended with status {status}: {last[-1].strip()}")
