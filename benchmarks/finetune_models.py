@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 """
 
 import importlib
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -31,10 +30,7 @@ def of(name: str, library: str = "torch.optim", **options) -> MakeOptimizer:
     """Return a factory of a library's optimizer."""
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = getattr(importlib.import_module(library), name)
-        return found(trained(module), **options)
+        return getattr(importlib.import_module(library), name)(trained(module), **options)
 
     return make
 
