@@ -151,12 +151,7 @@ def two_adapters() -> Made:
 def ia3() -> Made:
     from peft import IA3Config, get_peft_model
 
-    config = IA3Config(
-        task_type="CAUSAL_LM",
-        target_modules=["k_proj", "v_proj", "down_proj"],
-        feedforward_modules=["down_proj"],
-    )
-    return get_peft_model(llama(), config), words()
+    return get_peft_model(llama(), IA3Config(task_type="CAUSAL_LM")), words()
 
 
 def prompt_tuning() -> Made:

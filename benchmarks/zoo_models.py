@@ -326,7 +326,6 @@ model(
     hidden_sizes=[16, 32],
     patch_sizes=[3, 3],
     strides=[2, 2],
-    num_attention_heads=[1, 2],
     mlp_ratios=[2, 2],
     decoder_hidden_size=16,
 )
@@ -486,10 +485,8 @@ model(
     },
     num_attention_heads=2,
     attention_head_dim=16,
-    in_channels=4,
     num_layers=3,
     sample_size=8,
-    patch_size=2,
     num_embeds_ada_norm=10,
 )
 model(
@@ -551,8 +548,6 @@ model(
     max_source_positions=32,
     max_target_positions=32,
     pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
     decoder_start_token_id=1,
     **ENCODER_AND_DECODER,
 )
@@ -757,11 +752,7 @@ model(
 ADAPTERS = {
     "lora": Call("peft:LoraConfig", r=4, lora_dropout=0.1),
     "dora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
-    "scaled_activations": Call(
-        "peft:IA3Config",
-        target_modules=["k_proj", "down_proj"],
-        feedforward_modules=["down_proj"],
-    ),
+    "scaled_activations": Call("peft:IA3Config", target_modules=["k_proj", "down_proj"]),
 }
 LLAMA = Call(CAUSAL, configuration("llama"), attn_implementation="eager")
 for name, config in ADAPTERS.items():
@@ -819,7 +810,6 @@ model(
     block_out_channels=(16, 32),
     layers_per_block=1,
     cross_attention_dim=16,
-    attention_head_dim=8,
     norm_num_groups=8,
     down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
     up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
