@@ -30,7 +30,7 @@ from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding, tensor_parallel
 from curry_train.plan.record import RankStorages
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
-from curry_train.workloads.models import mlp, resnet, transformer
+from curry_train.workloads.models import llama_8b, mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
 from recording import record_parser, write_record
 
@@ -308,21 +308,27 @@ def compare(names: list[str], world: int) -> list[dict[str, Any]]:
     ]
 
 
-# Shapes of Llama 3, of which one rank of 64 is predicted.
-LLAMA_SHAPES = {
-    "8B": {"depth": 32, "dim": 4096, "heads": 32, "hidden": 14336},
-    "70B": {"depth": 80, "dim": 8192, "heads": 64, "hidden": 28672},
-}
-LLAMA_RANKS = 64
+# Llama 3, of which one rank of 64 is predicted.
 LLAMA_TOKENS = 8192
+LLAMAS = {
+    "8B": llama_8b(length=LLAMA_TOKENS),
+    "70B": transformer(
+        depth=80,
+        dim=8192,
+        heads=64,
+        kv_heads=8,
+        hidden=28672,
+        vocabulary=128_256,
+        length=LLAMA_TOKENS,
+    ),
+}
 
 
-def time_llama(name: str) -> dict[str, Any]:
+def time_llama(workload: Workload) -> dict[str, Any]:
     """Time the prediction of one rank that trains a Llama with FSDP2 and full recompute."""
-    sizes = LLAMA_SHAPES[name] | {"kv_heads": 8, "vocabulary": 128_256, "length": LLAMA_TOKENS}
     started = time.process_time()
-    sharding = Sharding("fsdp2", mesh={"dp": LLAMA_RANKS})
-    sketch = Sketch(transformer(**sizes), dtype=torch.bfloat16, kernels="cuda", sharding=sharding)
+    sharding = Sharding("fsdp2", mesh={"dp": 64})
+    sketch = Sketch(workload, dtype=torch.bfloat16, kernels="cuda", sharding=sharding)
     with sketch:
         peak = sketch.step(1, change=recompute_blocks).peak_bytes
     return {
@@ -336,7 +342,7 @@ def main() -> None:
     parser = record_parser(__doc__)
     parser.add_argument("--only", default="", help="configurations whose name contains this")
     options = parser.parse_args()
-    llama = {} if options.only else {name: time_llama(name) for name in LLAMA_SHAPES}
+    llama = {} if options.only else {name: time_llama(one) for name, one in LLAMAS.items()}
     rows = []
     for world in WORLDS:
         names = [
