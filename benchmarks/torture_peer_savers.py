@@ -88,8 +88,6 @@ class Peer:
             for path in root.iterdir()
             if (found := re.fullmatch(r"(?:step|checkpoint)-(\d+)(?:\.ckpt)?", path.name))
         ]
-        if not numbered:
-            raise FileNotFoundError("no checkpoint stands here")
         return max(numbered)[1]
 
     def forge(self, path: Path) -> None:
@@ -292,10 +290,7 @@ class Committed(Peer):
     """A library with `commit_checkpoints`, and `newest_whole` at resume."""
 
     def newest(self, root: Path) -> Path:
-        found = newest_whole(root)
-        if found is None:
-            raise FileNotFoundError("no checkpoint here is whole")
-        return Path(found)
+        return Path(newest_whole(root))
 
     def forge(self, path: Path) -> None:
         commit_folder(path)
