@@ -100,9 +100,9 @@ class Row:
     transcript: str
 
 
-def cases(root: Path = ROOT) -> list[Case]:
+def cases() -> list[Case]:
     """List the cases of all skills by name."""
-    found = sorted(root.glob("evals/*/*/case.yaml"))
+    found = sorted(ROOT.glob("evals/*/*/case.yaml"))
     read = [Case(path.parent, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in found]
     return sorted(read, key=lambda case: case.name)
 
@@ -110,10 +110,10 @@ def cases(root: Path = ROOT) -> list[Case]:
 # Arms
 
 
-def build_arm(arm: str, target: Path, root: Path = ROOT) -> Path:
+def build_arm(arm: str, target: Path) -> Path:
     """Write the plugin that an agent of this arm gets, and return its folder."""
     target.mkdir(parents=True)
-    paths = [path.relative_to(root) for path in files(root)]
+    paths = [path.relative_to(ROOT) for path in files(ROOT)]
     # No agent may see the cases, their graders or their solutions.
     shown = [path for path in paths if path.parts[0] not in HIDDEN]
     copied = MANIFESTS if arm == "none" else shown
@@ -122,7 +122,7 @@ def build_arm(arm: str, target: Path, root: Path = ROOT) -> Path:
     for name in copied:
         path = target / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / name, path)
+        shutil.copy(ROOT / name, path)
     if arm == "gutted":
         for page in target.glob("skills/*/SKILL.md"):
             parts = page.read_text(encoding="utf-8").split("---\n", 2)

@@ -233,10 +233,8 @@ def flops(function: Callable[[], Any]) -> int:
     return count.flops
 
 
-def step_on_card(
-    rows: int, *, dtype: str = "bfloat16", **given: Mapping[str, int]
-) -> dict[str, float]:
-    """Return the MiB that training steps of `train.py` reserve on a card, and the FLOPs of one.
+def step_on_card(rows: int, **given: Mapping[str, int]) -> dict[str, float]:
+    """Return the MiB that steps of `train.py` reserve on a card in bfloat16, and the FLOPs of one.
 
     The card is not here: a step runs on shapes, and its allocations in the model of the allocator.
     `given` are more arguments of the script's functions `build`, `batch` and `loss_of`.
@@ -258,7 +256,7 @@ def step_on_card(
         count=lambda rows: 1,
         optimizer=train.make_optimizer,
     )
-    with Sketch(workload, kernels="cuda", dtype=getattr(torch, dtype)) as sketch:
+    with Sketch(workload, kernels="cuda", dtype=torch.bfloat16) as sketch:
         step = sketch.step(rows)
     assert step.trace is not None, sketch.why_real
     reserved = cuda_memory(step.trace).reserved_bytes

@@ -220,7 +220,7 @@ def predict(name: str, world: int, rank: int) -> int:
     return step.peak_bytes
 
 
-def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
+def measure_all(names: list[str]) -> dict[str, int]:
     """Return the peaks of this process, which is one of the ranks, in plain loops."""
     found = {}
     for name in names:
@@ -228,11 +228,11 @@ def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
         sharding = one.sharding(dist.get_world_size(), dist.get_rank())
         mesh = mesh_of(tuple(sharding.mesh.items()))
         make = functools.partial(_program, one, sharding, mesh)
-        found[name] = peak_of_running_rank(make, repeats=repeats)
+        found[name] = peak_of_running_rank(make, repeats=REPEATS)
     return found
 
 
-def peak_of_running_rank(make: Callable[[], Callable[[], object]], *, repeats: int = 1) -> int:
+def peak_of_running_rank(make: Callable[[], Callable[[], object]], *, repeats: int) -> int:
     """Measure the peak of a step of this process, which is a rank among others.
 
     `make` builds the program and returns its step; all that it makes counts. Two steps come first.

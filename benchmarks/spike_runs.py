@@ -15,10 +15,11 @@ from curry_train.runs.spike import SpikeWatchdog
 from recording import record_parser, write_record
 
 FAULTS = ("bad samples", "learning rate", "not a number")
+NUM_STEPS = 160
 LASTS = 4  # steps of a planted fault
 
 
-def small_training(seed, *, steps=160, fault=None, at=None):
+def small_training(seed, *, fault=None, at=None):
     """Train a small classifier or regression and return its losses.
 
     Seeds vary the optimizer (SGD or AdamW), the learning rate over a decade and batches from 2 to
@@ -35,7 +36,7 @@ def small_training(seed, *, steps=160, fault=None, at=None):
     size = int(random.choice([2, 4, 8, 32, 256]))
     regression = random.random() < 0.3
     losses = []
-    for step in range(1, steps + 1):
+    for step in range(1, NUM_STEPS + 1):
         now = fault if at is not None and at <= step < at + LASTS else None
         rows = torch.randint(256, (size,))
         taken = inputs[rows]
