@@ -140,5 +140,4 @@ def main(name: str, fault: str, seed: str) -> None:
 
 
 if __name__ == "__main__":
-    arguments = sys.argv[1:]
-    main(*arguments)
+    main(*sys.argv[1:])

@@ -212,12 +212,6 @@ def trace_numbers(
     }
 
 
-def record_memory(name: str, path: Path) -> None:
-    config = MEMORY_CONFIGS[name]
-    found = {"measured": measured(config)}
-    write_record(str(path), asdict(config) | found, device="cuda")
-
-
 def compare_memory(folder: Path) -> dict[str, Any]:
     """Compare all recorded memory with predictions from shapes, and replay the traces."""
     rows = []
@@ -285,7 +279,9 @@ def main(arguments: list[str] | None = None) -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if options.memory:
-        record_memory(options.memory, folder / f"{options.memory}.json")
+        config = MEMORY_CONFIGS[options.memory]
+        figures = asdict(config) | {"measured": measured(config)}
+        write_record(f"{folder}/{config.name}.json", figures, device="cuda")
         return 0
 
     if options.compare:

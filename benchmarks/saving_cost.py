@@ -53,9 +53,9 @@ NUM_STEPS = 35
 NUM_ROWS = 128
 
 
-def made_state(num_bytes: int) -> TrainingState:
-    """Make a model and AdamW with its moments, together of about `num_bytes`."""
-    layers = max(1, round(num_bytes / (BYTES_PER_PARAMETER * LAYER_WIDTH * LAYER_WIDTH)))
+def made_state(mib: int) -> TrainingState:
+    """Make a model and AdamW with its moments, together of about so many MiB."""
+    layers = max(1, round(mib * 2**20 / (BYTES_PER_PARAMETER * LAYER_WIDTH * LAYER_WIDTH)))
     model = nn.Sequential(*[nn.Linear(LAYER_WIDTH, LAYER_WIDTH) for _ in range(layers)])
     state = TrainingState(model, torch.optim.AdamW(model.parameters()))
     train_step(state, 8)
@@ -130,7 +130,7 @@ def compare_with_torch(
 
 
 def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    state = made_state(options.mib * 2**20)
+    state = made_state(options.mib)
     pairs = options.rounds
 
     def remove() -> None:
@@ -170,10 +170,10 @@ def _tensors(state: TrainingState) -> dict[str, Any]:
     return dict(state.snapshot().tensors)
 
 
-def highest_memory(name: str, folder: Path, num_bytes: int) -> int:
+def highest_memory(name: str, folder: Path, mib: int) -> int:
     """Return the most resident bytes during an action, in a process that did nothing before."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    state = made_state(num_bytes)
+    state = made_state(mib)
     # Linux forgets what was resident before.
     Path("/proc/self/clear_refs").write_text("5")
     ACTIONS[name](state, folder)
@@ -185,7 +185,7 @@ def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     found = {"state_bytes": options.mib * 2**20}
     for name in ACTIONS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            found[name] = pool.apply(highest_memory, (name, folder, found["state_bytes"]))
+            found[name] = pool.apply(highest_memory, (name, folder, options.mib))
     ratios = {one: found[f"ours.{one}"] / found[f"plain.{one}"] for one in ("save", "load")}
     return found | {"memory": ratios}
 
@@ -214,7 +214,7 @@ def one_round(state: TrainingState, saver: BackgroundSaver | None, number: int) 
 
 def measure_rounds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Compare each round after a save with the round without one; the first pair warms up."""
-    state = made_state(options.mib * 2**20)
+    state = made_state(options.mib)
     all_steps = []
     slowest = []
     with Store(folder / "rounds") as store, BackgroundSaver(store) as saver:
@@ -284,7 +284,7 @@ def train_with_cadence(
 
     `highest` is the largest share so far, taken after each save.
     """
-    state = made_state(options.mib * 2**20)
+    state = made_state(options.mib)
     config = PolicyConfig(rollback_every="auto", recovery_every=None, overhead=OVERHEAD)
     highest = 0.0
     saving_seconds = 0.0
