@@ -33,7 +33,7 @@ BUDGETS = {
     f"{PACKAGE}/cli": 48,
     PACKAGE: 288,
     "tests": 278,
-    "benchmarks": 57,
+    "benchmarks": 55,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(
