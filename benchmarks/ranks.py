@@ -220,7 +220,7 @@ def predict(name: str, world: int, rank: int) -> int:
     return step.peak_bytes
 
 
-def measure_all(names: list[str]) -> dict[str, int]:
+def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
     """Return the peaks of this process, which is one of the ranks, in plain loops."""
     found = {}
     for name in names:
@@ -228,7 +228,7 @@ def measure_all(names: list[str]) -> dict[str, int]:
         sharding = one.sharding(dist.get_world_size(), dist.get_rank())
         mesh = mesh_of(tuple(sharding.mesh.items()))
         make = functools.partial(_program, one, sharding, mesh)
-        found[name] = peak_of_running_rank(make, repeats=REPEATS)
+        found[name] = peak_of_running_rank(make, repeats=repeats)
     return found
 
 
