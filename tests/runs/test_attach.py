@@ -124,7 +124,7 @@ def test_finished_epochs_are_not_trained_again(tmp_path):
     with attach(tmp_path) as run:
         assert go(run, "ab", epochs=2) == []
         assert go(run, "ab", epochs=3) == ["a", "b"]
-    with attach(tmp_path) as run, pytest.raises(ValueError, match="the run is in epoch 2: write"):
+    with attach(tmp_path) as run, pytest.raises(ValueError, match="the run is in epoch 2: put"):
         go(run, "ab")
 
 
