@@ -187,6 +187,15 @@ def test_an_instrument_sees_the_same_step_in_chunks(instrument):
     torch.testing.assert_close(*found)
 
 
+def test_a_chunk_has_as_many_tokens_as_asked_for():
+    model = Model()
+    apply_chunked_loss(model, chunk_tokens=20)
+    with Called() as called:
+        flat_loss(model(TOKENS), TOKENS).backward()
+    # The gradients of the hidden states of 132 tokens.
+    assert called.operations.count(torch.ops.aten.mm.out) == 7
+
+
 def test_hooks_on_the_node_of_the_logits_run_in_backward():
     # FSDP2, module trackers and pipelines learn from them that backward has come this far.
     model = Model()

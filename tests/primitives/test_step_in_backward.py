@@ -66,6 +66,18 @@ def test_windows_train_the_same(steps):
     assert steps > 1 or max(num_gradients) == 1
 
 
+def test_what_got_its_gradient_in_a_pause_steps_in_the_step():
+    """As a layer that only an earlier microbatch of a window uses."""
+    after, (during, optimizer) = model(), stepping()
+    (data,) = microbatches(1)
+    square_sum(after, data).backward()
+    ADAM(after.parameters()).step()
+    with optimizer.paused():
+        square_sum(during, data).backward()
+    optimizer.step()
+    assert all_equal(during.parameters(), after.parameters())
+
+
 def test_a_state_dict_goes_on():
     module, optimizer = stepping()
     train(module, optimizer)
