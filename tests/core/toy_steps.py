@@ -1,4 +1,4 @@
-"""What small training steps share: models, inputs, a loss, and what is compared."""
+"""Models, inputs and a loss for small training steps, and comparisons of what they leave."""
 
 import torch
 from torch import nn

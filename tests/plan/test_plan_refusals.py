@@ -192,6 +192,7 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
         found = planner.plan(round(0.8 * plain.peak_bytes), global_batch=4, microbatch=4)
     assert "needs values" in found.settings["why_real"]
     assert "offload" not in kinds
+    assert plain.own in plain.candidates
     assert found.peak_bytes <= found.budget_bytes
     with Planner(net(64, 64), device=h100, **settings) as planner:
         planner.plan(2**40, global_batch=4, microbatch=4)

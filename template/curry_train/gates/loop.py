@@ -45,10 +45,7 @@ from .verdict import NotApplicable, Verdict, not_applicable
 
 DEFAULT_STEPS = 8
 NO_LOSS = "no loss function of torch was called"
-NO_STEP = (
-    "the loop made no step of an optimizer; where it changes weights itself, give them to "
-    "torch.optim.SGD"
-)
+NO_STEP = "the loop made no optimizer step: weights that it changes itself need torch.optim.SGD"
 
 
 @dataclass(frozen=True)

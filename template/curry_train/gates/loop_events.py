@@ -422,7 +422,7 @@ class Trace(Events):
 
     @cached_property
     def idle(self) -> set[Tensor]:
-        """Those that have never had a gradient."""
+        """The parameters in optimizers that have never had a gradient."""
         return self.held - self.with_gradient
 
     @cached_property

@@ -280,8 +280,8 @@ class Planner:
 
         shown = sorted((candidate.within(budget_bytes) for candidate in found), key=order)
         best = next(candidate for candidate in shown if candidate.checked)
-        # Where its whole step was estimated, that is its row.
-        if own:
+        # Where its whole step was estimated in the search, that is its row.
+        if own and not own.checked:
             same = (one for one in shown if one.is_plain and one.microbatch == own.microbatch)
             own = next(same, own)
         return replace(self._plan(best, shown, budget_bytes), own=own)

@@ -295,19 +295,21 @@ class Plan:
             lines = textwrap.wrap(self.assumptions(), 80) + lines
 
         shown = [*self.candidates[:most]]
-        if self.own is not None:
-            shown = [self.own, *(one for one in shown if one != self.own)]
+        if own := self.own:
+            shown = [one for one in shown if not one.is_plain or one.microbatch != own.microbatch]
+            shown.insert(0, own)
         if shown:
             lines += ["", f"{'microbatch':>10} {'steps':>6} {'peak':>11} {'step time':>12}  blocks"]
         for candidate in shown:
             time = candidate.step_seconds
             seconds = "too large" if time is None else _step_time(time)
             blocks = "your own setting" if candidate is self.own else candidate.summary()
-            line = (
-                f"{candidate.microbatch:>10} {candidate.steps:>6} "
-                f"{format_bytes(candidate.peak_bytes):>11} {seconds:>12}  {blocks}"
+            lines.append(
+                _cut(
+                    f"{candidate.microbatch:>10} {candidate.steps:>6} "
+                    f"{format_bytes(candidate.peak_bytes):>11} {seconds:>12}  {blocks}"
+                )
             )
-            lines.append(_cut(line))
 
         lines += self._cuda_lines()
         nothing = "no block is repeated: name some with --blocks to plan for them"
@@ -369,7 +371,7 @@ class Plan:
             **data,
             "version": PLAN_VERSION,
             "options": {name: option.to_json() for name, option in self.options.items()},
-            "own": None if self.own is None else row(self.own),
+            "own": self.own and row(self.own),
             "candidates": [*map(row, self.candidates)],
         }
 
