@@ -9,7 +9,8 @@ imported them. It works in a copy of the checkout, whose mutants can be read wit
 in the folder that is printed. The tests are those named after the technique or one of its modules,
 and the files that a module names as its proof; those in `tests/gates` run the gates. All tests that
 reach a mutant would take minutes for each, so only what survives these meets all tests of its room:
-mutmut does not see which tests reach it in a process of their own, as those of two ranks do.
+mutmut does not see which tests reach it in a process of their own, as those of two ranks do, or
+in compiled code.
 Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
@@ -48,9 +49,10 @@ ROOMS = {
 }
 # Tests of a room take up to six minutes.
 MOST_ROOM_SECONDS = 1200
-# The compiler does not trace the function by which mutmut chooses a mutant, modules with all
-# mutants have more lines than a copy may have, and the copy has no project to begin with.
-DESELECTED = "(bench or not compile) and not closures and not test_project"
+# The copy has no project to begin with. The compiler does not trace the function by which mutmut
+# chooses a mutant, and modules with all mutants have more lines than a copy may have.
+NO_PROJECT = "not test_project"
+DESELECTED = f"(bench or not compile) and not closures and {NO_PROJECT}"
 COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
 CONFIGURATION = """
 [tool.mutmut]
@@ -105,11 +107,18 @@ def run_module(
 
 
 def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
-    """Run the tests of the room of a mutant's module until one fails, or hangs, with it."""
-    words = ("pytest", "-x", "-k", DESELECTED, *ROOMS[name.split(".")[1]])
-    status, _ = run_module(
-        folder / "mutants", *words, seconds=MOST_ROOM_SECONDS, MUTANT_UNDER_TEST=mutant
-    )
+    """Run the tests of the room of a mutant's module until one fails, or hangs, with it.
+
+    The mutant stands in the module itself, where compiled code and other processes find it too.
+    """
+    package, room, module, _ = name.split(".")
+    path = folder / package / room / f"{module}.py"
+    text = path.read_text(encoding="utf-8")
+    if mutant:
+        run_module(folder, "mutmut", "apply", mutant)
+    words = ("pytest", "-x", "-k", NO_PROJECT, *ROOMS[room])
+    status, _ = run_module(folder, *words, seconds=MOST_ROOM_SECONDS, PYTHONPATH=str(folder))
+    path.write_text(text, encoding="utf-8")
     return status != 0
 
 

@@ -182,7 +182,7 @@ class Holder:
 def test_modules_are_found_in_all_that_a_function_uses():
     first, second, third = (nn.Linear(2, 2) for _ in range(3))
     second.friends = [third]
-    in_closure = [first, {"one": Holder([second])}]
+    in_closure = [first, {"one": Holder([third])}]
 
     def inner():
         return second, Holder, torch
@@ -195,7 +195,7 @@ def test_modules_are_found_in_all_that_a_function_uses():
         (first.forward, 0, [first]),
         (bound, 0, [first, second]),
         (outer, 0, [first]),
-        (outer, 1, [first, second]),
+        (outer, 1, [first, third, second]),
         (inner, 1, [second, third]),
         (Holder([first]), 0, []),
         (Holder([first]), 1, [first]),
@@ -283,6 +283,7 @@ def test_a_changed_parameter_buffer_or_attribute_is_named(lever, kept_as):
             super().__init__()
             scale = torch.ones(8)
             self.register_parameter("absent", None)
+            self.register_module("removed", None)
             if kept_as is nn.Module.register_parameter:
                 scale = nn.Parameter(scale)
             kept_as(self, "scale", scale)

@@ -245,10 +245,9 @@ def _put_back(states: list[tuple[nn.Module, Held]]) -> None:
     for module, (parameters, buffers, attributes) in states:
         for name, value in parameters.items():
             present = module._parameters.get(name)
-            if present is value or _is_released(value):
-                continue
             # A shard and the whole parameter, which `fully_shard` exchanges, are left as they are.
-            if hasattr(value, "placements") == hasattr(present, "placements"):
+            is_exchanged = hasattr(value, "placements") != hasattr(present, "placements")
+            if not is_exchanged and not _is_released(value):
                 module._parameters[name] = value
         module._buffers.update(buffers)
         own = module.__dict__
