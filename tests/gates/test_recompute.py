@@ -191,12 +191,15 @@ def test_parity_names_the_block_that_is_unfit(disturb, in_hint, change):
     assert in_hint in verdict.hint
 
 
-def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it():
-    """Its results under autocast differ each time, as of a kernel that reads too far."""
+@pytest.mark.parametrize("why", ["does not repeat itself under it", "raises RuntimeError"])
+def test_a_model_that_autocast_is_nothing_for_is_judged_without_it(why):
+    """Its results differ each time, as of a kernel that reads too far, or it refuses."""
     calls = itertools.count()
 
     def run(blocks, x):
         if torch.is_autocast_enabled("cpu"):
+            if "raises" in why:
+                raise RuntimeError("for float32 alone")
             x = x + next(calls)
         return blocks[2](blocks[1](blocks[0](x)))
 
@@ -206,7 +209,7 @@ def test_a_model_that_does_not_repeat_itself_under_autocast_is_judged_without_it
 
     verdict = verdict_of(recompute.compare_training, Case(squares(build, 16)))
     assert verdict.passed, verdict
-    assert "without autocast: the plain model does not repeat itself" in verdict.measured
+    assert verdict.measured.endswith(f"steps; without autocast: the plain model {why}")
 
 
 def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():

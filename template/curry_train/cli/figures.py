@@ -340,15 +340,27 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
         axes.axvspan(budget, max(right, budget), color="#F0F0F0", linewidth=0, zorder=0)
         # Room for the marks of small peaks, where the budget is far larger.
         axes.set_xlim(max(0.0, left - 0.03 * (budget - left)), max(right, budget))
-        label = f"the budget, {format_bytes(plan.budget_bytes)}"
-        axes.axvline(budget, color="black", linestyle=":", label=label)
-        place = ([plan.peak_bytes / size], [per_second * plan.step_seconds])
-        axes.plot(*place, "*", color="black", markersize=17, zorder=5, label="the plan")
+        axes.axvline(
+            budget,
+            color="black",
+            linestyle=":",
+            label=f"the budget, {format_bytes(plan.budget_bytes)}",
+        )
+        axes.plot(
+            plan.peak_bytes / size,
+            per_second * plan.step_seconds,
+            "*",
+            color="black",
+            markersize=17,
+            zorder=5,
+            label="the plan",
+        )
         per_rank = " of each rank" if plan.ranks > 1 else ""
         samples = plan.steps * plan.microbatch * planner.sharding.data_ranks
         axes.set(
             xlabel=f"predicted peak memory{per_rank}, {unit}",
-            ylabel=f"predicted time of one optimizer step ({samples} samples), {time_unit}",
+            ylabel=f"predicted time of one optimizer step of {samples} "
+            f"sample{'s' * (samples > 1)}, {time_unit}",
         )
         # Long enough to show which lines are dashed.
         figure.legend(handlelength=4, loc=RIGHT)
