@@ -153,7 +153,7 @@ def _equal(facts: BoxFacts, found: dict[str, Any]) -> str:
 
 def _operation(phase: str, module: str, name: str, line: str) -> str:
     place = f", {line}" if line else ""
-    return f"{phase}: {name} in {module or 'no module of the model'}{place}"
+    return f"{phase}: {name} in {module}{place}"
 
 
 def describe(step: int, found: dict[str, Any]) -> list[str]:

@@ -184,12 +184,14 @@ def examine(record: Sequence[Observation]) -> dict[str, Any]:
 
 def _shown(one: Observation) -> list[str]:
     """Return phase, module, name and line of an operation, and the digests of its results."""
+    within = one["within"]
+    module = _module(within[0]) or "the model itself" if within else "no module of the model"
     digests = " ".join(one["digests"].values())
-    return [one["phase"], _module(one["within"]), one["name"], one["line"], digests]
+    return [one["phase"], module, one["name"], one["line"], digests]
 
 
-def _module(within: Sequence[Any] | None) -> str:
-    return within[0].removeprefix("model").removeprefix(".") if within else ""
+def _module(path: str) -> str:
+    return path.removeprefix("model").removeprefix(".")
 
 
 def _sources(step: Sequence[Observation]) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -240,7 +242,7 @@ def _sizes(step: Sequence[Observation], kind: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for one in step:
         if one["kind"] == kind and one["phase"] == "forward":
-            path = _module([one["path"]])
+            path = _module(one["path"])
             ranges = [ends for name, ends in one["ranges"].items() if name[:7] != "buffer "]
             found[path] = max(
                 [found.get(path, 0.0), *(abs(end) for ends in ranges for end in ends)]
@@ -276,6 +278,6 @@ def growth(good: Sequence[Observation], bad: Sequence[Observation]) -> dict[str,
         "gain": gains.get(named, 1.0),
         "sizes": [one.get(named, 0.0) for one in sizes],
         "batch": next(iter(inputs.values()), 1.0),
-        "parameter": _module([largest]),
+        "parameter": _module(largest),
         "gradient": gradients.get(largest, 1.0),
     }
