@@ -256,8 +256,16 @@ def mixtral() -> Made:
 
 ADAPTERS = (
     *LORAS,
-    *("lora_with_input_gradients", "merged_and_adapted_again", "merged_and_unmerged"),
-    *("two_adapters", "ia3", "prompt_tuning", "lora_on_torchao_int8", "lora_on_torchao_int4"),
-    *("lora_on_torchao_nf4", "lora_on_bitsandbytes_int8", "lora_on_bitsandbytes_nf4"),
+    "lora_with_input_gradients",
+    "merged_and_adapted_again",
+    "merged_and_unmerged",
+    "two_adapters",
+    "ia3",
+    "prompt_tuning",
+    "lora_on_torchao_int8",
+    "lora_on_torchao_int4",
+    "lora_on_torchao_nf4",
+    "lora_on_bitsandbytes_int8",
+    "lora_on_bitsandbytes_nf4",
 )
 EXPERTS = ("mixtral",)

@@ -14,8 +14,19 @@ from zoo import MODELS
 
 # Those whose libraries the tests install.
 SHORT = [
-    *("bert", "vit", "segformer", "monai_unet", "diffusers_dit", "whisper", "patch_tst", "gpt2"),
-    *("llama", "mixtral", "x_transformer", "graph_attention", "snntorch_net"),
+    "bert",
+    "vit",
+    "segformer",
+    "monai_unet",
+    "diffusers_dit",
+    "whisper",
+    "patch_tst",
+    "gpt2",
+    "llama",
+    "mixtral",
+    "x_transformer",
+    "graph_attention",
+    "snntorch_net",
 ]
 
 # Of each technique, the gates that compare the training of a step with the plain one.

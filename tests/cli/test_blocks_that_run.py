@@ -94,8 +94,17 @@ def test_a_model_that_can_not_run_is_left_to_the_gates(models):
 COMMANDS = {
     "memory": (),
     "plan": (
-        *("--budget", "2MiB", "--global-batch", "4", "--microbatch", "4", "--whole-loss"),
-        *("--without", "sac", "--without", "offload"),
+        "--budget",
+        "2MiB",
+        "--global-batch",
+        "4",
+        "--microbatch",
+        "4",
+        "--whole-loss",
+        "--without",
+        "sac",
+        "--without",
+        "offload",
     ),
 }
 

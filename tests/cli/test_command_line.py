@@ -23,8 +23,22 @@ from curry_train.core.wording import provenance
 
 # The commands that README and DESIGN promise.
 PROMISED = (
-    *("validate", "plan", "memory", "preflight", "savings", "bench", "grad-flow", "train", "runs"),
-    *("new", "add", "update", "diff", "list", "agents-md", "gen-tests"),
+    "validate",
+    "plan",
+    "memory",
+    "preflight",
+    "savings",
+    "bench",
+    "grad-flow",
+    "train",
+    "runs",
+    "new",
+    "add",
+    "update",
+    "diff",
+    "list",
+    "agents-md",
+    "gen-tests",
 )
 SCREEN_COLUMNS = 80
 SHARED_OPTIONS = (

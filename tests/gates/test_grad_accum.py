@@ -38,8 +38,13 @@ def test_no_gate_holds_where_the_plain_gradients_mean_nothing(make, cause):
     case = Case(make())
     gates = {gate.name: gate for gate in discover()}
     names = [
-        *("recompute/parity-full", "recompute/parity-selective", "sac/parity-sac"),
-        *("grad-accum/equal", "grad-accum/uneven", "grad-accum/once", "recompute/offload-parity"),
+        "recompute/parity-full",
+        "recompute/parity-selective",
+        "sac/parity-sac",
+        "grad-accum/equal",
+        "grad-accum/uneven",
+        "grad-accum/once",
+        "recompute/offload-parity",
         "recompute/budget",
     ]
     for name in names:

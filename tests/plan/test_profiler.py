@@ -208,7 +208,9 @@ def test_a_pattern_names_the_blocks():
     report = profile(Tower(), torch.randn(4, 8), blocks="blocks.*.wide")
     assert {layer.name for layer in report.layers} == {
         *[f"blocks.{index}.{part}" for index in range(3) for part in ("wide", "narrow")],
-        *("stem", "head", "(rest)"),
+        "stem",
+        "head",
+        "(rest)",
     }
     with pytest.raises(ValueError, match="'layers' matches no module"):
         profile(Tower(), torch.randn(4, 8), blocks="layers")

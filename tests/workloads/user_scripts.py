@@ -578,14 +578,37 @@ if __name__ == "__main__":
 """
 
 RUN_CLM_ARGUMENTS = (
-    *("--output_dir", "out", "--per_device_train_batch_size", "4", "--max_steps", "1"),
-    *("--report_to", "none", "--use_cpu", "--max_grad_norm", "0", "--disable_tqdm", "1"),
-    *("--lr_scheduler_type", "constant", "--save_strategy", "no"),
+    "--output_dir",
+    "out",
+    "--per_device_train_batch_size",
+    "4",
+    "--max_steps",
+    "1",
+    "--report_to",
+    "none",
+    "--use_cpu",
+    "--max_grad_norm",
+    "0",
+    "--disable_tqdm",
+    "1",
+    "--lr_scheduler_type",
+    "constant",
+    "--save_strategy",
+    "no",
 )
 
 LIGHTNING_CLI_ARGUMENTS = (
-    *("fit", "--model.lr", "0.01", "--data.batch_size", "4", "--trainer.max_steps", "1"),
-    *("--trainer.logger", "false", "--trainer.enable_checkpointing", "false"),
+    "fit",
+    "--model.lr",
+    "0.01",
+    "--data.batch_size",
+    "4",
+    "--trainer.max_steps",
+    "1",
+    "--trainer.logger",
+    "false",
+    "--trainer.enable_checkpointing",
+    "false",
 )
 
 # Each script, with its arguments.

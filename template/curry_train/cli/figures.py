@@ -31,8 +31,20 @@ from .memory_page import OWNER_COLOURS, MemoryCourse
 from .options import require_matplotlib
 
 COLOURS = (
-    *("#4477AA", "#EE6677", "#228833", "#AA3377", "#CCBB44", "#66CCEE", "#222255"),
-    *("#EE8866", "#999933", "#882255", "#117733", "#332288", "#AA4499", "#DDAA33"),
+    "#4477AA",
+    "#EE6677",
+    "#228833",
+    "#AA3377",
+    "#CCBB44",
+    "#66CCEE",
+    "#222255",
+    "#EE8866",
+    "#999933",
+    "#882255",
+    "#117733",
+    "#332288",
+    "#AA4499",
+    "#DDAA33",
 )
 GREY_COLOUR = "#555555"
 RIGHT = "outside right upper"  # of the panels, for a legend

@@ -87,8 +87,14 @@ def read_lock(root: Path) -> Lock | None:
 # States of copied files, and the changes that a command makes
 
 STATES = (
-    *("as it came", "edited", "newer in bundle", "both", "missing", "gone from bundle"),
-    *("new in bundle", "yours"),
+    "as it came",
+    "edited",
+    "newer in bundle",
+    "both",
+    "missing",
+    "gone from bundle",
+    "new in bundle",
+    "yours",
 )
 
 

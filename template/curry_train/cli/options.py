@@ -148,7 +148,8 @@ def training_options(
         ),
         output_option(
             "Write the factory that stands for --script, to use it as --model.",
-            *("--factory", "factory_path"),
+            "--factory",
+            "factory_path",
             metavar="FILE",
         ),
         with_values(change),
@@ -200,7 +201,8 @@ def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
 # `--json`, where a `ScreenCommand` writes the results that the command returns.
 RESULTS_OPTION = output_option(
     "Write the results as JSON; - is standard output.",
-    *("--json", "json_path"),
+    "--json",
+    "json_path",
     callback=lambda context, _, path: context.meta.update({JSON_KEY: path}),
     expose_value=False,
 )

@@ -265,8 +265,17 @@ def plan_command(
 
 # Options of a plan for a budget, which `--fits` does not take.
 OPTIONS_OF_BUDGET = (
-    *("budget_bytes", "microbatch", "target", "ranks", "without", "chunked_loss"),
-    *("explain", "verify", "out", "plot_path", "page_path"),
+    "budget_bytes",
+    "microbatch",
+    "target",
+    "ranks",
+    "without",
+    "chunked_loss",
+    "explain",
+    "verify",
+    "out",
+    "plot_path",
+    "page_path",
 )
 
 

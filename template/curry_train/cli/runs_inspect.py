@@ -48,37 +48,39 @@ from .tensor_files import (
 
 # Judge the names of classes and functions that loading a checkpoint would import.
 
+# fmt: off
 # Names, as globs, that a checkpoint of tensors may need; none of them runs what a file contains.
 HARMLESS_NAMES = (
-    *("_codecs.encode", "copyreg._reconstructor", "copy_reg._reconstructor"),
-    *("collections.OrderedDict", "collections.defaultdict", "collections.deque"),
-    *("collections.Counter", "datetime.*", "pathlib.*Path", "decimal.Decimal", "uuid.UUID"),
-    *("argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO"),
-    *("fractions.Fraction", "functools.partial"),
-    *("torch.Size", "torch.Tensor", "torch.device", "torch.*Storage", "torch.storage.*Storage"),
-    *("torch._utils._rebuild_*", "torch._tensor._rebuild_*", "torch.nn.parameter.*"),
-    *("torch.distributed.checkpoint.metadata.*", "torch_checkpointing.tensor_slice.*"),
+    "_codecs.encode", "copyreg._reconstructor", "copy_reg._reconstructor",
+    "collections.OrderedDict", "collections.defaultdict", "collections.deque",
+    "collections.Counter", "datetime.*", "pathlib.*Path", "decimal.Decimal", "uuid.UUID",
+    "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO",
+    "fractions.Fraction", "functools.partial",
+    "torch.Size", "torch.Tensor", "torch.device", "torch.*Storage", "torch.storage.*Storage",
+    "torch._utils._rebuild_*", "torch._tensor._rebuild_*", "torch.nn.parameter.*",
+    "torch.distributed.checkpoint.metadata.*", "torch_checkpointing.tensor_slice.*",
     "torch_checkpointing.distributed_metadata.*",
-    *("torch_checkpointing.checkpoint_layout.*", "curry_train.runs.values.*"),
-    *("numpy.ndarray", "numpy.dtype", "numpy.dtypes.*", "numpy.*core.multiarray._reconstruct"),
-    *("numpy.*core.multiarray.scalar", "numpy.*core.numeric._frombuffer"),
+    "torch_checkpointing.checkpoint_layout.*", "curry_train.runs.values.*",
+    "numpy.ndarray", "numpy.dtype", "numpy.dtypes.*", "numpy.*core.multiarray._reconstruct",
+    "numpy.*core.multiarray.scalar", "numpy.*core.numeric._frombuffer",
 )
 HARMLESS_BUILTINS = (
-    *("set", "frozenset", "list", "dict", "tuple", "int", "float", "bool", "str", "bytes"),
-    *("bytearray", "complex", "slice", "range", "object", "unicode", "long"),
+    "set", "frozenset", "list", "dict", "tuple", "int", "float", "bool", "str", "bytes",
+    "bytearray", "complex", "slice", "range", "object", "unicode", "long",
 )
 # A name with one of these words in it reaches functions that run commands or code.
 DANGEROUS_WORDS = {
-    *("os", "posix", "subprocess", "importlib", "builtins", "__builtin__", "__builtins__"),
-    *("eval", "exec", "system", "__import__", "__globals__", "__subclasses__", "__class__"),
-    *("runstring", "_run_code"),
+    "os", "posix", "subprocess", "importlib", "builtins", "__builtin__", "__builtins__",
+    "eval", "exec", "system", "__import__", "__globals__", "__subclasses__", "__class__",
+    "runstring", "_run_code",
 }
 # So does any other name of the standard library, and these of packages that everybody has; a user's
 # own module may have such a name.
 DANGEROUS_NAMES = (
-    *("commands.*", "pip.*", "requests.*", "torch.hub.*", "torch.jit.*", "torch.load"),
-    *("torch.utils.cpp_extension.*", "numpy.*io.*", "torch.multiprocessing.*"),
+    "commands.*", "pip.*", "requests.*", "torch.hub.*", "torch.jit.*", "torch.load",
+    "torch.utils.cpp_extension.*", "numpy.*io.*", "torch.multiprocessing.*",
 )
+# fmt: on
 
 
 def _matches(name: str, globs: Iterable[str]) -> bool:

@@ -34,13 +34,26 @@ SCREEN_WIDTH = 80
 # The sections of a page of help; options that are in none of them are in OTHER_SECTION.
 SECTIONS = {
     "Model": (
-        *("--model", "--trainer", "--script", "--model-config", "--factory"),
-        *("--device", "--dtype", "--batch-size", "--seed", "--blocks"),
+        "--model",
+        "--trainer",
+        "--script",
+        "--model-config",
+        "--factory",
+        "--device",
+        "--dtype",
+        "--batch-size",
+        "--seed",
+        "--blocks",
     ),
     "Options": (),
     "Ranks": (
-        *("--parallel", "--ranks", "--mesh", "--rank", "--reshard-after-forward", "--gather-in"),
-        *("--link",),
+        "--parallel",
+        "--ranks",
+        "--mesh",
+        "--rank",
+        "--reshard-after-forward",
+        "--gather-in",
+        "--link",
     ),
     "Output": ("--explain", "--out", "--plot", "--html", "--json"),
 }

@@ -22,6 +22,7 @@ from .loop_data import (
     same_samples,
     targets,
     untrained,
+    without_statistics,
 )
 from .loop_events import Clip, Fault, LossCall, Scaling, Schedule, Step, Targets, Trace
 from .loop_optimizers import (
@@ -131,7 +132,8 @@ CHECKS = {
         "targets that are to be learned, without padding", (targets,), LossCall | Targets, NO_LOSS
     ),
     "mode": Check(
-        "training mode in training, and only there", (mode, untrained, recomputed_differently)
+        "training mode in training, and only there",
+        (mode, untrained, without_statistics, recomputed_differently),
     ),
     "data": Check(
         "new samples and random numbers at each step",

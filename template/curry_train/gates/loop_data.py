@@ -158,6 +158,21 @@ def untrained(trace: Trace) -> Faults:
             yield forwards[0], "a model that is not trained is in training mode", hint
 
 
+def without_statistics(trace: Trace) -> Faults:
+    """Find an average of a model that is evaluated with the statistics of new norms."""
+    for forwards in grouped(trace.of(Forward), "module"):
+        buffers = dict(forwards[0].module.named_buffers())
+        means = [one for name, one in buffers.items() if name.endswith("running_mean")]
+        if (
+            means
+            and len({one.weights for one in forwards}) > 1
+            and not any(one.training or one.is_trained_on for one in forwards)
+            and not any(one.any() for one in means)
+        ):
+            hint = "copy the buffers too, or call torch.optim.swa_utils.update_bn before"
+            yield forwards[0], "an average of weights has the statistics of a new BatchNorm", hint
+
+
 def recomputed_differently(trace: Trace) -> Faults:
     for window in trace.windows:
         drawn = [one for one in window.of(Dropout) if not one.is_recomputed]

@@ -445,6 +445,12 @@ def schedule(trace: Trace) -> Faults:
                 f"a schedule of steps made {len(own_steps)} in {len(windows)} of the optimizer",
                 "where it is given steps_per_epoch, call its step() after each of the optimizer",
             )
+        # The measure of a plateau, by the name that the user gives it.
+        mode = getattr(one, "mode", "")
+        measure = {"max": "loss|error|perplexity", "min": "acc|accuracy|f1|auc"}.get(mode, "^")
+        if own_steps[0].place in trace.places(rf"\.step\([^-]*({measure})\b"):
+            hint = "mode='max' for a measure that is to grow, 'min' for a loss"
+            yield own_steps[0], f"a schedule of mode {mode!r} is given the wrong measure", hint
         if not windows and len(own_steps) > 1:
             yield (
                 own_steps[0],
@@ -570,6 +576,14 @@ def scaler(trace: Trace) -> Faults:
     yield from _scaled_in_part(trace)
     if all(one.call != "update" for one in calls) and len(trace.of(Step)) > 1:
         yield calls[0], "the scale is never updated", "call scaler.update()"
+    scalers = grouped((one for one in calls if one.call in ("scale", "update")), "scaler")
+    for last, one in itertools.chain(*map(itertools.pairwise, scalers)):
+        if last.call == one.call == "update":
+            hint = "call scaler.update() once, after the steps of all optimizers"
+            yield one, "the scale is updated again, without a loss in between", hint
+    if len(scalers) > len(trace.by_optimizer) + 1:
+        hint = "make the scaler once, before the loop, and let it keep its scale"
+        yield calls[0], f"{len(scalers)} scalers, each with the scale of the first step", hint
 
 
 def _scaled_in_part(trace: Trace) -> Faults:

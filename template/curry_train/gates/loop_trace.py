@@ -383,15 +383,21 @@ class Observer(Recording):
             self.is_attack = False
 
     def _dropout(self, call: Called) -> Any:
-        forward, caller = self.last(Forward), call.caller
+        forward, owner = self.last(Forward), call.caller.f_locals.get("self")
         options = {"p": 0.5, "training": None, **call.bound().arguments}
         if forward and options["p"] and self.depth:
-            forward.drops |= not isinstance(caller.f_locals.get("self"), nn.Dropout)
+            is_layer = isinstance(owner, nn.Dropout)
+            forward.drops |= not is_layer
             # A layer or a call may be in training mode on purpose, to draw several predictions.
-            if options["training"] is None and not (forward.training or in_backward()):
-                hint = "pass training=self.training to F.dropout, or use nn.Dropout"
+            is_on = options["training"]
+            is_lost = is_on is None or (
+                # A layer that `eval` does not find; the loop may also call one by itself.
+                is_on and is_layer and self.depth > 1 and owner not in forward.module.modules()
+            )
+            if is_lost and not (forward.training or in_backward()):
+                hint = "pass training=self.training to F.dropout, or make nn.Dropout in __init__"
                 self.fault("mode", users_line(), "dropout acts in evaluation mode", hint)
-            if options["training"] in (None, True):
+            if is_on is not False:
                 self.note(
                     Dropout,
                     lines=users_lines("checkpoint"),
@@ -457,20 +463,7 @@ class Observer(Recording):
             return call.run()
         if name in ("unscale_", "step"):
             self.gradient.use()
-        calls = [
-            one.call
-            for one in self.of(Scaling)
-            if one.scaler is scaler and one.call in ("scale", "update")
-        ]
-        event = self.note(Scaling, call=name, scaler=scaler)
-        # The call before it was one too.
-        if [name] == calls[-1:] == ["update"]:
-            self.fault(
-                "scaler",
-                event,
-                "the scale is updated again, without a loss in between",
-                "call scaler.update() once, after the steps of all optimizers",
-            )
+        self.note(Scaling, call=name, scaler=scaler)
         value = call.run()
         if name == "scale" and isinstance(value, Tensor):
             notes_on(value)[SCALE] = float(scaler.get_scale())

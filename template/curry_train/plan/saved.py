@@ -101,8 +101,13 @@ PLAN_VERSION = 1
 
 # Figures of a plan for a GPU, by the names of `plan --json`.
 CUDA_FIGURES = (
-    *("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes"),
-    *("expandable_reserved_bytes", "context_bytes", "convolution_workspace_bytes", "limit_bytes"),
+    "allocated_bytes",
+    "reserved_bytes",
+    "first_step_reserved_bytes",
+    "expandable_reserved_bytes",
+    "context_bytes",
+    "convolution_workspace_bytes",
+    "limit_bytes",
 )
 SHOWN_SECONDS = ("compute", "communication", "exposed", "optimizer")
 # What the parts of a plan file are like. A number stands for the least whole number, a list has any

@@ -415,8 +415,13 @@ class Origin:
 
 
 BUILDING_FUNCTIONS = {
-    *("_apply", "convert", "to_empty", "load_state_dict", "from_pretrained"),
-    *("reset_parameters", "_load_from_state_dict"),
+    "_apply",
+    "convert",
+    "to_empty",
+    "load_state_dict",
+    "from_pretrained",
+    "reset_parameters",
+    "_load_from_state_dict",
 }
 LOSS_WORDS = ("loss", "entropy", "log_softmax")
 NOT_OWN_CODE = ("/torch/", "/einops/", "/einx/", "/jaxtyping/", "/contextlib.py", "/functools.py")

@@ -102,7 +102,9 @@ MOST_DIMENSIONS = 64
 # What torch's index names beside the classes of its metadata: all that `inspect` lets it build.
 INDEX_GLOBALS = {
     f"{_StorageInfo.__module__}.{_StorageInfo.__name__}",
-    *("torch.Size", "torch.serialization._get_layout", "collections.OrderedDict"),
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "collections.OrderedDict",
     *map(str, PLAIN_DTYPES),
 }
 
