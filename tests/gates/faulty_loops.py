@@ -13,6 +13,7 @@ from healthy_loops import (
     low_rank,
     samples_compared_with_others,
     speech,
+    tokens_copied,
     unfrozen_step_by_step,
 )
 from loops import (
@@ -45,6 +46,7 @@ from loops import (
     keep_average,
     loader,
     loss_of,
+    normed,
     of_one_label,
     of_tokens,
     padded_batches,
@@ -63,7 +65,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
     ConcatDataset,
@@ -353,8 +361,7 @@ def sorted_by_class():
 
 
 def eval_after_the_first_epoch():
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 5))
-    fit_and_evaluate(model, train=lambda _: None)  # here: eval
+    fit_and_evaluate(normed(), train=lambda _: None)  # here: eval
 
 
 def evaluated_in_training_mode():
@@ -367,6 +374,25 @@ def dropout_in_evaluation():
             return F.dropout(super().forward(inputs), 0.1)  # here
 
     fit_and_evaluate(Model(classifier()))
+
+
+def dropout_made_in_forward():
+    class Model(nn.Sequential):
+        def forward(self, inputs):
+            return nn.Dropout(0.1)(super().forward(inputs))  # here
+
+    fit_and_evaluate(Model(classifier()))
+
+
+def average_with_new_statistics():
+    model = normed()
+    average = copy.deepcopy(model).requires_grad_(False).eval()
+
+    def update():
+        follow(average, model, 0.1)
+        average(torch.randn(8, 8))  # here
+
+    fit(model, after=update)
 
 
 def seeded_in_each_epoch():
@@ -921,6 +947,28 @@ def scale_updated_per_optimizer():
             one.zero_grad()
 
 
+def scaler_made_anew():
+    model, optimizer = started()
+    for batch in loader():
+        scaler = scaler_on_cpu()
+        scaler.scale(loss_of(model, batch)).backward()  # here
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def plateau_of_a_measure_that_grows():
+    model, optimizer = started()
+    scheduler = ReduceLROnPlateau(optimizer)
+    for accuracy in (0.1, 0.2, 0.3, 0.4):
+        fit(model, optimizer, loader(16))
+        scheduler.step(accuracy)  # here
+
+
+def decoder_given_its_targets():
+    tokens_copied(torch.Tensor.clone)  # here: tokens
+
+
 def loss_of_no_weight():
     fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here
 
@@ -1122,10 +1170,11 @@ FAULTY = {
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
         rate_as_an_attribute, cosine_of_too_few_steps, cycle_of_steps_by_epochs, rate_as_a_factor,
+        plateau_of_a_measure_that_grows,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
-        scale_updated_per_optimizer,
+        scale_updated_per_optimizer, scaler_made_anew,
     ],
     "logits": [
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
@@ -1142,10 +1191,12 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
+        decoder_given_its_targets,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
+        dropout_made_in_forward, average_with_new_statistics,
     ],
     "data": [
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,

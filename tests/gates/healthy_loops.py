@@ -38,6 +38,7 @@ from loops import (
     in_half,
     loader,
     loss_of,
+    normed,
     of_one_label,
     of_tokens,
     padded_batches,
@@ -457,8 +458,8 @@ def schedule_per_epoch_and_plateau():
 
 
 def averaged_by_torch():
-    model = classifier()
-    average = torch.optim.swa_utils.AveragedModel(model)
+    model = normed()
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True).eval()
 
     def update():
         average.update_parameters(model)
@@ -773,7 +774,7 @@ def attention_with_a_mask():
 
 
 def biases_before_a_norm():
-    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+    model = normed()
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
     fit(model, optimizer)
 
@@ -1383,6 +1384,30 @@ class Both(nn.Module):
 def tokens_encoded_and_decoded(width=9, change=torch.Tensor.clone):
     tokens = [torch.randint(50, (4, width)) for _ in range(8)]
     fit_language(Both(), None, [(one, change(one)) for one in tokens])
+
+
+class Decoder(nn.Module):
+    """Continues each row of what it has given, after it has read another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
+        self.read, self.write = (nn.GRU(16, 16, batch_first=True) for _ in range(2))
+
+    def forward(self, source, given):
+        _, state = self.read(self.embed(source))
+        return self.head(self.write(self.embed(given), state)[0])
+
+
+def tokens_copied(given=lambda targets: F.pad(targets[:, :-1], (1, 0))):
+    model = Decoder()
+    batches = [((one, given(one)), one) for one in torch.randint(1, 50, (8, 4, 9))]
+    fit(lambda both: model(*both), adamw(model), batches, loss=of_tokens)
+
+
+def dropout_behind_a_teacher():
+    model, teacher, drop = classifier(), classifier().eval(), nn.Dropout(0.1)
+    fit(lambda one: drop(model(one) - teacher(one).detach()), adamw(model))
 
 
 def short_sequences_reversed():

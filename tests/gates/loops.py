@@ -23,6 +23,10 @@ def classifier(width=16, *, dropout=0.0, classes=5):
     )
 
 
+def normed():
+    return nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 5))
+
+
 def of_one_label():
     data = TensorDataset(torch.randn(64, 8), torch.zeros(64, dtype=torch.long))
     return DataLoader(data, 8, shuffle=True)

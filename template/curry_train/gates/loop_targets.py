@@ -112,7 +112,7 @@ def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: in
         is_like = one.dim() == 2 and one.numel() == target.numel()
         if is_like and one is not labels and one.device == target.device:
             targets = target.reshape(one.shape)
-            for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
+            for dim, rows, others in ((0, one.T, targets.T), (1, one, targets)):
                 if _same_as_input(others, others != ignored, rows).get(ahead, 0) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
 
