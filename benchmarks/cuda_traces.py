@@ -25,16 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curry_train.plan.cuda_allocator import (
-    SMALL_SEGMENT,
-    CudaAllocator,
-    MemoryBlock,
-)
-from curry_train.plan.cuda_step import (
-    NUM_STEPS,
-    WORKSPACE_BYTES,
-    cuda_memory,
-)
+from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator, MemoryBlock
+from curry_train.plan.cuda_step import NUM_STEPS, WORKSPACE_BYTES, cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
 from recording import record_parser, write_record

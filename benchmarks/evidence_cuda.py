@@ -121,10 +121,7 @@ def predicted(
     with Sketch(workload, dtype=dtype, kernels="cuda", optimizer=config.optimizer) as sketch:
         trace = sketch.step(1, change=None if config.lever == "none" else change).trace
     found = cuda_memory(
-        trace,
-        workspace_bytes=workspace_of(card),
-        expandable=config.expandable,
-        num_steps=NUM_STEPS,
+        trace, workspace_bytes=workspace_of(card), expandable=config.expandable, num_steps=NUM_STEPS
     )
     return asdict(found)
 

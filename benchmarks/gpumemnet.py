@@ -111,12 +111,7 @@ def workload_of(name: str) -> Workload:
         raw = torch.empty(size, *shape, dtype=torch.uint8)
         return torch.randn(size, *shape), torch.randint(CLASSES, (size,)), raw, *others
 
-    return Workload(
-        name,
-        lambda: timm.create_model(name),
-        batch,
-        cross_entropy,
-    )
+    return Workload(name, lambda: timm.create_model(name), batch, cross_entropy)
 
 
 def estimate(workload: Workload, optimizer, sizes: Iterable[int]) -> dict[int, int]:

@@ -64,10 +64,7 @@ def of_images() -> None:
         optimizer.step()
 
 
-SIZED = {
-    "language model of 5M, 2 microbatches": of_language,
-    "convolutions, 32 images": of_images,
-}
+SIZED = {"language model of 5M, 2 microbatches": of_language, "convolutions, 32 images": of_images}
 
 
 class Ended(BaseException):

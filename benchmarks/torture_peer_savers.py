@@ -17,13 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from curry_train import __version__
-from curry_train.runs import (
-    Store,
-    TrainingState,
-    commit_checkpoints,
-    load_chosen,
-    newest_whole,
-)
+from curry_train.runs import Store, TrainingState, commit_checkpoints, load_chosen, newest_whole
 from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.trainers import commit_file, commit_folder, committing_io
 

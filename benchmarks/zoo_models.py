@@ -55,13 +55,7 @@ def zoo_model(library: str) -> Callable[[Factory], Factory]:
     return register
 
 
-def model(
-    name: str,
-    path: str,
-    batch: Callable[[], Any],
-    *arguments,
-    **options,
-) -> None:
+def model(name: str, path: str, batch: Callable[[], Any], *arguments, **options) -> None:
     """Register a call of `module:name` with its batch; the library has the name of the module."""
     made = Call(path, *arguments, **options)
     library = re.split("[.:]", path)[0].replace("_", "-")
@@ -167,12 +161,7 @@ LANGUAGE_MODEL = {"num_tokens": 97, "dim": 32, "heads": 2}
 MIXER = {"dim": 32, "depth": 3, "dim_head": 16, "heads": 2}
 SEGMENTATION = {"in_channels": 1, "out_channels": 2, "spatial_dims": 2}
 RESNET = {"encoder_weights": None, "classes": 2}
-FORECAST = {
-    "num_input_channels": 3,
-    "patch_length": 8,
-    "patch_stride": 4,
-    "prediction_length": 8,
-}
+FORECAST = {"num_input_channels": 3, "patch_length": 8, "patch_stride": 4, "prediction_length": 8}
 
 model(
     "albert",
@@ -201,13 +190,7 @@ model(
     max_position_embeddings=64,
     **ENCODER_AND_DECODER,
 )
-model(
-    "bert",
-    "transformers:BertForMaskedLM",
-    labelled,
-    vocab_size=97,
-    **TRANSFORMER,
-)
+model("bert", "transformers:BertForMaskedLM", labelled, vocab_size=97, **TRANSFORMER)
 model(
     "local_attention",
     "local_attention:LocalTransformer",
@@ -237,13 +220,7 @@ model(
     **LANGUAGE_MODEL,
 )
 model(
-    "linformer",
-    "linformer:LinformerLM",
-    some_tokens,
-    seq_len=32,
-    depth=3,
-    k=16,
-    **LANGUAGE_MODEL,
+    "linformer", "linformer:LinformerLM", some_tokens, seq_len=32, depth=3, k=16, **LANGUAGE_MODEL
 )
 model(
     "linear_attention",
@@ -282,13 +259,7 @@ model(
     dim_head=8,
     heads=2,
 )
-model(
-    "soft_moe",
-    "soft_moe_pytorch:SoftMoE",
-    sequences,
-    dim=32,
-    seq_len=32,
-)
+model("soft_moe", "soft_moe_pytorch:SoftMoE", sequences, dim=32, seq_len=32)
 
 model(
     "vit",
@@ -339,17 +310,9 @@ model(
     num_blocks=4,
     embed_dim=32,
 )
+model("torchvision_resnet", "torchvision.models:resnet18", random(4, 3, 32, 32), num_classes=10)
 model(
-    "torchvision_resnet",
-    "torchvision.models:resnet18",
-    random(4, 3, 32, 32),
-    num_classes=10,
-)
-model(
-    "torchvision_mobilenet",
-    "torchvision.models:mobilenet_v3_small",
-    large_images,
-    num_classes=10,
+    "torchvision_mobilenet", "torchvision.models:mobilenet_v3_small", large_images, num_classes=10
 )
 model(
     "torchvision_raft",
@@ -357,10 +320,7 @@ model(
     lambda: {"image1": images(128), "image2": images(128), "num_flow_updates": 3},
 )
 model(
-    "torchvision_video",
-    "torchvision.models.video:r3d_18",
-    random(2, 3, 4, 16, 16),
-    num_classes=5,
+    "torchvision_video", "torchvision.models.video:r3d_18", random(2, 3, 4, 16, 16), num_classes=5
 )
 model(
     "vit_pytorch",
@@ -401,19 +361,9 @@ model(
     block_repeats=(2, 2),
     num_classes=10,
 )
+model("smp_unet", "segmentation_models_pytorch:Unet", random(2, 3, 64, 64), "resnet18", **RESNET)
 model(
-    "smp_unet",
-    "segmentation_models_pytorch:Unet",
-    random(2, 3, 64, 64),
-    "resnet18",
-    **RESNET,
-)
-model(
-    "smp_deeplab",
-    "segmentation_models_pytorch:DeepLabV3Plus",
-    large_images,
-    "resnet18",
-    **RESNET,
+    "smp_deeplab", "segmentation_models_pytorch:DeepLabV3Plus", large_images, "resnet18", **RESNET
 )
 model("g_mlp", "g_mlp_pytorch:gMLPVision", small_images, **VISION_TRANSFORMER)
 model(
@@ -561,13 +511,7 @@ model(
     codebook_size=16,
     codebook_dim=16,
 )
-model(
-    "conformer",
-    "conformer:Conformer",
-    sequences,
-    conv_kernel_size=7,
-    **MIXER,
-)
+model("conformer", "conformer:Conformer", sequences, conv_kernel_size=7, **MIXER)
 model(
     "residual_quantizer",
     "vector_quantize_pytorch:ResidualFSQ",
@@ -631,13 +575,7 @@ model(
     pred_length=8,
     **MIXER,
 )
-model(
-    "patch_mixer",
-    "transformers:PatchTSMixerForPrediction",
-    forecast,
-    d_model=16,
-    **FORECAST,
-)
+model("patch_mixer", "transformers:PatchTSMixerForPrediction", forecast, d_model=16, **FORECAST)
 
 model(
     "tabnet",
@@ -842,15 +780,7 @@ def edges() -> tuple[torch.Tensor, torch.Tensor]:
     return batch.x, batch.edge_index
 
 
-model(
-    "graph_convolution",
-    "torch_geometric.nn:GCN",
-    edges,
-    8,
-    32,
-    num_layers=3,
-    out_channels=4,
-)
+model("graph_convolution", "torch_geometric.nn:GCN", edges, 8, 32, num_layers=3, out_channels=4)
 model("graph_u_net", "torch_geometric.nn:GraphUNet", edges, 8, 16, 4, depth=2)
 
 

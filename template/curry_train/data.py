@@ -363,11 +363,7 @@ def open_tokens(pattern: str, *, length: int, layout: Layout, **options: Any) ->
 
     arrays = [_mapped(path) for path in paths]
     return Tokens(
-        arrays,
-        length=length,
-        layout=layout,
-        names=[str(path) for path in paths],
-        **options,
+        arrays, length=length, layout=layout, names=[str(path) for path in paths], **options
     )
 
 

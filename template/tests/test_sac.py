@@ -123,10 +123,7 @@ def test_nothing_is_recomputed_without_training(mode):
     ("policy", "message"),
     [
         (["aten.linear"], "^policy 'the list' saves no output of layers.0, so the block would be"),
-        (
-            functools.partial(lambda *_, **__: False),
-            r"^policy 'partial' saves no output",
-        ),
+        (functools.partial(lambda *_, **__: False), r"^policy 'partial' saves no output"),
         (["aten.gelu", "aten.tanh", "aten.native_layer_norm"], "wrong way round"),
         (
             lambda *_, **__: torch.utils.checkpoint.CheckpointPolicy.MUST_CPU_OFFLOAD,

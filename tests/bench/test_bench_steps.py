@@ -65,9 +65,7 @@ def test_the_peak_of_a_step_has_weights_gradients_and_moments_compiled_too(lever
 def test_a_step_takes_the_batch_and_the_optimizer_that_are_given():
     given = torch.ones(3, 16)
     step = TrainingStep(
-        Case(ROWS),
-        batch=given,
-        optimizer=lambda model: SGD(model.parameters(), 0.1),
+        Case(ROWS), batch=given, optimizer=lambda model: SGD(model.parameters(), 0.1)
     )
     assert torch.equal(step.window.microbatches[0], given)
     assert isinstance(step.optimizer, SGD)

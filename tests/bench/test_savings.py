@@ -17,12 +17,7 @@ from plan_models import squares
 from torch import nn
 from toy_steps import all_equal, feed_forward, stacked
 
-from curry_train.bench.savings import (
-    SavingsRow,
-    choose_strategies,
-    measure_savings,
-    search,
-)
+from curry_train.bench.savings import SavingsRow, choose_strategies, measure_savings, search
 from curry_train.cli import savings as command
 from curry_train.cli.savings import savings_command, savings_table
 from curry_train.core.timing import Ratio, Spread
@@ -31,11 +26,7 @@ from curry_train.primitives.strategies import STRATEGIES, Strategy
 from curry_train.workloads.workload import Case, WorkloadError
 
 # Blocks of two linear layers with a GELU between them.
-CHAIN = squares(
-    lambda: stacked(lambda: feed_forward(16, 64), 4),
-    16,
-    name="chain",
-)
+CHAIN = squares(lambda: stacked(lambda: feed_forward(16, 64), 4), 16, name="chain")
 
 
 def register(monkeypatch, name, apply):
@@ -145,9 +136,7 @@ def test_weights_that_are_not_finite_are_no_fault_of_a_strategy():
 
 
 @given(
-    st.integers(0, 500),
-    st.lists(st.integers(1, 40), min_size=1, max_size=8),
-    st.integers(1, 64),
+    st.integers(0, 500), st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 64)
 )
 def test_the_largest_batch_fits_and_the_next_one_does_not_for_any_growing_bytes(
     fixed, slopes, start

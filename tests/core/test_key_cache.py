@@ -11,12 +11,7 @@ import pytest
 import torch
 from language_models import language_model
 from torch import nn
-from transformers import (
-    DynamicCache,
-    EncoderDecoderCache,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
 from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory

@@ -12,11 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from toy_steps import square_sum
 
-from curry_train.core.measure import (
-    FlopCount,
-    LiveStorages,
-    measure_memory,
-)
+from curry_train.core.measure import FlopCount, LiveStorages, measure_memory
 from curry_train.core.measure_compiled import measure_allocated
 from curry_train.workloads import Case, load_workload
 

@@ -72,10 +72,7 @@ def test_a_right_implementation_passes_every_gate_that_applies(text, model, left
 
 
 # The other wrong ones are planted faults, as they break a claim that ours could break too.
-WRONG = [
-    f"{LOSSES}by_torch_with_ignored_targets",
-    f"{LOSSES}by_mean_of_means",
-]
+WRONG = [f"{LOSSES}by_torch_with_ignored_targets", f"{LOSSES}by_mean_of_means"]
 
 
 @pytest.mark.parametrize("text", WRONG)

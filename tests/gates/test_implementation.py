@@ -11,10 +11,7 @@ import pytest
 from command_runs import flat, ran
 from saboteurs import case_of
 
-from curry_train.gates.implementation import (
-    CONTRACTS,
-    Implementation,
-)
+from curry_train.gates.implementation import CONTRACTS, Implementation
 from curry_train.gates.verdict import discover, technique_of
 
 TWO_LAYERS = "shrink=2:transformer"

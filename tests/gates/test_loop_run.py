@@ -312,10 +312,7 @@ def files(folder):
 
 @pytest.mark.parametrize(
     ("divided_by", "expected"),
-    [
-        ("2", {}),
-        ("1", "train.py:16: the gradients of a window are 2 times those of one batch"),
-    ],
+    [("2", {}), ("1", "train.py:16: the gradients of a window are 2 times those of one batch")],
 )
 def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expected):
     found = failed("script", "train.py", divided_by)

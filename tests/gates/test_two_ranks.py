@@ -21,10 +21,7 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize(
-    "gate",
-    ["recompute/two-ranks", "checkpoint-policy/two-ranks"],
-)
+@pytest.mark.parametrize("gate", ["recompute/two-ranks", "checkpoint-policy/two-ranks"])
 def test_gates_hold_in_half_precision(gate):
     verdict = GATES[gate].run(Case(load_workload("shrink=2:transformer"), dtype=torch.bfloat16))
     assert verdict.passed, verdict

@@ -10,13 +10,7 @@ from saboteurs import case_of, verdict_of
 from torch import nn
 
 from curry_train.core.blocks import NoBlocks
-from curry_train.gates.verdict import (
-    TECHNIQUES,
-    Gate,
-    discover,
-    shared,
-    techniques_of,
-)
+from curry_train.gates.verdict import TECHNIQUES, Gate, discover, shared, techniques_of
 
 
 def test_what_a_gate_ran_is_counted():

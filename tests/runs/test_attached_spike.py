@@ -40,16 +40,7 @@ class Planted:
             yield inputs, targets + 50.0 if number in self.bad else targets
 
 
-def train(
-    folder,
-    *,
-    spike=BACK,
-    microbatches=1,
-    rollback_every=10,
-    rank=0,
-    journal=True,
-    own=None,
-):
+def train(folder, *, spike=BACK, microbatches=1, rollback_every=10, rank=0, journal=True, own=None):
     """Train with dropout, shuffled data and a schedule; return the exit status or the end."""
     model = regressor()
     if torch.distributed.is_initialized():
@@ -76,11 +67,7 @@ def train(
                 scheduler.step()
     except SystemExit as stop:
         return stop.code
-    return (
-        run.steps,
-        scheduler.get_last_lr(),
-        weights(model).tolist(),
-    )
+    return (run.steps, scheduler.get_last_lr(), weights(model).tolist())
 
 
 def started_again(folder, **how):

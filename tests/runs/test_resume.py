@@ -107,8 +107,7 @@ def test_without_an_intact_checkpoint_each_is_named_and_nothing_changes(run):
     state = new_state(1)
     before = tensors_of(state)
     with pytest.raises(
-        DamagedCheckpoint,
-        match=r"no requested checkpoint is intact: .*00100.*00050.*00010.*00009",
+        DamagedCheckpoint, match=r"no requested checkpoint is intact: .*00100.*00050.*00010.*00009"
     ):
         load_chosen(run[0], state, "latest")
     assert equal(before, tensors_of(state))

@@ -43,11 +43,7 @@ def moment(state):
 DAMAGE = {
     "parameter": (lambda s: s.model[0].weight.data, math.inf, "0.weight is not finite"),
     "float8": (lambda s: s.model.small.data, math.nan, "small is not finite"),
-    "statistic": (
-        lambda s: s.model[1].running_mean,
-        -math.inf,
-        "1.running_mean is not finite",
-    ),
+    "statistic": (lambda s: s.model[1].running_mean, -math.inf, "1.running_mean is not finite"),
     "mask": (lambda s: s.model.mask, math.nan, "mask has NaN"),
     "sparse buffer": (lambda s: s.model.table._values(), math.nan, "table has NaN"),
     "moment": (moment, math.nan, "optimizer.0.0.weight/exp_avg_sq has NaN"),

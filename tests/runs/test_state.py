@@ -48,14 +48,7 @@ def half():
 
 
 @pytest.mark.parametrize(
-    "build",
-    [
-        network,
-        tied,
-        frozen,
-        half,
-    ],
-    ids=["plain", "tied", "frozen", "bfloat16"],
+    "build", [network, tied, frozen, half], ids=["plain", "tied", "frozen", "bfloat16"]
 )
 def test_every_model_continues_bit_equal(store, build):
     assert not goes_on_alike(store, lambda seed: new_state(seed, build=build))
@@ -74,8 +67,7 @@ def test_a_tied_weight_is_stored_once(store):
         return model
 
     with pytest.raises(
-        StateMismatch,
-        match=r"2.weight was one tensor with model.0.weight and is \[8, 8\]",
+        StateMismatch, match=r"2.weight was one tensor with model.0.weight and is \[8, 8\]"
     ):
         store.load(saved, new_state(build=untied))
 

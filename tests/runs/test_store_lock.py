@@ -126,8 +126,7 @@ def test_a_lock_file_that_is_deleted_does_not_let_two_processes_commit(store, tm
     (tmp_path / "writer.lock").unlink()
     with Store(tmp_path) as other:
         with pytest.raises(
-            SaveError,
-            match=f"was taken over by process {os.getpid()} .*: this process saves n",
+            SaveError, match=f"was taken over by process {os.getpid()} .*: this process saves n"
         ):
             store.save("rollback", 3, new_state())
         other.save("rollback", 4, new_state())

@@ -198,13 +198,7 @@ def test_ranks_save_in_the_background(answers, folder):
     files = sorted(
         path.name for path in (folder / "background/rollback/step-00000002.dcp").iterdir()
     )
-    assert files == [
-        ".metadata",
-        "__0_0.distcp",
-        "__1_0.distcp",
-        "manifest.json",
-        "state.pt",
-    ]
+    assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "state.pt"]
 
 
 @pytest.mark.parametrize("background", [False, True])

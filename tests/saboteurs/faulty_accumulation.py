@@ -130,5 +130,5 @@ FAULTS = [
             hint=HINTS[claim],
         )
         for claim, function in FAULTY_WINDOWS
-    ),
+    )
 ]

@@ -39,7 +39,4 @@ def fault(name, interval):
     return planted("bench.interval", name, patches=patches)
 
 
-FAULTS = [
-    fault("one-standard-error", one_standard_error),
-    fault("none", no_interval),
-]
+FAULTS = [fault("one-standard-error", one_standard_error), fault("none", no_interval)]

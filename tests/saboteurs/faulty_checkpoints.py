@@ -93,10 +93,7 @@ FAULTS = [
     ),
     fault("optimizer", "moments", not_restored(nothing, moments_anew), "exp_avg_sq"),
     fault(
-        "generators",
-        "python",
-        generator(random.getstate, random.setstate),
-        "generator['python']",
+        "generators", "python", generator(random.getstate, random.setstate), "generator['python']"
     ),
     fault(
         "generators",

@@ -22,11 +22,7 @@ from curry_train.gates import offload
 from curry_train.gates import recompute as gates
 from curry_train.primitives import memory_budget, recompute_blocks
 
-FROZEN_START = squares(
-    lambda: stacked(lambda: feed_forward(8, 32), 3),
-    8,
-    name="frozen start",
-)
+FROZEN_START = squares(lambda: stacked(lambda: feed_forward(8, 32), 3), 8, name="frozen start")
 
 
 class Later:

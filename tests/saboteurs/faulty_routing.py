@@ -73,10 +73,7 @@ def load_counted_again(module):
 
 FAULTS = [
     planted("recompute.routing", name, keep=keep, model=ROUTED, hint="chooses others")
-    for name, keep in {
-        "no-op": choices_not_kept,
-        "first-block-alone": first_block_kept,
-    }.items()
+    for name, keep in {"no-op": choices_not_kept, "first-block-alone": first_block_kept}.items()
 ]
 FAULTS += [
     planted(

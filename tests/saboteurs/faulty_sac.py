@@ -134,10 +134,6 @@ FAULTS = [
         hint="a policy: ",
     ),
     planted(
-        "sac.off",
-        "regions-in-eval",
-        apply=trains_in_eval_mode,
-        model="dropout",
-        hint="regions: ",
+        "sac.off", "regions-in-eval", apply=trains_in_eval_mode, model="dropout", hint="regions: "
     ),
 ]

@@ -5,12 +5,7 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 from dataclasses import replace
 
-from foreign_snn_timesteps import (
-    detaches_the_state,
-    draws_again,
-    in_one_go,
-    in_single_steps,
-)
+from foreign_snn_timesteps import detaches_the_state, draws_again, in_one_go, in_single_steps
 from saboteurs import planted
 from torch import nn
 

@@ -67,15 +67,7 @@ class Saboteur:
         assert any(text in verdict.hint or text in verdict.measured for text in texts), verdict
 
 
-def planted(
-    claim,
-    name,
-    *,
-    hint="",
-    model="small",
-    patches=(),
-    **arguments,
-):
+def planted(claim, name, *, hint="", model="small", patches=(), **arguments):
     return Saboteur(claim, name, arguments, hint, model, patches)
 
 

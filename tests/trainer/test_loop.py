@@ -75,11 +75,7 @@ def test_dev_loss_and_hooks_run_when_they_are_due():
     )  # fmt: skip
     assert [
         (report.step, report.dev_loss) for report in reports if report.dev_loss is not None
-    ] == [
-        (3, 0),
-        (6, 1),
-        (7, 2),
-    ]
+    ] == [(3, 0), (6, 1), (7, 2)]
     assert [report.step for report in reports] == list(range(1, 8))
     assert all(
         report.num_terms == 2 and report.seconds > 0 and report.stepped for report in reports
@@ -162,13 +158,7 @@ def poisoned_on_rank_1():
         data[2][0].fill_(float("inf"))
     done = []
     try:
-        run(
-            module,
-            SGD(module.parameters(), lr=0.1),
-            data,
-            steps=4,
-            after_step=[done.append],
-        )
+        run(module, SGD(module.parameters(), lr=0.1), data, steps=4, after_step=[done.append])
     except NonFiniteWindow:
         return {
             "step": len(done),

@@ -64,13 +64,7 @@ def planned():
 
 
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        "plan, plan: {}/plan.json",
-        "full",
-        "sac",
-        "sequential, sequential_segments: 2",
-    ],
+    "recompute", ["plan, plan: {}/plan.json", "full", "sac", "sequential, sequential_segments: 2"]
 )
 def test_recompute_strategies_change_no_loss(tmp_path, plain, planned, recompute):
     """Compare bit by bit, because recompute changes what is kept and not what is computed."""

@@ -199,13 +199,7 @@ def measure_levers(
             seed_generators(case.seed)
 
         time_setups(
-            alive,
-            case,
-            rounds=rounds,
-            warmup=warmup,
-            before=start_equal,
-            clock=clock,
-            tell=tell,
+            alive, case, rounds=rounds, warmup=warmup, before=start_equal, clock=clock, tell=tell
         )
         require_plain(rows[0], case)
     for row, step in alive:

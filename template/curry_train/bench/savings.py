@@ -23,12 +23,7 @@ from torch import nn
 
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded
-from ..core.measure import (
-    bytes_on_device,
-    count_flops,
-    is_out_of_memory,
-    measure_memory,
-)
+from ..core.measure import bytes_on_device, count_flops, is_out_of_memory, measure_memory
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.wording import did_you_mean, format_bytes

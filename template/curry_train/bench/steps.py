@@ -21,13 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.generators import seeded, untouched
-from ..core.measure import (
-    FlopCount,
-    bytes_on_device,
-    is_out_of_memory,
-    peak_of_step,
-    tensors_in,
-)
+from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step, tensors_in
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
 from ..core.wording import did_you_mean

@@ -133,10 +133,7 @@ def _peak(text: str) -> float | str:
     return rate
 
 
-@screen_command(
-    "bench",
-    example="--model transformer --lever full",
-)
+@screen_command("bench", example="--model transformer --lever full")
 @training_options("spec")
 @click.option(
     "--lever",

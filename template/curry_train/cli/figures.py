@@ -183,11 +183,7 @@ def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 # grad-flow: layers by probed steps, a panel for each quantity.
 
-PANELS = {
-    "activation": "activation, rms",
-    "gradient": "gradient, rms",
-    "update": "update / weight",
-}
+PANELS = {"activation": "activation, rms", "gradient": "gradient, rms", "update": "update / weight"}
 NONFINITE_COLOUR = "#E4002B"
 NOT_SEEN_COLOUR = "#E8E8E8"
 ZERO_COLOUR = "black"

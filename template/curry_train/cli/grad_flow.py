@@ -73,13 +73,7 @@ def grad_flow_command(
     case, _ = settle_blocks(case)
     module = case.build()
     optimizer = _optimizer(workload, module, learning_rate)
-    flow = GradFlow(
-        module,
-        optimizer,
-        every=1,
-        layers=list(layers) or None,
-        blocks=case.blocks,
-    )
+    flow = GradFlow(module, optimizer, every=1, layers=list(layers) or None, blocks=case.blocks)
     losses = _train(case, module, optimizer, flow, steps)
 
     echo_notes(workload)

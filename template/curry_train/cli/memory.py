@@ -21,21 +21,13 @@ from ..plan.optimizers import make_optimizer
 from ..plan.owners import FREE_OWNER, OwnedBlocks, levers
 from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
 from ..plan.shapes import host_note
-from ..plan.snapshot import (
-    BlockHistory,
-    read_snapshot,
-)
+from ..plan.snapshot import BlockHistory, read_snapshot
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_course
-from .memory_page import (
-    MemoryCourse,
-    course_of_blocks,
-    course_of_timeline,
-    write_page,
-)
+from .memory_page import MemoryCourse, course_of_blocks, course_of_timeline, write_page
 from .options import (
     CaseOptions,
     blocks_text,

@@ -107,10 +107,7 @@ SHARDING_OPTIONS = all_of(
 )
 
 
-@screen_command(
-    "plan",
-    example="--model transformer --budget 16MiB",
-)
+@screen_command("plan", example="--model transformer --budget 16MiB")
 @training_options("spec")
 @click.option(
     "--budget",
@@ -253,7 +250,7 @@ def plan_command(
         predicted = plan.peak_bytes if plan.cuda is None else plan.cuda["allocated_bytes"]
         click.echo(
             f"\nmeasured on {place}: peak {format_bytes(measured)}, "
-            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})",
+            f"predicted {format_bytes(predicted)} ({predicted / measured:.2%})"
         )
     if out:
         write_json(out, plan.to_json())

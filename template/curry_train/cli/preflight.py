@@ -16,10 +16,7 @@ from .options import RESULTS_OPTION, number_option, program_options
 from .screen import Ended, UnusableInput, echo_lines, screen_command
 
 
-@screen_command(
-    "preflight",
-    example="--script train.py -- --rate 0.1",
-)
+@screen_command("preflight", example="--script train.py -- --rate 0.1")
 @program_options(DEFAULT_STEPS, least_steps=2)
 @number_option(
     "Build models that have a configuration with so many layers, where they are too large.",

@@ -193,12 +193,7 @@ def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
 
 
 def _watch(
-    mode: str,
-    last: int,
-    folder: str,
-    program: list[str],
-    run: Callable[[], None],
-    end: End,
+    mode: str, last: int, folder: str, program: list[str], run: Callable[[], None], end: End
 ) -> None:
     """Watch the state of a program until a step, in a mode of `StateWatch`."""
 
@@ -228,10 +223,7 @@ def _newest_checkpoint(folder: str) -> Path | None:
 # The command.
 
 
-@screen_command(
-    "resume-check",
-    example="--steps 6 batch_size=16",
-)
+@screen_command("resume-check", example="--steps 6 batch_size=16")
 @program_option(otherwise="train")
 @steps_option(12, 3)
 @number_option(

@@ -149,10 +149,7 @@ IN_MODULES = {
     ),
     "replay": ("runs_replay:replay_command", "Repeat a bad step that a run has kept in a box."),
     "plot": ("runs_plot:runs_plot_command", "Draw runs from their journals."),
-    "resume-check": (
-        "resume_check:resume_check_command",
-        "Check that a resumed run is bit-equal.",
-    ),
+    "resume-check": ("resume_check:resume_check_command", "Check that a resumed run is bit-equal."),
     "spike-check": ("spike_check:spike_check_command", "Check the recovery from a loss spike."),
     "estimate": (
         "runs_estimate:estimate_command",

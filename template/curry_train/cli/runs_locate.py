@@ -26,10 +26,7 @@ from .options import RESULTS_OPTION, program_options
 from .screen import Ended, UnusableInput, echo_lines, flag, messages_on_screen, screen_command
 
 
-@screen_command(
-    "record",
-    example="--script train.py --out before -- --rate 0.1",
-)
+@screen_command("record", example="--script train.py --out before -- --rate 0.1")
 @program_options(3)
 @click.option(
     "--level",
@@ -97,10 +94,7 @@ Run = list[dict[str, Any]]
 Pair = tuple[Run, Run]
 
 
-@screen_command(
-    "locate",
-    example="A B --op",
-)
+@screen_command("locate", example="A B --op")
 @click.argument("a")
 @click.argument("b")
 @flag("Run both again, and name the operation.", "--op", "names_operation")

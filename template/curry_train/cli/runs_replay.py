@@ -21,10 +21,7 @@ from .options import RESULTS_OPTION, number_option, program_option
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
 
 
-@screen_command(
-    "replay",
-    example="run/boxes/step-00000003 --script night.py",
-)
+@screen_command("replay", example="run/boxes/step-00000003 --script night.py")
 @click.argument("box")
 @program_option(otherwise="")
 @number_option(

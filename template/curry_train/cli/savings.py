@@ -49,14 +49,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
-from .screen import (
-    SCREEN_WIDTH,
-    Ended,
-    fill_screen,
-    messages_on_screen,
-    screen_command,
-    table,
-)
+from .screen import SCREEN_WIDTH, Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Table of savings, at most 80 columns wide.
 
@@ -156,10 +149,7 @@ def _numbers(values: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(map(int, words)))
 
 
-@screen_command(
-    "savings",
-    example="--out savings --model mlp --strategy full",
-)
+@screen_command("savings", example="--out savings --model mlp --strategy full")
 @click.option(
     "--out",
     required=True,

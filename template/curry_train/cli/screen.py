@@ -377,11 +377,7 @@ def fill_screen(text: str, *, indent: str = "  ", width: int = SCREEN_WIDTH) -> 
     """Break each line of a text between words; what follows of a line is indented."""
     return "\n".join(
         textwrap.fill(
-            line,
-            width,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
         )
         for line in text.splitlines()
     )

@@ -205,10 +205,7 @@ def different_tensor(straight: Mapping[str, Tensor], resumed: Mapping[str, Tenso
     return None
 
 
-@screen_command(
-    "spike-check",
-    example="--steps 60",
-)
+@screen_command("spike-check", example="--steps 60")
 @model_option("model", more=". Same as model=.")
 @click.option(
     "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
@@ -249,12 +246,7 @@ def spike_check_command(
         raise UnusableInput(f"{keep_path} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as folder:
         found = spike_check(
-            Path(keep_path or folder),
-            given,
-            steps=steps,
-            at=at,
-            num_windows=windows,
-            config=config,
+            Path(keep_path or folder), given, steps=steps, at=at, num_windows=windows, config=config
         )
     echo_lines(*describe(found), indent="")
     device = choose_device(load_config(config, given).device)

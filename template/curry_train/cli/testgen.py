@@ -34,14 +34,7 @@ from .options import (
     program_option,
     settle_blocks,
 )
-from .screen import (
-    LIBRARY_FOLDERS,
-    UnusableInput,
-    flag,
-    literal,
-    render_template,
-    screen_command,
-)
+from .screen import LIBRARY_FOLDERS, UnusableInput, flag, literal, render_template, screen_command
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -161,11 +154,7 @@ def _path_expression(path: Path, out: Path) -> str:
 )
 @flag("Replace FILE even if something else wrote it.", "--overwrite")
 def testgen_command(
-    model: str | None,
-    program: list[str],
-    out: str,
-    overwrite: bool,
-    **options: Any,
+    model: str | None, program: list[str], out: str, overwrite: bool, **options: Any
 ) -> None:
     """Write a pytest file that runs every gate.
 

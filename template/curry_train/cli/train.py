@@ -135,12 +135,7 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
     length = config.length or own_length
     if config.source == "tokens":
         assert config.path is not None
-        return open_tokens(
-            config.path,
-            length=length,
-            layout=layout,
-            vocabulary=vocabulary,
-        )
+        return open_tokens(config.path, length=length, layout=layout, vocabulary=vocabulary)
     if vocabulary is not None and vocabulary < BYTE_VOCABULARY_SIZE:
         raise WorkloadError(
             f"text needs a vocabulary of {BYTE_VOCABULARY_SIZE} bytes, and {case.workload.name} "
@@ -153,12 +148,7 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 # The command.
 
 
-@screen_command(
-    "train",
-    keeps_traceback=True,
-    leave=leave,
-    example="steps=20 microbatch=4",
-)
+@screen_command("train", keeps_traceback=True, leave=leave, example="steps=20 microbatch=4")
 @click.option(
     "--config",
     "path",

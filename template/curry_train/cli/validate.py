@@ -18,11 +18,7 @@ import click
 from ..core.measure import heap_kept
 from ..core.wording import format_duration, format_seconds, provenance
 from ..gates.first_look import FailureCause, explained, look
-from ..gates.implementation import (
-    CONTRACTS,
-    Implementation,
-    load_implementation,
-)
+from ..gates.implementation import CONTRACTS, Implementation, load_implementation
 from ..gates.loop_run import loop_verdicts
 from ..gates.verdict import (
     KINDS_THAT_RUN,
@@ -208,10 +204,7 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
         yield fill_screen(f"      {contract.promise}", indent="      ")
 
 
-@screen_command(
-    "validate",
-    example="--model mlp --gate grad-accum",
-)
+@screen_command("validate", example="--model mlp --gate grad-accum")
 @training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
 @click.option(
     "--gate",

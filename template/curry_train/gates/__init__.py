@@ -3,13 +3,5 @@
 from ..core import lazy_names
 
 __getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "loop": ("preflight",),
-        "verdict": (
-            "Gate",
-            "Verdict",
-            "discover",
-        ),
-    },
+    __name__, {"loop": ("preflight",), "verdict": ("Gate", "Verdict", "discover")}
 )

@@ -134,10 +134,6 @@ def _train(
 GATES = (
     Gate("checkpoint-policy/bitwise", compare_resumed, machine=True, steps=6),
     Gate(
-        "checkpoint-policy/two-ranks",
-        compare_resumed_ranks,
-        machine=True,
-        on_ranks=True,
-        steps=30,
+        "checkpoint-policy/two-ranks", compare_resumed_ranks, machine=True, on_ranks=True, steps=30
     ),
 )

@@ -76,17 +76,9 @@ EXPECT_BACKWARD = ("recompute/flops", "sac/products")
 # Gates that count calls in blocks, of which some may run in backward already.
 COUNT_CALLS = (*EXPECT_BACKWARD, "grad-flow/*", "recompute/off", "sac/regions")
 # Gates that count the bytes of one step, or take several steps of one module.
-HOLD_ONE_STEP = (
-    "memory-plan/*",
-    "recompute/memory",
-    "sac/regions",
-)
+HOLD_ONE_STEP = ("memory-plan/*", "recompute/memory", "sac/regions")
 # Gates that compare one step of a module with a later one, or with a step of another module.
-COMPARE_STEPS = (
-    *COMPARE_CALLS,
-    *MEASURE_FIRST,
-    *HOLD_ONE_STEP,
-)
+COMPARE_STEPS = (*COMPARE_CALLS, *MEASURE_FIRST, *HOLD_ONE_STEP)
 # Gates that restore what a checkpoint holds.
 RESUMED_GATES = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.

@@ -128,11 +128,7 @@ def totals(calls: Sequence[Backward]) -> list[float]:
     ]
 
 
-def _unequal(
-    calls: Sequence[Backward],
-    columns: Sequence[Sequence[Term]],
-    window: Step,
-) -> Faults:
+def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Step) -> Faults:
     # The loop may divide gradients in place of losses.
     factor = window.factor or 1.0
     totals = [factor * sum(term.strength for term in column) for column in columns]

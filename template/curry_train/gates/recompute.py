@@ -103,10 +103,7 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
 def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
     """Compare a short training with every block recomputed to the plain one."""
     return same_training(
-        case,
-        on_blocks(recompute_blocks),
-        by_torch=why_torch_reruns_nothing,
-        every_block=True,
+        case, on_blocks(recompute_blocks), by_torch=why_torch_reruns_nothing, every_block=True
     )
 
 

@@ -325,10 +325,7 @@ class GateRow:
 
 
 def measure_rows(
-    cases: Sequence[Case],
-    gates: Sequence[Gate],
-    *,
-    implementations: Sequence[Implementation] = (),
+    cases: Sequence[Case], gates: Sequence[Gate], *, implementations: Sequence[Implementation] = ()
 ) -> Iterator[GateRow]:
     """Yield one row for each case and gate, in their order, as soon as it is there.
 

@@ -5,21 +5,12 @@ from ..core import lazy_names
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "device": (
-            "DeviceProfile",
-            "find_profile",
-            "measure_profile",
-            "profile_of",
-        ),
+        "device": ("DeviceProfile", "find_profile", "measure_profile", "profile_of"),
         "estimate": ("Sketch",),
         # Writes the snapshots whose owners the module names.
         "owners": ("memory_record",),
         "parallel": ("Sharding",),
-        "planner": (
-            "Infeasible",
-            "Planner",
-            "plan",
-        ),
+        "planner": ("Infeasible", "Planner", "plan"),
         "profiler": (
             "LayerMemory",
             "MemoryProfiler",
@@ -29,10 +20,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "SelectiveCheckpointer",
             "Timeline",
         ),
-        "saved": (
-            "Plan",
-            "PlanMismatch",
-        ),
+        "saved": ("Plan", "PlanMismatch"),
         "timeline": ("measure_timeline",),
     },
 )

@@ -9,14 +9,7 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_fewest.py`.
 from dataclasses import dataclass
 
 from ..core.wording import format_bytes
-from .cuda_step import (
-    CONTEXT_BYTES,
-    CUDNN_BYTES,
-    CudaMemory,
-    StepTrace,
-    cuda_memory,
-    workspace_of,
-)
+from .cuda_step import CONTEXT_BYTES, CUDNN_BYTES, CudaMemory, StepTrace, cuda_memory, workspace_of
 from .device import DeviceProfile
 from .estimate import StepEstimate
 

@@ -200,11 +200,7 @@ def chain_of(
 
 
 def _price(
-    name: str,
-    menu: Menu,
-    microbatch: int,
-    steps: Sequence[StepEstimate],
-    profile: DeviceProfile,
+    name: str, menu: Menu, microbatch: int, steps: Sequence[StepEstimate], profile: DeviceProfile
 ) -> PricedBlock:
     """Price the menu of a block for a microbatch size."""
     work = zip(*(work_of(step, name) for step in steps), strict=True)

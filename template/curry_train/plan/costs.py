@@ -21,14 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..core.measure import has_wrapper
 from .device import REGIONS_SECONDS, SAC_SECONDS, DeviceProfile
 from .estimate import StepEstimate
-from .saved import (
-    FULL_KIND,
-    NONE_KIND,
-    OFFLOAD_KIND,
-    REGIONS_KIND,
-    SAC_KIND,
-    Option,
-)
+from .saved import FULL_KIND, NONE_KIND, OFFLOAD_KIND, REGIONS_KIND, SAC_KIND, Option
 
 MEASURED_MICROBATCH_SIZES = (2, 4)  # microbatch sizes of whole steps
 EXTRA_SECONDS = {SAC_KIND: SAC_SECONDS, REGIONS_KIND: REGIONS_SECONDS}
@@ -294,11 +287,7 @@ def more_bytes(step: StepEstimate, plain: StepEstimate) -> dict[str, Bytes]:
 
 
 def _slowdown(
-    step: StepEstimate,
-    plain: StepEstimate,
-    name: str,
-    option: Option,
-    profile: DeviceProfile,
+    step: StepEstimate, plain: StepEstimate, name: str, option: Option, profile: DeviceProfile
 ) -> float:
     """Predict by what factor the forward and backward of a block take longer."""
     dtype = plain.dtype

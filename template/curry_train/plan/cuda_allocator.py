@@ -100,10 +100,7 @@ class CudaAllocator:
     """
 
     def __init__(
-        self,
-        *,
-        expandable_segments: bool = False,
-        new_address: Callable[[int], int] | None = None,
+        self, *, expandable_segments: bool = False, new_address: Callable[[int], int] | None = None
     ) -> None:
         self.expandable_segments = expandable_segments
         self.allocated = 0

@@ -217,7 +217,7 @@ PROFILES = {name: _from_data_sheet(name) for name in DATA_SHEETS} | {
         dispatch_seconds=4.5e-6,
         memory_bytes=None,
         source="measured",
-    ),
+    )
 }
 
 # Only exact matches: other cards of these families (H100 PCIe, A100 with 40 GB, L40S, parts of a

@@ -30,12 +30,7 @@ from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .cuda_step import StepTrace, trace_of
 from .device import DeviceProfile
-from .optimizers import (
-    OptimizerFactory,
-    ValuesInSteps,
-    make_optimizer,
-    take_eagerly,
-)
+from .optimizers import OptimizerFactory, ValuesInSteps, make_optimizer, take_eagerly
 from .parallel import Sharding
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -436,12 +431,7 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch)
 
 
 def time_of_window(
-    step: StepEstimate,
-    profile: DeviceProfile,
-    links: Links,
-    *,
-    steps: int,
-    scale: float = 1.0,
+    step: StepEstimate, profile: DeviceProfile, links: Links, *, steps: int, scale: float = 1.0
 ) -> RankSeconds:
     """Predict the time of `steps` microbatches of a rank, and of its optimizer step."""
     optimizer = profile.optimizer_seconds(step.fixed, step.gradients)

@@ -26,12 +26,7 @@ from .estimate import Sketch, StepEstimate, time_of_window
 from .parallel import Sharding
 from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
-from .rank_time import (
-    OTHER_LINKS,
-    Links,
-    RankSeconds,
-    links_of,
-)
+from .rank_time import OTHER_LINKS, Links, RankSeconds, links_of
 from .saved import FULL_KIND, Candidate, Option
 from .whole_step import WholeSteps
 

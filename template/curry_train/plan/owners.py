@@ -469,11 +469,7 @@ def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
 SCALED_LEVERS = (
     ("fused=True, or foreach=False, of the optimizer", (STEP_TEMPORARIES,), 0.0),
     ("a chunked loss: apply_chunked_loss(model)", (LOGITS_OWNER,), 1 / CHUNKS_OF_LOSS),
-    (
-        "an optimizer with 8 bits for each moment",
-        (OPTIMIZER_STATE_GROUP,),
-        EIGHT_BIT_FRACTION,
-    ),
+    ("an optimizer with 8 bits for each moment", (OPTIMIZER_STATE_GROUP,), EIGHT_BIT_FRACTION),
     (
         "two ranks with FSDP2, which halve parameters, gradients and state",
         (PARAMETERS_GROUP, GRADIENTS_GROUP, OPTIMIZER_STATE_GROUP),

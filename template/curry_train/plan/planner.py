@@ -32,16 +32,8 @@ from .estimate import Sketch, StepEstimate
 from .optimizers import OptimizerFactory
 from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
-from .saved import (
-    OPTION_KINDS,
-    Candidate,
-    Plan,
-    fingerprint,
-)
-from .whole_step import (
-    WholeSteps,
-    order,
-)
+from .saved import OPTION_KINDS, Candidate, Plan, fingerprint
+from .whole_step import WholeSteps, order
 
 # Explain a plan: why a candidate won, or what would help where nothing fits.
 

@@ -27,21 +27,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..core.generators import seeded
-from ..core.measure import (
-    REST_LAYER,
-    Loss,
-    as_trained,
-    divide,
-    local_tensors,
-    operands,
-)
+from ..core.measure import REST_LAYER, Loss, as_trained, divide, local_tensors, operands
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
 from .optimizers import patched_in_all
-from .profiler import (
-    COLLECTIVES_GROUP,
-    GRADIENTS_GROUP,
-)
+from .profiler import COLLECTIVES_GROUP, GRADIENTS_GROUP
 from .rank_time import resolve_group
 from .record import OptimizerState, RankStorages, StepLives
 from .shapes import (
@@ -161,11 +151,7 @@ def _loss_of(program: RankProgram, loss: Loss, module: nn.Module, batch: Any) ->
 
 
 def _warm_up(
-    program: RankProgram,
-    loss: Loss,
-    state: OptimizerState | None,
-    *,
-    is_synced: bool,
+    program: RankProgram, loss: Loss, state: OptimizerState | None, *, is_synced: bool
 ) -> None:
     """Let a program be as after some steps.
 

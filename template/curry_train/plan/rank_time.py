@@ -86,9 +86,7 @@ LINKS_OF_PROFILES = {
     "a100": _of_cards(300e9, 25e9, "NVLink 3 and 200 Gbit/s for each GPU"),
 }
 OTHER_LINKS = _of_cards(
-    PCIE4_BYTES_PER_SECOND,
-    SHARED_NETWORK_BYTES_PER_SECOND,
-    "PCIe 4 and 100 Gbit/s for each node",
+    PCIE4_BYTES_PER_SECOND, SHARED_NETWORK_BYTES_PER_SECOND, "PCIe 4 and 100 Gbit/s for each node"
 )
 
 

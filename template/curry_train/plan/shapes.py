@@ -440,10 +440,7 @@ def is_subclass_refusal(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def pretended(
-    *,
-    mode: FakeTensorMode | None = None,
-    kernels: str = "cpu",
-    values: ValuesInSteps | None = None,
+    *, mode: FakeTensorMode | None = None, kernels: str = "cpu", values: ValuesInSteps | None = None
 ) -> Iterator[FakeTensorMode]:
     """Make all new tensors fake, and map CUDA devices to the CPU.
 

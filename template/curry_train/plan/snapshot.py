@@ -25,11 +25,7 @@ from typing import Any, NamedTuple
 
 from ..core.unpickle import read_plain
 from ..core.wording import format_bytes
-from .cuda_allocator import (
-    LARGEST_SMALL_BLOCK,
-    MIB,
-    rounded,
-)
+from .cuda_allocator import LARGEST_SMALL_BLOCK, MIB, rounded
 
 # A snapshot of 512 MiB has about 4 million events, and takes about 5 GiB of host memory.
 MOST_FILE_BYTES = 2**29

@@ -16,13 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.generators import seeded
-from ..core.measure import (
-    Loss,
-    as_trained,
-    divide,
-    requested_bytes,
-    tensors_in,
-)
+from ..core.measure import Loss, as_trained, divide, requested_bytes, tensors_in
 from ..primitives.grad_accum import StepInBackward
 from ..workloads.optimizers import SteppedOnHost, copy_optimizer, parameters_of
 from .optimizers import copy_steps, take_eagerly
@@ -99,11 +93,7 @@ def record_step_storages(
 
 
 def _set_gradients(
-    trained: Sequence[Tensor],
-    optimizer: torch.optim.Optimizer,
-    *,
-    accumulated: bool,
-    real: bool,
+    trained: Sequence[Tensor], optimizer: torch.optim.Optimizer, *, accumulated: bool, real: bool
 ) -> None:
     """Let the gradients exist that a step finds: of earlier microbatches, or never cleared."""
     if not accumulated:

@@ -20,13 +20,7 @@ from .chain import PricedChain, chain_of
 from .costs import MEASURED_MICROBATCH_SIZES, Menu, drop_saved_tensors, measure_menus
 from .estimate import Sketch, StepEstimate, count_window, time_of_window
 from .rank_time import OTHER_LINKS, Links, RankSeconds
-from .saved import (
-    FULL_KIND,
-    NONE_KIND,
-    Candidate,
-    Option,
-    apply_options,
-)
+from .saved import FULL_KIND, NONE_KIND, Candidate, Option, apply_options
 
 MOST_STEPS = 6  # whole steps that are estimated in one search
 # The chain may predict too much by these factors: of another microbatch than those measured, and of

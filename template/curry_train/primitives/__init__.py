@@ -12,11 +12,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "remove_chunked_loss",
         ),
         "cross_entropy": ("chunked_cross_entropy", "chunked_log_probabilities"),
-        "compile_budget": (
-            "BudgetUnsafe",
-            "memory_budget",
-            "remove_memory_budget",
-        ),
+        "compile_budget": ("BudgetUnsafe", "memory_budget", "remove_memory_budget"),
         "grad_accum": (
             "GradientAccumulation",
             "NonFiniteWindow",
@@ -27,12 +23,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         ),
         "grad_flow": ("GradFlow",),
         "grad_flow_report": ("flow_findings", "flow_json", "flow_table"),
-        "offload": (
-            "HostMemoryShort",
-            "offload_blocks",
-            "offload_report",
-            "remove_offload",
-        ),
+        "offload": ("HostMemoryShort", "offload_blocks", "offload_report", "remove_offload"),
         "recompute": (
             "CheckpointWrapper",
             "Recompute",
@@ -40,21 +31,10 @@ __getattr__, __dir__, __all__ = lazy_names(
             "recompute_blocks",
             "remove_recompute",
         ),
-        "segments": (
-            "ChainBroken",
-            "recompute_segments",
-            "remove_segments",
-        ),
-        "regions": (
-            "apply_regions",
-            "remove_regions",
-        ),
+        "segments": ("ChainBroken", "recompute_segments", "remove_segments"),
+        "regions": ("apply_regions", "remove_regions"),
         "routing": ("keep_routing",),
-        "sac": (
-            "POLICIES",
-            "apply_sac",
-            "remove_sac",
-        ),
+        "sac": ("POLICIES", "apply_sac", "remove_sac"),
         "strategies": (
             "ALL_STRATEGIES",
             "CheckpointConfig",

@@ -224,13 +224,7 @@ def loss_options(
 
 
 RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
-MOVES = (
-    Tensor.transpose,
-    torch.transpose,
-    Tensor.permute,
-    torch.permute,
-    Tensor.__getitem__,
-)
+MOVES = (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.__getitem__)
 
 
 def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
@@ -507,10 +501,7 @@ class ChunkedHead(Derived):
 
 
 def apply_chunked_loss(
-    model: nn.Module,
-    *,
-    head: str | None = None,
-    chunk_tokens: int | None = None,
+    model: nn.Module, *, head: str | None = None, chunk_tokens: int | None = None
 ) -> list[str]:
     """Make the loss of a model's head run in chunks, in place, and return the head's name.
 

@@ -25,15 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import (
-    CAST_NODE,
-    CheckedTensor,
-    Derived,
-    become,
-    find_blocks,
-    is_active,
-    restore,
-)
+from ..core.blocks import CAST_NODE, CheckedTensor, Derived, become, find_blocks, is_active, restore
 
 # Host memory: available bytes, buffers, copies.
 

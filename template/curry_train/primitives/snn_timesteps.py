@@ -30,12 +30,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ..core.generators import (
-    generator_states,
-    generators_kept,
-    same_state,
-    set_generator_states,
-)
+from ..core.generators import generator_states, generators_kept, same_state, set_generator_states
 from .rerun import BlockState, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]

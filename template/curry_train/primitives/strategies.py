@@ -21,14 +21,7 @@ from torch import nn
 # Loads offload and the loop over timesteps when they are used.
 from .. import primitives
 from ..core.blocks import NoBlocks, find_blocks, match_names
-from ..core.measure import (
-    LayerMemory,
-    Loss,
-    as_trained,
-    divide,
-    measure_layers,
-    measure_memory,
-)
+from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, measure_memory
 from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean
 from .recompute import recompute_blocks
@@ -109,8 +102,7 @@ def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], 
     """
     chosen: list[str] = []
     left = sorted(
-        (layer for layer in layers if layer.saving_bytes > 0),
-        key=lambda layer: layer.saving_bytes,
+        (layer for layer in layers if layer.saving_bytes > 0), key=lambda layer: layer.saving_bytes
     )
     while gap > 0 and left:
         largest = max(left, key=lambda layer: layer.saving_bytes)
@@ -122,11 +114,7 @@ def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], 
 
 
 def choose_segments(
-    model: nn.Module,
-    batch: Any,
-    loss: Loss,
-    *,
-    blocks: str | Sequence[str] | None = None,
+    model: nn.Module, batch: Any, loss: Loss, *, blocks: str | Sequence[str] | None = None
 ) -> int:
     """Measure which number of segments has the lowest peak.
 
@@ -198,9 +186,7 @@ def _offload(model: nn.Module, sample: Sample) -> list[str]:
     """Offload all blocks but the last; a single block is offloaded itself."""
     several = len(find_blocks(model, sample.blocks)) > 1
     return primitives.offload.offload_blocks(
-        model,
-        blocks=sample.blocks,
-        keep_last=1 if several else 0,
+        model, blocks=sample.blocks, keep_last=1 if several else 0
     )
 
 
@@ -271,12 +257,7 @@ _REGISTERED_STRATEGIES = (
     Strategy(
         "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
     ),
-    Strategy(
-        "offload",
-        "move what the blocks hold to CPU memory",
-        _offload,
-        facts=moved_bytes,
-    ),
+    Strategy("offload", "move what the blocks hold to CPU memory", _offload, facts=moved_bytes),
     Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
     Strategy(
         "sac_matmuls",

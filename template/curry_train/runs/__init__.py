@@ -9,21 +9,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "background": ("BackgroundSaver",),
         "files": ("Files",),
         "fingerprints": ("record_run",),
-        "history": (
-            "History",
-            "read_history",
-        ),
-        "journal": (
-            "Journal",
-            "JournalError",
-        ),
+        "history": ("History", "read_history"),
+        "journal": ("Journal", "JournalError"),
         "layout": ("SavedCheckpoint",),
         "policy": ("SavingPolicy",),
-        "policy_config": (
-            "PolicyConfig",
-            "Retention",
-            "SpikeConfig",
-        ),
+        "policy_config": ("PolicyConfig", "Retention", "SpikeConfig"),
         "ranks": (
             "DamagedCheckpoint",
             "HostileCheckpoint",
@@ -33,20 +23,10 @@ __getattr__, __dir__, __all__ = lazy_names(
             "StateMismatch",
             "StepExists",
         ),
-        "resume": (
-            "Resumed",
-            "load_chosen",
-        ),
-        "spike": (
-            "Spike",
-            "SpikeNotRecovered",
-            "SpikeWatchdog",
-        ),
+        "resume": ("Resumed", "load_chosen"),
+        "spike": ("Spike", "SpikeNotRecovered", "SpikeWatchdog"),
         "state": ("TrainingState",),
-        "store": (
-            "SavedRun",
-            "Store",
-        ),
+        "store": ("SavedRun", "Store"),
         "trainers": ("commit_checkpoints", "newest_whole", "record_training"),
     },
 )

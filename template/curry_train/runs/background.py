@@ -141,12 +141,7 @@ class BackgroundSaver:
             self._release()
 
     def save(
-        self,
-        kind: str,
-        step: int,
-        state: Savable,
-        *,
-        metric: tuple[str, float] | None = None,
+        self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
     ) -> None:
         """Begin a save and return before it is copied.
 

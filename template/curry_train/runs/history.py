@@ -28,13 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.wording import provenance
 from .files import StrPath
-from .journal import (
-    JOURNAL_FILE_NAME,
-    OPENING_EVENT_KINDS,
-    Event,
-    event_number,
-    read_events,
-)
+from .journal import JOURNAL_FILE_NAME, OPENING_EVENT_KINDS, Event, event_number, read_events
 from .layout import find_run
 
 if TYPE_CHECKING:
@@ -214,10 +208,7 @@ GIT_SECONDS = 10.0
 
 
 def run_facts(
-    config: Mapping[str, Any],
-    *,
-    device: "torch.device",
-    world_size: int = 1,
+    config: Mapping[str, Any], *, device: "torch.device", world_size: int = 1
 ) -> dict[str, Any]:
     """Collect the facts of a run whose code is in the working directory."""
     import torch

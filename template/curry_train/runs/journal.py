@@ -62,12 +62,7 @@ class Event(NamedTuple):
 
 
 def encode_event(
-    kind: str,
-    facts: Mapping[str, Any],
-    *,
-    time: float,
-    step: int,
-    attempt: int,
+    kind: str, facts: Mapping[str, Any], *, time: float, step: int, attempt: int
 ) -> bytes:
     """Encode an event as a line with its newline."""
     own: dict[str, Any] = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step}
@@ -184,11 +179,7 @@ class Journal:
     """The journal of a run's folder, open for writing by rank 0; other ranks write nothing."""
 
     def __init__(
-        self,
-        folder: StrPath,
-        *,
-        rank: int = 0,
-        clock: Callable[[], float] = time.time,
+        self, folder: StrPath, *, rank: int = 0, clock: Callable[[], float] = time.time
     ) -> None:
         self.path = Path(folder) / JOURNAL_FILE_NAME
         self.writes = rank == 0
@@ -247,14 +238,7 @@ class Journal:
         """Record that the run went back from `from_step` to its state at `step`."""
         self.write("rollback", step=step, from_step=from_step, reason=reason, **facts)
 
-    def step(
-        self,
-        step: int,
-        *,
-        loss: float,
-        learning_rate: float,
-        **figures: Any,
-    ) -> None:
+    def step(self, step: int, *, loss: float, learning_rate: float, **figures: Any) -> None:
         """Record one optimizer step and its figures, such as `grad_norm` and `seconds`."""
         self.write("step", step=step, loss=loss, learning_rate=learning_rate, **figures)
 

@@ -69,9 +69,7 @@ class Located:
 
 
 def locate(
-    a: Sequence[Observation],
-    b: Sequence[Observation],
-    noises: Sequence[Sequence[Observation]] = (),
+    a: Sequence[Observation], b: Sequence[Observation], noises: Sequence[Sequence[Observation]] = ()
 ) -> Located:
     """Compare the observations of one rank in two runs.
 

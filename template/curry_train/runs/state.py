@@ -27,12 +27,7 @@ from ..core.wording import some_of
 from .format import MODEL_PREFIX, Contents, Snapshot
 from .history import ABSENT_VALUE, changes
 from .parameters import bare_name, bare_names, parameter_names
-from .random_state import (
-    restore_random_state,
-    restore_threads,
-    seed_new_rank,
-    take_random_state,
-)
+from .random_state import restore_random_state, restore_threads, seed_new_rank, take_random_state
 from .ranks import PARTIAL_LOAD_ADVICE, Ranks, StateMismatch, reading
 from .values import (
     CollectedTensors,

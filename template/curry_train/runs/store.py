@@ -51,15 +51,7 @@ from .layout import (
     verify_files,
 )
 from .lock import RunLock
-from .ranks import (
-    DamagedCheckpoint,
-    OtherRank,
-    Ranks,
-    RunError,
-    SaveError,
-    StepExists,
-    reading,
-)
+from .ranks import DamagedCheckpoint, OtherRank, Ranks, RunError, SaveError, StepExists, reading
 from .retention import line_of, newest_branches
 from .state import Load, TrainingState
 from .values import dump, load_foreign
@@ -159,11 +151,7 @@ class SavedRun:
         return manifest
 
     def load(
-        self,
-        checkpoint: Which,
-        state: TrainingState,
-        *,
-        strict: bool = True,
+        self, checkpoint: Which, state: TrainingState, *, strict: bool = True
     ) -> Sequence[str]:
         """Verify a checkpoint, compare it with the state, and only then change the state.
 
@@ -287,23 +275,13 @@ class Store(SavedRun):
         self._opened = False
 
     def save(
-        self,
-        kind: str,
-        step: int,
-        state: Savable,
-        *,
-        metric: tuple[str, float] | None = None,
+        self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
         return self.finish(self.begin(kind, step, state, metric=metric))
 
     def begin(
-        self,
-        kind: str,
-        step: int,
-        state: Savable,
-        *,
-        metric: tuple[str, float] | None = None,
+        self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
