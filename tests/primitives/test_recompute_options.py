@@ -179,6 +179,10 @@ class Holder:
         self.held = held
 
 
+LAYER = nn.Linear(2, 2)
+IN_ANOTHER_FILE = FunctionType((lambda: LAYER).__code__, {"LAYER": LAYER})
+
+
 def test_modules_are_found_in_all_that_a_function_uses():
     first, second, third = (nn.Linear(2, 2) for _ in range(3))
     second.friends = [third]
@@ -190,6 +194,9 @@ def test_modules_are_found_in_all_that_a_function_uses():
     def outer():
         return inner, in_closure
 
+    def outermost():
+        return outer, IN_ANOTHER_FILE
+
     bound = functools.partial(Methods.compute, first, used=second)
     for function, depth, found in (
         (first.forward, 0, [first]),
@@ -197,6 +204,8 @@ def test_modules_are_found_in_all_that_a_function_uses():
         (outer, 0, [first]),
         (outer, 1, [first, third, second]),
         (inner, 1, [second, third]),
+        (outermost, 1, [first]),
+        (outermost, 2, [first, third, second]),
         (Holder([first]), 0, []),
         (Holder([first]), 1, [first]),
         (first, 0, [first]),
