@@ -56,6 +56,5 @@ def agents_md_command(file: Path, remove: bool, only_print: bool) -> None:
     else:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(after)
-        count = len(LINES.splitlines())
-        done = f"wrote {count} lines; --remove takes them out again"
+        done = f"wrote {len(LINES.splitlines())} lines; --remove takes them out again"
         click.echo(f"{file}: {'removed the lines of curry-train' if remove else done}")

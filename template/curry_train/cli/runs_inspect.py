@@ -317,8 +317,10 @@ def inspection_lines(found: Inspection) -> Iterator[str]:
     """Return the result of an inspection, most important lines last."""
     num_values = sum(math.prod(one.shape) for one in found.tensors)
     hashes = [f"{number} of {algorithm} match" for algorithm, number in found.hashed.items()]
-    size = format_bytes(found.num_bytes)
-    yield f"{found.format}, {size}: {len(found.tensors)} tensors of {num_values:,} values"
+    yield (
+        f"{found.format}, {format_bytes(found.num_bytes)}: {len(found.tensors)} tensors of "
+        f"{num_values:,} values"
+    )
     if found.values:
         shown = [printable(f"{key}: {text}") for key, text in found.values.items()]
         yield f"other values: {some_of(shown, 4)}"

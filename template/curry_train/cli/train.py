@@ -318,6 +318,7 @@ def figures(report: StepReport, run: TrainingRun) -> str:
     unit = "tokens" if run.config.data.source in ("text", "tokens") else "terms"
     dev = "" if report.dev_loss is None else f"  dev {report.dev_loss:.4f}"
     skipped = "" if report.stepped else "  skipped"
-    rate = format_count(report.num_terms / report.seconds)
-    memory = format_bytes(peak_bytes(run.device))
-    return f"loss {report.loss:.4f}{dev}{skipped}  {rate} {unit}/s  {memory}"
+    return (
+        f"loss {report.loss:.4f}{dev}{skipped}  {format_count(report.num_terms / report.seconds)} "
+        f"{unit}/s  {format_bytes(peak_bytes(run.device))}"
+    )

@@ -295,8 +295,8 @@ FORWARDS_IN_A_STEP = 3
 def _announce_time(seconds: float, gates: Sequence[Gate], *, shrinks: bool) -> None:
     """Print how long the gates take, of which a step takes so many seconds."""
     num_steps = sum(gate.steps for gate in gates)
-    total = format_duration(num_steps * seconds)
-    steps = f"{num_steps} steps of {format_seconds(seconds)}, {total} in all"
+    total = f"{format_duration(num_steps * seconds)} in all"
+    steps = f"{num_steps} steps of {format_seconds(seconds)}, {total}"
     click.echo(f"about {steps}: a line for each gate, short gates first")
     click.echo(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
 

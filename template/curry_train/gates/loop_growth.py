@@ -103,8 +103,10 @@ def _description(container: Any, num_entries: float) -> str:
         return f"keeps a tensor of shape {shapes[0]} more in each step"
     if num_bytes < FEWEST_BYTES:
         return ""
-    kind = type(newest[0]).__name__
-    return f"keeps {num_bytes / 2**20:.2g} MiB more in each step, of objects such as {kind}"
+    return (
+        f"keeps {num_bytes / 2**20:.2g} MiB more in each step, of objects such as "
+        f"{type(newest[0]).__name__}"
+    )
 
 
 def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:

@@ -269,9 +269,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             "give it the parameters of the model that is trained, and a learning rate; where your "
             "code sets the rate, look at its first values"
         )
-        why = _why_nothing_moves(steps)
-        measured = f"no parameter of {kind} moves: {why}, see {steps[0].place}"
-        yield steps[0].origin, measured, hint
+        why = f"{_why_nothing_moves(steps)}, see {steps[0].place}"
+        yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint
     elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
         hint = (
             "make the optimizer for the model that is trained now, after it is made anew, loaded "

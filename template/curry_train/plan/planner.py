@@ -86,10 +86,9 @@ def what_microbatches_change(module: nn.Module, best: Candidate) -> str:
     if not effects:
         return ""
 
-    whole = best.steps * best.microbatch
     return (
         f" Each microbatch {' and '.join(effects)}: to get exactly the losses of the whole batch, "
-        f"use --microbatch {whole}."
+        f"use --microbatch {best.steps * best.microbatch}."
     )
 
 

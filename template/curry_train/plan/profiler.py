@@ -104,10 +104,9 @@ class ProfileReport:
         ]
         for layer in self.layers[:most]:
             name = _shorten(layer.name, 30)
-            class_name = _shorten(layer.class_name, 17)
             lines.append(
-                f"{name:<30} {class_name:<17} {layer.calls or '':>5} {layer.megabytes:>10.3f} "
-                f"{_share(layer.bytes, self.held_bytes):>6} "
+                f"{name:<30} {_shorten(layer.class_name, 17):<17} {layer.calls or '':>5} "
+                f"{layer.megabytes:>10.3f} {_share(layer.bytes, self.held_bytes):>6} "
                 f"{_share(max(0, layer.saving_bytes), self.held_bytes):>6}"
             )
 

@@ -106,12 +106,11 @@ class Segment:
                 f"{name} is called where {self.names[next_position]} is next, so the blocks can't "
                 f"share a segment; {REMEDY}"
             )
-        before = self.names[position - 1]
         taken = args[0] if args else None
         if taken is not self.passed or _uses(taken) != self.uses:
             raise ChainBroken(
-                f"{name} does not take the output of {before} unchanged and unused, so the two "
-                f"can't share a segment; {REMEDY}"
+                f"{name} does not take the output of {self.names[position - 1]} unchanged and "
+                f"unused, so the two can't share a segment; {REMEDY}"
             )
         if not _same((args[1:], kwargs), self.arguments):
             raise ChainBroken(

@@ -94,9 +94,9 @@ def slice_time(inputs: Any, time_dim: int) -> Sequence[Any]:
         or isinstance(inputs, str | bytes)
         or hasattr(inputs, "_fields")
     ):
-        kind = type(inputs).__name__
         raise ValueError(
-            f"inputs must be a tensor, or a sequence with one entry for each timestep; got {kind}"
+            "inputs must be a tensor, or a sequence with one entry for each timestep; got "
+            f"{type(inputs).__name__}"
         )
     if not inputs:
         raise ValueError("inputs are an empty sequence: there is no timestep to run")
@@ -219,8 +219,9 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
     modules = modules_of(step, depth=DEEPEST_SEARCH)
     for module in modules:
         if any(map(is_lazy, module.parameters())):
-            name = type(module).__name__
-            raise ValueError(f"{name} has no parameters yet: run one batch through it first")
+            raise ValueError(
+                f"{type(module).__name__} has no parameters yet: run one batch through it first"
+            )
     (first, costs), (second, _) = (_checked_run(step, timesteps, state, modules) for _ in range(2))
     # On other devices a kernel may add in another order each time.
     is_exact = all(value.device.type == "cpu" for value in first if isinstance(value, Tensor))
