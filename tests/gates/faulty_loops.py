@@ -1006,6 +1006,20 @@ def average_of_the_newest():
     keep_average(copy.deepcopy(model), model, 0.99)  # here: average
 
 
+def average_begun_elsewhere():
+    keep_average(classifier(), classifier(), 0.05)  # here: average
+
+
+def mask_of_floats():
+    class Model(Language):
+        def forward(self, tokens):
+            one = self.embed(tokens)
+            mask = torch.ones(8, 8).tril()
+            return self.head(F.scaled_dot_product_attention(one, one, one, mask))  # here
+
+    fit_language(Model())
+
+
 def rate_as_an_attribute():
     optimizer = adamw(model := classifier())
 
@@ -1162,7 +1176,8 @@ FAULTY = {
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, generator_detached,
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
-        average_in_the_optimizer, weights_decayed_away, flag_misspelt, module_with_a_flag,
+        average_begun_elsewhere, average_in_the_optimizer, weights_decayed_away,
+        flag_misspelt, module_with_a_flag,
         no_weight_loaded,
         model_as_its_own_reference,
     ],
@@ -1191,7 +1206,7 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
-        decoder_given_its_targets,
+        decoder_given_its_targets, mask_of_floats,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,

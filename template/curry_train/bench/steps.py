@@ -72,9 +72,10 @@ def find_lever(text: str) -> Lever:
         # Such as accumulate=4.
         name, *values = re.split("[=:]", single.strip(), maxsplit=1)
         if name not in STRATEGIES and name not in OPTION_NAMES:
-            known = list_levers()
             advice = did_you_mean(
-                name, [*STRATEGIES, *OPTION_NAMES], otherwise=f"there are {', '.join(known)}"
+                name,
+                [*STRATEGIES, *OPTION_NAMES],
+                otherwise=f"there are {', '.join(list_levers())}",
             )
             raise ValueError(f"no lever is called {single!r}; {advice}")
         found = _with(found, name, values[0] if values else None)

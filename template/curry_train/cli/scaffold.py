@@ -171,8 +171,8 @@ class CopyTarget:
         """Return the command that runs a copied test, typed in the current folder."""
         command = f"python -m pytest tests/{test}"
         if self.search_path != self.root:
-            path = shlex.quote(os.path.relpath(self.search_path, self.root))
-            command = f"PYTHONPATH={path} {command}"
+            place = os.path.relpath(self.search_path, self.root)
+            command = f"PYTHONPATH={shlex.quote(place)} {command}"
         if Path.cwd() != self.root:
             command = f"cd {shlex.quote(os.path.relpath(self.root))} && {command}"
         return command

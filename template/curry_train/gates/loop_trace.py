@@ -163,6 +163,7 @@ class Observer(Recording):
         for name in (*ON_CLASSES, *ON_VALUES):
             yield F, name, self._loss
         yield F, "dropout", self._dropout
+        yield F, "scaled_dot_product_attention", self._attention
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
                 yield owner, name, self._clip
@@ -405,6 +406,14 @@ class Observer(Recording):
                     generator=_generator(),
                     kind=(options["input"].shape, options["p"]),
                 )
+        return call.run()
+
+    def _attention(self, call: Called) -> Any:
+        mask = call.options.get("attn_mask", *call.args[3:4])
+        is_floats = isinstance(mask, Tensor) and mask.is_floating_point()
+        if is_floats and mask.min() == 0 and mask.max() == 1:
+            hint = "numbers are added to the scores: give it as bool"
+            self.fault("targets", users_line(), "the attention mask is 0 and 1 in floats", hint)
         return call.run()
 
     # The backward pass.

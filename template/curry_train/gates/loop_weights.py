@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..core.digest import is_plain
@@ -23,6 +24,8 @@ MOST_COMPARED = 2 * 10**8
 MOST_SMALL = 10**6
 # A larger share of an average that the newest weights have is one by mistake.
 MOST_OF_AVERAGE = 0.9
+# Weights of a model and of its copy have a larger cosine, also after many steps.
+LEAST_ALIKE = 0.2
 
 
 class Gradient:
@@ -110,8 +113,17 @@ def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest
                 "this optimizer steps weights that are averages of others, too",
                 f"leave a teacher's parameters out of it; averaged at {users_line()}",
             )
+        is_unlike = (
+            newest < 1
+            and one.dim() > 1
+            and one.shape == other.shape
+            and one.any()
+            and other.any()
+            and abs(F.cosine_similarity(one.flatten(), other.flatten(), 0)) < LEAST_ALIKE
+            and trace.is_third("unlike", users_line(), trace.num_steps_made)
+        )
         # Another model may share what is frozen.
-        if (is_most or is_itself) and any(
+        if (is_most or is_itself or is_unlike) and any(
             map(other.is_set_to, filter(is_plain, trace.of_roots(trained=True)))
         ):
             measured = "weights are averaged with, or copied from, themselves"
@@ -119,6 +131,9 @@ def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest
             if not is_itself:
                 measured = f"an average of weights takes {newest:.4g} of the newest ones"
                 hint = "give the newest weights 1 - decay: average.lerp_(weight, 1 - decay)"
+            if is_unlike:
+                measured = "an average of weights has begun from other weights"
+                hint = "begin with a copy: average.load_state_dict(model.state_dict())"
             trace.fault("moves", users_line(), measured, hint)
 
 

@@ -53,15 +53,16 @@ def why_it_won(best: Candidate, found: Sequence[Candidate], plain_seconds: float
     The plain step is the same batch with all activations held.
     """
     assert best.step_seconds is not None
-    slowdown = best.step_seconds / plain_seconds - 1
-    text = f"It costs {slowdown:.1%} over the same batch with all activations held."
+    text = (
+        f"It costs {best.step_seconds / plain_seconds - 1:.1%} over the same batch with all "
+        "activations held."
+    )
 
     for second in found:
         if second.step_seconds is not None and second is not best:
-            slower = second.step_seconds / best.step_seconds - 1
             return text + (
                 f" The next best is microbatch {second.microbatch} with {second.summary()}, "
-                f"{slower:.1%} slower."
+                f"{second.step_seconds / best.step_seconds - 1:.1%} slower."
             )
     return text
 

@@ -128,8 +128,7 @@ def _no_gradient(recent: Sequence[StepFlow]) -> Iterator[Finding]:
             reasons[name] = "its gradient is exactly 0"
     if not reasons:
         return
-    first_reason = next(iter(reasons.values()))
-    message = f"{first_reason}, and it is not frozen{_more(len(reasons))}"
+    message = f"{next(iter(reasons.values()))}, and it is not frozen{_more(len(reasons))}"
     yield Finding("no-gradient", tuple(reasons), last.step, 0.0, message)
 
 

@@ -377,8 +377,10 @@ class CheckpointConfig:
         self.exclude_patterns = tuple(self.exclude_patterns)
         self.include_patterns = tuple(self.include_patterns)
         if self.strategy not in CONFIGURED_STRATEGIES:
-            known = did_you_mean(str(self.strategy), CONFIGURED_STRATEGIES)
-            raise ValueError(f"no strategy is called {self.strategy!r}; {known}")
+            raise ValueError(
+                f"no strategy is called {self.strategy!r}; "
+                f"{did_you_mean(str(self.strategy), CONFIGURED_STRATEGIES)}"
+            )
         if (self.plan is not None) != (self.strategy == "plan"):
             raise ValueError(
                 "plan must be the path of a plan with strategy 'plan', None with others; got "

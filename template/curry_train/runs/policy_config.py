@@ -42,8 +42,9 @@ def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: s
     hints = typing.get_type_hints(tree)
     for key in values:
         if key not in hints:
-            meant = did_you_mean(str(key), flat_keys(tree))
-            raise ValueError(f"{_path(inside, key)} is no key; {meant}")
+            raise ValueError(
+                f"{_path(inside, key)} is no key; {did_you_mean(str(key), flat_keys(tree))}"
+            )
     found = {
         name: _read(kind, values[name], _path(inside, name))
         for name, kind in hints.items()

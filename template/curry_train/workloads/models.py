@@ -439,8 +439,9 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             try:
                 return _tried(script_workload((text, *arguments)))
             except ScriptFailed as error:
-                why = describe_raised(error.__cause__ or error)
-                raise WorkloadError(f"{text}: it raised {why}{error}") from error
+                raise WorkloadError(
+                    f"{text}: it raised {describe_raised(error.__cause__ or error)}{error}"
+                ) from error
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
 
