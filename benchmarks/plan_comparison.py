@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/plan/test_chain.py`.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy
@@ -56,27 +56,22 @@ def main() -> None:
     again = {name: (flops_of(step, name) - flops_of(plain, name)) / forward for name in tried}
     held = plain.blocks[names[0]].held
 
-    def chain_of(chosen: Mapping[str, Option]) -> PricedChain:
-        """Return the chain of the blocks alone, whose seconds are parts of their forward."""
-        costs = [(held + more[name][0], more[name][1], again[name]) for name in chosen]
-        columns = [numpy.array(column) for column in zip((held, 0, 0), *costs, strict=True)]
-        menu = (Option(NONE_KIND), *chosen.values())
-        blocks = [
-            PricedBlock(name, menu, columns[0].astype(int), columns[1].astype(int), columns[2])
-            for name in names
-        ]
-        return PricedChain(tuple(blocks), numpy.zeros(len(blocks) + 1, dtype=numpy.int64))
-
-    # The policy was tried on the first block, and the plan's choices on the others.
-    theirs = chain_of({names[0]: tried.pop(names[0])})
-    menu = chain_of(tried)
+    # The chain of the blocks alone, whose seconds are parts of their forward.
+    costs = [(held + more[name][0], more[name][1], again[name]) for name in tried]
+    columns = [numpy.array(column) for column in zip((held, 0, 0), *costs, strict=True)]
+    menu = (Option(NONE_KIND), *tried.values())
+    blocks = [
+        PricedBlock(name, menu, columns[0].astype(int), columns[1].astype(int), columns[2])
+        for name in names
+    ]
+    chain = PricedChain(tuple(blocks), numpy.zeros(len(blocks) + 1, dtype=numpy.int64))
     every = dict.fromkeys(names, policy)
-    budget = theirs.peak(every)
-    plan = menu.fastest(budget)
+    budget = chain.peak(every)
+    plan = chain.fastest(budget)
     figures = {
         "peak_bytes": budget,
-        "planned_peak_bytes": menu.peak(plan),
-        "of_policy": menu.seconds(plan) / theirs.seconds(every),
+        "planned_peak_bytes": chain.peak(plan),
+        "of_policy": chain.seconds(plan) / chain.seconds(every),
         "chosen": Counter(map(str, plan.values())),
         "estimate_seconds": seconds,
     }
