@@ -59,31 +59,35 @@ def kept(name: str, around=nullcontext) -> tuple[Any, str]:
 
 
 @functools.cache
-def noise(name: str):
-    """Return runs with noise for faults in B, which leave dtypes and calls as they are."""
-    run, values = kept(name)
-    return with_noise(name, values, written(expected_values(run, run, 1)[0]))
+def noise(name: str, around, expected: str) -> list[Any]:
+    """Return runs with noise; those of all Bs that leave dtypes and calls as they are are the same.
 
-
-def with_noise(name: str, values: str, expected: str, **options):
+    `expected` is what `expected_values` returns of A, as JSON.
+    """
+    _, values = kept(name, around)
+    folder = written(expected)
     return [
-        record(name, exchange=Exchange(values, expected=expected, noise=seed), **options)
+        record(name, exchange=Exchange(values, expected=folder, noise=seed), around=around)
         for seed in range(NUM_NOISES)
     ]
 
 
-def written(expected: dict[str, Any]) -> str:
+def written(expected: str) -> str:
     folder = tempfile.mkdtemp()
-    Path(folder, "rank-0.json").write_text(json.dumps(expected))
+    Path(folder, "rank-0.json").write_text(expected)
     return folder
 
 
-def with_tolerance(name: str, b, fault: Fault) -> Located:
-    """Compare a run with a fault with the sound one, where noise is no difference."""
-    run, values = kept(name)
-    expected = written(expected_values(run, b, 1)[1])
-    other = record(name, fault, exchange=Exchange(values, expected=expected))
-    return locate(run, other, noise(name))
+def with_tolerance(name: str, b, fault: Fault, base=nullcontext, around=nullcontext) -> Located:
+    """Compare a run with the sound one, where noise is no difference.
+
+    A runs inside of the context `base`, and B inside of `around`.
+    """
+    a, values = kept(name, base)
+    of_a, of_b = map(json.dumps, expected_values(a, b, 1))
+    exchange = Exchange(values, expected=written(of_b))
+    other = record(name, fault, exchange=exchange, around=around)
+    return locate(a, other, noise(name, base, of_a))
 
 
 def is_named(found: Located, fault: Fault) -> bool:
@@ -214,13 +218,9 @@ def rounding(name: str, count: int) -> list[dict[str, Any]]:
         if kind == "compiled" and name not in COMPILED:
             continue
         b = record(name, fault, around=around)
-        a, values = kept(name, base)
-        if locate(a, b).is_equal:
+        if locate(kept(name, base)[0], b).is_equal:
             continue
-        of_a, of_b = map(written, expected_values(a, b, 1))
-        noises = with_noise(name, values, of_a, around=base)
-        other = record(name, fault, exchange=Exchange(values, expected=of_b), around=around)
-        tolerant = locate(a, other, noises)
+        tolerant = with_tolerance(name, b, fault, base, around)
         facts = {"model": name, "kind": kind, "accused": not tolerant.is_equal}
         rows.append(facts | {"headline": tolerant.headline})
     return rows[:count]
