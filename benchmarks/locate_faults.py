@@ -221,15 +221,18 @@ class Planter:
         )
 
     def _parameter(self, prefix: str) -> str:
-        found = self._observed("update", step=2)[0]["digests"]
-        return self._one([one.removeprefix(prefix) for one in found if one.startswith(prefix)])
+        return self._one(self._parameters("update", prefix))
+
+    def _parameters(self, kind: str, prefix: str) -> list[str]:
+        found = self._observed(kind, step=2)[0]["digests"]
+        return [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
 
     def _of_class(self, *words: str) -> list[str]:
         return [
             path
             for path, one in self.model.items()
             if any(word in one["class"] for word in words)
-            and any(it["path"] == path for it in self._observed("exit", step=1))
+            and self._observed("exit", step=1, path=path)
         ]
 
     # State.
@@ -333,10 +336,7 @@ class Planter:
 
     def update(self) -> Fault:
         """A flip in the result of an operation of the optimizer, in the second step."""
-        names = list(self._observed("step", step=2)[0]["digests"])
-        updated = [
-            one.removeprefix("exp_avg of ") for one in names if one.startswith("exp_avg of ")
-        ]
+        updated = self._parameters("step", "exp_avg of ")
         number = self.random.randrange(len(updated))
         mode = FlipResult("aten.addcdiv_.default", *self._where())
 
@@ -346,12 +346,12 @@ class Planter:
         return Fault(2, "optimizer", updated[number], None, plant, (mode.name,), 2, mode)
 
     def gradient_of_activation(self) -> Fault:
-        with_gradient = {
-            (one["path"], one["call"]) for one in self._observed("gradient", step=self.step)
-        }
-        calls = self._observed("exit", phase="forward", step=self.step)
-        call = self._one([one for one in calls if (one["path"], one["call"]) in with_gradient])
-        return self._flipped(call, "backward")
+        calls = [
+            one
+            for one in self._observed("exit", phase="forward", step=self.step)
+            if self._observed("gradient", step=self.step, path=one["path"], call=one["call"])
+        ]
+        return self._flipped(self._one(calls), "backward")
 
     def gradient(self) -> Fault:
         """A flip in an accumulated gradient, before the step."""
