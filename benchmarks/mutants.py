@@ -16,14 +16,13 @@ Two seconds a mutant on a core. A second run with the same folder goes on where 
 
 import argparse
 import collections
-import os
 import random
 import re
 import shutil
 import sys
 from pathlib import Path
 
-from process_group import run_group
+from process_group import run_module
 from slips import copy_tree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,15 +94,6 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
         deselected=DESELECTED,
     )
     (folder / "pyproject.toml").write_text(text + configuration)
-
-
-def run_module(
-    folder: Path, *words: str, seconds: float | None = None, **variables: str
-) -> tuple[int | None, str]:
-    """Run a module of Python for so many seconds; return its status and output."""
-    command = [sys.executable, "-m", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
-    return run_group(command, seconds=seconds, cwd=folder, env=environment)
 
 
 def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:

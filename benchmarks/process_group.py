@@ -7,8 +7,10 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def run_group(words: Sequence[str], *, seconds: float | None, **options) -> tuple[int | None, str]:
@@ -34,3 +36,12 @@ def run_group(words: Sequence[str], *, seconds: float | None, **options) -> tupl
         process.wait()
         log.seek(0)
         return status, log.read()
+
+
+def run_module(
+    folder: Path, *words: str, seconds: float | None = None, **variables: str
+) -> tuple[int | None, str]:
+    """Run a module of Python in a folder, with one thread; return its status and output."""
+    command = [sys.executable, "-m", *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    return run_group(command, seconds=seconds, cwd=folder, env=environment)

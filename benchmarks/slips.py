@@ -9,16 +9,16 @@ caught each; `nothing` stands where all of them passed.
 """
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from process_group import run_module
 
 ROOT = Path(__file__).resolve().parents[1]
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
@@ -35,13 +35,10 @@ def copy_tree(folder: Path) -> None:
             shutil.copy(ROOT / name, folder / name)
 
 
-def run_tests(tests: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_tests(tests: list[str], folder: Path) -> tuple[int | None, str]:
     """Run tests in the copy until one fails; commands that they start import the copy too."""
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(folder / "template")}
-    return subprocess.run(
-        [*words, *tests], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    words = ("pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests)
+    return run_module(folder, *words, PYTHONPATH=str(folder / "template"))
 
 
 def what_catches(slip: dict[str, Any], folder: Path) -> str:
@@ -51,14 +48,14 @@ def what_catches(slip: dict[str, Any], folder: Path) -> str:
     if right.count(slip["old"]) != 1:
         return f"not applied: the old text stands {right.count(slip['old'])} times in the file"
     path.write_text(right.replace(slip["old"], slip["new"]), encoding="utf-8")
-    ended = run_tests(slip["tests"], folder)
+    status, output = run_tests(slip["tests"], folder)
     path.write_text(right, encoding="utf-8")
-    if ended.returncode == 0:
+    if status == 0:
         return "nothing"
-    found = FAILED.search(ended.stdout)
+    found = FAILED.search(output)
     if found is None:
-        return f"status {ended.returncode}: {ended.stdout[-300:]}"
-    if run_tests([found[1].split("[")[0]], folder).returncode != 0:
+        return f"status {status}: {output[-300:]}"
+    if run_tests([found[1].split("[")[0]], folder)[0] != 0:
         return f"fails without the slip too: {found[1].replace('::', ' ')}"
     return found[1]
 
