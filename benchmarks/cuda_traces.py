@@ -92,7 +92,6 @@ class Replay:
         self.records_segments = not self.expandable or any(
             isinstance(event, dict) and "s" in event for event in trace["trace"]
         )
-        self.unrecorded_address = 2**46
         self._start()
         self._play()
         self._compare()
@@ -105,8 +104,7 @@ class Replay:
     def _address(self, num_bytes: int) -> int:
         if self.expected and "at" in self.expected[-1]:
             return self.expected[-1]["at"] * ADDRESS_UNIT
-        self.unrecorded_address -= 2**42 if self.expandable else num_bytes
-        return self.unrecorded_address
+        return self.allocator._next_address_down(num_bytes)
 
     def _start(self) -> None:
         for item in self.trace["start"]:
