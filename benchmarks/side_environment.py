@@ -11,6 +11,7 @@ Proof: `make zoo ARGS='--only bert'`, which installs before it runs.
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,8 +22,7 @@ def main(name: str) -> None:
     environment = ROOT / ".venv" / name
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     python = environment / "bin" / "python"
-    words = [python, "-c", "import site; print(site.getsitepackages()[0])"]
-    folder = Path(subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip())
+    folder = Path(sysconfig.get_path("purelib", "venv", {"base": str(environment)}))
     below = [path for path in sys.path if path.endswith("site-packages")]
     (folder / "below.pth").write_text("\n".join([*below, str(ROOT / "template")]) + "\n")
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
