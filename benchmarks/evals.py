@@ -146,7 +146,10 @@ def run_agent(command: str, case: Case, arm: str, place: Path) -> tuple[int | No
     if arm == "index":
         name_commands(plugin, place)
     filled = {"{prompt}": case.prompt, "{plugin}": str(plugin), "{case}": case.name}
-    words = [_fill(word, filled) for word in shlex.split(command)]
+    words = [
+        re.sub(r"\{(?:prompt|plugin|case)\}", lambda found: filled[found[0]], word)
+        for word in shlex.split(command)
+    ]
     started = time.monotonic()
     status, transcript = run_group(
         words,
@@ -172,10 +175,6 @@ def name_commands(plugin: Path, place: Path) -> None:
 def _environment(**given: str) -> dict[str, str]:
     """Return the environment of an agent, without a path to this package."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | given
-
-
-def _fill(word: str, values: dict[str, str]) -> str:
-    return re.sub(r"\{(?:prompt|plugin|case)\}", lambda found: values[found[0]], word)
 
 
 def has_the_package() -> bool:
