@@ -9,7 +9,6 @@ predicted from shapes alone; otherwise it has the reason why the model was measu
 Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 """
 
-import importlib.metadata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,6 @@ from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS, SAMPLES
 from recording import record_parser, write_record
 
 MODELS = Path(__file__).with_name("finetune_models.py")
-LIBRARIES = ("transformers", "peft", "torchao", "bitsandbytes", "lion-pytorch")
 
 Change = Callable[[nn.Module], object]
 
@@ -74,8 +72,7 @@ def main() -> None:
             print(*rows[-1].values(), sep=", ", flush=True)
     summary = summary_of(rows)
     print(summary)
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES if options.json}
-    write_record(options.json, {"versions": versions, "rows": rows, "summary": summary})
+    write_record(options.json, {"rows": rows, "summary": summary})
 
 
 def compare(
