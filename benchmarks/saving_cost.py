@@ -79,8 +79,6 @@ def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     return {
         "ratio": paired_ratio(ours, plain).median,
         "pairs": len(plain),
-        "plain_seconds": statistics.median(plain),
-        "seconds": statistics.median(ours),
     }
 
 
@@ -141,7 +139,6 @@ def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for saver in SAVERS:
         ACTIONS[f"{saver}.save"](state, folder)
     return {
-        "state_bytes": sum(tensor.nbytes for tensor in state.snapshot().tensors.values()),
         # First, as a resume does it: saves would leave memory that `dcp.load` takes again, and it
         # would need half of the time.
         "loading": compare_with_torch("load", state, folder, pairs=pairs),
@@ -182,7 +179,7 @@ def highest_memory(name: str, folder: Path, mib: int) -> int:
 
 
 def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    found = {"state_bytes": options.mib * 2**20}
+    found = {}
     for name in ACTIONS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             found[name] = pool.apply(highest_memory, (name, folder, options.mib))
@@ -264,9 +261,9 @@ def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> di
     for number in range(options.rounds + 1):
         plain.append(loop(None))
         ours.append(loop(folder / f"small-{rows}-{number}"))
-    found = compared(plain[1:], ours[1:])
-    step_seconds = found["plain_seconds"] / options.small_steps
-    return {"loop": found["ratio"], "batch": rows, "step_seconds": step_seconds}
+    ratio = paired_ratio(ours[1:], plain[1:]).median
+    step_seconds = statistics.median(plain[1:]) / options.small_steps
+    return {"loop": ratio, "batch": rows, "step_seconds": step_seconds}
 
 
 def measure_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
