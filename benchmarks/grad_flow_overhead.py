@@ -23,18 +23,14 @@ Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
 UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unprobed one
 
 
-BATCH_SIZE = 4
-# The matrix products of the second are large enough to hide small overheads.
-SIZES = {
-    "transformer": {},
-    "llama_like": {
-        "depth": 4,
-        "dim": 384,
-        "heads": 6,
-        "kv_heads": 3,
-        "vocabulary": 2048,
-        "length": 128,
-    },
+# Its matrix products are large enough to hide small overheads.
+LLAMA_LIKE = {
+    "depth": 4,
+    "dim": 384,
+    "heads": 6,
+    "kv_heads": 3,
+    "vocabulary": 2048,
+    "length": 128,
 }
 
 
@@ -118,15 +114,14 @@ def main() -> None:
     parser = record_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
-    figures = {"repeats": options.repeats}
-    for name, sizes in SIZES.items():
-        case = Case(transformer(**sizes), batch_size=BATCH_SIZE)
-        figures[name] = {
-            "batch_size": BATCH_SIZE,
-            "cost": measure_costs(case, repeats=options.repeats),
-            "calls": {"recompute": measure_counting(case)},
-        }
-        print(name, figures[name])
+    costs = measure_costs(Case(transformer(**LLAMA_LIKE)), repeats=options.repeats)
+    calls = measure_counting(Case(transformer()))
+    figures = {
+        "repeats": options.repeats,
+        "transformer": {"calls": {"recompute": calls}},
+        "llama_like": {"cost": costs},
+    }
+    print(figures)
     write_record(options.json, figures)
 
 
