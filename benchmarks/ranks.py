@@ -32,6 +32,7 @@ from curry_train.plan.record import RankStorages
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
 from curry_train.workloads.models import llama_8b, mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
+from finetune_models import OPTIMIZERS
 from recording import record_parser, write_record
 
 BATCH_SIZE = 4
@@ -124,11 +125,6 @@ def bucket_views(model: nn.Module, mesh) -> nn.Module:
     )
 
 
-def foreach_adamw(module: nn.Module) -> torch.optim.Optimizer:
-    """Make the optimizer that torch makes by default on CUDA."""
-    return torch.optim.AdamW(module.parameters(), foreach=True)
-
-
 @dataclass(frozen=True)
 class Configuration:
     """One program on several ranks."""
@@ -179,7 +175,8 @@ CONFIGURATIONS = {
         workload=lambda: small(dim=36, vocabulary=97, hidden=51, heads=2, kv_heads=1)
     ),
     "fsdp2, momentum": Configuration(optimizer="sgd-momentum"),
-    "fsdp2, foreach": Configuration(optimizer=foreach_adamw),
+    # As torch steps by default on CUDA.
+    "fsdp2, foreach": Configuration(optimizer=OPTIMIZERS["AdamW, foreach"]),
     "fsdp2, window, recompute, bfloat16": Configuration(
         window=WINDOW, change=recompute_blocks, options={"precision": "bfloat16"}
     ),
