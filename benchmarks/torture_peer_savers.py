@@ -53,14 +53,15 @@ def zeros() -> State:
 
 
 class Peer:
-    """A library that saves and loads, by `save(root, step, state)` and `load_one(path)`."""
+    """A library that saves and loads, by `save(root, step, state)` and `load_one(path)`.
+
+    The step is that in the checkpoint's name; a torture of saves over a save gives always the same.
+    """
 
     name = ""
     distribution = "torch"
     # Files that hold pickles, which the torture replaces by hostile ones.
     pickled: tuple[str, ...] = ()
-    # Whether every checkpoint has the name of the one before.
-    again = False
 
     def prepare(self) -> None:
         """Import and build what a save needs, before processes are forked."""
@@ -70,11 +71,7 @@ class Peer:
         return self.load_one(self.newest(root))
 
     def path(self, root: Path, step: int) -> Path:
-        return root / f"step-{self.number(step)}"
-
-    def number(self, step: int) -> int:
-        """Return the number in the name of a step's checkpoint."""
-        return 0 if self.again else step
+        return root / f"step-{step}"
 
     def newest(self, root: Path) -> Path:
         numbered = [
@@ -144,7 +141,7 @@ class Orbax(Peer):
     def save(self, root: Path, step: int, state: State) -> None:
         arrays = {name: tensor.numpy() for name, tensor in state.items()}
         with self._ocp.PyTreeCheckpointer() as saver:
-            saver.save(self.path(root, step).absolute(), arrays, force=self.again)
+            saver.save(self.path(root, step).absolute(), arrays, force=True)
 
     def load_one(self, path: Path) -> State:
         with self._ocp.PyTreeCheckpointer() as saver:
@@ -220,14 +217,14 @@ class HuggingFace(Peer):
         self._trainer.create_optimizer_and_scheduler(10)
 
     def path(self, root: Path, step: int) -> Path:
-        return root / f"checkpoint-{self.number(step)}"
+        return root / f"checkpoint-{step}"
 
     def save(self, root: Path, step: int, state: State) -> None:
         trainer = self._trainer
         # The weight that the optimizer needs is no part of the state.
         self._holder.load_state_dict(state, strict=False)
         trainer.args.output_dir = str(root)
-        trainer.state.global_step = self.number(step)
+        trainer.state.global_step = step
         events = trainer.callback_handler
         events.on_step_end(trainer.args, trainer.state, trainer.control)
         trainer._save_checkpoint(trainer.model, trial=None)
@@ -252,7 +249,7 @@ class Ours(Peer):
     def save(self, root: Path, step: int, state: State) -> None:
         self._holder.load_state_dict(state)
         with Store(root) as store:
-            store.save("rollback", self.number(step), self._state)
+            store.save("rollback", step, self._state)
 
     def load(self, root: Path) -> State:
         load_chosen(root, self._state)
@@ -263,7 +260,7 @@ class Ours(Peer):
         return self._holder.state_dict()
 
     def path(self, root: Path, step: int) -> Path:
-        return root / f"rollback/step-{self.number(step):08d}.dcp"
+        return root / f"rollback/step-{step:08d}.dcp"
 
     def newest(self, root: Path) -> Path:
         return max(root.glob("rollback/step-*.dcp"))

@@ -10,7 +10,6 @@ Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 """
 
 import contextlib
-import copy
 import json
 import multiprocessing
 import os
@@ -111,19 +110,24 @@ def save_anew(peer: Peer, root: Path, steps: tuple[int, ...]) -> Path:
 # Kills.
 
 
-def kill_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[str, int]:
-    """Kill a process at random moments of its saves, and load in another; count what was lost."""
-    generator = random.Random(f"{peer.name}-{peer.again}-{seed}")
+def kill_many(
+    peer: Peer, folder: Path, number: int, *, again: bool = False, seed: int = 0
+) -> dict[str, int]:
+    """Kill a process at random moments of its saves, and load in another; count what was lost.
+
+    With `again` every checkpoint has the name of the one before.
+    """
+    generator = random.Random(f"{peer.name}-{again}-{seed}")
     counts = dict.fromkeys(("kills", "newest_fails", "older", "lost", "silent", "refused"), 0)
     root = folder / "kills"
     longest = 0.0
     while counts["kills"] < number:
         if not counts["kills"] % KILLS_OF_A_FOLDER or not root.exists():
             began = time.monotonic()
-            save_anew(peer, root, (1,))
+            save_anew(peer, root, (0,))
             longest = longest or 4 * (time.monotonic() - began)
-            saved = begun = 1
-        reports = _killed_reports(peer, root, begun + 1, generator.uniform(0, longest))
+            saved = begun = 0
+        reports = _killed_reports(peer, root, begun + 1, again, generator.uniform(0, longest))
         # The last step that was reported saved, and the last that may have been.
         saved = max([one for one in reports if isinstance(one, int)], default=saved)
         begun = max(begun, saved) + 1
@@ -136,20 +140,20 @@ def kill_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[s
         counts["older"] += found.get("step", saved) < saved
         if found.get("step", -1) < saved:
             # Is the step that was reported saved still there, if it is loaded by its name?
-            path = peer.path(root, saved)
+            path = peer.path(root, 0 if again else saved)
             counts["lost"] += loaded(lambda path=path: peer.load_one(path)).get("step", -1) < saved
             shutil.rmtree(root)
     return counts
 
 
-def _killed_reports(peer: Peer, root: Path, first: int, seconds: float) -> list[Any]:
+def _killed_reports(peer: Peer, root: Path, first: int, again: bool, seconds: float) -> list[Any]:
     """Save one step after the other in a process, kill it, and return what it reported."""
 
     def act(report: Callable[[Any], None]) -> None:
         report("begin")
         for step in range(first, first + 10_000):
             try:
-                peer.save(root, step, state_of(step))
+                peer.save(root, 0 if again else step, state_of(step))
             except Exception as error:  # noqa: BLE001 - a refusal to save over a save is one answer
                 report({"refused": str(error)[:100]})
                 return
@@ -258,11 +262,9 @@ def _forge_file(path: Path, call) -> None:
 
 
 def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) -> dict[str, Any]:
-    over_a_save = copy.copy(peer)
-    over_a_save.again = True
     parts = {
         "kills": lambda folder: kill_many(peer, folder, kills, seed=seed),
-        "resaves": lambda folder: kill_many(over_a_save, folder, resaves, seed=seed),
+        "resaves": lambda folder: kill_many(peer, folder, resaves, again=True, seed=seed),
         "flips": lambda folder: flip_many(peer, folder, flips, seed=seed),
         "full_disks": lambda folder: fill_disks(peer, folder),
         "hostile": lambda folder: forge_many(peer, folder),
