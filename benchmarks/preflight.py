@@ -79,14 +79,11 @@ def seconds_alone(train: Callable[[], Any], num_steps: int) -> float:
         if next(made) >= num_steps:
             raise Ended
 
-    hook = register_optimizer_step_post_hook(end)
     start = time.process_time()
-    try:
-        with contextlib.suppress(Ended), contextlib.redirect_stdout(io.StringIO()):
-            train()
-        return time.process_time() - start
-    finally:
-        hook.remove()
+    hook = register_optimizer_step_post_hook(end)
+    with hook, contextlib.suppress(Ended), contextlib.redirect_stdout(io.StringIO()):
+        train()
+    return time.process_time() - start
 
 
 def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, Any]:
