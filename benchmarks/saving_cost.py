@@ -102,8 +102,7 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
             until = time.perf_counter() + synchronous[-1]
             while time.perf_counter() < until:
                 state.model(torch.randn(64, LAYER_WIDTH)).square().mean().backward()
-            state.optimizers[0].step()
-            state.optimizers[0].zero_grad()
+            train_step(state, 64)
             stalled.append(saver.stalled - stalled_before)
             saver.finish()
             for saved in store.committed("recovery"):
@@ -286,16 +285,15 @@ def train_with_cadence(
     highest = 0.0
     saving_seconds = 0.0
     stepping_seconds = 0.0
-    with Store(folder) as store:
-        saver = BackgroundSaver(store) if background else None
-        policy = SavingPolicy(store, config, saver=saver)
+    with Store(folder) as store, BackgroundSaver(store) as saver:
+        policy = SavingPolicy(store, config, saver=saver if background else None)
         until = time.perf_counter() + options.seconds
         while time.perf_counter() < until:
-            stalled_before = saver.stalled if saver else 0.0
+            stalled_before = saver.stalled
             seconds = seconds_of(lambda: train_step(state, 64))
             state.step += 1
             # The optimizer step waits for a background save; that time belongs to the save.
-            waited = (saver.stalled if saver else 0.0) - stalled_before
+            waited = saver.stalled - stalled_before
             stepping_seconds += seconds - waited
             began = time.perf_counter()
             committed = policy.after_step(state.step, state, {})
@@ -303,8 +301,6 @@ def train_with_cadence(
             if committed:
                 highest = max(highest, saving_seconds / stepping_seconds)
         policy.finish()
-        if saver is not None:
-            saver.close()
     return {"at_the_end": saving_seconds / stepping_seconds, "highest": highest}
 
 
