@@ -1,17 +1,12 @@
-"""Snapshots as torch writes them, made from recorded traces and from a scripted training."""
+"""Snapshots as torch writes them, of an allocator's record and of a scripted training."""
 
 import bisect
 import pickle
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from cuda_traces import add_segment
-from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator
+from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.owners import OwnedBlocks
 from curry_train.plan.snapshot import BlockHistory, read_snapshot
-
-ADDRESS_UNIT = 512
-TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 
 
 @dataclass
@@ -23,7 +18,6 @@ class Recorder:
     events: list = field(default_factory=list)
     live: dict = field(default_factory=dict)
     segments: dict = field(default_factory=dict)
-    expected: list = field(default_factory=list)
 
     def __post_init__(self):
         self.allocator = CudaAllocator(
@@ -33,8 +27,6 @@ class Recorder:
         self.top = 0x7F0000000000
 
     def _address(self, num_bytes):
-        if self.expected:
-            return self.expected[-1]
         self.top -= 2**42 if self.expandable else -(-num_bytes // 2**21) * 2**21
         return self.top
 
@@ -129,50 +121,6 @@ def free_block(address, size):
         "state": "inactive",
         "frames": [],
     }
-
-
-def from_trace(trace):
-    """Return the snapshot that a recorded trace of sizes was read from, without its stacks."""
-    recorder = Recorder(expandable=trace["expandable"])
-    blocks = []
-    for item in trace["start"]:
-        if trace["expandable"]:
-            blocks.append(recorder.allocate(item))
-            continue
-        address, num_bytes, stream, used = item
-        base = address * ADDRESS_UNIT
-        recorder.segments[base] = stream
-        found = add_segment(
-            recorder.allocator,
-            base,
-            num_bytes,
-            stream=stream,
-            small=num_bytes == SMALL_SEGMENT,
-            used=[(base + offset * ADDRESS_UNIT, size) for offset, size in used],
-        )
-        for block in found:
-            recorder.live[block.address] = (block, block.num_bytes, stream, [])
-        blocks += found
-    recorder.events.clear()
-    given_back = False
-    for event in trace["trace"]:
-        if isinstance(event, dict) and "r" in event:
-            given_back = True
-            continue
-        if given_back:
-            recorder.empty_cache()
-            given_back = False
-        if isinstance(event, dict):
-            recorder.expected += [event["at"] * ADDRESS_UNIT] if "at" in event else []
-        elif isinstance(event, int) and event < 0:
-            recorder.free(blocks[-1 - event])
-        else:
-            num_bytes, stream = (event, 0) if isinstance(event, int) else event
-            blocks.append(recorder.allocate(num_bytes, stream=stream))
-            recorder.expected.clear()
-    if given_back:
-        recorder.empty_cache()
-    return recorder.snapshot()
 
 
 def write(path, snapshot):

@@ -4,12 +4,12 @@ python -m pytest tests/plan/test_cuda_allocator.py
 """
 
 import itertools
+from pathlib import Path
 
 import pytest
 from command_runs import read_json
 from hypothesis import given
 from hypothesis import strategies as st
-from snapshot_files import TRACES
 
 from cuda_traces import Replay
 from curry_train.plan.cuda_allocator import (
@@ -20,6 +20,8 @@ from curry_train.plan.cuda_allocator import (
     rounded,
     segment_size,
 )
+
+TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 
 
 def test_the_recorded_traces_exist():

@@ -5,12 +5,11 @@ python -m pytest tests/plan/test_snapshot.py
 
 import os
 import pickle
+import random
 
 import pytest
-from command_runs import read_json
-from snapshot_files import TRACES, Recorder, Training, from_trace, trained, write
+from snapshot_files import Recorder, Training, trained, write
 
-from curry_train.plan.cuda_allocator import rounded
 from curry_train.plan.snapshot import (
     BlockHistory,
     Frame,
@@ -32,23 +31,33 @@ def history_of(snapshot, tmp_path):
     return BlockHistory(record)
 
 
-@pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
-def test_a_recorded_trace_has_its_peaks_to_the_byte(tmp_path, path):
-    trace = read_json(path)
-    history = history_of(from_trace(trace), tmp_path)
-    assert history.peak_reserved == trace["reserved_peak"]
-    if not trace["expandable"]:
-        # Of expandable segments the traces have blocks of the start, but not their addresses.
-        assert history.reserved[0] == trace["reserved_start"]
-    assert history.reserved[-1] == trace["reserved_end"]
-    alive = sum(rounded(life.requested_bytes) for life in history.alive_at(-1))
-    if trace["starts_empty"]:
-        assert history.allocated[0] == alive == 0
-    if trace["peak_blocks"] is not None:
-        assert history.peak_allocated == trace["peak_blocks"]
-    alive = history.alive_at(history.peak_index)
-    assert sum(life.num_bytes for life in alive) == history.peak_allocated
-    assert history.contradictions == 0
+@pytest.mark.parametrize("recorded_from", [0, 100])
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_record_has_the_peaks_of_its_allocator_to_the_byte(tmp_path, expandable, recorded_from):
+    for seed in range(10):
+        draw = random.Random(seed)
+        recorder = Recorder(expandable=expandable)
+        allocator = recorder.allocator
+        blocks = []
+        for number in range(300):
+            if number == recorded_from:
+                recorder.events.clear()
+                before = allocator.reserved
+                allocator.peak_reserved = before
+                allocator.peak_allocated = allocator.allocated
+            num_bytes = draw.randint(1, 2 ** draw.randint(1, 26))
+            blocks.append(recorder.allocate(num_bytes, stream=draw.randint(0, 1)))
+            if draw.random() < 0.5:
+                recorder.free(blocks.pop(draw.randrange(len(blocks))))
+            if draw.random() < 0.05:
+                recorder.empty_cache()
+        history = history_of(recorder.snapshot(), tmp_path)
+        assert history.peak_reserved == allocator.peak_reserved
+        assert (history.reserved[0], history.reserved[-1]) == (before, allocator.reserved)
+        assert history.peak_allocated == allocator.peak_allocated
+        alive = history.alive_at(history.peak_index)
+        assert sum(life.num_bytes for life in alive) == history.peak_allocated
+        assert history.contradictions == 0
 
 
 def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
