@@ -6,6 +6,7 @@ python -m pytest tests/runs/test_resume.py
 import shutil
 
 import pytest
+import torch
 from store_models import equal, flip, new_state, tensors_of, train
 
 from curry_train.runs import (
@@ -144,8 +145,6 @@ def test_a_missing_step_is_answered_with_the_existing_ones(run, what, error, mes
 def test_an_empty_run_and_another_model_are_not_reported_as_damage(run, tmp_path):
     with pytest.raises(NothingSaved, match="start the run anew"):
         load_chosen(tmp_path / "none", new_state(), "latest")
-    import torch
-
     with pytest.raises(StateMismatch):
         load_chosen(run[0], new_state(build=lambda: torch.nn.Linear(2, 2)), "latest")
 
@@ -157,14 +156,3 @@ def test_a_hostile_checkpoint_is_not_skipped_silently(run, monkeypatch):
     monkeypatch.setattr(SavedRun, "load", refuse)
     with pytest.raises(HostileCheckpoint):
         load_chosen(run[0], new_state(1), "latest")
-
-
-def test_a_run_in_a_path_with_an_at_sign_is_found(run, tmp_path):
-    folder, held = run
-    other = tmp_path / "user@host" / "run"
-    other.parent.mkdir()
-    folder.rename(other)
-    for what, step in ((f"{other}", 100), (f"{other}@50", 50)):
-        state = new_state(seed=3)
-        assert load_chosen(tmp_path / "new", state, what).saved.step == step
-        assert equal(tensors_of(state), held[step])

@@ -39,7 +39,7 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     assert run_to_resume(config(tmp_path), "run-001") == (runs[0], "latest")
     assert run_to_resume(config(tmp_path), str(runs[0])) == (runs[0], "latest")
     assert run_to_resume(config(tmp_path), "o@ther-001") == (other, "latest")
-    assert run_to_resume(config(tmp_path), "run-001@90") == (runs[0], "90")
+    assert run_to_resume(config(tmp_path), f"{runs[0]}@90") == (runs[0], "90")
     assert run_to_resume(config(tmp_path), str(runs[1] / "recovery/step-00000100.dcp")) == (
         runs[1],
         "100",
