@@ -27,16 +27,6 @@ def test_table_of_techniques_has_every_skill_with_its_first_sentence():
         assert f"module: curry_train/{technique.home}\n" in skill.read_text()
 
 
-def test_a_project_renders_its_templates_and_nothing_else(bundle):
-    files = project_files(bundle, name="my_run", own=False)
-    assert set(files) == {
-        ".gitignore", "README.md", "pyproject.toml", "tests/test_project.py", "train.py",
-    }  # fmt: skip
-    assert files["README.md"] == b"# my_run\n\nRead train.py.\n"
-    assert b'"curry-train==0.2.0"' in files["pyproject.toml"]
-    assert files["tests/test_project.py"] == (bundle.project / "tests/test_project.py").read_bytes()
-
-
 def test_a_project_leaves_what_a_run_of_the_template_left(bundle):
     before = project_files(bundle, name="run", own=False)
     for path in (
