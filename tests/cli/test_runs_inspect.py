@@ -30,18 +30,11 @@ def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
     assert [one["nan"] for one in found["tensors"]] == [0, 1]
 
 
-def test_a_damaged_file_ends_with_1(tmp_path):
-    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
-    (tmp_path / "a.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:-30])
-    text = call("inspect", "a.pt", status=1)
-    assert text.splitlines()[-1] == "whole: no"
-    assert "wrong: " in text
-
-
 def test_a_hostile_file_ends_with_1_and_runs_nothing(tmp_path):
     names = "\x1b[2J\n" * 3
     torch.save({names: Call(os.mkdir, str(tmp_path / "canary"))}, tmp_path / "a.pt")
     text = call("inspect", "a.pt", status=1)
     assert "wrong: it is hostile: loading it would call posix.mkdir" in text
+    assert text.splitlines()[-1] == "whole: no"
     assert "\x1b" not in text
     assert not (tmp_path / "canary").exists()
