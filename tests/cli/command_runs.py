@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/cli`.
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -55,3 +56,10 @@ def finished(*words, cwd=None, **environment):
         capture_output=True,
         text=True,
     )
+
+
+def wait_for(condition):
+    until = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)

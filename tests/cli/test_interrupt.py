@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from command_runs import wait_for
 
 MODEL = """
 import torch
@@ -47,13 +47,6 @@ def build():
         loss=lambda module, batch: Deaf.apply(module(batch)).square().sum(),
     )
 """
-
-
-def wait_for(condition):
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def processes_in(folder):

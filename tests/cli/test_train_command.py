@@ -9,10 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
-from command_runs import flat, ran, read_json
+from command_runs import flat, ran, read_json, wait_for
 from journals import column
 from tree import ROOT
 
@@ -44,15 +43,6 @@ def start(*words):
 def trained(*words, status=0):
     """Return the result of the command for the tiny model."""
     return ran("train", *TINY, *words, status=status)
-
-
-def wait_for(path, text, process):
-    until = time.monotonic() + 200
-    while time.monotonic() < until and process.poll() is None:
-        if path.is_file() and text in path.read_text():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"{path} never had {text}: {process.communicate(timeout=10)}")
 
 
 def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
@@ -108,8 +98,7 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 
     def stop():
         """Send the signal once the third step is in the journal."""
-        while not (journal.is_file() and '"step":3,' in journal.read_text()):
-            time.sleep(0.05)
+        wait_for(lambda: journal.is_file() and '"step":3,' in journal.read_text())
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
@@ -127,7 +116,8 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     process = start(*TINY, "steps=100000", "parallel=fsdp2", "log.every=1000")
-    wait_for(tmp_path / "runs/run-001/journal.jsonl", '"step":2,', process)
+    journal = tmp_path / "runs/run-001/journal.jsonl"
+    wait_for(lambda: journal.is_file() and '"step":2,' in journal.read_text())
     ranks = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
     ).stdout.split()
