@@ -18,7 +18,6 @@ from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.shapes import host_bytes
 from curry_train.primitives import StepInBackward, recompute_blocks
 from curry_train.workloads.models import mlp
-from curry_train.workloads.optimizers import copy_optimizer
 from curry_train.workloads.workload import default_workload
 
 WORKLOAD = mlp(depth=2, width=64)
@@ -147,19 +146,6 @@ def test_capturable_is_estimated_for_a_device_that_allows_it():
     assert len(step.trace.state) > len(plain.trace.state)
     with pytest.raises(AssertionError, match="capturable"):
         measured(WORKLOAD, 4, optimizer=of(AdamW, capturable=True))
-
-
-def test_a_copy_has_the_attributes_of_its_class_and_steps_itself():
-    module = nn.Linear(4, 4)
-    optimizer = Lion(list(module.parameters()), slow=0.5)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    copied = copy_optimizer(optimizer, {id(one): one for one in module.parameters()})
-    assert copied.slow == 0.5
-
-    module(torch.ones(1, 4)).sum().backward()
-    copied.step()
-    assert set(copied.state) == set(module.parameters())
-    assert not optimizer.state
 
 
 # Bases whose weights are quantised, below adapters that are trained.
