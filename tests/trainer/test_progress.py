@@ -1,4 +1,4 @@
-"""The output of a run: lines, and TensorBoard.
+"""The output of a run: lines, TensorBoard, and its journal.
 
 Run with `python -m pytest tests/trainer/test_progress.py`.
 """
@@ -7,6 +7,7 @@ import contextlib
 import io
 
 import pytest
+from journals import column, lines_of
 from training_models import opened
 
 from curry_train.cli.train import show_progress, write_tensorboard
@@ -50,12 +51,34 @@ def test_the_first_lines_say_what_is_trained_and_how(tmp_path):
 
 
 def test_tensorboard_gets_the_figures(tmp_path):
-    events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="not installed"
-    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     with opened(tmp_path, *WORDS, "steps=3") as run:
         trained = train_run(run, watch=[write_tensorboard])
-    read = events.EventAccumulator(str(run.folder / "tensorboard"))
+    read = EventAccumulator(str(run.folder / "tensorboard"))
     read.Reload()
     assert [event.step for event in read.Scalars("loss")] == [1, 2, 3]
     assert read.Scalars("loss")[-1].value == pytest.approx(trained.report.last.loss)
+
+
+def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
+    with opened(tmp_path, *WORDS, "steps=6", "evaluate={every: 4, samples: 4}") as run:
+        done = train_run(run)
+    lines = lines_of(done.folder)
+    assert [line["kind"] for line in lines if line["kind"] != "save"] == [
+        "start", "step", "step", "step", "step", "eval", "step", "step", "eval", "stop",
+    ]  # fmt: skip
+    checkpoints = column(done.folder, "save", "checkpoint")
+    assert {name[-12:] for name in checkpoints} == {"00000004.dcp", "00000006.dcp"}
+    assert min(column(done.folder, "save", "num_bytes")) > 2**17
+    assert lines[0]["config"]["steps"] == 6
+    assert lines[0]["environment"]["world_size"] == 1
+    assert lines[-1]["reason"] == "steps"
+    last = [line for line in lines if line["kind"] == "step"][-1]
+    report = done.report.last
+    for name in ("loss", "grad_norm", "learning_rate", "seconds"):
+        assert last[name] == getattr(report, name)
+    assert last["terms"] == report.num_terms
+    assert 0 < last["epoch"] < 1
+    assert last["peak_bytes"] > 2**20
+    assert column(done.folder, "eval", "value")[-1] == report.dev_loss
