@@ -3,8 +3,6 @@
 python -m pytest tests/runs/test_store_ranks.py
 """
 
-import os
-import signal
 import threading
 
 import pytest
@@ -258,25 +256,3 @@ def test_one_rank_loads_a_checkpoint_of_two_and_two_one_of_one(answers, alone, f
         assert model_of(answer["best"]["state"]) == model_of(alone)
         seeded = f"rank {rank} was not there at the save: its generators are seeded anew"
         assert (seeded in answer["latest"]["notes"]) == (rank == 1)
-
-
-def dying_rank(folder, number):
-    state = new_state(build=sharded)
-    files = CountedFiles(folder)
-    with Store(folder, files=files) as store:
-        store.save("rollback", 1, state)
-        if dist.get_rank() == 1:
-            files.ask = At(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        store.save("rollback", 2, state)
-
-
-def test_a_dying_rank_leaves_committed_checkpoints(tmp_path):
-    with pytest.raises(MemoryError, match="the system ended one of 2 ranks"):
-        run_on_ranks(f"{__file__}:dying_rank", folder=str(tmp_path), number=3)
-    store = Store(tmp_path)
-    # The rank that was killed with the other one may take a moment to end.
-    store.open(wait_seconds=30)
-    with store:
-        assert [saved.step for saved in store.committed("rollback")] == [1]
-        store.verify("latest")
-        assert list((tmp_path / "rollback").glob(".*")) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from rank_calls import run_on_ranks
-from store_models import new_state, train
+from store_models import At, CountedFiles, new_state, train
 
 from curry_train.gates.two_ranks import RankProcesses
 from curry_train.runs import (
@@ -91,21 +91,24 @@ def test_an_error_while_state_is_taken_or_restored_is_raised_on_all_ranks(tmp_pa
 
 
 def one_rank_ends(folder):
-    """End rank 1 while it saves in the background, and return the error of rank 0."""
+    """End rank 1 while it writes in the background, and keep the error of rank 0."""
     state = new_state()
     train(state, 1)
-    with Store(folder) as store, contextlib.suppress(SaveError):
+    files = CountedFiles(folder)
+    with Store(folder, files=files) as store, contextlib.suppress(SaveError):
         store.save("rollback", 1, state)
         saver = BackgroundSaver(store)
         if dist.get_rank():
-            saver._staging.copy = lambda: os._exit(7)
+            files.ask = At(3, lambda: os._exit(7))
         saver.save("rollback", 2, state)
         # Written whole at once: the other process looks for it.
         Path(folder, "new").write_text(str(saver._running.exception()))
         Path(folder, "new").rename(Path(folder, "error"))
 
 
-def test_a_rank_that_dies_ends_the_wait_of_the_others(tmp_path, monkeypatch):
+def test_a_rank_that_dies_ends_the_wait_of_the_others_and_leaves_what_was_committed(
+    tmp_path, monkeypatch
+):
     end_all = RankProcesses._raise
 
     def wait_for_rank_0(*arguments):
@@ -119,4 +122,12 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         run_on_ranks(f"{__file__}:one_rank_ends", folder=str(tmp_path))
     assert "another rank ended" in (tmp_path / "error").read_text()
-    assert [saved.step for saved in SavedRun(tmp_path).committed("rollback")] == [1]
+    # As a kill of both ranks leaves it.
+    (tmp_path / "rollback/.step-00000003.dcp.partial-0123456789abcdef").mkdir()
+    store = Store(tmp_path)
+    # The rank that was killed with the other one may take a moment to end.
+    store.open(wait_seconds=30)
+    with store:
+        assert [saved.step for saved in store.committed("rollback")] == [1]
+        store.verify("latest")
+        assert list((tmp_path / "rollback").glob(".*")) == []
