@@ -31,13 +31,6 @@ def test_words_override_the_file_and_the_file_overrides_defaults(tmp_path):
     assert config.seed == Config().seed
 
 
-def test_a_saved_configuration_loads_as_the_same(tmp_path):
-    config = load_config(
-        None, ["recompute.strategy=full", "recompute.exclude_patterns=[head]", "data.length=32"]
-    )
-    assert load_config(write(tmp_path / "saved.yaml", config.to_yaml())) == config
-
-
 def test_every_key_can_be_set_by_a_word():
     """Reach every key from the command line, since any other could not be used."""
     config = Config()

@@ -22,11 +22,12 @@ def saved(folder, step):
 
 
 def test_runs_of_a_name_are_numbered_after_the_highest(tmp_path):
-    first = new_run(config(tmp_path))
+    words = ("recompute.strategy=full", "recompute.exclude_patterns=[head]", "data.length=32")
+    first = new_run(config(tmp_path, *words))
     (first.parent / "run-999").mkdir()
     (first.parent / "running-2000").mkdir()
     assert [first.name, new_run(config(tmp_path)).name] == ["run-001", "run-1000"]
-    assert load_config(first / "config.yaml") == config(tmp_path)
+    assert load_config(first / "config.yaml") == config(tmp_path, *words)
 
 
 def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
