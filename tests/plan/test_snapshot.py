@@ -72,19 +72,6 @@ def test_a_block_of_the_start_gets_the_rest_that_was_not_split_off(tmp_path):
     assert history.peak_allocated == history.allocated[0] == 20 * MIB
 
 
-def test_where_a_later_block_was_placed_ends_a_block_of_the_start(tmp_path):
-    recorder = Recorder()
-    recorder.free(recorder.allocate(30 * MIB))
-    held = recorder.allocate(12 * MIB)
-    recorder.events.clear()
-    between = recorder.allocate(11 * MIB)
-    recorder.free(held)
-    recorder.free(between)
-    history = history_of(recorder.snapshot(), tmp_path)
-    assert history.allocated[0] == 12 * MIB
-    assert history.peak_allocated == 23 * MIB
-
-
 def test_devices_without_memory_are_left_out(tmp_path):
     recorder = Recorder(device=2)
     recorder.allocate(MIB)
