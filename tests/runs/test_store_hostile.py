@@ -15,13 +15,7 @@ import torch
 from store_models import alike, equal, new_state, tensors_of
 
 from curry_train.runs import DamagedCheckpoint, StateMismatch, load_chosen
-from curry_train.runs.layout import (
-    MOST_MANIFEST_BYTES,
-    FileEntry,
-    hash_bytes,
-    parse_manifest,
-    read_manifest,
-)
+from curry_train.runs.layout import MOST_MANIFEST_BYTES, FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.values import Stored, dump, load
 from torture_shapes import Call
 
@@ -31,19 +25,19 @@ def saved(store):
     return store.save("rollback", 1, new_state())
 
 
+def forge_entry(store, saved, name, entry):
+    """Replace what the manifest has of a file."""
+    path = store.files.path(f"{saved.folder}/manifest.json")
+    manifest = parse_manifest(path.read_bytes())
+    forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
+    path.write_bytes(forged.render())
+
+
 def forge(store, saved, name, data):
     """Replace a file and its manifest: hashes find damage, not forgery."""
-    folder = store.files.path(saved.folder)
-    (folder / name).write_bytes(data)
-    manifest = read_manifest_loosely(store, saved)
-    entry = FileEntry(len(data), hash_bytes(data))
-    forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
-    (folder / "manifest.json").write_bytes(forged.render())
+    store.files.path(f"{saved.folder}/{name}").write_bytes(data)
+    forge_entry(store, saved, name, FileEntry(len(data), hash_bytes(data)))
     store.verify(saved)
-
-
-def read_manifest_loosely(store, saved):
-    return parse_manifest(store.files.read(f"{saved.folder}/manifest.json"))
 
 
 def refused(store, saved, message="."):
@@ -114,9 +108,7 @@ def test_a_state_that_would_take_for_ever_or_much_memory_is_refused(store, saved
 
 @pytest.mark.parametrize("name", ["../state.pt", "a/b", "/etc/passwd", "..", ""])
 def test_names_in_a_manifest_may_not_lead_outside(store, saved, name):
-    manifest = read_manifest(store.files, saved.folder)
-    forged = dataclasses.replace(manifest, files={**manifest.files, name: FileEntry(1, "00")})
-    store.files.path(f"{saved.folder}/manifest.json").write_bytes(forged.render())
+    forge_entry(store, saved, name, FileEntry(1, "00"))
     refused(store, saved)
 
 
@@ -166,13 +158,9 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(
 ):
     """Make files of 8 GiB without content: reading one whole would end the test's process."""
     newer = store.save("rollback", 2, new_state())
-    path = store.files.path(f"{newer.folder}/{name}")
-    manifest = read_manifest_loosely(store, newer)
-    os.truncate(path, 2**33)
+    os.truncate(store.files.path(f"{newer.folder}/{name}"), 2**33)
     if name != "manifest.json":
-        entry = FileEntry(2**33, manifest.files[name].hash)
-        forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
-        store.files.path(f"{newer.folder}/manifest.json").write_bytes(forged.render())
+        forge_entry(store, newer, name, FileEntry(2**33, "00"))
         # Hashing 8 GiB takes seconds.
         monkeypatch.setattr("curry_train.runs.store.verify_files", lambda *_: None)
     assert MOST_MANIFEST_BYTES < 2**33
