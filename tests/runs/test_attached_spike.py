@@ -67,7 +67,7 @@ def train(folder, *, spike=BACK, microbatches=1, rollback_every=10, rank=0, jour
                 scheduler.step()
     except SystemExit as stop:
         return stop.code
-    return (run.steps, scheduler.get_last_lr(), weights(model).tolist())
+    return run.steps, scheduler.get_last_lr(), weights(model).tolist()
 
 
 def started_again(folder, **how):
