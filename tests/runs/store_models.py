@@ -29,6 +29,13 @@ def new_state(seed=0, *, build=network, **options):
     return TrainingState(model, optimizer, scheduler, **options)
 
 
+def unscheduled(seed, optimizer, build=network):
+    """Build a state whose optimizer a function makes of all parameters."""
+    torch.manual_seed(seed)
+    model = build()
+    return TrainingState(model, optimizer(list(model.parameters())))
+
+
 def regressor():
     """Build a model of four inputs and one output, with dropout and always the same weights."""
     torch.manual_seed(0)

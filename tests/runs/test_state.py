@@ -6,7 +6,7 @@ python -m pytest tests/runs/test_state.py
 import pytest
 import torch
 from plan_models import Runs
-from store_models import WIDTH, alike, equal, network, new_state, tensors_of, train
+from store_models import WIDTH, alike, equal, network, new_state, tensors_of, train, unscheduled
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
@@ -121,14 +121,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("steps", [0, 2])
 def test_every_optimizer_continues_bit_equal(store, name, steps):
     """Cover the time before the first step, when an optimizer has no state."""
-
-    def make(seed):
-        state = new_state(seed)
-        state.parts.clear()
-        state.optimizers = [OPTIMIZERS[name](list(state.model.parameters()))]
-        return state
-
-    goes_on_alike(store, make, steps=steps)
+    goes_on_alike(store, lambda seed: unscheduled(seed, OPTIMIZERS[name]), steps=steps)
 
 
 def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):

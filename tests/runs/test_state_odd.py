@@ -8,7 +8,17 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from store_models import WIDTH, Holder, alike, equal, network, new_state, tensors_of, train
+from store_models import (
+    WIDTH,
+    Holder,
+    alike,
+    equal,
+    network,
+    new_state,
+    tensors_of,
+    train,
+    unscheduled,
+)
 from torch import nn
 
 from curry_train.runs import StateMismatch, TrainingState
@@ -205,21 +215,19 @@ def step_with_closure(state, steps):
     return losses
 
 
-def with_optimizer(name, seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
-    return TrainingState(model, OPTIMIZERS[name](list(model.parameters())))
+def perceptron():
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_odd_optimizers_continue_bit_equal(store, name):
-    state = with_optimizer(name, 0)
+    state = unscheduled(0, OPTIMIZERS[name], perceptron)
     step_with_closure(state, 3)
     saved = store.save("rollback", 3, state)
     expected = tensors_of(state)
     ahead = step_with_closure(state, 3)
     for seed, trained in ((1, 0), (2, 2)):
-        other = with_optimizer(name, seed)
+        other = unscheduled(seed, OPTIMIZERS[name], perceptron)
         step_with_closure(other, trained)
         store.load(saved, other)
         assert equal(tensors_of(other), expected)

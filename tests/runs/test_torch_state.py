@@ -8,7 +8,7 @@ python -m pytest -m long tests/runs/test_torch_state.py
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from store_models import WIDTH, equal, network, new_state, tensors_of, train
+from store_models import WIDTH, equal, network, tensors_of, train, unscheduled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import LBFGS, SGD, AdamW
@@ -61,14 +61,8 @@ CASES = {
 def test_torch_does_not_restore_it(name, tmp_path):
     build, optimizer, steps, outcome = CASES[name]
 
-    def make(seed):
-        state = new_state(seed, build=build)
-        state.parts.clear()
-        state.optimizers = [optimizer(list(state.model.parameters()))]
-        return state
-
     def restored():
-        state, other = make(0), make(1)
+        state, other = (unscheduled(seed, optimizer, build) for seed in (0, 1))
         train(state, steps)
         expected = tensors_of(state)
         dcp.save(
