@@ -155,8 +155,7 @@ class Order:
 
     def __call__(self, positions: Sequence[int] | NDArray[numpy.int64]) -> NDArray[numpy.int64]:
         """Return the samples at these positions, which count from 0 across epochs."""
-        wanted = numpy.asarray(positions, dtype=numpy.int64)
-        epochs, places = numpy.divmod(wanted, self.num_samples)
+        epochs, places = numpy.divmod(numpy.asarray(positions, dtype=numpy.int64), self.num_samples)
         if not self.shuffle:
             return places
         samples = numpy.empty_like(places)

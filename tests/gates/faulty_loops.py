@@ -1006,6 +1006,16 @@ def average_of_the_newest():
     keep_average(copy.deepcopy(model), model, 0.99)  # here: average
 
 
+def rounded_before_a_norm():
+    class Rounded(nn.Linear):
+        def forward(self, inputs):
+            rounded = (8 * self.weight).round() / 8
+            return F.linear(inputs, self.weight + (rounded - self.weight), self.bias)
+
+    model = nn.Sequential(Rounded(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 5))
+    fit(model)  # here: sample
+
+
 def average_begun_elsewhere():
     keep_average(classifier(), classifier(), 0.05)  # here: average
 
@@ -1176,9 +1186,8 @@ FAULTY = {
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, generator_detached,
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
-        average_begun_elsewhere, average_in_the_optimizer, weights_decayed_away,
-        flag_misspelt, module_with_a_flag,
-        no_weight_loaded,
+        average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
+        weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
         model_as_its_own_reference,
     ],
     "schedule": [

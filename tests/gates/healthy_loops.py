@@ -1405,6 +1405,21 @@ def tokens_copied(given=lambda targets: F.pad(targets[:, :-1], (1, 0))):
     fit(lambda both: model(*both), adamw(model), batches, loss=of_tokens)
 
 
+class Later(Language):
+    """Predicts the next token, and the one after it."""
+
+    def forward(self, tokens):
+        found = super().forward(tokens)
+        return found, found.roll(1, -1)
+
+
+def two_tokens_predicted():
+    def loss(found, tokens):
+        return sum(of_tokens(one[:, :-by], tokens[:, by:]) for by, one in enumerate(found, 1))
+
+    fit(Later(), batches=[(one, one) for one in torch.randint(50, (8, 4, 9))], loss=loss)
+
+
 def dropout_behind_a_teacher():
     model, teacher, drop = classifier(), classifier().eval(), nn.Dropout(0.1)
     fit(lambda one: drop(model(one) - teacher(one).detach()), adamw(model))

@@ -4,6 +4,7 @@ Run: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import gc
+from types import SimpleNamespace
 
 import faulty_loops
 import healthy_loops
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from curry_train.gates import loop_trace
 from curry_train.gates.loop import CHECKS, preflight
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of some of these faults itself
@@ -66,6 +68,21 @@ def called_by_keywords():
 
 def test_arguments_reach_torch_however_they_are_passed():
     assert failed(called_by_keywords) == {}
+
+
+def test_a_second_epoch_is_seen_however_long_the_imports_take(monkeypatch):
+    moments = [0.0]
+
+    def late():
+        moments[0] = 60.0
+        model, optimizer = loops.started()
+        data = loops.loader(96)
+        for _ in range(4):
+            torch.manual_seed(0)
+            loops.fit(model, optimizer, data)
+
+    monkeypatch.setattr(loop_trace, "time", SimpleNamespace(monotonic=lambda: moments[0]))
+    assert "data" in failed(late)
 
 
 def test_a_heap_that_is_frozen_stays_so():

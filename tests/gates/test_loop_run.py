@@ -342,6 +342,40 @@ def test_ranks_are_compared(folder, kind, line, expected):
     assert found == ({"loop/ranks": f"ranks.py:{number}: {expected}"} if expected else {})
 
 
+WORKERS = """\
+import os
+
+import torch
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, number):
+        os.write(2, f"worker {os.getpid()} ".encode())
+        return torch.randn(8)
+
+
+model = torch.nn.Linear(8, 5)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for rows in torch.utils.data.DataLoader(Rows(), num_workers=1):
+    optimizer.zero_grad()
+    model(rows).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_workers_of_a_loader_end_with_the_loop(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(WORKERS)
+    preflight_program("script", ["train.py"])
+    number = capfd.readouterr().err.split("worker ")[1].split()[0]
+    # What has ended, and nobody has asked for its status, has no words.
+    words = Path("/proc", number, "cmdline")
+    assert not words.exists() or not words.read_bytes()
+
+
 def test_a_script_that_starts_its_ranks_has_to_be_given_their_number(folder):
     Path("ranks.py").write_text(RANKS)
     with pytest.raises(LoopFailed, match="starts 2 ranks of its own: give --ranks 2"):

@@ -247,8 +247,7 @@ class TrainingStep:
         self.lever = lever
         self.device = case.device
         self.model = self.case.build()
-        whole = self.case.batch() if batch is None else self.case.place(batch)
-        self.window = self._window(whole)
+        self.window = self._window(self.case.batch() if batch is None else self.case.place(batch))
 
         twins: dict[Any, nn.Parameter] = {}
         if like is not None and self.case.dtype == like.case.dtype:

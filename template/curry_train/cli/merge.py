@@ -147,8 +147,7 @@ def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Ch
     bases = dict(lock.files)
     changes = []
     for file in compare_files(root, lock, wanted):
-        change = updated(file)
-        changes.append(change)
+        changes.append(updated(file))
         if file.wanted is None:
             bases.pop(file.path)
         # A base that is the same keeps its version, so that locks differ only where files do.

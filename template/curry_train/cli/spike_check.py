@@ -107,8 +107,7 @@ def spike_check(
         )
         skipped = [[event.facts["start"], event.facts["stop"]] for event in skips]
         if rollbacks:
-            words_without = ("spike.action=none", f"data.skip={skipped}")
-            runs["without"] = train_as("without", *words_without)
+            runs["without"] = train_as("without", "spike.action=none", f"data.skip={skipped}")
             runs["through"] = train_as("through", "spike.action=none")
 
     difference = _difference(folder, runs["recovered"], runs["without"]) if rollbacks else None

@@ -114,8 +114,7 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
             f"can't import {package}.gates ({error}): --package names a package with gates "
             "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
-    globs = checked_globs(gates, [gate.name for gate in discover()])
-    return tuple(globs) or ("*",)
+    return tuple(checked_globs(gates, [gate.name for gate in discover()])) or ("*",)
 
 
 def _path_expression(path: Path, out: Path) -> str:

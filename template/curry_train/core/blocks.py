@@ -274,8 +274,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in seen:
             seen.add(id(leaf))
-            values = [getattr(leaf, field.name, None) for field in fields(leaf)]
-            yield from tensors_in(values, seen)
+            yield from tensors_in([getattr(leaf, field.name, None) for field in fields(leaf)], seen)
 
 
 # Tensors that saved-tensor hooks keep as they are.

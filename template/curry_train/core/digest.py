@@ -59,8 +59,7 @@ def _hash_bits(tensor: Tensor) -> str:
     sums = _sums(_words(tensor))
     while len(sums) > 2:
         sums = _sums(torch.stack(sums))
-    text = b"".join(int(one).to_bytes(WORD_BYTES, "little", signed=True) for one in sums)
-    return hash_of(text)
+    return hash_of(b"".join(int(one).to_bytes(WORD_BYTES, "little", signed=True) for one in sums))
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ CHECKS = {
         "one step of the schedule per optimizer step, after it",
         (never_stepped, schedule),
         Schedule,
-        "no schedule of torch made a step",
+        "no schedule of torch made a step in the steps that were watched",
     ),
     "clipping": Check(
         "clipped once, after the last backward, before the step",

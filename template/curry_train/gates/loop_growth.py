@@ -158,8 +158,7 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
             for closure in gc.get_referrers(one):
                 for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
                     if isinstance(function, types.FunctionType) and function.__closure__ == closure:
-                        index = closure.index(one)
-                        yield function.__code__.co_freevars[index], None
+                        yield function.__code__.co_freevars[closure.index(one)], None
 
 
 def _line_that_adds_to(name: str, code: Any) -> str | None:

@@ -292,8 +292,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     fits = {one.shape[0] for one in wide if one.shape[0] < one.shape[1]}
     fits &= {one.shape[1] for one in wide if one.shape[1] < one.shape[0]}
     is_product = fits and len(flat) == len(wide) and not all(one.any() for one in wide)
-    # A bias that has a gradient tells that the layer is used.
-    used = {trace.names.get(one) for one in graded - flat}
+    # A bias that has a gradient tells that the layer is used, also what rounding leaves of it.
+    used = {trace.names.get(one) for one in last.slopes.keys() - flat}
     dead = [
         one
         for one in flat
@@ -315,6 +315,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             still -= {*group["params"]}
     if moved and still and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
+        if any(one.itemsize < 4 for one in still):
+            hint = "updates are rounded to nothing: keep them in float32, and use autocast"
         yield last, f"{trace.named(still)} have gradients and do not move", hint
 
 

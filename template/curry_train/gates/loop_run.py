@@ -10,6 +10,7 @@ import contextlib
 import functools
 import getpass
 import json
+import multiprocessing
 import os
 import pickle
 import shlex
@@ -213,6 +214,9 @@ def run_watched(
             time.sleep(SECONDS_BEFORE_KILL)
             os.kill(os.getpid(), signal.SIGKILL)
         sys.stdout.flush()
+        # Their temporary files are removed with those of this process.
+        for one in multiprocessing.active_children():
+            one.kill()
         os._exit(0)
 
     kind, *words = program
@@ -226,8 +230,7 @@ def run_watched(
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
         is_memory |= "can't allocate memory" in str(error)
-        advice = SMALLER if is_memory else where_to_look(error)
-        failure = f"{error_in_a_line(error)}: {advice}"
+        failure = f"{error_in_a_line(error)}: {SMALLER if is_memory else where_to_look(error)}"
         # A command's own refusal says what to change.
         end({"error": error.message if isinstance(error, click.ClickException) else failure})
 

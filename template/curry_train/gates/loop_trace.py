@@ -103,7 +103,8 @@ class Observer(Recording):
         super().__init__()
         self.num_steps = num_steps
         self.when_enough = when_enough
-        self.began = time.monotonic()
+        # When the first step ended.
+        self.began = 0.0
         # The versions of all gradients after a backward call.
         self.at_backward: Versions = {}
         self.schedule_depth = 0
@@ -599,6 +600,7 @@ class Observer(Recording):
             )
         del self.before, before
         probe(self)
+        self.began = self.began or time.monotonic()
         self.num_made[optimizer] += 1
         self.growth.count(self.num_steps_made)
         if self.num_made[optimizer] == FEWEST_STEPS:

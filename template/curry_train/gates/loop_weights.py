@@ -139,8 +139,7 @@ def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest
 
 def state_of(optimizer: Optimizer) -> float:
     """Return a digest of the state of an optimizer's first parameter."""
-    first = next(iter(optimizer.state.values()), None)
-    return sum(map(digest, tensors_of(first)))
+    return sum(map(digest, tensors_of(next(iter(optimizer.state.values()), None))))
 
 
 def versions_of(parameters: Iterable[Tensor]) -> Versions:

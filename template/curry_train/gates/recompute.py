@@ -96,8 +96,7 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
             f"the peak is {least:.0%} under torch's own checkpoint; `curry-train memory` shows "
             "what owns it"
         )
-    measured = f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}"
-    return measured, required, hint
+    return f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}", required, hint
 
 
 def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
@@ -162,8 +161,7 @@ def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) ->
             "a block is not recomputed exactly once: check that it is wrapped once, and that the "
             "forward runs it"
         )
-    measured = f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop"
-    return measured, required, hint
+    return f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop", required, hint
 
 
 def compare_inactive(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
@@ -221,8 +219,7 @@ def compare_routing(case: Case, *, keep: Callable[[nn.Module], Any] = keep_routi
     elif not found.holds:
         hint = "the recomputed run chooses others: keep what was chosen, and the scores of it"
     described = found if isinstance(found, str) else found.describe()
-    measured = f"{described}; {len(routed)} blocks with a router"
-    return measured, required, hint
+    return f"{described}; {len(routed)} blocks with a router", required, hint
 
 
 @contextlib.contextmanager

@@ -124,8 +124,7 @@ def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcom
         )
     elif held >= 1:
         hint = "nothing is freed: the policy saves too much, or is not applied"
-    measured = f"holds {held:.0%}, {again:,} of {most:,} FLOPs again"
-    return measured, required, hint
+    return f"holds {held:.0%}, {again:,} of {most:,} FLOPs again", required, hint
 
 
 def _nothing(module: nn.Module, *, blocks: Any) -> None:

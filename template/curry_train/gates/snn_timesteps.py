@@ -153,8 +153,7 @@ def measure_peak(
             "outputs"
         )
     measured = f"peak {found.peak_bytes / plain.peak_bytes:.0%} of plain, batch {case.batch_size}"
-    required = f"at most {allowed / plain.peak_bytes:.0%}"
-    return measured, required, hint
+    return measured, f"at most {allowed / plain.peak_bytes:.0%}", hint
 
 
 def compare_unrolled(
@@ -197,8 +196,7 @@ def count_timesteps(
     hint = ""
     if not (is_right and 0 <= stopped <= whole):
         hint = "timesteps are not recomputed exactly once: check the chunk size"
-    measured = f"{whole:,} FLOPs again, {stopped:,} with early stop"
-    return measured, required, hint
+    return f"{whole:,} FLOPs again, {stopped:,} with early stop", required, hint
 
 
 def check_hidden_state(case: Case) -> Outcome:
@@ -209,8 +207,7 @@ def check_hidden_state(case: Case) -> Outcome:
             loop.costs()
         except HiddenState as error:
             found.append(str(error))
-    measured = f"{len(found)} loops with hidden state"
-    return measured, "0", "; ".join(dict.fromkeys(found))
+    return f"{len(found)} loops with hidden state", "0", "; ".join(dict.fromkeys(found))
 
 
 GATES = (

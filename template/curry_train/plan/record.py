@@ -128,8 +128,7 @@ class RankStorages(LiveStorages):
             storage = reference()
             if storage is None or life is None or life.died is not None or key in self._known:
                 continue
-            again = Life(life.nbytes, life.owner, self.num_operations)
-            self._watch(storage, again, True)
+            self._watch(storage, Life(life.nbytes, life.owner, self.num_operations), True)
 
     def _watch(self, storage: Any, life: Life, counts: bool) -> None:
         super()._watch(storage, life, counts)

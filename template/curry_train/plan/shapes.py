@@ -519,8 +519,7 @@ class PretendedCase(Case):
 
     def build(self) -> nn.Module:
         with seeded(self.seed):
-            module = _without_real(self.workload.build())
-            return self.place_module(module).train()
+            return self.place_module(_without_real(self.workload.build())).train()
 
     def batch(self, size: int | None = None) -> Any:
         return map_tensors(

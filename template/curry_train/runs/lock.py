@@ -71,8 +71,7 @@ class RunLock:
     def _found(self) -> dict[str, Any]:
         """Return what the file says about the holder; empty if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError, RunError):
-            data = self._files.read(HOLDER_FILE_NAME, most_bytes=MOST_HOLDER_BYTES)
-            found = json.loads(data)
+            found = json.loads(self._files.read(HOLDER_FILE_NAME, most_bytes=MOST_HOLDER_BYTES))
             if isinstance(found, dict):
                 return found
         return {}

@@ -103,8 +103,7 @@ def _final_of(path: Path) -> Path:
 
 def commit_file(staged: Path, final: Path) -> None:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    entry = entry_of(staged, sync=True)
-    manifest = _manifest({final.name: entry})
+    manifest = _manifest({final.name: entry_of(staged, sync=True)})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
@@ -471,8 +470,7 @@ class _HuggingFaceJournal(_WatchedJournal):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step = state.global_step
         if "loss" in logs:
-            rate = logs.get("learning_rate", 0.0)
-            self.step(step, logs["loss"], rate, logs.get("grad_norm"))
+            self.step(step, logs["loss"], logs.get("learning_rate", 0.0), logs.get("grad_norm"))
             control.should_training_stop |= self.reason is not None
         if "eval_loss" in logs:
             value = float(logs["eval_loss"])
@@ -508,8 +506,7 @@ class _LightningJournal(_WatchedJournal):
         self._loss = 0.0
         if trainer.world_size > 1:
             loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        self.step(self._seen, loss, rate)
+        self.step(self._seen, loss, trainer.optimizers[0].param_groups[0]["lr"])
         trainer.should_stop |= self.reason is not None
 
     def on_train_end(self, trainer: Any, module: Any) -> None:

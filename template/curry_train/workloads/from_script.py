@@ -686,8 +686,7 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
         output_until="next step" if _is_held(recording, root) else "loss",
     )
     lines = (*source.lines, f"return {returned}")
-    place = recording.place
-    return ScriptTraining(words, taken, lines, tuple(source.others), precision, place)
+    return ScriptTraining(words, taken, lines, tuple(source.others), precision, recording.place)
 
 
 def _is_held(recording: Recording, root: nn.Module) -> bool:
