@@ -291,8 +291,7 @@ def equip(
         )
     change = apply if apply is None or callable(apply) else apply.apply
     if change is not None:
-        check_size = functools.partial(_check_microbatch, apply)
-        CHANGE_BY_LIBRARY[library](trainer, change, check_size)
+        CHANGE_BY_LIBRARY[library](trainer, change, functools.partial(_check_microbatch, apply))
     if commit:
         commit_checkpoints(trainer)
     if journal is not None:

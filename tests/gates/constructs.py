@@ -420,6 +420,17 @@ def in_place():
     return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
 
 
+class Overwrites(nn.Sequential):
+    """Writes to the output of its product, and has a buffer."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 def ragged(size):
     return torch.nested.nested_tensor(
         [torch.randn(3 + row % 2, WIDTH) for row in range(size)], layout=torch.jagged
@@ -471,6 +482,7 @@ CONSTRUCTS = {
     "partly_unused": [PartlyUnused],
     "quantized": [Quantized],
     "opens_in_place": [of_block(in_place)],
+    "overwrites": [of_block(Overwrites)],
     "ragged": [Model, squares_of_values, ragged],
 }
 

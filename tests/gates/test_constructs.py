@@ -61,6 +61,7 @@ NEED_NOT_APPLY = {
     "partly_unused": (ON_BLOCKS, "unused.0 to unused.2 are never called"),
     "quantized": (ON_BLOCKS, "no gradient comes back"),
     "opens_in_place": (ON_BLOCKS, "write to their own input"),
+    "overwrites": (["sac/*", *TWO_RANKS, "recompute/memory"], ""),
     "ragged": (["*"], "nested tensors"),
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
 }

@@ -278,8 +278,7 @@ def update_command(directory: Path, dry_run: bool) -> None:
     """
     bundle = find_bundle()
     root = Path(os.path.abspath(directory))
-    lock = _lock_of(root)
-    _bring(bundle, root, lock, what="this release of curry-train", dry_run=dry_run)
+    _bring(bundle, root, _lock_of(root), what="this release of curry-train", dry_run=dry_run)
 
 
 def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) -> None:

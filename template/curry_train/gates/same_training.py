@@ -72,10 +72,10 @@ def step_of(case: Case, module: nn.Module, batch: Any = None, **options: Any) ->
         return record_step(module, batch, case.workload.mean_loss, **options)
 
 
-def run_forward(case: Case, module: nn.Module) -> Tensor:
-    """Return the loss of a forward on the batch of the case, and leave the module as it was."""
+def run_forward(case: Case, module: nn.Module) -> None:
+    """Run a forward on the batch of the case, and leave the module as it was."""
     with untouched(module), seeded(case.seed):
-        return case.workload.mean_loss(module, case.batch())
+        case.workload.mean_loss(module, case.batch())
 
 
 def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:

@@ -350,8 +350,7 @@ class SavingPolicy:
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
-        found = Ranks().agree(self.store.states)
-        return [saved for saved in found if saved.step >= step]
+        return [saved for saved in Ranks().agree(self.store.states) if saved.step >= step]
 
     def _go_on_after(self, step: int) -> None:
         """Let the next state that is saved replace all later ones."""

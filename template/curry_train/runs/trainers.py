@@ -230,8 +230,7 @@ def commit_checkpoints(trainer: Any) -> Any:
     Returns what it was given. Deletion by `save_total_limit` and `total_limit` goes on, and follows
     the commit of the newer checkpoint.
     """
-    library = library_of(trainer, otherwise="commit its folders with commit_folder")
-    COMMITS[library](trainer)
+    COMMITS[library_of(trainer, otherwise="commit its folders with commit_folder")](trainer)
     return trainer
 
 
