@@ -300,8 +300,8 @@ class Doubled(nn.Linear):
         (
             lambda: nn.Sequential(nn.Linear(8, 32), nn.Linear(8, 32)),
             {},
-            "has no output layer: no Linear is wider than all others and than its own input; name "
-            "it with head=$",
+            "^Sequential has no output layer: no Linear is wider than all others and than its own "
+            "input; name it with head=$",
         ),
         (Model, {"head": "x"}, "^head 'x' matches no module; there are body, head$"),
         (
