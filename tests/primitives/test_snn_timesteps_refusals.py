@@ -268,7 +268,7 @@ def pair_of(step_returns):
             r"writes into the state .*v = v \* decay, not v \*= decay",
         ),
         (
-            {"step": pair_of(lambda out, state, x: (out > 1, state)), "outputs": "sum"},
+            {"step": pair_of(lambda out, state, x: ((1, out > 1), state)), "outputs": "sum"},
             "the sum of truth values is not defined: return the output as floating point$",
         ),
     ],
