@@ -13,7 +13,6 @@ from healthy_loops import (
     low_rank,
     samples_compared_with_others,
     speech,
-    tokens_copied,
     unfrozen_step_by_step,
 )
 from loops import (
@@ -965,10 +964,6 @@ def plateau_of_a_measure_that_grows():
         scheduler.step(accuracy)  # here
 
 
-def decoder_given_its_targets():
-    tokens_copied(torch.Tensor.clone)  # here: tokens
-
-
 def loss_of_no_weight():
     fit(loss=lambda logits, labels: 0 * F.cross_entropy(logits, labels))  # here
 
@@ -1215,7 +1210,7 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
-        decoder_given_its_targets, mask_of_floats,
+        mask_of_floats,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,

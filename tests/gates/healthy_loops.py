@@ -1399,9 +1399,10 @@ class Decoder(nn.Module):
         return self.head(self.write(self.embed(given), state)[0])
 
 
-def tokens_copied(given=lambda targets: F.pad(targets[:, :-1], (1, 0))):
+def tokens_copied():
     model = Decoder()
-    batches = [((one, given(one)), one) for one in torch.randint(1, 50, (8, 4, 9))]
+    several = torch.randint(1, 50, (8, 4, 9))
+    batches = [((one, F.pad(one[:, :-1], (1, 0))), one) for one in several]
     fit(lambda both: model(*both), adamw(model), batches, loss=of_tokens)
 
 
@@ -1413,6 +1414,17 @@ class Later(Language):
         return found, found.roll(1, -1)
 
 
+def biases_from_0_to_1():
+    class Model(Language):
+        def forward(self, tokens):
+            one = self.embed(tokens)
+            biases = torch.linspace(0, 1, 8).expand(8, 8)
+            return self.head(F.scaled_dot_product_attention(one, one, one, biases))
+
+    batches = [(one, one.flip(1)) for one in torch.randint(50, (8, 4, 8))]
+    fit_language(Model(), None, batches)
+
+
 def two_tokens_predicted():
     def loss(found, tokens):
         return sum(of_tokens(one[:, :-by], tokens[:, by:]) for by, one in enumerate(found, 1))
@@ -1421,7 +1433,8 @@ def two_tokens_predicted():
 
 
 def dropout_behind_a_teacher():
-    model, teacher, drop = classifier(), classifier().eval(), nn.Dropout(0.1)
+    model, teacher = classifier(), classifier().eval()
+    drop = nn.Sequential(nn.Flatten(), nn.Dropout(0.1))
     fit(lambda one: drop(model(one) - teacher(one).detach()), adamw(model))
 
 

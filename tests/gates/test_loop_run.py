@@ -371,7 +371,7 @@ def test_workers_of_a_loader_end_with_the_loop(tmp_path, monkeypatch, capfd):
     Path("train.py").write_text(WORKERS)
     preflight_program("script", ["train.py"])
     number = capfd.readouterr().err.split("worker ")[1].split()[0]
-    # What has ended, and nobody has asked for its status, has no words.
+    # The command line of a process that has ended, and is not waited for, is empty.
     words = Path("/proc", number, "cmdline")
     assert not words.exists() or not words.read_bytes()
 

@@ -81,7 +81,7 @@ def test_hugging_face_blocks_are_reached_without_an_edit(build, also, at_most, l
 
 
 def test_regions_and_recompute_share_a_model_but_not_a_block():
-    # What the first block returns is computed again from what it saved, and torch has that once.
+    # Torch returns the tensors that a recomputed block has saved once, so no region may ask.
     model = stacked(lambda: nn.Sequential(nn.Linear(8, 8), nn.SiLU()), 2)
     x = torch.randn(4, 8)
     model(x).sum().backward()

@@ -163,8 +163,8 @@ def untrained(trace: Trace) -> Faults:
 def without_statistics(trace: Trace) -> Faults:
     """Find an average of a model that is evaluated with the statistics of new norms."""
     for forwards in grouped(trace.of(Forward), "module"):
-        buffers = dict(forwards[0].module.named_buffers())
-        means = [one for name, one in buffers.items() if name.endswith("running_mean")]
+        buffers = forwards[0].module.named_buffers()
+        means = [one for name, one in buffers if name.endswith("running_mean")]
         if (
             means
             and len({one.weights for one in forwards}) > 1

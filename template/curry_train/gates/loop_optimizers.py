@@ -449,7 +449,7 @@ def schedule(trace: Trace) -> Faults:
         # The measure of a plateau, by the name that the user gives it.
         mode = getattr(one, "mode", "")
         measure = {"max": "loss|error|perplexity", "min": "acc|accuracy|f1|auc"}.get(mode, "^")
-        if own_steps[0].place in trace.places(rf"\.step\([^-]*({measure})\b"):
+        if own_steps[0].place in trace.places(rf"\.step\([^-)]*({measure})\b"):
             hint = "mode='max' for a measure that is to grow, 'min' for a loss"
             yield own_steps[0], f"a schedule of mode {mode!r} is given the wrong measure", hint
         if not windows and len(own_steps) > 1:

@@ -3,7 +3,6 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
-import itertools
 from typing import Any
 
 from torch import Tensor
@@ -105,15 +104,14 @@ def note_targets(trace: Recording, forward: Forward, target: Tensor, ignored: in
 
 
 def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: int) -> None:
-    """Find the input whose rows, or columns, the targets continue or are, as that of a decoder."""
+    """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
     labels = trace.given.options.get("labels")
-    # Those that it continues count more, as where a decoder copies what an encoder reads.
-    for ahead, one in itertools.product((0, 1), trace.given.tensors):
+    for one in trace.given.tensors:
         is_like = one.dim() == 2 and one.numel() == target.numel()
         if is_like and one is not labels and one.device == target.device:
             targets = target.reshape(one.shape)
-            for dim, rows, others in ((0, one.T, targets.T), (1, one, targets)):
-                if _same_as_input(others, others != ignored, rows).get(ahead, 0) > 0.99:
+            for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
+                if _same_as_input(others, others != ignored, rows).get(1, 0) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
 
 

@@ -393,8 +393,11 @@ class Observer(Recording):
             # A layer or a call may be in training mode on purpose, to draw several predictions.
             is_on = options["training"]
             is_lost = is_on is None or (
-                # A layer that `eval` does not find; the loop may also call one by itself.
-                is_on and is_layer and self.depth > 1 and owner not in forward.module.modules()
+                # In an evaluation a layer that `eval` does not find.
+                is_on
+                and is_layer
+                and not torch.is_grad_enabled()
+                and owner not in forward.module.modules()
             )
             if is_lost and not (forward.training or in_backward()):
                 hint = "pass training=self.training to F.dropout, or make nn.Dropout in __init__"
@@ -412,7 +415,7 @@ class Observer(Recording):
     def _attention(self, call: Called) -> Any:
         mask = call.options.get("attn_mask", *call.args[3:4])
         is_floats = isinstance(mask, Tensor) and mask.is_floating_point()
-        if is_floats and mask.min() == 0 and mask.max() == 1:
+        if is_floats and mask.any() and (mask == mask.bool()).all():
             hint = "numbers are added to the scores: give it as bool"
             self.fault("targets", users_line(), "the attention mask is 0 and 1 in floats", hint)
         return call.run()

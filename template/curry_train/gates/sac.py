@@ -80,7 +80,7 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
         module = case.build()
         sac.apply_sac(module, policy, blocks=case.blocks)
         try:
-            # What is restored then is written in place, which is an error of its own in backward.
+            # Buffers that were restored before backward would count as changed in place.
             with untouched(module), seeded(case.seed):
                 case.workload.mean_loss(module, case.batch()).backward()
         except PolicyError as refusal:
