@@ -4,10 +4,11 @@ Run: `python -m pytest tests/runs/test_locate.py`.
 """
 
 import json
+import random
 
 import pytest
 import torch
-from recorded_training import WrongBackward, located, recorded
+from recorded_training import WrongBackward, located, recorded, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from toy_steps import activated
@@ -54,6 +55,20 @@ def test_the_first_difference_is_named(tmp_path, fault, step, phase, path, text)
     assert (place["step"], place["phase"], place["path"]) == (int(step), phase, path), found
     assert text in "\n".join([found.headline, *found.notes])
     assert found.headline.startswith(f"step {step}, {phase}: ")
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_generator_that_nobody_draws_from_is_not_named(tmp_path, draws):
+    records = []
+    for fault in "", "epsilon":
+        # Python seeds its own anew in each process.
+        random.seed(fault)
+        with record_run(tmp_path / f"run {fault}"):
+            [random.random() for _ in range(draws)]
+            train(fault)
+        records.append(read_fingerprints(tmp_path / f"run {fault}"))
+    notes = locate(*records).notes
+    assert ("the random generator of python differs from the start" in notes) == draws
 
 
 class Pair(nn.Module):

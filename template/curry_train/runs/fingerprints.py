@@ -107,6 +107,8 @@ class Recorder:
     calls: list[tuple[str, int]] = field(default_factory=list)
     in_backward: bool = False
     stepping: int = 0
+    # Digests of generators with which the run began; it has drawn from those with others.
+    undrawn: Any = ()
 
     @property
     def path(self) -> Path:
@@ -120,6 +122,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
             self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
+            self.undrawn = generator_digests().items()
             calls: list[tuple[Any, str, Any]] = [
                 (nn.Module, "__call__", self._module),
                 (torch.autograd, "backward", self._backward),
@@ -179,7 +182,7 @@ class Recorder:
             if kind in ("enter", "exit"):
                 one["generator"] = _generator()
             elif kind == "state":
-                one["generators"] = generator_digests()
+                one["generators"] = dict(generator_digests().items() - self.undrawn)
             if self.in_replay:
                 one["ranges"] = ranges_of(tensors)
             if kind == "batch" or (kind == "enter" and not self.calls):

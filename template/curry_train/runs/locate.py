@@ -360,9 +360,9 @@ class Comparison:
     # What differs besides.
 
     def _note_generators(self, one: Observation, other: Observation) -> None:
-        states = [it.get("generators") or {"torch": it.get("generator")} for it in (one, other)]
-        for name in sorted(states[0].keys() & states[1].keys()):
-            if states[0][name] == states[1][name]:
+        a, b = (it.get("generators", {"torch": it.get("generator")}) for it in (one, other))
+        for name in sorted({**a, **b}):
+            if a.get(name) == b.get(name):
                 self.seen_equal.add(name)
                 continue
             where = "from the start"
