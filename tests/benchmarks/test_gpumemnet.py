@@ -46,3 +46,9 @@ def test_a_folder_is_compared_and_recorded(tmp_path, monkeypatch):
     assert not torch.backends.cudnn.benchmark
     # The last run failed.
     assert not gpumemnet.settled({8: 1708, 16: 1716, 32: 1732, 64: 1700})
+
+
+def test_readings_of_a_search_are_left_out():
+    # A line that starts at 20 GB is no training's, whatever its slope.
+    assert gpumemnet.settled({8: 2800, 16: 3600, 32: 5200}) == [8, 16, 32]
+    assert not gpumemnet.settled({8: 20_800, 16: 21_600, 32: 23_200})
