@@ -356,7 +356,15 @@ def _on_step(
             ("*",),
             symptom="sparse",
         )
-    unreached = [name for name in names if _is_unreached(module.get_submodule(name))]
+    # A backward gave none of their trained parameters a gradient.
+    unreached = [
+        name
+        for name in names
+        if {
+            one.grad is None for one in module.get_submodule(name).parameters() if one.requires_grad
+        }
+        == {True}
+    ]
     if unreached:
         yield FailureCause(
             f"{listed(unreached)}: no gradient comes back, so backward never recomputes there, and "
@@ -369,8 +377,3 @@ def _on_step(
 def _living_tensors() -> list[Tensor]:
     gc.collect()
     return [one for one in gc.get_objects() if type(one) is Tensor]
-
-
-def _is_unreached(block: nn.Module) -> bool:
-    """Return whether a backward gave none of the block's trained parameters a gradient."""
-    return {one.grad is None for one in block.parameters() if one.requires_grad} == {True}

@@ -167,13 +167,15 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     )
     # Another model's, as a teacher's.
     is_others = name == "kl_div" and {*leaves(given)}.isdisjoint(leaves(target))
-    if target.requires_grad and (is_others or (is_sum and not _have_one_call(given, target))):
+    # Two outputs of one model are computed from a result that both have.
+    if target.requires_grad and (
+        is_others
+        or (
+            is_sum
+            and all(hasattr(one, "variable") for one in nodes_behind(given) & nodes_behind(target))
+        )
+    ):
         yield "the targets have a gradient", "compute them under torch.no_grad(), or detach them"
-
-
-def _have_one_call(one: Tensor, other: Tensor) -> bool:
-    """Return whether both are computed from one result, as where both are outputs of a model."""
-    return any(not hasattr(it, "variable") for it in nodes_behind(one) & nodes_behind(other))
 
 
 def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Doubts:

@@ -164,14 +164,10 @@ NODE_RECIPES: dict[str, Callable[[Any], Tensor]] = {
     "SoftplusBackward0": lambda node: F.softplus(
         node._saved_self, node._saved_beta, node._saved_threshold
     ),
-    "GluBackward0": lambda node: F.glu(node._saved_self, _signed(node._saved_dim)),
+    # Torch returns a negative dimension as an unsigned number.
+    "GluBackward0": lambda node: F.glu(node._saved_self, (node._saved_dim ^ 2**63) - 2**63),
     "PowBackward0": lambda node: torch.pow(node._saved_self, node._saved_exponent),
 }
-
-
-def _signed(dimension: int) -> int:
-    """Convert a dimension back to a signed number; torch returns negative ones as unsigned."""
-    return (dimension ^ 2**63) - 2**63
 
 
 DEPTH_KEY = "curry_train_depth"
