@@ -57,8 +57,7 @@ CLASS_WEIGHTS = torch.linspace(0.1, 2, CLASSES, dtype=torch.float64)
 def test_loss_and_gradients_are_those_of_the_whole_logits(options, chunk_tokens):
     hidden, weight, bias, targets = make_tensors()
     targets = targets.clamp(min=0) if "ignore_index" in options else targets
-    logits = F.linear(hidden, weight, bias)
-    expected = F.cross_entropy(logits, targets, CLASS_WEIGHTS, **options)
+    expected = F.cross_entropy(F.linear(hidden, weight, bias), targets, CLASS_WEIGHTS, **options)
     gradients = torch.autograd.grad(3 * expected, (hidden, weight, bias))
     options = {"chunk_tokens": chunk_tokens, "class_weights": CLASS_WEIGHTS, **options}
     loss = chunked_cross_entropy(hidden, weight, targets, bias=bias, **options)

@@ -73,8 +73,7 @@ def test_clipping_stepping_and_scheduling_happen_once_per_window():
         by_hand = copy.deepcopy(model)
         gradients = large_batch_gradients(by_hand, window.microbatches)
         norm = nn.utils.clip_grad_norm_(by_hand.parameters(), 0.01)
-        learning_rate = optimizer.param_groups[0]["lr"]
-        torch.optim.SGD(by_hand.parameters(), lr=learning_rate).step()
+        torch.optim.SGD(by_hand.parameters(), lr=optimizer.param_groups[0]["lr"]).step()
 
         result = train_window(
             model, window, summed_loss, optimizer, clip_norm=0.01, scheduler=scheduler
@@ -107,8 +106,7 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_though_the_loss_is():
     before = copy.deepcopy(model.state_dict())
 
     def loss_with_an_infinite_slope(model, microbatch):
-        weight = next(model.parameters())
-        return summed_loss(model, microbatch) + (weight.sum() * 0).abs().sqrt()
+        return summed_loss(model, microbatch) + (next(model.parameters()).sum() * 0).abs().sqrt()
 
     (window,) = windows_of(make_microbatches()[:2], 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

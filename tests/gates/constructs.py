@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from toy_steps import square_sum, stacked
 
-from curry_train.workloads.workload import Workload
+from curry_train.workloads import Workload
 
 WIDTH = 16
 

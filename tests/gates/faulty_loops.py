@@ -129,8 +129,7 @@ def end_of_an_epoch_lost():
 
 
 def sums_over_own_tokens():
-    lengths = texts(9, 17)
-    accumulate_language(lengths, loss=half_of_tokens_by_hand)  # here: tokens
+    accumulate_language(texts(9, 17), loss=half_of_tokens_by_hand)  # here: tokens
 
 
 def backward_twice():
@@ -273,8 +272,7 @@ def frozen_by_decay():
 
 def schedule_of_an_older_optimizer():
     model = classifier()
-    schedule = LambdaLR(adamw(model), lambda step: 0.9**step)
-    fit(model, schedule=schedule)  # here: schedule
+    fit(model, schedule=LambdaLR(adamw(model), lambda step: 0.9**step))  # here: schedule
 
 
 def unscaled_per_microbatch():
@@ -310,8 +308,7 @@ def half_without_a_scaler():
 
 
 def relu_behind_the_last_layer():
-    model = nn.Sequential(classifier(), nn.ReLU(), nn.LogSoftmax(1))
-    fit(model, loss=F.nll_loss)  # here: sample
+    fit(nn.Sequential(classifier(), nn.ReLU(), nn.LogSoftmax(1)), loss=F.nll_loss)  # here: sample
 
 
 def each_with_each():
@@ -564,8 +561,7 @@ def buffer_kept_without_a_copy():
     kept = [buffer] * 4
     for _ in range(20):
         kept.append(buffer.copy_(torch.randn(8)))
-        rows = torch.stack(kept[-4:])
-        step(optimizer, model(rows).square().mean())  # here
+        step(optimizer, model(torch.stack(kept[-4:])).square().mean())  # here
 
 
 class OfTheFirst(Language):
@@ -587,14 +583,12 @@ def same_weights_everywhere():
 
 def maximized():
     model = classifier()
-    optimizer = SGD(model.parameters(), 0.1, maximize=True)
-    fit(model, optimizer)  # here: end
+    fit(model, SGD(model.parameters(), 0.1, maximize=True))  # here: end
 
 
 def schedule_made_in_each_step():
     model, optimizer = started()
-    make = CosineAnnealingLR
-    fit(model, optimizer, after=lambda: make(optimizer, 100).step())  # here
+    fit(model, optimizer, after=lambda: CosineAnnealingLR(optimizer, 100).step())  # here
 
 
 def rate_set_over_the_schedule():
@@ -606,8 +600,7 @@ def rate_set_over_the_schedule():
 
 def clipped_to_nothing():
     model = classifier()
-    optimizer = SGD(model.parameters(), 0.1)
-    fit(model, optimizer, before=lambda: clip(model, most=0.0))  # here: clip
+    fit(model, SGD(model.parameters(), 0.1), before=lambda: clip(model, most=0.0))  # here: clip
 
 
 def targets_out_of_reach():
@@ -744,8 +737,7 @@ def group_without_a_rate_after_the_first_step():
 
 def weighed(weigh):
     values, gate = nn.Linear(8, 5), nn.Linear(8, 5)
-    optimizer = adamw(nn.ModuleList([values, gate]))
-    fit(lambda inputs: values(inputs) * weigh(gate(inputs)), optimizer)
+    fit(lambda inputs: values(inputs) * weigh(gate(inputs)), adamw(nn.ModuleList([values, gate])))
 
 
 def gate_detached():
@@ -776,8 +768,7 @@ def mask_inverted():
 
 
 def padding_counts_without_a_mask():
-    batches = shifted(padded_tokens() for _ in range(10))
-    fit_language(Language(), batches=batches)  # here: tokens
+    fit_language(Language(), batches=shifted(padded_tokens() for _ in range(10)))  # here: tokens
 
 
 class ModelForCausalLM(Language):
@@ -829,8 +820,7 @@ def same_noise_in_each_step():
         torch.manual_seed(0)  # here
         if number % 5 == 0:
             torch.randn(3)  # an evaluation
-        noisy = inputs + torch.randn_like(inputs)
-        step(optimizer, F.cross_entropy(model(noisy), labels))
+        step(optimizer, F.cross_entropy(model(inputs + torch.randn_like(inputs)), labels))
 
 
 def clipped_before_its_backward():
@@ -885,8 +875,7 @@ class WeightsOverSamples(nn.Linear):
 
 def weights_over_the_batch():
     data = TensorDataset(torch.randn(48, 11, 8), torch.randint(5, (48,)))
-    model = Layers(WeightsOverSamples(16, 16), time=1)
-    fit(model, None, DataLoader(data, 6))  # here: sample
+    fit(Layers(WeightsOverSamples(16, 16), time=1), None, DataLoader(data, 6))  # here: sample
 
 
 def generator_detached():
@@ -900,8 +889,7 @@ def generator_detached():
 
 def schedule_of_epochs():
     model, optimizer = started()
-    schedule = ExponentialLR(optimizer, 0.1)
-    fit(model, optimizer, schedule=schedule)  # here: schedule
+    fit(model, optimizer, schedule=ExponentialLR(optimizer, 0.1))  # here: schedule
 
 
 class Remade(nn.Linear):
@@ -1007,8 +995,7 @@ def rounded_before_a_norm():
             rounded = (8 * self.weight).round() / 8
             return F.linear(inputs, self.weight + (rounded - self.weight), self.bias)
 
-    model = nn.Sequential(Rounded(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 5))
-    fit(model)  # here: sample
+    fit(nn.Sequential(Rounded(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 5)))  # here: sample
 
 
 def average_begun_elsewhere():
@@ -1141,8 +1128,7 @@ def model_as_its_own_reference():
     for inputs, _ in loader():
         with torch.no_grad():
             reference = model(inputs)
-        margin = (model(inputs) - reference).mean()
-        step(optimizer, -F.logsigmoid(margin))  # here: backward
+        step(optimizer, -F.logsigmoid((model(inputs) - reference).mean()))  # here: backward
 
 
 def filled_sum_divided_twice():

@@ -27,8 +27,7 @@ def by_hand(model, window, loss, optimizer, *, synced=synced_if, factor=num_rank
     last = len(window.microbatches) - 1
     for index, microbatch in enumerate(window.microbatches):
         with synced(model, index == last):
-            value = loss(model, microbatch) * factor() / window.num_terms
-            value.backward()
+            (loss(model, microbatch) * factor() / window.num_terms).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -39,8 +38,7 @@ def with_clipping(model, window, loss, optimizer, clip_norm=None, scheduler=None
     optimizer.zero_grad()
     for microbatch in window.microbatches:
         with synced_if(model, microbatch is window.microbatches[-1]):
-            value = loss(model, microbatch) * num_ranks() / window.num_terms
-            scaler.scale(value).backward()
+            scaler.scale(loss(model, microbatch) * num_ranks() / window.num_terms).backward()
     if clip_norm is not None:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), clip_norm)

@@ -216,8 +216,7 @@ def low_rank(begin=nn.init.normal_, factor=1):
     begin(down.weight)
     nn.init.zeros_(up.weight)
     model[0] = Adapter(model[0].requires_grad_(False), down, up)
-    optimizer = AdamW([one for one in model.parameters() if one.requires_grad])
-    fit(model, optimizer)
+    fit(model, AdamW([one for one in model.parameters() if one.requires_grad]))
 
 
 def embedding_alone():
@@ -537,8 +536,7 @@ def reset_between_tasks():
     model = classifier()
     for _ in range(4):
         fast = copy.deepcopy(model)
-        inner = SGD(fast.parameters(), 0.1)
-        fit(fast, inner, itertools.islice(loader(), 3))
+        fit(fast, SGD(fast.parameters(), 0.1), itertools.islice(loader(), 3))
         follow(model, fast, 0.1)
 
 
@@ -668,14 +666,12 @@ def ensemble_by_vmap():
 
 def optimizer_around_another():
     model = classifier()
-    optimizer = Lookahead(SGD(model.parameters(), 0.1))
-    fit(model, optimizer)
+    fit(model, Lookahead(SGD(model.parameters(), 0.1)))
 
 
 def own_optimizer():
     model = classifier()
-    optimizer = Signs(model.parameters(), 1e-3)
-    fit(model, optimizer)
+    fit(model, Signs(model.parameters(), 1e-3))
 
 
 def differentially_private():
@@ -775,8 +771,7 @@ def attention_with_a_mask():
 
 def biases_before_a_norm():
     model = normed()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    fit(model, optimizer)
+    fit(model, SGD(model.parameters(), 0.1, momentum=0.9))
 
 
 def averaged_teacher_in_training_mode():
@@ -840,15 +835,13 @@ def losses_of_equal_gradients():
 def range_of_rates():
     model = classifier()
     optimizer = SGD(model.parameters(), 1e-6)
-    schedule = LambdaLR(optimizer, lambda step: 10 ** (step / 2))
-    fit(model, optimizer, schedule=schedule)
+    fit(model, optimizer, schedule=LambdaLR(optimizer, lambda step: 10 ** (step / 2)))
 
 
 def one_schedule_after_another():
     model, optimizer = started()
     for _ in range(2):
-        schedule = LambdaLR(optimizer, lambda step: 0.9**step)
-        fit(model, optimizer, schedule=schedule)
+        fit(model, optimizer, schedule=LambdaLR(optimizer, lambda step: 0.9**step))
 
 
 def fetched_ahead():
@@ -899,16 +892,15 @@ def adversarial_domains():
 
 
 def means_by_hand_of_windows_of_a_length():
-    lengths = (9, 9, 17, 17, 12, 12, 5, 5)
-    accumulate_language(texts(*lengths), loss=half_of_tokens_by_hand)
+    several = texts(9, 9, 17, 17, 12, 12, 5, 5)
+    accumulate_language(several, loss=half_of_tokens_by_hand)
 
 
 def count_of_a_window_that_equals_one_microbatch():
     mask = (torch.arange(8) < 4).float()
 
     def loss(logits, tokens):
-        losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
-        return (losses * mask).sum() / 16
+        return (F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none") * mask).sum() / 16
 
     accumulate_language(texts(9), loss=loss)
 
@@ -936,8 +928,7 @@ class TimeFirst(Layers):
 
 def tags_of_one_sequence():
     model = Tagger(nn.LSTM(16, 16))
-    batches = [(torch.randn(11, 1, 8), torch.randint(5, (11,))) for _ in range(8)]
-    fit(model, None, batches)
+    fit(model, None, [(torch.randn(11, 1, 8), torch.randint(5, (11,))) for _ in range(8)])
 
 
 class Tagger(Layers):
@@ -1170,8 +1161,7 @@ def random_numbers_of_python_in_the_model():
 
 
 def compared_with_centers():
-    centers = torch.arange(8.0)
-    fit_values(lambda one, _: (one - centers).abs().mean())
+    fit_values(lambda one, _: (one - torch.arange(8.0)).abs().mean())
 
 
 def ends_to_be_filled_in():
@@ -1355,8 +1345,7 @@ def change_of_inputs_learned():
 
 
 def several_answers_to_one_question():
-    batches = ((torch.randn(1, 8).expand(4, -1), torch.randint(5, (4,))) for _ in range(8))
-    fit(batches=batches)
+    fit(batches=((torch.randn(1, 8).expand(4, -1), torch.randint(5, (4,))) for _ in range(8)))
 
 
 def sum_over_weighted_classes(reduction="sum", divisor=16):
@@ -1401,8 +1390,7 @@ class Decoder(nn.Module):
 
 def tokens_copied():
     model = Decoder()
-    several = torch.randint(1, 50, (8, 4, 9))
-    batches = [((one, F.pad(one[:, :-1], (1, 0))), one) for one in several]
+    batches = [((one, F.pad(one[:, :-1], (1, 0))), one) for one in torch.randint(1, 50, (8, 4, 9))]
     fit(lambda both: model(*both), adamw(model), batches, loss=of_tokens)
 
 
@@ -1421,8 +1409,7 @@ def biases_from_0_to_1():
             biases = torch.linspace(0, 1, 8).expand(8, 8)
             return self.head(F.scaled_dot_product_attention(one, one, one, biases))
 
-    batches = [(one, one.flip(1)) for one in torch.randint(50, (8, 4, 8))]
-    fit_language(Model(), None, batches)
+    fit_language(Model(), None, [(one, one.flip(1)) for one in torch.randint(50, (8, 4, 8))])
 
 
 def two_tokens_predicted():

@@ -37,8 +37,7 @@ def trl_6024():
         losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(0), reduction="none")  # here
         return (losses * (labels != -100)).sum() / (2 * (15 + 3 + 9 + 4)) / 4
 
-    completed = completions((15, 3, 9, 4) * 4)
-    accumulate_language(completed, loss=loss, every=4)
+    accumulate_language(completions((15, 3, 9, 4) * 4), loss=loss, every=4)
 
 
 def trl_6700():
@@ -61,8 +60,7 @@ def accelerate_1970():
 
 def transformers_37766():
     """A loss that ignores the number of items in the window, which its caller no longer divides."""
-    completed = completions((15, 3, 9, 4) * 4)
-    accumulate_language(completed, loss=of_tokens, every=4)  # here: tokens
+    accumulate_language(completions((15, 3, 9, 4) * 4), loss=of_tokens, every=4)  # here: tokens
 
 
 def transformers_42489():
@@ -86,8 +84,7 @@ def transformers_42489():
 
 def unsloth_3006():
     """A microbatch without a label that counts: its mean is not a number."""
-    completed = completions((9, 0) * 4)
-    accumulate_language(completed, loss=half_of_tokens)  # here: half of tokens
+    accumulate_language(completions((9, 0) * 4), loss=half_of_tokens)  # here: half of tokens
 
 
 FAULTY = {

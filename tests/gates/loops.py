@@ -513,8 +513,7 @@ def averaged():
 
 def with_closure():
     model = classifier()
-    optimizer = LBFGS(model.parameters(), max_iter=4)
-    fit_with_closures(model, optimizer, loader(), loss=F.cross_entropy)
+    fit_with_closures(model, LBFGS(model.parameters(), max_iter=4), loader(), loss=F.cross_entropy)
 
 
 def frozen_backbone():
@@ -627,8 +626,7 @@ def warmed_up_from_zero():
     model, optimizer = started()
     warm = LambdaLR(optimizer, lambda step: min(1, step / 10))
     rest = CosineAnnealingLR(optimizer, 100)
-    schedule = SequentialLR(optimizer, [warm, rest], [10])
-    fit(model, optimizer, schedule=schedule)
+    fit(model, optimizer, schedule=SequentialLR(optimizer, [warm, rest], [10]))
 
 
 def trial_step(model=None, *, move=climb, is_zeroed=True, is_restored=True):
@@ -705,8 +703,7 @@ def no_learning_rate():
 def frozen_input_of_reentrant_checkpoints():
     model = Language()
     model.embed.requires_grad_(False)
-    optimizer = adamw(model)
-    fit_language(lambda one: recompute(model, one), optimizer)  # here: checkpoint
+    fit_language(lambda one: recompute(model, one), adamw(model))  # here: checkpoint
 
 
 def scheduled_per_microbatch():
@@ -728,8 +725,7 @@ def scheduled_per_microbatch():
 
 def scheduled_first():
     model, optimizer = started()
-    schedule = LambdaLR(optimizer, lambda step: 0.9**step)
-    fit(model, optimizer, before=schedule.step)  # here: before
+    fit(model, optimizer, before=LambdaLR(optimizer, lambda step: 0.9**step).step)  # here: before
 
 
 def clipped_after_the_step():
@@ -745,8 +741,7 @@ def clipped_per_microbatch():
 def clipped_nothing():
     model = classifier()
     parameters = model.parameters()
-    optimizer = AdamW(parameters)
-    fit(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(parameters, 1.0))  # here
+    fit(model, AdamW(parameters), before=lambda: nn.utils.clip_grad_norm_(parameters, 1.0))  # here
 
 
 def clipped_while_scaled():

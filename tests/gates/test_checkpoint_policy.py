@@ -11,8 +11,7 @@ from torch import nn
 
 from curry_train.gates import checkpoint_policy
 from curry_train.gates.first_look import explained, look
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 GATES = {gate.name.partition("/")[2]: gate for gate in checkpoint_policy.GATES}
 
@@ -30,8 +29,7 @@ def scheduled(model):
 
 
 def test_an_optimizer_with_a_schedule_is_judged_without_it():
-    workload = replace(load_workload("mlp"), optimizer=scheduled)
-    verdict = GATES["bitwise"].run(Case(workload))
+    verdict = GATES["bitwise"].run(Case(replace(load_workload("mlp"), optimizer=scheduled)))
     assert verdict.passed, verdict
 
 

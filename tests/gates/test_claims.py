@@ -28,8 +28,7 @@ def marked_in(page):
 
 def test_every_claim_has_a_gate_and_every_gate_a_claim():
     names = [gate.name for gate in discover()]
-    claimed = {claim.gate for claim in claims()}
-    assert sorted(claimed) == sorted(names)
+    assert sorted({claim.gate for claim in claims()}) == sorted(names)
     assert len(claims()) >= 50
     assert Counter(claim.name for claim in claims()).most_common(1)[0][1] == 1
     assert {technique_of(claim.gate) for claim in claims()} == set(TECHNIQUES)
@@ -62,5 +61,4 @@ def test_a_page_promises_claims_that_exist(page):
 @pytest.mark.parametrize("technique", TECHNIQUES)
 def test_a_skill_names_every_claim_of_its_gates(technique):
     marked = marked_in(ROOT / "skills" / technique / "SKILL.md")
-    own = {claim.name for claim in claims() if technique_of(claim.gate) == technique}
-    assert marked == own
+    assert marked == {claim.name for claim in claims() if technique_of(claim.gate) == technique}

@@ -11,8 +11,7 @@ from constructs import CONSTRUCTS
 from curry_train.gates import discover
 from curry_train.gates.first_look import explained, look
 from curry_train.gates.verdict import drop_shared_results
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 # Gates that need a part which these models have not: experts, an output layer, a loop over time.
 NEED_A_PART = ["recompute/routing", "memory-plan/chunked-*", "snn-timesteps/*"]

@@ -10,10 +10,10 @@ import pytest
 from command_runs import flat, ran
 from saboteurs import verdict_of
 
+from curry_train.gates import Verdict
 from curry_train.gates.first_look import FailureCause, explained, look
 from curry_train.gates.recompute import compare_inactive
-from curry_train.gates.verdict import Verdict
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case
 
 
 @pytest.mark.parametrize("make", [constructs.counted_in_python, constructs.noisy_loss])

@@ -13,8 +13,7 @@ from saboteurs import case_of, gates
 
 from curry_train.gates import discover
 from curry_train.gates.implementation import load_implementation
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 HERE = Path(__file__).parent
 GPT2 = f"{HERE}/foreign_recompute.py:gpt2"
@@ -77,8 +76,7 @@ WRONG = [f"{LOSSES}by_torch_with_ignored_targets", f"{LOSSES}by_mean_of_means"]
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_chunked_loss_fails(text):
-    verdicts = verdicts_of(text, case_of(LANGUAGE_MODEL))
-    assert verdicts["memory-plan/chunked-loss"].passed is False
+    assert verdicts_of(text, case_of(LANGUAGE_MODEL))["memory-plan/chunked-loss"].passed is False
 
 
 @pytest.mark.parametrize("text", [f"{LOSSES}by_torch", f"{LOSSES}by_checkpoint"])

@@ -12,8 +12,8 @@ from saboteurs import CASES, case_of, faults, gates
 
 from curry_train.gates import discover
 from curry_train.gates.verdict import TECHNIQUES, drop_shared_results
+from curry_train.workloads import Case
 from curry_train.workloads.models import BUILTIN_WORKLOADS
-from curry_train.workloads.workload import Case
 
 # Gates that need not apply, by model.
 NOT_ON = {

@@ -14,8 +14,8 @@ from toy_steps import activated, stacked
 
 from curry_train.gates import discover, grad_accum, two_ranks
 from curry_train.gates.verdict import NotApplicable
-from curry_train.primitives.grad_accum import train_window
-from curry_train.workloads.workload import Case
+from curry_train.primitives import train_window
+from curry_train.workloads import Case
 
 
 def with_loss(loss):

@@ -9,10 +9,8 @@ import torch
 from plan_models import ROUTED
 from saboteurs import case_of, gates
 
-from curry_train.primitives import chunked_loss
-from curry_train.primitives.cross_entropy import chunked_cross_entropy
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.primitives import chunked_cross_entropy, chunked_loss
+from curry_train.workloads import Case, load_workload
 
 
 def leave_out_a_token(rows, weight, targets, **options):

@@ -11,8 +11,8 @@ from torch import nn
 
 from curry_train.gates import offload
 from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
+from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import transformer
-from curry_train.workloads.workload import Case, Workload
 
 pytestmark = TRACING
 CHECKS = (compare_offload, compare_freed_bytes)

@@ -16,9 +16,8 @@ from saboteurs import case_of, verdict_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.gates import two_ranks
+from curry_train.gates import Gate, two_ranks
 from curry_train.gates.two_ranks import GradientSyncs
-from curry_train.gates.verdict import Gate
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from toy_steps import activated, feed_forward, square_sum, stacked
 
 from curry_train.gates import recompute
 from curry_train.gates.same_training import same_training
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.workloads.workload import Case
+from curry_train.primitives import recompute_blocks
+from curry_train.workloads import Case
 
 
 def wide(num_copies):
@@ -204,8 +204,7 @@ def test_a_model_that_autocast_is_nothing_for_is_judged_without_it(why):
         return blocks[2](blocks[1](blocks[0](x)))
 
     def build():
-        blocks = (feed_forward(16, 64) for _ in range(3))
-        return Runs(run, *blocks)
+        return Runs(run, *(feed_forward(16, 64) for _ in range(3)))
 
     verdict = verdict_of(recompute.compare_training, Case(squares(build, 16)))
     assert verdict.passed, verdict

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from curry_train.gates import snn_timesteps
+from curry_train.workloads import Case
 from curry_train.workloads.models import SpikingNetwork, snn
-from curry_train.workloads.workload import Case
 
 GATES = {gate.name: gate for gate in snn_timesteps.GATES}
 

@@ -11,8 +11,7 @@ from saboteurs import case_of
 
 from curry_train.gates import checkpoint_policy, recompute
 from curry_train.gates.implementation import load_implementation
-from curry_train.workloads.models import load_workload
-from curry_train.workloads.workload import Case
+from curry_train.workloads import Case, load_workload
 
 GATES = {
     gate.name: gate
@@ -30,8 +29,7 @@ def test_gates_hold_in_half_precision(gate):
 
 @pytest.mark.parametrize("gate", GATES)
 def test_a_workload_without_a_name_is_not_applicable(gate):
-    workload = replace(load_workload("mlp"), spec="")
-    verdict = GATES[gate].run(Case(workload))
+    verdict = GATES[gate].run(Case(replace(load_workload("mlp"), spec="")))
     assert verdict.passed is None
     assert "by which other processes could load it" in verdict.hint
 

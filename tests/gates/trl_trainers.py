@@ -149,8 +149,7 @@ def undivided():
 class TrainsItsReference(trl.DPOTrainer):
     def create_optimizer(self, *args, **options):
         self.ref_model.requires_grad_(True)
-        both = [*self.model.parameters(), *self.ref_model.parameters()]
-        self.optimizer = torch.optim.AdamW(both)
+        self.optimizer = torch.optim.AdamW([*self.model.parameters(), *self.ref_model.parameters()])
         return self.optimizer
 
 

@@ -205,8 +205,7 @@ def test_each_planted_fault_is_found_and_no_other(chain, options, expected):
     ]
     for one, (_, _, value) in zip(found, expected, strict=True):
         assert value is None or value / 2 <= one.value <= value * 2
-    written = flow_json(flow)["findings"]
-    assert sorted(one["kind"] for one in written) == [one.kind for one in found]
+    assert sorted(one["kind"] for one in flow_json(flow)["findings"]) == [one.kind for one in found]
     text = " ".join(flow_table(flow.records, most=3).split())
     assert all(f"{one.message} (step {one.step})" in text for one in found)
     assert ("nothing is wrong" in text) == (not found)

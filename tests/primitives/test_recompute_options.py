@@ -349,8 +349,7 @@ def test_state_is_updated_once_and_recompute_sees_that_of_the_first_call(lever):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(3):
             # Two microbatches, whose forwards both run before the first backward.
-            losses = [loss_of(model(X * scale)) for scale in (1, 2)]
-            for loss in losses:
+            for loss in [loss_of(model(X * scale)) for scale in (1, 2)]:
                 loss.backward()
             optimizer.step()
         found.append(gradients_of(model))

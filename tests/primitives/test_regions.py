@@ -196,8 +196,7 @@ def test_an_input_that_changes_after_its_norm_is_refused():
 
     def block(inner, x):
         hidden = x * 1
-        output = inner[1](inner[0](hidden))
-        return output + hidden.add_(1)
+        return inner[1](inner[0](hidden)) + hidden.add_(1)
 
     model = nn.Sequential(Runs(block, norm, up))
     apply_regions(model, blocks="0")

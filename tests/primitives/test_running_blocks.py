@@ -112,8 +112,7 @@ class UNet(nn.Module):
 
     def forward(self, x):
         wide = self.first(x)
-        deep = self.down(wide)
-        return self.out(self.last(torch.cat([wide, self.up(deep)], 1)))
+        return self.out(self.last(torch.cat([wide, self.up(self.down(wide))], 1)))
 
 
 class Iterated(nn.Module):
