@@ -50,20 +50,18 @@ class Recorder(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.num_timesteps = 0
-        self.references = {}
+        self.storages = weakref.WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         self.num_timesteps += func is torch.ops.aten.sigmoid.default  # one per timestep
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                self.references[id(storage)] = weakref.ref(storage)
+                self.storages.add(leaf.untyped_storage())
         return output
 
     def num_bytes(self):
-        alive = [reference() for reference in self.references.values()]
-        return sum(storage.nbytes() for storage in alive if storage is not None)
+        return sum(storage.nbytes() for storage in self.storages)
 
 
 def plain_loop(step, inputs, state):
