@@ -4,10 +4,13 @@ python -m pytest tests/skills/test_trainers.py
 """
 
 import functools
+import importlib
 import inspect
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from language_models import language_model
 from library_trainers import hugging_face, weights
 from torch import nn
@@ -15,12 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from tree import ROOT
 
 from curry_train.primitives import GradientAccumulation, apply_chunked_loss, recompute_blocks
-
-
-def package(name):
-    return pytest.importorskip(
-        name, reason=f"{name} is not installed; pip install {name}", exc_type=ImportError
-    )
 
 
 def llama():
@@ -52,7 +49,7 @@ NAMES = {
         utils.FullyShardedDataParallelPlugin.activation_checkpointing
         utils.FullyShardedDataParallelPlugin.transformer_cls_names_to_wrap
     """,
-    "lightning.pytorch": """
+    "pytorch_lightning": """
         Trainer.accumulate_grad_batches
         Trainer.gradient_clip_val
         LightningModule.configure_model
@@ -64,11 +61,10 @@ NAMES = {
 
 @pytest.mark.parametrize(("owner", "names"), NAMES.items(), ids=list(NAMES))
 def test_every_name_of_the_page_exists(owner, names):
-    found = package(owner)
     page = (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8")
     for name in names.split():
         *path, last = name.split(".")
-        parent = functools.reduce(getattr, path, found)
+        parent = functools.reduce(getattr, path, importlib.import_module(owner))
         assert hasattr(parent, last) or last in inspect.signature(parent).parameters, name
         assert last in page
 
@@ -85,7 +81,6 @@ def rows(tokens=(4, 16, 9, 12, 3, 15)):
 
 def change_of_weights(model, tmp_path):
     """Train with Hugging Face's trainer; return by how much the weights changed, in a row."""
-    package("accelerate")
     trainer = hugging_face(
         tmp_path,
         list(rows()),
@@ -116,7 +111,7 @@ ONES = DataLoader(TensorDataset(torch.ones(6, 4)), batch_size=1)
 
 
 def test_our_windows_under_accelerate_divide_by_their_own_terms():
-    accelerator = package("accelerate").Accelerator(cpu=True)
+    accelerator = accelerate.Accelerator(cpu=True)
     accelerator.gradient_accumulation_steps = 1
     layer = nn.Linear(4, 1, bias=False)
     layer, optimizer, loader = accelerator.prepare(
@@ -135,11 +130,8 @@ def test_our_windows_under_accelerate_divide_by_their_own_terms():
 
 
 def test_accelerate_finds_recomputed_blocks_by_the_name_of_their_class():
-    utilities = package("accelerate").utils
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-
     def found(model, names):
-        plugin = utilities.FullyShardedDataParallelPlugin(
+        plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=names,
