@@ -7,17 +7,16 @@ from dataclasses import replace
 
 import torch
 from constructs import counted_in_python
+from saboteurs import gates
 from torch import nn
 
-from curry_train.gates import checkpoint_policy
+from curry_train.gates import discover
 from curry_train.gates.first_look import explained, look
 from curry_train.workloads import Case, load_workload
 
-GATES = {gate.name.partition("/")[2]: gate for gate in checkpoint_policy.GATES}
-
 
 def test_what_the_model_keeps_outside_of_its_state_is_found():
-    verdict = GATES["bitwise"].run(Case(counted_in_python()))
+    verdict = gates()["checkpoint-policy/bitwise"].run(Case(counted_in_python()))
     assert verdict.passed is False
     assert "not in its state_dict()" in verdict.hint
 
@@ -29,7 +28,8 @@ def scheduled(model):
 
 
 def test_an_optimizer_with_a_schedule_is_judged_without_it():
-    verdict = GATES["bitwise"].run(Case(replace(load_workload("mlp"), optimizer=scheduled)))
+    workload = replace(load_workload("mlp"), optimizer=scheduled)
+    verdict = gates()["checkpoint-policy/bitwise"].run(Case(workload))
     assert verdict.passed, verdict
 
 
@@ -53,7 +53,7 @@ def function():
 def test_a_state_that_no_checkpoint_holds_does_not_apply_with_the_cause():
     case = Case(load_workload(f"{__file__}:function"))
     findings = look(case)
-    for gate in GATES.values():
+    for gate in discover(["checkpoint-policy"]):
         verdict = explained(gate.run(case), findings)
         assert verdict.passed is None, verdict
         assert "_extra_state" in verdict.hint

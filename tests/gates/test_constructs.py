@@ -65,12 +65,7 @@ NEED_NOT_APPLY = {
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),
 }
 # Most causes are among these forms; the others run with the long tests.
-IN_ALL = {"compiled_blocks", "sparse"}
-ON_RANKS = {"communicates"}
-
-
-def constructs(always):
-    return [pytest.param(name, marks=[pytest.mark.long][name in always :]) for name in CONSTRUCTS]
+IN_ALL = ("compiled_blocks", "sparse")
 
 
 def may_not_apply(gate, patterns):
@@ -110,7 +105,7 @@ def gates_of_one_process():
     return [gate for gate in discover() if not gate.name.endswith("two-ranks")]
 
 
-@pytest.mark.parametrize("name", sorted(IN_ALL))
+@pytest.mark.parametrize("name", IN_ALL)
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_a_gate_of_each_technique_holds_or_does_not_apply_for_a_cause(name):
     gates = {gate.name.partition("/")[0]: gate for gate in gates_of_one_process()}
@@ -123,7 +118,10 @@ def test_all_gates_hold_or_do_not_apply_for_a_cause(name):
     assert any(verdict.passed for verdict in verdicts_on(name, gates_of_one_process()))
 
 
-@pytest.mark.parametrize("name", constructs(ON_RANKS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long][name == "communicates" :]) for name in CONSTRUCTS],
+)
 @pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_gates_on_two_ranks_hold_or_do_not_apply_for_a_cause(name):
     verdicts_on(name, [gate for gate in discover() if gate.name.endswith("two-ranks")])

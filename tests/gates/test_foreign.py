@@ -3,8 +3,6 @@
 python -m pytest tests/gates/test_foreign.py
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from faulty_memory_plan import LANGUAGE_MODEL
@@ -15,8 +13,7 @@ from curry_train.gates import discover
 from curry_train.gates.implementation import load_implementation
 from curry_train.workloads import Case, load_workload
 
-HERE = Path(__file__).parent
-GPT2 = f"{HERE}/foreign_recompute.py:gpt2"
+GPT2 = "foreign_recompute:gpt2"
 TWO_LAYERS = "shrink=2:transformer"
 WITHOUT_KEYWORDS = ["grad-accum/once", "grad-accum/scaled"]
 LOSSES = "apply_chunked_loss=foreign_memory_plan:"
@@ -58,10 +55,7 @@ def verdicts_of(text, case):
 @pytest.mark.filterwarnings("ignore::UserWarning:accelerate")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
-@pytest.mark.parametrize(
-    ("text", "model", "left_out"),
-    [pytest.param(*row, id=f"{row[0]}-{number}") for number, row in enumerate(RIGHT)],
-)
+@pytest.mark.parametrize(("text", "model", "left_out"), RIGHT)
 def test_a_right_implementation_passes_every_gate_that_applies(text, model, left_out):
     verdicts = verdicts_of(text, case_of(model))
     assert len(verdicts) > len(left_out)

@@ -38,7 +38,7 @@ def test_a_healthy_loop_passes(train):
 @pytest.mark.parametrize(
     ("check", "train"),
     [
-        pytest.param(check, one, id=one.__name__)
+        (check, one)
         for module in (loops, faulty_loops, known_bugs)
         for check, faulty in module.FAULTY.items()
         for one in faulty

@@ -12,8 +12,6 @@ from curry_train.gates import snn_timesteps
 from curry_train.workloads import Case
 from curry_train.workloads.models import SpikingNetwork, snn
 
-GATES = {gate.name: gate for gate in snn_timesteps.GATES}
-
 
 class ListOfTimesteps(SpikingNetwork):
     """A loop of the user's own: over a list, from a state that the first step makes."""
@@ -44,7 +42,7 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_gates_hold_on_loops_of_other_forms(name):
-    verdicts = {gate.name: gate.run(LOOPS[name]) for gate in GATES.values()}
+    verdicts = {gate.name: gate.run(LOOPS[name]) for gate in snn_timesteps.GATES}
     for verdict in verdicts.values():
         assert verdict.passed is not False, verdict
     assert verdicts["snn-timesteps/hidden-state"].passed
