@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 from plan_models import squares
-from saboteurs import verdict_of
+from saboteurs import gates, verdict_of
 from torch import nn
 from toy_steps import activated, stacked
 
-from curry_train.gates import discover, grad_accum, two_ranks
+from curry_train.gates import grad_accum, two_ranks
 from curry_train.gates.verdict import NotApplicable
 from curry_train.primitives import train_window
 from curry_train.workloads import Case
@@ -36,7 +36,6 @@ def overflowing():
 )
 def test_no_gate_holds_where_the_plain_gradients_mean_nothing(make, cause):
     case = Case(make())
-    gates = {gate.name: gate for gate in discover()}
     names = [
         "recompute/parity-full",
         "recompute/parity-selective",
@@ -48,7 +47,7 @@ def test_no_gate_holds_where_the_plain_gradients_mean_nothing(make, cause):
         "recompute/budget",
     ]
     for name in names:
-        verdict = gates[name].run(case)
+        verdict = gates()[name].run(case)
         assert verdict.passed is not True, verdict
         if verdict.passed is False:
             assert cause in verdict.hint, verdict
@@ -74,7 +73,7 @@ def coupled(weight):
 
 @pytest.mark.parametrize("weight", [1.0, 1e-2, 1e-3])
 def test_a_small_coupling_of_samples_is_named(weight):
-    verdict = discover(["grad-accum/equal"])[0].run(Case(coupled(weight)))
+    verdict = gates()["grad-accum/equal"].run(Case(coupled(weight)))
     assert verdict.passed is None, verdict
     assert "couples samples" in verdict.hint
 
