@@ -69,21 +69,20 @@ def test_training_is_unchanged_and_each_layer_is_counted_once(again):
 def test_norms_and_updates_are_those_computed_by_hand():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    linear = model.layers[1].linear
-    before = torch.cat([linear.weight.flatten(), linear.bias]).detach().clone()
-    norms = []
+    weights = [*model.layers[1].linear.parameters()]
+    norms = [nn.utils.get_total_norm(weights).item()]
 
     def note(step):
-        norms.append(torch.cat([linear.weight.grad.flatten(), linear.bias.grad]).double().norm())
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)  # the norm is read before
+        norms.append(nn.utils.get_total_norm([one.grad for one in weights]).item())
 
     with GradFlow(model, optimizer, every=1) as flow:
         train(model, optimizer, steps=1, each=note)
     found = flow.records[0].layers["layers.1.linear"]
-    after = torch.cat([linear.weight.flatten(), linear.bias]).detach()
-    assert found.gradient.norm == pytest.approx(norms[0].item(), rel=1e-9)
-    assert found.update.weight_norm == pytest.approx(before.double().norm().item(), rel=1e-6)
-    assert found.update.distance == pytest.approx((after - before).double().norm().item(), rel=1e-3)
+    assert found.update.weight_norm == pytest.approx(norms[0], rel=1e-6)
+    assert found.gradient.norm > 0.01
+    assert found.gradient.norm * flow.records[0].scaled == pytest.approx(norms[1], rel=1e-5)
+    assert found.update.distance == pytest.approx(0.5 * norms[1], rel=1e-3)
 
 
 class Odd(nn.Module):
@@ -109,7 +108,7 @@ def test_sparse_and_complex_gradients_have_their_norms():
     assert of_phase.elements == 2 * (3 * 4 + 3)
 
 
-def test_a_dead_layer_and_a_non_finite_gradient_are_found():
+def test_a_dead_layer_is_found():
     model = Model()
     with torch.no_grad():
         model.layers[1].linear.bias.fill_(-100.0)
@@ -118,12 +117,6 @@ def test_a_dead_layer_and_a_non_finite_gradient_are_found():
         train(model, optimizer, steps=2)
     assert flow.records[0].layers["layers.1.act"].activation.zero == 1.0
     assert flow.records[0].layers["layers.0.act"].activation.zero < 1.0
-
-    model = Model()
-    with GradFlow(model, every=1) as flow:
-        (model(torch.randn(32, 16)) * float("nan")).backward()
-        flow.step()
-    assert flow.records[0].layers["layers.2.linear"].gradient.nonfinite > 0
 
 
 def test_a_model_whose_layers_are_called_one_by_one_is_probed():
