@@ -62,8 +62,7 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(options, chunk_tokens)
     options = {"chunk_tokens": chunk_tokens, "class_weights": CLASS_WEIGHTS, **options}
     loss = chunked_cross_entropy(hidden, weight, targets, bias=bias, **options)
     ours = torch.autograd.grad(3 * loss, (hidden, weight, bias))
-    for value, reference in zip((loss, *ours), (expected, *gradients), strict=True):
-        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close((loss, *ours), (expected, *gradients), rtol=1e-12, atol=1e-14)
 
 
 def test_log_probabilities_of_tokens_have_a_gradient_each():
@@ -72,8 +71,7 @@ def test_log_probabilities_of_tokens_have_a_gradient_each():
     logs = -F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="none")
     ours = torch.autograd.grad(found.exp().square().sum(), (hidden, weight, bias))
     expected = torch.autograd.grad(logs.exp().square().sum(), (hidden, weight, bias))
-    for value, reference in zip((found, *ours), (logs, *expected), strict=True):
-        torch.testing.assert_close(value, reference, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close((found, *ours), (logs, *expected), rtol=1e-12, atol=1e-14)
 
 
 def test_float16_gradients_do_not_overflow_with_a_loss_scale():
