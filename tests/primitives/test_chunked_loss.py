@@ -339,7 +339,6 @@ def two_heads():
     ("build", "head", "expected"),
     [
         (two_heads, None, ["heads.a"]),
-        (two_heads, "heads.b", ["heads.b"]),
         (two_heads, "heads.*", ["heads.a", "heads.b"]),
         (lambda: with_embeddings(nn.Sequential(nn.Linear(9, 4), nn.Linear(4, 9)), 0), None, ["0"]),
         (lambda: with_embeddings(nn.Sequential(nn.Linear(4, 9)), None), None, ["0"]),

@@ -209,21 +209,6 @@ def train(model, window, *, joint, **options):
     return train_window(model, window, summed_loss, optimizer, **options)
 
 
-@pytest.mark.parametrize("joint", [False, True])
-def test_a_joint_loss_couples_the_microbatches_of_a_window(joint):
-    model = make_model()
-    microbatches = make_microbatches()
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append("forward"))
-    model[0].weight.register_hook(lambda gradient: calls.append("backward"))
-    loss, expected = large_batch_gradients(microbatches, joint=joint)
-    result = train(model, window_of(microbatches), joint=joint)
-    assert calls == (["forward"] * 6 + ["backward"] if joint else ["forward", "backward"] * 3)
-    assert result.loss == pytest.approx(loss, rel=1e-12)
-    assert result.num_terms == 8
-    torch.testing.assert_close(gradients_of(model), expected, rtol=1e-12, atol=1e-14)
-
-
 def test_a_joint_loss_that_is_not_finite_changes_no_weight():
     model = make_model()
     window = window_of(make_microbatches())
@@ -253,11 +238,17 @@ def test_equal_ranks_sync_as_asked_and_have_the_figures_of_one(
         expected = [syncs for syncs in expected if not syncs]
     else:
         model.set_requires_gradient_sync = synced.append
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append("forward"))
+    model[0].weight.register_hook(lambda gradient: calls.append("backward"))
     result = train(model, window_of(microbatches, sync_each_batch=each), joint=joint)
     assert synced == expected
+    # A joint loss couples the microbatches of a window.
+    assert calls == (["forward"] * 6 + ["backward"] if joint else ["forward", "backward"] * 3)
     loss, gradients = large_batch_gradients(microbatches, joint=joint)
     norm = torch.cat([one.flatten() for one in gradients]).norm().item()
     assert (result.loss, result.grad_norm) == pytest.approx((loss, norm), rel=1e-12)
+    torch.testing.assert_close(gradients_of(model), gradients, rtol=1e-12, atol=1e-14)
     assert result.num_terms == 4 * 8
 
 
