@@ -29,12 +29,12 @@ def around_blocks(model, blocks, around):
 # Recompute.
 
 
-def by_checkpoint(model, *, blocks):
-    around_blocks(model, blocks, functools.partial(checkpoint, use_reentrant=False))
+def by_checkpoint(model, *, blocks, use_reentrant=False, **options):
+    again = functools.partial(checkpoint, use_reentrant=use_reentrant, **options)
+    around_blocks(model, blocks, again)
 
 
-def by_reentrant_checkpoint(model, *, blocks):
-    around_blocks(model, blocks, functools.partial(checkpoint, use_reentrant=True))
+by_reentrant_checkpoint = functools.partial(by_checkpoint, use_reentrant=True)
 
 
 def by_wrapper(model, *, blocks):
@@ -42,12 +42,11 @@ def by_wrapper(model, *, blocks):
     apply_activation_checkpointing(model, check_fn=chosen.__contains__)
 
 
-def by_transformers(model, *, blocks):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+def by_transformers(model, *, blocks, use_reentrant=False):
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
 
 
-def by_reentrant_transformers(model, *, blocks):
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+by_reentrant_transformers = functools.partial(by_transformers, use_reentrant=True)
 
 
 def gpt2():
@@ -64,9 +63,7 @@ def first_block(model, *, blocks):
     by_checkpoint(model, blocks=blocks[:1])
 
 
-def other_dropout(model, *, blocks):
-    again = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    around_blocks(model, blocks, again)
+other_dropout = functools.partial(by_checkpoint, preserve_rng_state=False)
 
 
 def also_in_evaluation(model, *, blocks):
@@ -87,12 +84,11 @@ def twice(model, *, blocks):
 # Offload.
 
 
-def on_cpu(model, *, blocks):
-    saving_blocks(model, blocks, functools.partial(save_on_cpu, pin_memory=False))
+def on_cpu(model, *, blocks, pin_memory=False):
+    saving_blocks(model, blocks, functools.partial(save_on_cpu, pin_memory=pin_memory))
 
 
-def on_pinned_cpu(model, *, blocks):
-    saving_blocks(model, blocks, functools.partial(save_on_cpu, pin_memory=True))
+on_pinned_cpu = functools.partial(on_cpu, pin_memory=True)
 
 
 def by_offload_wrapper(model, *, blocks):
@@ -117,8 +113,7 @@ def policy_of_torch(model, *, blocks):
     contexts = functools.partial(
         create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_CPU_OFFLOAD
     )
-    again = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
-    around_blocks(model, blocks, again)
+    by_checkpoint(model, blocks=blocks, context_fn=contexts)
 
 
 in_half_context = functools.partial(

@@ -129,14 +129,6 @@ class Faulty(nn.Module):
         return x + torch.sin(self.disturb(self, torch.sigmoid(self.inner(x))))
 
 
-def python_random(block, x):
-    return x * random.random()
-
-
-def numpy_random(block, x):
-    return x * float(numpy.random.rand())
-
-
 def growing_cache(block, x):
     keys = torch.cat([*block.cache, x])
     block.cache.append(x.detach())
@@ -177,8 +169,12 @@ def test_a_block_that_torch_can_not_recompute_either_may_be_left_out():
 @pytest.mark.parametrize(
     ("disturb", "in_hint", "change"),
     [
-        (python_random, "2 draws from python's generator", recompute_blocks),
-        (numpy_random, "2 draws from numpy's generator", recompute_blocks),
+        (lambda _, x: x * random.random(), "2 draws from python's generator", recompute_blocks),
+        (
+            lambda _, x: x * float(numpy.random.rand()),
+            "2 draws from numpy's generator",
+            recompute_blocks,
+        ),
         (growing_cache, "computes other tensors the second time", foreign.by_checkpoint),
         (counter, "keeps state between calls", foreign.by_checkpoint),
     ],

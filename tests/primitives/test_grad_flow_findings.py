@@ -119,10 +119,6 @@ def test_a_report_without_records_has_a_message():
     assert "no step was probed" in flow_table([])
 
 
-NUM_STEPS = 3
-SOUND_RATE = 1e-3
-
-
 class Scaled(nn.Module):
     def __init__(self, factor):
         super().__init__()
@@ -155,16 +151,12 @@ class Chain(nn.Module):
         return x
 
 
-def infinite_derivative(x):
-    return (x * 0).abs().sqrt().sum()
-
-
-def probe(chain, *, rate=SOUND_RATE, clip=None, loss=lambda x: x.square().mean()):
+def probe(chain, *, rate=1e-3, clip=None, loss=lambda x: x.square().mean()):
     torch.manual_seed(0)
     model = Chain(**chain)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with GradFlow(model, optimizer, every=1) as flow:
-        for _ in range(NUM_STEPS):
+        for _ in range(3):
             optimizer.zero_grad()
             loss(model(torch.randn(8, 16))).backward()
             if clip is not None:
@@ -178,7 +170,8 @@ def probe(chain, *, rate=SOUND_RATE, clip=None, loss=lambda x: x.square().mean()
     [
         ({}, {}, []),
         ({"factors": {2: math.inf}}, {}, [("nonfinite", "layers.2", 1.0)]),
-        ({}, {"loss": infinite_derivative}, [("nonfinite", "layers.3.0", 1.0)]),
+        # The derivative of this loss is infinite.
+        ({}, {"loss": lambda x: (x * 0).abs().sqrt().sum()}, [("nonfinite", "layers.3.0", 1.0)]),
         ({"broken": 2}, {}, [("nonfinite", "layers.2.0", 1.0)]),
         ({"gradient": 0.05}, {}, [("vanishing", "layers.0", 0.05**3)]),
         ({"gradient": 20.0}, {}, [("exploding", "layers.0", 20.0**3)]),

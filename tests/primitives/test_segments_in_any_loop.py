@@ -89,11 +89,7 @@ def gradients(model, x):
     return [zero if parameter.grad is None else parameter.grad for parameter, zero in pairs]
 
 
-TRAIN_THE_SAME = [plain, runs_twice, leaves_early, collects_hidden_states]
-BROKEN = [writes_in_place, adds_between, looks_between, drops_a_block, calls_a_block_twice]
-
-
-@pytest.mark.parametrize("loop", TRAIN_THE_SAME)
+@pytest.mark.parametrize("loop", [plain, runs_twice, leaves_early, collects_hidden_states])
 @pytest.mark.parametrize(("num_segments", "num_blocks"), [(1, 0), (2, 4), (3, 6), (8, 7)])
 def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
     loop, num_segments, num_blocks
@@ -108,7 +104,9 @@ def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
     assert {type(layer) for layer in model.inner} == {nn.Sequential}
 
 
-@pytest.mark.parametrize("loop", BROKEN)
+@pytest.mark.parametrize(
+    "loop", [writes_in_place, adds_between, looks_between, drops_a_block, calls_a_block_twice]
+)
 def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
     model = chain(loop)
     x = torch.randn(4, 8)
