@@ -130,7 +130,7 @@ def test_state_in_variables_and_globals_is_found():
         "would be wrong without any error. Pass it in and return it with the state, or store it in "
         "a module"
     )
-    for step in (remembers, adds_up, adds_in_place, learns, counts_globally, counts_in_a_function):
+    for step in (remembers, adds_up, adds_in_place, learns, counts_globally):
         with pytest.raises(HiddenState, match=f"^{re.escape(message)}$"):
             checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
     assert len(memory) == 6
@@ -165,32 +165,12 @@ class Wider:
         Cells().step,
         Wider(),
         partial(Cells.step, Cells()),
-        partial(lambda x, state, cells: cells(x, state), cells=Cells()),
     ],
 )
 def test_state_of_objects_and_of_what_a_partial_binds_is_found(step):
     x = currents()
     with pytest.raises(HiddenState, match="outside of its modules"):
         checkpoint_timesteps(step, x, torch.zeros_like(x[0]), chunk_size=3)
-
-
-def counter_of_calls():
-    seen = []
-
-    def count(x):
-        seen.append(0)
-        return len(seen)
-
-    return count
-
-
-count_call = counter_of_calls()
-
-
-def counts_in_a_function(x, state):
-    number = count_call(x)
-    out, state = GLOBAL_NET.step(x, state)
-    return out * number, state
 
 
 CALLS = [0]
