@@ -19,7 +19,6 @@ SECOND = "sys/fs/cgroup"
     ("files", "expected"),
     [
         ({}, None),
-        ({"proc/meminfo": MEMINFO}, 48 * 1024),
         ({"proc/meminfo": "MemFree: 10 kB\n"}, None),
         ({"proc/meminfo": MEMINFO, "proc/self/cgroup": "0::/\n"}, 48 * 1024),
         (JOB | {f"{SECOND}/user/memory.max": "5"}, 48 * 1024),  # a limit without its use
