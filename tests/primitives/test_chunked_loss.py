@@ -172,7 +172,6 @@ def test_an_index_picks_the_same_logits_and_terms(name):
         LiveStorages,
         ModuleTracker,
     ],
-    ids=["profiler", "live storages", "module tracker"],
 )
 def test_an_instrument_sees_the_same_step_in_chunks(instrument):
     model = Model()

@@ -283,7 +283,6 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
         # One call of three is enough.
         (calls(("matmul", 0)), {"product": 2, "attention": 1}),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_exactly_what_a_policy_leaves_out_runs_again_in_copies_too(policy, again):
     x = torch.ones(8, 8)

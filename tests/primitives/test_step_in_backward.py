@@ -119,7 +119,6 @@ def test_a_copy_goes_on_with_its_own_weights_and_state(train_one):
 @pytest.mark.parametrize(
     "options",
     [{"clip_norm": 1.0}, {"scaler": torch.amp.GradScaler("cpu")}, {"joint_loss": sum}],
-    ids=lambda options: next(iter(options)),
 )
 def test_what_needs_all_gradients_first_is_refused(options):
     """With a global clip each parameter would step before the norm is known."""
