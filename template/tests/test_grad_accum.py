@@ -91,7 +91,6 @@ def loss_with_an_infinite_slope(model, microbatch):
     ("loss", "bad", "cause"),
     [
         (summed_loss, float("nan"), "loss .* not finite: microbatch 0, 1 of 2"),
-        (summed_loss, float("inf"), "loss .* not finite: microbatch 0, 1 of 2"),
         (
             loss_with_an_infinite_slope,
             1.0,
@@ -159,10 +158,9 @@ def test_a_configuration_gives_the_number_of_steps():
 
 def test_the_first_and_the_last_microbatch_of_a_window_are_named():
     accumulation = GradientAccumulation(3)
-    assert [accumulation.is_first(index) for index in range(4)] == [True, False, False, True]
-    assert [accumulation.is_last(index) for index in range(4)] == [False, False, True, False]
-    decisions = [accumulation.train_step_kwargs(index) for index in range(4)]
-    assert [one["zero_grad"] for one in decisions] == [True, False, False, True]
-    assert {one["loss_divisor"] for one in decisions} == {3.0}
-    for name in ("sync_gradients", "step_optimizer", "collect_metrics"):
-        assert [one[name] for one in decisions] == [False, False, True, False]
+    for index in range(4):
+        is_first, is_last = index in (0, 3), index == 2
+        assert (accumulation.is_first(index), accumulation.is_last(index)) == (is_first, is_last)
+        decided = dict.fromkeys(("sync_gradients", "step_optimizer", "collect_metrics"), is_last)
+        decided |= {"zero_grad": is_first, "loss_divisor": 3.0}
+        assert accumulation.train_step_kwargs(index) == decided
