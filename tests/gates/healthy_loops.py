@@ -1039,6 +1039,21 @@ def two_steps_of_the_actor():
             step(of_actor, -critic(torch.cat([inputs, actor(inputs)], 1)).mean())
 
 
+def actor_and_critic_in_one_line():
+    # As where a library's loop has all lines: the actor's backward reaches the critic, too.
+    actor, critic = nn.Linear(8, 2), nn.Linear(10, 1)
+    optimizers = adamw(critic), adamw(actor)
+
+    def losses(inputs):
+        values = critic(torch.cat([inputs, actor(inputs).detach()], 1)).flatten()
+        yield F.mse_loss(values, inputs.sum(1))
+        yield -critic(torch.cat([inputs, actor(inputs)], 1)).mean()
+
+    for inputs, _ in loader():
+        for loss, optimizer in zip(losses(inputs), optimizers, strict=True):
+            step(optimizer, loss)
+
+
 def sums_over_values():
     parts = [(part, part[:, :2]) for inputs, _ in loader() for part in inputs.chunk(4)]
 

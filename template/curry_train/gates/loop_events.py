@@ -307,12 +307,14 @@ class Step(Stepping, Events):
             if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
         # Without those whose gradients were set to zero before those of another loss. That of
-        # another optimizer reaches these parameters too, as a generator's does. Where each step has
-        # one call, a loop may drop the gradients of a batch.
+        # another optimizer reaches these parameters too, as a generator's does, with others. Where
+        # each step has one call, a loop may drop the gradients of a batch.
         self.calls = self.all_calls
         has_one = previous and len(previous.all_calls) == 1
+        seen: list[Any] = []
         for number, call in enumerate(self.all_calls):
-            is_other = has_one or call.lines not in {one.lines for one in self.all_calls[:number]}
+            is_other = has_one or (call.lines, call.reached) not in seen
+            seen.append((call.lines, call.reached))
             if is_other and self.is_clean(call):
                 self.calls = self.all_calls[number:]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
