@@ -235,6 +235,48 @@ def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fa
     assert ("switch attention" in text) == (fault == "other loader")
 
 
+@pytest.mark.parametrize("fault", ["", "flipped", "scaled"])
+def test_optimizers_that_step_side_by_side_are_in_one_step(tmp_path, fault):
+    records = []
+    for planted in "", fault:
+        with record_run(tmp_path / f"run {len(records)}"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+            sparse = torch.optim.SparseAdam(model[0].parameters())
+            adam = torch.optim.Adam(model[1].parameters())
+            for number in range(1, 5):
+                model(torch.arange(4)).sum().backward()
+                sparse.step()
+                if planted == "scaled" and number == 1:
+                    model[1].weight.grad.mul_(2)
+                adam.step()
+                model.zero_grad()
+                if planted == "flipped" and number == 2:
+                    adam.state[model[1].bias]["exp_avg"].mul_(2)
+        records.append(read_fingerprints(tmp_path / f"run {len(records)}"))
+    found = locate(*records)
+    places = {"flipped": (3, "optimizer"), "scaled": (1, "gradients")}
+    assert found.is_equal == (not fault)
+    if fault:
+        assert (found.place["step"], found.place["phase"]) == places[fault]
+    assert [one["step"] for one in records[0] if one["kind"] == "update"] == [1, 1, 2, 2, 3, 3]
+
+
+def test_an_optimizer_that_steps_now_and_then_ends_no_recording(tmp_path):
+    with record_run(tmp_path / "run", steps=2):
+        critic, maker = nn.Linear(2, 2), nn.Linear(2, 2)
+        of_critic, of_maker = (torch.optim.SGD(one.parameters(), 0.1) for one in (critic, maker))
+        for number in range(20):
+            critic(torch.ones(2)).sum().backward()
+            of_critic.step()
+            if number == 0:
+                maker(torch.ones(2)).sum().backward()
+                of_maker.step()
+    record = read_fingerprints(tmp_path / "run")
+    assert record[-1]["kind"] == "end"
+    assert record[-1]["step"] == 4
+
+
 class Deep(nn.Module):
     """Many equal layers under a name of their list, as a large model has."""
 

@@ -386,6 +386,11 @@ class Recorder:
 
     def _note_update(self, optimizer: Optimizer) -> None:
         path = self._name_of_optimizer(optimizer)
+        # It steps on the gradients of the step that another one has just ended.
+        if self.num_made[path] < self.step - 1 and {kind for kind, _ in self.counts} <= {
+            "operation"
+        }:
+            self.step -= 1
         found: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -412,7 +417,8 @@ class Recorder:
         if self.num_made[path] >= self.step:
             self.step += 1
             self.counts.clear()
-        if self.step > self.num_steps:
+        # One that steps now and then is not waited for.
+        if min(self.num_made.values()) >= self.num_steps or self.step > 2 * self.num_steps:
             self._write({"kind": "end", "step": self.step - 1})
             self._end()
             self.when_enough()

@@ -190,14 +190,16 @@ class Comparison:
                 lacking = [it for it in alone if it.removeprefix("gradient of ") in self.known]
                 names = [*sorted(lacking), *names]
             if names and not self._is_of_another_loader(one, other):
-                return self._describe(one, other, names)
+                return self._more_steps(one["step"]) or self._describe(one, other, names)
             num_rounded += bool(others)
             if one["kind"] != "state":
                 self.last = one
         if self.last is None:
             return Located("the records have nothing in common", {"phase": "nothing"})
-        if headline := self._more_steps():
-            return Located(headline, {"phase": "optimizer"}, [], self.num_compared)
+        # Where a record ended early, steps of another optimizer may be missing.
+        is_cut = {*self.ends} != {(self.ends[0][0], True)}
+        if found := self._more_steps(min(self.ends)[0] + (not is_cut)):
+            return found
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
@@ -206,23 +208,22 @@ class Comparison:
             text += f"; A ends {ends[0]}, and B ends {ends[1]}"
         return Located(text, {}, list(self._of_the_runs()), self.num_compared)
 
-    def _more_steps(self) -> str:
-        """Name an optimizer that steps more often in one of two runs with equal values."""
-        # Where a record ended early, steps of another optimizer may be missing.
-        last = min(self.ends)[0] - ({*self.ends} != {(self.ends[0][0], True)})
+    def _more_steps(self, end: int) -> Located | None:
+        """Name an optimizer that steps more often in one of two runs, in a step before `end`."""
         steps = [
             Counter((it["step"], it["path"]) for it in run if it["kind"] == "update")
             for run in (self.a, self.b)
         ]
         paths = [{path for _, path in of_run} for of_run in steps]
-        # Steps of others may be missing then, because a record ends with the first one.
+        # Steps of others may be missing then, because a record does not wait for all.
         most = (steps[0] | steps[1]).items()
         for (step, path), _ in sorted(most, key=lambda item: (item[0][0], -item[1])):
             more = steps[1][step, path] - steps[0][step, path]
-            if more and step <= last and path in paths[0] & paths[1]:
+            if more and step < end and path in paths[0] & paths[1]:
                 runs = "B than in A" if more > 0 else "A than in B"
-                return f"step {step}, optimizer: {path} makes more steps in {runs}"
-        return ""
+                headline = f"step {step}, optimizer: {path} makes more steps in {runs}"
+                return Located(headline, {"phase": "optimizer"}, [], self.num_compared)
+        return None
 
     # The description of the first difference.
 
@@ -488,15 +489,13 @@ def _operations_at(run: Sequence[Observation], found: Located, path: str) -> lis
 
 def _names_of(observations: Sequence[Observation]) -> set[str]:
     """Return the names of all parameters, buffers and optimizer state."""
-    several = [it["digests"] for it in observations if it["kind"] in ("state", "step")]
-    return set().union(*several)
+    return set().union(*(it["digests"] for it in observations if it["kind"] in ("state", "step")))
 
 
 def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for one in observations:
-        found |= one.get("settings", {})
-    return found
+    return {
+        path: settings for one in observations for path, settings in one.get("settings", {}).items()
+    }
 
 
 def _calls(observations: Sequence[Observation]) -> list[tuple[str, str]]:
@@ -520,7 +519,15 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
     by_path = [
         [path if (path, kind) in known else f"({kind})" for path, kind in one] for one in calls
     ]
-    initial = [_initial_state(one) for one in (a, b)]
+    initial = [
+        {
+            name: digest
+            for one in run
+            if (one["kind"], one.get("step")) == ("state", 1)
+            for name, digest in one["digests"].items()
+        }
+        for run in (a, b)
+    ]
     by_state = [
         [
             kind + "".join(it for name, it in state.items() if name.startswith(f"{path}."))
@@ -534,14 +541,6 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
         return sum(initial[0].get(name) == it for name, it in in_b["digests"].items())
 
     return max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
-
-
-def _initial_state(observations: Sequence[Observation]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for one in observations:
-        if (one["kind"], one.get("step")) == ("state", 1):
-            found |= one["digests"]
-    return found
 
 
 def _matched(
