@@ -400,7 +400,7 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str = "") -> Ite
     for name in {**a, **b}:
         # As text: 1 and 1.0 are other arguments of an operation, and nan is not equal to itself.
         if repr(a.get(name)) != repr(b.get(name)):
-            yield f"{name}{of_owner} is {a.get(name)} in A and {b.get(name)} in B"
+            yield f"{name}{of_owner} is {a.get(name, 'unset')} in A and {b.get(name, 'unset')} in B"
 
 
 def settings_of(observations: Sequence[Observation]) -> dict[str, Any]:

@@ -127,7 +127,9 @@ class Replay:
         if self._begun == self.facts.step and self._content["batches"]:
             kept = self._content["batches"].pop(0)
             if _digests(kept) != _digests(batch):
-                self.found["notes"].append("the script's own batch is another one than the box's")
+                self.found["notes"].append(
+                    "the script's own batch is another one than the box's: seed what makes the data"
+                )
             batch = kept
         if self._recorder.is_on:
             self._recorder.note_batch(batch)
