@@ -310,22 +310,3 @@ def test_calls_that_draw_are_never_offered(monkeypatch):
         record.sac, "draws", lambda operation, args, kwargs: "attention" in str(operation)
     )
     assert ("attention", 0) not in offered()
-
-
-# Policies that keep calls by their position.
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: Option("half"),
-            "a block is run as one of none, full, offload, sac, regions, got 'half'",
-        ),
-        (lambda: Option("sac"), "'sac' needs keep"),
-        (lambda: Option("full", frozenset({("matmul", 0)})), "other kinds take none"),
-    ],
-)
-def test_wrong_options_are_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

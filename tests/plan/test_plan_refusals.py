@@ -210,6 +210,8 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
             lambda: plan(net(64, 64), 2**30, without=("half",)),
             r"without=\['half'\]: a block is run as one of",
         ),
+        (lambda: Option("sac"), "'sac' needs keep"),
+        (lambda: Option("full", frozenset({("matmul", 0)})), "other kinds take none"),
         (lambda: Sharding("zero", 2), r"parallel must be one of ddp, fsdp2, .*, got 'zero'"),
         (lambda: Sharding("hsdp", 4), "hsdp has a mesh of 2 dimensions, such as replicate=2"),
         (lambda: Sharding("ddp", 2, precision="bfloat16"), "are options of fsdp2, hsdp and"),
