@@ -30,6 +30,11 @@ def at(timeline, point):
     return {group: figures[place] for group, figures in timeline.owners.items()}
 
 
+def at_end(module, batch, **options):
+    timeline = measure_timeline(module, batch, square_sum, **options)
+    return at(timeline, timeline.points[-1])
+
+
 # Figures by hand and against other instruments.
 
 
@@ -93,9 +98,8 @@ def test_the_owners_add_up_at_every_point_to_what_measure_memory_has(name):
 def test_frozen_parameters_have_no_gradient_and_no_state():
     module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     module[0].requires_grad_(False)
-    timeline = measure_timeline(module, torch.randn(4, 8), square_sum)
     own = (64 + 8) * 4
-    end = at(timeline, timeline.points[-1])
+    end = at_end(module, torch.randn(4, 8))
     assert (end["parameters"], end["gradients"], end["optimizer state"]) == (
         2 * own,
         own,
@@ -107,22 +111,15 @@ def test_tied_weights_and_buffers_count_once():
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     module[1].weight = module[0].weight
     module.register_buffer("seen", module[0].weight.detach())
-    timeline = measure_timeline(module, torch.randn(4, 8), square_sum)
-    end = at(timeline, timeline.points[-1])
+    end = at_end(module, torch.randn(4, 8))
     assert (end["parameters"], end["gradients"], end["buffers and batch"]) == (256, 256, 128)
 
 
 def test_sparse_gradients_are_gradients():
     module = nn.Sequential(nn.Embedding(50, 8, sparse=True))
-    timeline = measure_timeline(
-        module,
-        torch.tensor([[1, 2]]),
-        square_sum,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-    )
-    assert (
-        at(timeline, timeline.points[-1])["gradients"] == 2 * 8 * 4 + 2 * 8
-    )  # two rows, and their numbers
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    end = at_end(module, torch.tensor([[1, 2]]), optimizer=sgd)
+    assert end["gradients"] == 2 * 8 * 4 + 2 * 8  # two rows, and their numbers
 
 
 @pytest.mark.parametrize("way", ["recompute_blocks", "checkpoint"])
