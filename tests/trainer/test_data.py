@@ -191,6 +191,7 @@ def test_exactly_the_skipped_positions_are_left_out(ranges, start, batch):
         ),
         ({"ranks": 3}, r"multiple of 2 x 3 = 6"),
         ({"skipped": [(5, 5)]}, "can't skip positions 5 to 5"),
+        ({"size": 0}, "num_samples must be at least 1, got 0"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
@@ -209,11 +210,6 @@ def test_order_of_a_seed_never_changes():
     """Keep the order, so that a run resumed with a later version sees the same samples."""
     assert Order(100, seed=0)(range(10)).tolist() == [37, 34, 32, 2, 27, 68, 75, 67, 39, 78]
     assert Order(100, seed=0)(range(100, 110)).tolist() == [21, 16, 5, 74, 39, 27, 95, 70, 67, 59]
-
-
-def test_empty_data_are_refused():
-    with pytest.raises(ValueError, match="num_samples must be at least 1, got 0"):
-        Order(0)
 
 
 def opened(model, *words):
