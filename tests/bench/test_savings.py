@@ -21,9 +21,8 @@ from curry_train.bench.savings import SavingsRow, choose_strategies, measure_sav
 from curry_train.cli import savings as command
 from curry_train.cli.savings import savings_command, savings_table
 from curry_train.core.timing import Ratio, Spread
-from curry_train.primitives.recompute import recompute_blocks
-from curry_train.primitives.strategies import STRATEGIES, Strategy
-from curry_train.workloads.workload import Case, WorkloadError
+from curry_train.primitives import STRATEGIES, Strategy, recompute_blocks
+from curry_train.workloads import Case, WorkloadError
 
 # Blocks of two linear layers with a GELU between them.
 CHAIN = squares(lambda: stacked(lambda: feed_forward(16, 64), 4), 16, name="chain")
