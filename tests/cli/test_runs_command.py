@@ -24,10 +24,6 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-def damage(runs):
-    flip(next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp")), 50)
-
-
 def test_list_shows_the_checkpoints_of_each_run(runs):
     output = call("list", runs, "--json", "list.json")
     assert output.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
@@ -50,7 +46,7 @@ def test_show_lists_each_checkpoint_and_marks_damage(runs):
 
 def test_verify_reads_every_byte(runs):
     assert call("verify", runs / "first-001") == "4 of 4 checkpoints intact\n"
-    damage(runs)
+    flip(next((runs / "first-001/rollback/step-00000200.dcp").glob("*.distcp")), 50)
     call("show", runs / "first-001")  # a look at the manifests does not show it
     output = call("verify", runs / "first-001", status=1)
     assert "damaged: rollback/step-00000200.dcp" in output
