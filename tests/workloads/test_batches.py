@@ -91,11 +91,6 @@ def test_a_container_keeps_its_type_and_is_cut_by_samples(batch):
     assert all(torch.equal(tensor - tensor[0, 0], INPUTS[1:3] - INPUTS[1, 0]) for tensor in found)
 
 
-def test_a_batch_that_can_not_be_cut_is_refused_with_its_type():
-    with pytest.raises(IndivisibleBatch, match="a Movable can't be divided into samples"):
-        take(Movable(INPUTS), slice(0, 1))
-
-
 @pytest.mark.parametrize("enforce_sorted", [True, False])
 def test_a_packed_sequence_is_cut_into_its_sequences(enforce_sorted):
     sequences = [torch.full((length, 2), float(length)) for length in (4, 2, 1)]
