@@ -7,11 +7,11 @@ import copy
 
 import pytest
 import torch
+from language_models import language_model
 from plan_models import squares
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from toy_steps import stacked
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from curry_train.workloads import WorkloadError, load_workload
 from curry_train.workloads.shrink import Shrink
@@ -53,8 +53,7 @@ def test_a_model_with_a_configuration_is_built_with_fewer_layers():
     ids = torch.arange(32).reshape(2, 16)
 
     def factory():
-        config = GPT2Config(n_layer=8, n_embd=16, n_head=2, vocab_size=64)
-        return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+        return language_model("GPT2", num_hidden_layers=8), {"input_ids": ids, "labels": ids}
 
     module, batch = Shrink(2).factory(factory)()
     assert len(module.transformer.h) == module.config.n_layer == 2
