@@ -1,6 +1,6 @@
 """A plan as a file: options of each block, fingerprint of the model, and applying it.
 
-Proof: `python -m pytest tests/plan/test_menu.py tests/plan/test_plan.py`.
+Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.py`.
 """
 
 import json
