@@ -12,7 +12,6 @@ from matplotlib.image import imread
 from curry_train.cli.figures import NONFINITE_COLOUR, ZERO_COLOUR
 from curry_train.primitives.grad_flow import AFTER_BACKWARD
 
-QUICK = ["--model", "mlp", "--device", "cpu"]
 OWN = """
 import torch
 from torch import nn
@@ -35,13 +34,11 @@ def build():
 """
 
 
-run = functools.partial(ran, "grad-flow")
+run = functools.partial(ran, "grad-flow", "--device", "cpu")
 
 
 def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
-    ended = run(
-        "--model", "transformer", "--device", "cpu", "--steps", "2", "--learning-rate", "0.05"
-    )
+    ended = run("--model", "transformer", "--steps", "2", "--learning-rate", "0.05")
     lines = ended.output.splitlines()
     assert lines[1].startswith("update      ")
     assert "moves far" in lines[1]
@@ -50,7 +47,9 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
 
 
 def test_json_has_every_step_and_layer():
-    data = results("grad-flow", *QUICK, "--steps", "4", "--layers", "*.0")
+    data = results(
+        "grad-flow", "--device", "cpu", "--model", "mlp", "--steps", "4", "--layers", "*.0"
+    )
     assert {"command", "device", "workload"} <= data.keys()
     assert len(data["losses"]) == 4
     assert [step["step"] for step in data["steps"]] == [0, 1, 2, 3]
@@ -63,7 +62,7 @@ def test_json_has_every_step_and_layer():
 
 def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
     (tmp_path / "own_model.py").write_text(OWN)
-    words = ["--model", "own_model:build", "--device", "cpu", "--steps", "2"]
+    words = ["--model", "own_model:build", "--steps", "2"]
     ended = run(*words, "--json", "own.json", "--plot", "own.png", status=1)
     pixels = imread(tmp_path / "own.png")[..., :3]
     for colour in (NONFINITE_COLOUR, ZERO_COLOUR):
