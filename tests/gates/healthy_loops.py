@@ -1039,6 +1039,20 @@ def two_steps_of_the_actor():
             step(of_actor, -critic(torch.cat([inputs, actor(inputs)], 1)).mean())
 
 
+def batches_fetched_ahead_with_a_mask_of_ones():
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x * mask)
+
+    model = Masked(8, 2)
+    optimizer = adamw(model)
+    # The next batch has the labels of this one in another order.
+    labels = (torch.arange(64) + torch.arange(64) // 8) % 2
+    data = TensorDataset(torch.randn(64, 8), torch.ones(64, 8), labels)
+    for (inputs, mask, of_each), _ in itertools.pairwise(DataLoader(data, 8)):
+        step(optimizer, F.cross_entropy(model(inputs, mask), of_each))
+
+
 def actor_and_critic_in_one_line():
     # As where a library's loop has all lines: the actor's backward reaches the critic, too.
     actor, critic = nn.Linear(8, 2), nn.Linear(10, 1)
