@@ -1044,8 +1044,7 @@ def batches_fetched_ahead_with_a_mask_of_ones():
         def forward(self, x, mask):
             return super().forward(x * mask)
 
-    model = Masked(8, 2)
-    optimizer = adamw(model)
+    model, optimizer = started(Masked(8, 2))
     # The next batch has the labels of this one in another order.
     labels = (torch.arange(64) + torch.arange(64) // 8) % 2
     data = TensorDataset(torch.randn(64, 8), torch.ones(64, 8), labels)
