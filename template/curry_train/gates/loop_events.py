@@ -311,10 +311,11 @@ class Step(Stepping, Events):
         # each step has one call, a loop may drop the gradients of a batch.
         self.calls = self.all_calls
         has_one = previous and len(previous.all_calls) == 1
-        seen: list[Any] = []
         for number, call in enumerate(self.all_calls):
-            is_other = has_one or (call.lines, call.reached) not in seen
-            seen.append((call.lines, call.reached))
+            is_other = has_one or not any(
+                one.lines == call.lines and one.reached in (frozenset(), call.reached)
+                for one in self.all_calls[:number]
+            )
             if is_other and self.is_clean(call):
                 self.calls = self.all_calls[number:]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
