@@ -151,5 +151,6 @@ def test_a_sum_over_the_batch_may_differ_by_more(name):
         return [start, call | {"digests": digests, "distances": {name: {"1": distance}}}]
 
     noise = run(5e-7)
-    assert locate(noise, run(1e-5), [noise]).is_equal == (name != "0")
+    # Partial sums may be far larger than the terms and their sum, and so is their rounding.
+    assert locate(noise, run(5e-5), [noise]).is_equal == (name != "0")
     assert not locate(noise, run(1e-4), [noise]).is_equal

@@ -144,7 +144,8 @@ def is_rounding(
 
     A value may be the sum of so many terms.
     """
-    factor = max(FACTOR, num_terms**0.5)
+    # Where terms cancel, partial sums are larger than the terms whose noise was measured.
+    factor = max(FACTOR, num_terms**0.75)
     for exponent, distance in found.items():
         limit = int(exponent) + NEARBY_EXPONENTS
         nearby = [size for one in noises for other, size in one.items() if int(other) <= limit]
