@@ -262,6 +262,20 @@ def test_optimizers_that_step_side_by_side_are_in_one_step(tmp_path, fault):
     assert [one["step"] for one in records[0] if one["kind"] == "update"] == [1, 1, 2, 2, 3, 3]
 
 
+def test_an_optimizer_of_each_second_step_shifts_no_later_step(tmp_path):
+    with record_run(tmp_path / "run", steps=4):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in model)
+        for number in range(9):
+            model(torch.ones(2)).sum().backward()
+            first.step()
+            if number % 2:
+                second.step()
+    record = read_fingerprints(tmp_path / "run")
+    assert [one["step"] for one in record if one["kind"] == "update"] == [1, 2, 2, 3, 4, 4]
+    assert [one["step"] for one in record if one["kind"] == "loss"] == [1, 2, 3, 4]
+
+
 def test_an_optimizer_that_steps_now_and_then_ends_no_recording(tmp_path):
     with record_run(tmp_path / "run", steps=2):
         critic, maker = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -94,9 +94,9 @@ class Recorder:
     # Whether `begin` begins each step, with all operations and the ranges of values.
     in_replay: bool = False
     is_on: bool = False
-    # The step that is made now, from 1 on, and the steps of each optimizer.
+    # The step that is made now, from 1 on, and the last one of each optimizer.
     step: int = 1
-    num_made: Counter[str] = field(default_factory=Counter)
+    last_steps: Counter[str] = field(default_factory=Counter)
     # Numbers of what happened in this step, by kind and place.
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     watched: dict[str, Tensor] = field(default_factory=dict)
@@ -107,8 +107,6 @@ class Recorder:
     calls: list[tuple[str, int]] = field(default_factory=list)
     in_backward: bool = False
     stepping: int = 0
-    # Digests of generators with which the run began; it has drawn from those with others.
-    undrawn: Any = ()
 
     @property
     def path(self) -> Path:
@@ -122,6 +120,7 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
             self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
+            # A generator that has another digest later was drawn from.
             self.undrawn = generator_digests().items()
             calls: list[tuple[Any, str, Any]] = [
                 (nn.Module, "__call__", self._module),
@@ -386,11 +385,12 @@ class Recorder:
 
     def _note_update(self, optimizer: Optimizer) -> None:
         path = self._name_of_optimizer(optimizer)
-        # It steps on the gradients of the step that another one has just ended.
-        if self.num_made[path] < self.step - 1 and {kind for kind, _ in self.counts} <= {
+        # Another optimizer has just ended a step on the same gradients: it is the step of both.
+        if self.last_steps[path] < self.step - 1 and {kind for kind, _ in self.counts} <= {
             "operation"
         }:
             self.step -= 1
+            self.last_steps[path] = self.step - 1
         found: dict[str, Any] = {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
@@ -413,12 +413,12 @@ class Recorder:
         if self.in_replay:
             return
         path = self._name_of_optimizer(optimizer)
-        self.num_made[path] += 1
-        if self.num_made[path] >= self.step:
+        self.last_steps[path] += 1
+        if self.last_steps[path] >= self.step:
             self.step += 1
             self.counts.clear()
-        # One that steps now and then is not waited for.
-        if min(self.num_made.values()) >= self.num_steps or self.step > 2 * self.num_steps:
+        # An optimizer that seldom steps must not keep the recording open.
+        if min(self.last_steps.values()) >= self.num_steps or self.step > 2 * self.num_steps:
             self._write({"kind": "end", "step": self.step - 1})
             self._end()
             self.when_enough()

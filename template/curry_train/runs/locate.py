@@ -196,9 +196,10 @@ class Comparison:
                 self.last = one
         if self.last is None:
             return Located("the records have nothing in common", {"phase": "nothing"})
-        # Where a record ended early, steps of another optimizer may be missing.
-        is_cut = {*self.ends} != {(self.ends[0][0], True)}
-        if found := self._more_steps(min(self.ends)[0] + (not is_cut)):
+        # Where a record ended early, its last step may lack that of an optimizer.
+        if found := self._more_steps(
+            min(self.ends)[0] + ({*self.ends} == {(self.ends[0][0], True)})
+        ):
             return found
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
@@ -215,14 +216,18 @@ class Comparison:
             for run in (self.a, self.b)
         ]
         paths = [{path for _, path in of_run} for of_run in steps]
-        # Steps of others may be missing then, because a record does not wait for all.
+        # Without optimizers that one run alone has under this name.
         most = (steps[0] | steps[1]).items()
         for (step, path), _ in sorted(most, key=lambda item: (item[0][0], -item[1])):
             more = steps[1][step, path] - steps[0][step, path]
             if more and step < end and path in paths[0] & paths[1]:
                 runs = "B than in A" if more > 0 else "A than in B"
-                headline = f"step {step}, optimizer: {path} makes more steps in {runs}"
-                return Located(headline, {"phase": "optimizer"}, [], self.num_compared)
+                return Located(
+                    f"step {step}, optimizer: {path} makes more steps in {runs}",
+                    {"phase": "optimizer"},
+                    [],
+                    self.num_compared,
+                )
         return None
 
     # The description of the first difference.
