@@ -43,6 +43,6 @@ COMMANDS = {
 def main() -> None:
     """Train PyTorch models in less memory, check that the training is unchanged, resume runs.
 
-    Exit status: 0 all held, 1 a gate failed or a plan does not fit, 2 wrong usage
-    or nothing to check, 3 the device asked for is not there.
+    Exit status: 0 all held, 1 a gate failed or a plan does not fit, 2 wrong usage,
+    3 the device asked for is not there.
     """
