@@ -74,7 +74,9 @@ def train(rank):
     size = int(os.environ["LOCAL_WORLD_SIZE"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(128, 8), torch.randint(5, (128,)))
+    # Of three microbatches the last one is a window by itself.
+    num_samples = 24 if kind == "short" else 128
+    data = TensorDataset(torch.randn(num_samples, 8), torch.randint(5, (num_samples,)))
     bare = torch.nn.Linear(8, 5)
     is_bare = kind in ("unwrapped", "averaged", "summed")
     model = bare if is_bare else DistributedDataParallel(bare)
@@ -84,15 +86,22 @@ def train(rank):
         if sampler:
             sampler.set_epoch(epoch)
         for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):  # fetch
-            is_without = not is_bare and (kind == "never" or (kind != "often" and number % 2 == 0))
+            is_never = kind in ("never", "local")
+            is_last = number % 2 == 1 or number == num_samples / 8 - 1
+            is_without = not is_bare and (is_never or not (kind == "often" or is_last))
             with model.no_sync() if is_without else contextlib.nullcontext():
                 loss = F.cross_entropy(model(inputs), labels) / 2  # forward
+                if kind == "passes":
+                    loss = (loss + F.cross_entropy(model(inputs), labels) / 2) / 2
                 (loss / 2 if kind in ("twice", "averaged") else loss).backward()  # backward
-            if number % 2:
+            if is_last:
                 for one in bare.parameters() if kind in ("averaged", "summed") else ():
                     torch.distributed.all_reduce(one.grad)
                 optimizer.step()  # step
                 optimizer.zero_grad()
+            if number % 4 == 3 and kind == "local":
+                for one in bare.parameters():
+                    torch.distributed.all_reduce(one.data.div_(2))
 
 
 if __name__ == "__main__":
@@ -326,6 +335,9 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
     [
         ("right", "", ""),
         ("averaged", "", ""),
+        ("passes", "", ""),
+        ("local", "", ""),
+        ("short", "", ""),
         ("same", "fetch", "all ranks see the same samples"),
         ("never", "forward", "a step without a sync between ranks"),
         ("often", "forward", "2 syncs in a window"),

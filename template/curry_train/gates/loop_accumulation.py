@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from .loop_events import Backward, Fault, Faults, LossCall, Step, Trace, grouped, world_size
@@ -119,13 +120,17 @@ def _columns(calls: Sequence[Backward]) -> list[list[Term]]:
 def totals(calls: Sequence[Backward]) -> list[float]:
     """Return the weight of each part of a window's loss that is a mean, or divided to be one."""
     several = grouped(calls, "lines")
+    found = []
     # Microbatches may have a line each, as with and without sync.
-    return [
-        sum(term.strength for term in column)
-        for of_line in (several[-1:] if len(several) < 2 else [several[-1], calls])
-        for column in _columns(of_line)
-        if column[0].reduction == "mean" or column[0].divisors
-    ]
+    for of_line in several[-1:] if len(several) < 2 else [several[-1], calls]:
+        by_name = defaultdict[str, float](float)
+        for column in _columns(of_line):
+            if column[0].reduction == "mean" or column[0].divisors:
+                found.append(sum(term.strength for term in column))
+                by_name[column[0].name] += found[-1]
+        # Parts of one kind may be averaged, as those of two passes.
+        found += by_name.values()
+    return found
 
 
 def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], window: Step) -> Faults:

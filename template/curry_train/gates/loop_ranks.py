@@ -3,6 +3,8 @@
 Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
+from bisect import bisect
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..workloads.optimizers import parameters_of
 from .loop_accumulation import totals
-from .loop_events import Faults, Fetch, Trace
+from .loop_events import Fault, Faults, Fetch, Trace
 from .loop_loss import TOLERANCE
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
@@ -21,6 +23,10 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     steps = []
     for step in trace.windows:
         forwards = step.forwards
+        # By the module and its backward call, whether gradients are exchanged in it.
+        syncs = defaultdict[Any, dict[int, Any]](dict)
+        for one in forwards:
+            syncs[one.module][bisect([call.at for call in step.all_calls], one.at)] = one.syncs
         place = forwards[0].place if forwards else ""
         given = {number for one in forwards for number in one.digests}
         # Shards differ from rank to rank, as they should.
@@ -29,13 +35,15 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
             {
                 "place": step.place,
                 "weights": None if is_sharded or step.moved is None else step.weights[1],
+                # After the step before, and when this one began.
+                "between": (step.previous and step.previous.weights[1], step.weights[0]),
                 "inputs": [one.digests for one in forwards],
                 "input_place": place,
                 "data_place": next(
                     (one.place for one in step.of(Fetch) if not given.isdisjoint(one.digests)),
                     place,
                 ),
-                "syncs": [one.syncs for one in forwards],
+                "syncs": [[*of_module.values()] for of_module in syncs.values()],
                 "gradient": None if is_sharded else [step.made, step.used],
                 "loss_place": step.calls[-1].place if step.calls else "",
                 "totals": totals(step.calls),
@@ -54,23 +62,33 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
         measured = f"ranks {missing} wait for the others" if missing else f"steps {counts}"
         place = first[-1]["place"] if first else ""
         yield place, measured, "give each rank the same number of batches (drop_last=True)"
+    apart: list[Fault] = []
+    scaled: list[Fault] = []
+    # Whether ranks that were apart begin a step with equal weights, as in local SGD.
+    is_averaged = False
     for steps in zip(*there, strict=False):
-        syncs = steps[0]["syncs"]
-        if syncs and None not in syncs:
-            if not syncs[-1]:
+        last, begun = map(set, zip(*(one["between"] for one in steps), strict=True))
+        is_averaged |= len(last) > 1 == len(begun)
+        for syncs in steps[0]["syncs"]:
+            if syncs[-1] is False:
                 hint = "leave no_sync() for the last microbatch of a window"
-                yield steps[0]["input_place"], "a step without a sync between ranks", hint
-            elif sum(syncs) > 1:
+                measured = "a step without a sync between ranks"
+                apart.append((steps[0]["input_place"], measured, hint))
+            elif syncs.count(True) > 1:
                 hint = "use model.no_sync() for all microbatches but the last"
-                yield steps[0]["input_place"], f"{sum(syncs)} syncs in a window", hint
+                yield steps[0]["input_place"], f"{syncs.count(True)} syncs in a window", hint
         weights = [one["weights"] for one in steps]
         if None not in weights and len(set(weights)) > 1:
             hint = (
                 "wrap the model in DistributedDataParallel and call the wrapper, or begin with the "
                 "same weights on all ranks and average all gradients"
             )
-            yield steps[0]["place"], "weights differ from rank to rank after the step", hint
-        yield from _averaged(steps)
+            measured = "weights differ from rank to rank after the step"
+            apart.append((steps[0]["place"], measured, hint))
+        scaled += _averaged(steps)
+    yield from () if is_averaged else apart
+    # The last window of an epoch may be a short one.
+    yield from scaled if len(scaled) > min(counts) / 2 else ()
     inputs = [[step["inputs"] for step in rank] for rank in there]
     if inputs.count(inputs[0]) == len(inputs) > 1 and any(inputs[0]):
         hint = "use DistributedSampler, or seed each rank's data by its rank"
