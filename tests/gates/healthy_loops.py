@@ -99,6 +99,16 @@ def head_of_a_constant_rate():
     fit(model, optimizer, schedule=LambdaLR(optimizer, rates))
 
 
+def body_that_waits_for_its_rate():
+    model = classifier()
+    waits = [{"params": model[3 * one].parameters(), "from": 99 * (1 - one)} for one in range(2)]
+    optimizer = AdamW(waits, 1e-2)
+    for number, batch in enumerate(loader()):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * 0.9**number * (number >= group["from"])
+        step(optimizer, loss_of(model, batch))
+
+
 def compared_each_with_each():
     fit_values(lambda one, labels: (one.view(8, 1) - labels).abs().mean())
 
@@ -557,7 +567,7 @@ def value_learning_with_replay():
     model = classifier()
     target = copy.deepcopy(model).requires_grad_(False)
     optimizer = adamw(model)
-    memory = deque(maxlen=64)
+    memory = []
     state = torch.randn(8)
     for number in range(60):
         action = int(model(state).argmax()) if torch.rand(()) > 0.3 else number % 5
@@ -1146,10 +1156,11 @@ def frozen_part_in_eval_mode_a_part_that_waits_and_a_list_with_a_limit():
     model = nn.Sequential(frozen, nn.Linear(5, 9), nn.Linear(9, 5)).eval()
     optimizer = AdamW([{"params": layer.parameters()} for layer in model[1:]])
     schedule = LambdaLR(optimizer, [lambda step: step > 20, lambda _: 1])
-    recent = []
+    recent, newest = [], deque(maxlen=16)
     for batch, labels in loader(160):
         recent.append(batch)
         del recent[:-16]
+        newest.append(batch)
         step(optimizer, F.cross_entropy(model(batch), labels))
         schedule.step()
 

@@ -309,9 +309,10 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
     still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
+    are_set = len({sum(step.rates) for step in steps}) > 2
     for group in steps[0].optimizer.param_groups:
-        # A schedule may let a part of the model wait.
-        if not group["lr"] and group.get("initial_lr"):
+        # A schedule, or the loop that sets the rates, may let a part of the model wait.
+        if not group["lr"] and group.get("initial_lr", are_set):
             still -= {*group["params"]}
     if moved and still and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
