@@ -417,8 +417,8 @@ def its_own_reference(trace: Trace) -> Faults:
     windows = [window for window in trace.windows if window.calls and window.moved]
     values = {call.value for window in windows for call in window.calls}
     is_same = all(
-        {(one.module, one.digests) for one in window.forwards}
-        & {(one.module, one.digests) for one in window.of(Forward) if not one.is_trained_on}
+        {(one.weights, one.digests) for one in window.forwards}
+        & {(one.weights, one.digests) for one in window.of(Forward) if not one.is_trained_on}
         for window in windows
     )
     # A loss of 0 or 1 may be made for its gradient alone.
