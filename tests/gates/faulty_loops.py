@@ -788,6 +788,11 @@ def probabilities_for_an_imported_loss():
     fit(loss=lambda logits, labels: cross_entropy(logits.softmax(1), labels))  # here
 
 
+def probabilities_in_the_second_stage():
+    fit(batches=loader(400))
+    fit(nn.Sequential(classifier(), nn.Softmax(dim=1)))  # here: sample
+
+
 def probabilities_for_ctc():
     speech(lambda values: values.softmax(2))  # here: ctc
 
@@ -1186,7 +1191,8 @@ FAULTY = {
     "logits": [
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
         advantage_of_each_at_each, softmax_over_the_batch,
-        probabilities_for_an_imported_loss, viewed_instead_of_transposed, probabilities_for_ctc,
+        probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
+        viewed_instead_of_transposed, probabilities_for_ctc,
     ],
     "targets": [
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,

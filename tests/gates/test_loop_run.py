@@ -413,6 +413,13 @@ def test_a_loop_that_ends_early_is_said_to(folder, capfd):
     assert "the loop ended after 2 of 3 steps" in capfd.readouterr().err
 
 
+def test_a_later_stage_that_is_not_reached_is_named(folder, capfd):
+    with Path("train.py").open("a") as script:
+        script.write("finetune(model)\n")
+    assert failed("script", "train.py", "2") == {}
+    assert "preflight: train.py:31 was not reached; if it trains too" in capfd.readouterr().err
+
+
 def test_an_error_of_the_script_names_its_line(folder):
     with pytest.raises(LoopFailed, match=r"^ValueError: .*: correct your .*train.py, line 8"):
         failed("script", "train.py", "half")

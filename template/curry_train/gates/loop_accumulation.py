@@ -33,7 +33,7 @@ def accumulation(trace: Trace) -> Faults:
         if len(faults) > 1 and all(faults):
             yield from faults[0]
     if not is_known:
-        raise NotApplicable("no loss of several microbatches can be read")
+        raise NotApplicable("no window has several microbatches whose loss can be read")
 
 
 def _wrong_alone(call: Backward, window: Step) -> Faults:

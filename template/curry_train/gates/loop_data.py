@@ -211,7 +211,8 @@ def data(trace: Trace) -> Faults:
         yield (
             fetches[0],
             f"{len(windows)} steps on the same batch",
-            "iterate over the loader; next(iter(loader)) begins it anew",
+            "iterate over the loader, which next(iter(loader)) begins anew; shuffle it where a "
+            "step takes all of its batches",
         )
 
 

@@ -406,6 +406,8 @@ class Trace(Events):
     schedules: list[tuple[str, Optimizer, Any]] = field(default_factory=list)
     # Files whose functions led to a step.
     files: set[str] = field(default_factory=set)
+    # A line that may train more, and did not run.
+    later: str = ""
 
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""

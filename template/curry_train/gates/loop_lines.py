@@ -41,6 +41,21 @@ def users_line(*inside: str) -> str:
     return "".join(users_lines(*inside)[:1])
 
 
+def later_line(pattern: str) -> str:
+    """Return a line with a pattern that follows in a function which runs, or nothing."""
+    return next(
+        (
+            place_of(frame.f_code.co_filename, number)
+            for frame in users_frames()
+            for _, _, number in frame.f_code.co_lines()
+            if number
+            and number > frame.f_lineno
+            and re.search(pattern, linecache.getline(frame.f_code.co_filename, number))
+        ),
+        "",
+    )
+
+
 def users_files() -> list[str]:
     files = [frame.f_code.co_filename for frame in users_frames()]
     # Python takes None in place of a module that nobody is to import.

@@ -267,7 +267,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     if len(steps) > 1 and not any(step.moved for step in steps):
         hint = (
             "give it the parameters of the model that is trained, and a learning rate; where your "
-            "code sets the rate, look at its first values"
+            "code sets the rate, look at its first values; where gradients are 0, look for a loss "
+            "that is the same for all weights, as of equal rewards"
         )
         why = f"{_why_nothing_moves(steps)}, see {steps[0].place}"
         yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint
@@ -369,7 +370,7 @@ def without_gradient(trace: Trace) -> Faults:
         elif still:
             yield (
                 place or trace.of(Step)[-1],
-                "trained parameters get no gradient, because they ran without: "
+                "trained parameters get no gradient, because they ran without a graph: "
                 + trace.named(still),
                 "remove the no_grad; with reentrant checkpointing the input of a block needs a "
                 "gradient: use_reentrant=False, or model.enable_input_require_grads()",
@@ -461,17 +462,17 @@ def schedule(trace: Trace) -> Faults:
             )
         for window in windows:
             own = [event for event in window.of(Schedule) if event.scheduler is one]
-            if own and trace.events[0] is window.events[0]:
-                yield (
-                    own[0],
-                    "the schedule steps before the optimizer's first step",
-                    "call scheduler.step() after optimizer.step()",
-                )
             if own and len(own) > own[0].num_expected:
                 yield (
                     own[0],
                     f"{len(own)} steps of the schedule per optimizer step",
                     "step the schedule once per optimizer step, not per microbatch",
+                )
+            if own and trace.events[0] is window.events[0]:
+                yield (
+                    own[0],
+                    "the schedule steps before the optimizer's first step",
+                    "call scheduler.step() after optimizer.step()",
                 )
     for windows in trace.by_optimizer:
         yield from _without_schedule(windows, events)
@@ -557,7 +558,7 @@ def _clipped_too_late_or_early(window: Step) -> Faults:
             continue
         if after and not before:
             hint = "clip between the last backward and the step"
-            yield clip, "gradients are clipped after the step", hint
+            yield clip, "gradients are clipped after the step, or before the backward", hint
         if before & after and window.calls[0].at < clip.at:
             hint = "clip once per step, after the last backward"
             yield clip, "a part of the window's gradient is clipped", hint

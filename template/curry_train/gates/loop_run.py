@@ -247,6 +247,12 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
         made = max((len(steps) for steps in trace.by_optimizer), default=0)
         if 0 < made < num_steps:
             print(f"preflight: the loop ended after {made} of {num_steps} steps", file=sys.stderr)
+        if trace.later:
+            print(
+                f"preflight: {trace.later} was not reached; if it trains too, let the stages "
+                "before it make fewer steps",
+                file=sys.stderr,
+            )
         end({"verdicts": judge(trace), "ranks": rank_facts(trace)})
 
     small: Any = contextlib.nullcontext()
