@@ -284,6 +284,27 @@ def evaluated_with_gradients():
     fit_and_evaluate(classifier(dropout=0.2), has_graph=True)
 
 
+def predictions_drawn_in_training_mode():
+    model, optimizer = started(classifier(dropout=0.2))
+    for _ in range(8):
+        fit(model, optimizer, loader(40))
+        with torch.no_grad():
+            for inputs, _ in loader(16):
+                torch.stack([model(inputs) for _ in range(4)]).std(0)
+
+
+def statistics_made_anew_before_evaluation():
+    data = loader(16)
+
+    def evaluate(model):
+        with torch.no_grad():
+            for inputs, _ in data:
+                model(inputs)
+        model.eval()
+
+    fit_and_evaluate(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 5)), evaluate=evaluate)
+
+
 def predictions_of_an_epoch():
     model, optimizer = started()
     for _ in range(8):

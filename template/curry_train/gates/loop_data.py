@@ -6,7 +6,8 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from operator import length_hint
+from operator import attrgetter, length_hint
+from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
@@ -98,11 +99,6 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
 
 def mode(trace: Trace) -> Faults:
     """The model is in training mode in forward passes that are trained on, and only there."""
-    # Digests of batches from loaders for evaluation: no model was trained on any of them.
-    loaders = {one.loader for one in trace.trained_fetches}
-    others = {
-        digest for one in trace.of(Fetch) if one.loader not in loaders for digest in one.digests
-    }
     # Forward passes whose gradients are for what the model was given.
     attacks = set[Forward]()
     is_attack = False
@@ -113,12 +109,7 @@ def mode(trace: Trace) -> Faults:
             attacks.add(event)
     # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
     in_training = {one.module for one in trace.trained_forwards if one.training}
-    evaluated = {
-        one
-        for one in trace.of(Forward)
-        # An input with a gradient is attacked.
-        if one.training and not (one.is_trained_on or one.passes_on) and others & {*one.digests}
-    }
+    evaluated = _evaluated(trace)
     # An evaluation in every step belongs to the step, as where it makes targets.
     is_part = len(trace.windows) >= FEWEST_STEPS and all(
         evaluated.intersection(window.events) for window in trace.windows
@@ -137,6 +128,28 @@ def mode(trace: Trace) -> Faults:
         elif one in evaluated and not is_part:
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one, "an evaluation in training mode", hint
+
+
+def _evaluated(trace: Trace) -> set[Forward]:
+    """Return the forward passes of an evaluation that are in training mode."""
+    # Digests of batches from loaders for evaluation: no model was trained on any of them.
+    loaders = {one.loader for one in trace.trained_fetches}
+    others = {
+        digest for one in trace.of(Fetch) if one.loader not in loaders for digest in one.digests
+    }
+    evaluated = set[Forward]()
+    # Whether the next of the other forward passes of a model is in eval mode: statistics of norms
+    # may be made anew before it.
+    before_eval: dict[Any, bool] = {}
+    by_batch = attrgetter("module", "digests")
+    for _, several in itertools.groupby(reversed(trace.of(Forward)), by_batch):
+        one, *more = several
+        if one.is_trained_on or not one.training:
+            before_eval[one.module] = not one.training
+        # An input with a gradient is attacked. Several predictions are drawn on purpose.
+        elif others & {*one.digests} and not (more or one.passes_on or before_eval.get(one.module)):
+            evaluated.add(one)
+    return evaluated
 
 
 def untrained(trace: Trace) -> Faults:
