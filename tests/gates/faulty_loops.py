@@ -771,6 +771,27 @@ def padding_counts_without_a_mask():
     fit_language(Language(), batches=shifted(padded_tokens() for _ in range(10)))  # here: tokens
 
 
+def decoder_given_its_targets():
+    class Model(Language):
+        def forward(self, tokens, decoder_input_ids):
+            return super().forward(decoder_input_ids)
+
+    model, optimizer = started(Model())
+    for tokens, labels in texts(12):
+        logits = model(tokens, decoder_input_ids=labels.clone())
+        step(optimizer, of_tokens(logits, labels))  # here: tokens
+
+
+def ends_of_texts_ignored():
+    model, optimizer = started(Language())
+    for _ in range(4):
+        tokens = padded_tokens()
+        mask = tokens > 0
+        labels = tokens.masked_fill(~F.pad(mask[:, 1:], (0, 1)), -100)
+        logits = model(tokens, attention_mask=mask)
+        step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))  # here: tokens
+
+
 class ModelForCausalLM(Language):
     """Shifts the labels itself, as those of Hugging Face."""
 
@@ -1128,6 +1149,19 @@ def batches_without_a_loss_left_out():
             step(optimizer, loss)
 
 
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Linear(8, 4), nn.Linear(4, 8)
+
+    def forward(self, inputs):
+        return inputs + self.lora_B(self.lora_A(inputs))
+
+
+def adapter_frozen():
+    fit(nn.Sequential(Adapter().requires_grad_(False), classifier()))  # here: made
+
+
 def model_as_its_own_reference():
     model, optimizer = started()
     other = classifier()
@@ -1176,7 +1210,7 @@ FAULTY = {
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
-        model_as_its_own_reference,
+        model_as_its_own_reference, adapter_frozen,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
@@ -1201,6 +1235,7 @@ FAULTY = {
         teacher_that_learns_from_its_student,
         padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
+        decoder_given_its_targets, ends_of_texts_ignored,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,

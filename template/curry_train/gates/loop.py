@@ -28,7 +28,6 @@ from .loop_events import Clip, Fault, LossCall, Scaling, Schedule, Step, Targets
 from .loop_optimizers import (
     alike,
     clipping,
-    frozen_by_flag,
     its_own_reference,
     made_anew,
     moves,
@@ -39,6 +38,7 @@ from .loop_optimizers import (
     schedule,
     stepped_twice,
     without_gradient,
+    wrongly_frozen,
     zeroed,
 )
 from .loop_trace import observe
@@ -106,7 +106,7 @@ CHECKS = {
     ),
     "moves": Check(
         "trained parameters move, frozen ones do not",
-        (frozen_by_flag, alike, without_gradient, moves, its_own_reference),
+        (wrongly_frozen, alike, without_gradient, moves, its_own_reference),
     ),
     "schedule": Check(
         "one step of the schedule per optimizer step, after it",

@@ -393,8 +393,8 @@ def without_gradient(trace: Trace) -> Faults:
                 break
 
 
-def frozen_by_flag(trace: Trace) -> Faults:
-    """Find parts of trained models that an attribute is to freeze, without effect."""
+def wrongly_frozen(trace: Trace) -> Faults:
+    """Find adapters that are frozen, and parts that an attribute is to freeze, without effect."""
     for one in (it for root in trace.roots for it in (*root.modules(), *root.parameters())):
         own = one.parameters() if isinstance(one, nn.Module) else [one]
         flags = {name for name, value in vars(one).items() if value is False}
@@ -402,6 +402,10 @@ def frozen_by_flag(trace: Trace) -> Faults:
             places = [*trace.places(rf"\.{flag} *= *False"), ""]
             hint = "module.requires_grad_(False), or parameter.requires_grad = False for each"
             yield places[0], f"{flag} of a {type(one).__name__} freezes nothing", hint
+    adapters = [one for one, name in trace.names.items() if ".lora_" in name]
+    if adapters and not any(one.requires_grad for one in adapters):
+        hint = "freeze the other parameters alone; load an adapter with is_trainable=True"
+        yield trace.of(Step)[-1].origin, f"adapters are frozen: {trace.named(adapters)}", hint
 
 
 def alike(trace: Trace) -> Faults:

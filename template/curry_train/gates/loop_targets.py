@@ -101,18 +101,25 @@ def note_targets(trace: Recording, forward: Forward, target: Tensor, ignored: in
     if isinstance(mask, Tensor) and mask.shape == tokens.shape:
         padding = mask[:, int(same.get(1, 0) > same.get(0, 0)) :] == 0
         width = min(padding.shape[1], targets.shape[1])
-        event.counts_padding = bool((padding[:, :width] & counted[:, :width]).any())
+        padding, counted = padding[:, :width], counted[:, :width]
+        event.counts_padding = bool((padding & counted).any())
+        # The last place of each row that is not padding.
+        ends = width - 1 - padding.int().flip(1).argmin(1, keepdim=True)
+        before = counted.gather(1, (ends - 1).clamp(0))
+        event.ignores_ends = bool(before.all() and not counted.gather(1, ends).any())
 
 
 def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: int) -> None:
     """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
-    labels = trace.given.options.get("labels")
+    labels, of_decoder = map(trace.given.options.get, ("labels", "decoder_input_ids"))
     for one in trace.given.tensors:
         is_like = one.dim() == 2 and one.numel() == target.numel()
         if is_like and one is not labels and one.device == target.device:
             targets = target.reshape(one.shape)
             for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
-                if _same_as_input(others, others != ignored, rows).get(1, 0) > 0.99:
+                same = _same_as_input(others, others != ignored, rows)
+                # A decoder may be given its targets by mistake.
+                if max(same.get(1, 0), one is of_decoder and same.get(0, 0)) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
 
 
