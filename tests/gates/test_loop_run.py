@@ -94,6 +94,8 @@ def train(rank):
                 if kind == "passes":
                     loss = (loss + F.cross_entropy(model(inputs), labels) / 2) / 2
                 (loss / 2 if kind in ("twice", "averaged") else loss).backward()  # backward
+                if kind == "parts":
+                    model(inputs).square().mean().div(2).backward()
             if is_last:
                 for one in bare.parameters() if kind in ("averaged", "summed") else ():
                     torch.distributed.all_reduce(one.grad)
@@ -336,6 +338,7 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
         ("right", "", ""),
         ("averaged", "", ""),
         ("passes", "", ""),
+        ("parts", "", ""),
         ("local", "", ""),
         ("short", "", ""),
         ("same", "fetch", "all ranks see the same samples"),

@@ -23,10 +23,12 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     steps = []
     for step in trace.windows:
         forwards = step.forwards
-        # By the module and its backward call, whether gradients are exchanged in it.
+        # By the module and its backward call: the line, and whether gradients are exchanged in it.
         syncs = defaultdict[Any, dict[int, Any]](dict)
         for one in forwards:
-            syncs[one.module][bisect([call.at for call in step.all_calls], one.at)] = one.syncs
+            number = bisect([call.at for call in step.all_calls], one.at)
+            line = next((call.place for call in step.all_calls[number:]), "")
+            syncs[one.module][number] = line, one.syncs
         place = forwards[0].place if forwards else ""
         given = {number for one in forwards for number in one.digests}
         # Shards differ from rank to rank, as they should.
@@ -70,13 +72,16 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
         last, begun = map(set, zip(*(one["between"] for one in steps), strict=True))
         is_averaged |= len(last) > 1 == len(begun)
         for syncs in steps[0]["syncs"]:
-            if syncs[-1] is False:
+            lines = [line for line, is_synced in syncs if is_synced]
+            # Losses of several lines are parts of one microbatch.
+            most = max(map(lines.count, lines), default=0)
+            if syncs[-1][1] is False:
                 hint = "leave no_sync() for the last microbatch of a window"
                 measured = "a step without a sync between ranks"
                 apart.append((steps[0]["input_place"], measured, hint))
-            elif syncs.count(True) > 1:
+            elif most > 1:
                 hint = "use model.no_sync() for all microbatches but the last"
-                yield steps[0]["input_place"], f"{syncs.count(True)} syncs in a window", hint
+                yield steps[0]["input_place"], f"{most} syncs in a window", hint
         weights = [one["weights"] for one in steps]
         if None not in weights and len(set(weights)) > 1:
             hint = (
