@@ -3,8 +3,6 @@
 Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
-from bisect import bisect
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..workloads.optimizers import parameters_of
 from .loop_accumulation import totals
-from .loop_events import Fault, Faults, Fetch, Trace
+from .loop_events import Fault, Faults, Trace, grouped
 from .loop_loss import TOLERANCE
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
@@ -21,16 +19,12 @@ REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync
 def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     """Return what a rank did: for each step its line, weights, samples and syncs."""
     steps = []
+    fetches = [one.place for one in trace.trained_fetches]
     for step in trace.windows:
-        forwards = step.forwards
-        # By the module and its backward call: the line, and whether gradients are exchanged in it.
-        syncs = defaultdict[Any, dict[int, Any]](dict)
-        for one in forwards:
-            number = bisect([call.at for call in step.all_calls], one.at)
-            line = next((call.place for call in step.all_calls[number:]), "")
-            syncs[one.module][number] = line, one.syncs
+        forwards, calls = step.forwards, step.all_calls
+        # The last one of each module before each backward call.
+        last = {(one.module, sum(call.at < one.at for call in calls)): one for one in forwards}
         place = forwards[0].place if forwards else ""
-        given = {number for one in forwards for number in one.digests}
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in parameters_of(step.optimizer))
         steps.append(
@@ -41,11 +35,12 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
                 "between": (step.previous and step.previous.weights[1], step.weights[0]),
                 "inputs": [one.digests for one in forwards],
                 "input_place": place,
-                "data_place": next(
-                    (one.place for one in step.of(Fetch) if not given.isdisjoint(one.digests)),
-                    place,
-                ),
-                "syncs": [[*of_module.values()] for of_module in syncs.values()],
+                "data_place": [*fetches, place][0],
+                # Of each module: the lines of its backward calls, and whether they sync.
+                "syncs": [
+                    [(next((c.place for c in calls if c.at > one.at), ""), one.syncs) for one in of]
+                    for of in grouped(last.values(), "module")
+                ],
                 "gradient": None if is_sharded else [step.made, step.used],
                 "loss_place": step.calls[-1].place if step.calls else "",
                 "totals": totals(step.calls),

@@ -242,17 +242,17 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
     def when_enough(trace: Trace) -> None:
         if num_layers and not notes:
             end({"error": NOT_SHRUNK})
-        for note in notes:
-            print(f"preflight: {note}; what the others need is not checked", file=sys.stderr)
+        remarks = [f"{note}; what the others need is not checked" for note in notes]
         made = max((len(steps) for steps in trace.by_optimizer), default=0)
         if 0 < made < num_steps:
-            print(f"preflight: the loop ended after {made} of {num_steps} steps", file=sys.stderr)
+            remarks.append(f"the loop ended after {made} of {num_steps} steps")
         if trace.later:
-            print(
-                f"preflight: {trace.later} was not reached; if it trains too, let the stages "
-                "before it make fewer steps",
-                file=sys.stderr,
+            remarks.append(
+                f"{trace.later} was not reached; if it trains too, let the stages before it make "
+                "fewer steps"
             )
+        for one in remarks:
+            print(f"preflight: {one}", file=sys.stderr)
         end({"verdicts": judge(trace), "ranks": rank_facts(trace)})
 
     small: Any = contextlib.nullcontext()
