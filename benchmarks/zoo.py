@@ -61,7 +61,7 @@ def main() -> None:
 
 def run_model(name: str) -> dict[str, Any]:
     """Run all gates and a verified plan of one model, each in a process of its own."""
-    row = {"model": name, "library": ZOO[name][0]}
+    row = {"model": name, "library": ZOO[name]}
     row |= gates_of(name)
     row["plan"] = _run_plan(name)
     # Files are named from the library's or the project's folder on.

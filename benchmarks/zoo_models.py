@@ -1,72 +1,46 @@
 """Factories of the model zoo: small models of other libraries with random weights, and a batch.
 
-Nothing is downloaded. `model` registers a row of the table, and `zoo_model` a factory that takes
-more than a call. `make zoo` runs every one of them.
+Nothing is downloaded. `model` adds the factory of a row of the table; those that take more than a
+call are functions at the end. `make zoo` runs every one of them.
 Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 """
 
-import importlib
 import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
-Factory = Callable[[], Any]
-
-
-# The library of each model, and the factory for `--model FILE:NAME`.
-ZOO: dict[str, tuple[str, Factory]] = {}
+# The library of each model, whose name is that of a factory of this module.
+ZOO: dict[str, str] = {}
 
 
-class Call:
-    """A call of `module:name` that is made, like those among its arguments, when a model is built.
+def make(path: str, *arguments, **options) -> Any:
+    """Call `module:name`; arguments that are calls are made before.
 
     A class that has a class of configurations gets its options in one.
     """
-
-    def __init__(self, path: str, *arguments, **options) -> None:
-        self.path = path
-        self.arguments = arguments
-        self.options = options
-
-    def __call__(self):
-        module, _, name = self.path.partition(":")
-        kind = attrgetter(name)(importlib.import_module(module))
-        arguments = [one() if isinstance(one, Call) else one for one in self.arguments]
-        options = {
-            name: one() if isinstance(one, Call) else one for name, one in self.options.items()
-        }
-        if hasattr(kind, "config_class"):
-            return kind(kind.config_class(**options))
-        return kind(*arguments, **options)
+    kind = resolve_name(path)
+    given = arguments, options
+    arguments, options = tree_map(lambda one: one() if isinstance(one, partial) else one, given)
+    if hasattr(kind, "config_class"):
+        return kind(kind.config_class(**options))
+    return kind(*arguments, **options)
 
 
-def zoo_model(library: str) -> Callable[[Factory], Factory]:
-    """Register a factory under its function's name."""
-
-    def register(factory: Factory) -> Factory:
-        ZOO[factory.__name__] = library, factory
-        return factory
-
-    return register
+# A call of `module:name` that is made when a model is built.
+call = partial(partial, make)
 
 
 def model(name: str, path: str, batch: Callable[[], Any], *arguments, **options) -> None:
-    """Register a call of `module:name` with its batch; the library has the name of the module."""
-    made = Call(path, *arguments, **options)
-    library = re.split("[.:]", path)[0].replace("_", "-")
-    ZOO[name] = library, lambda: (made(), batch())
-
-
-def __getattr__(name: str) -> Factory:
-    """Return a factory of the table, for `--model FILE:NAME`."""
-    if name not in ZOO:
-        raise AttributeError(f"the zoo has no model {name}")
-    return ZOO[name][1]
+    """Add the factory of a call with its batch; the library has the name of the module."""
+    ZOO[name] = re.split("[.:]", path)[0].replace("_", "-")
+    globals()[name] = lambda: (make(path, *arguments, **options), batch())
 
 
 class Wrapped(torch.nn.Module):
@@ -82,34 +56,27 @@ class Wrapped(torch.nn.Module):
         return self.function(self, *inputs)
 
 
-def tokens(*, length: int = 32) -> torch.Tensor:
+def tokens(length: int = 32) -> torch.Tensor:
     return torch.randint(1, 97, (2, length))
 
 
 def labelled(length: int = 32) -> dict[str, torch.Tensor]:
-    ids = tokens(length=length)
+    ids = tokens(length)
     return {"input_ids": ids, "labels": ids}
 
 
-def some_tokens() -> tuple[torch.Tensor]:
-    return (tokens(),)
-
-
-def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
-    return lambda: (torch.randn(shape),)
+def random(*shape: int) -> Callable[[], torch.Tensor]:
+    return partial(torch.randn, shape)
 
 
 sequences = random(2, 32, 32)
 small_images = random(2, 3, 32, 32)
 large_images = random(4, 3, 64, 64)
-
-
-def images(size: int, *, channels: int = 3) -> torch.Tensor:
-    return torch.randn(2, channels, size, size)
+frames = random(2, 3, 128, 128)
 
 
 def pixels() -> dict[str, torch.Tensor]:
-    return {"pixel_values": images(32)}
+    return {"pixel_values": small_images()}
 
 
 def forecast() -> dict[str, torch.Tensor]:
@@ -122,10 +89,10 @@ def declare_vision_operators() -> None:
     Without its compiled extension torchvision can be imported only once they are declared. None of
     the models here calls them.
     """
-    if find_spec("torchvision") is None:
-        return
     try:
         import torchvision  # noqa: F401
+    except ModuleNotFoundError:
+        return
     except RuntimeError:
         found = find_spec("torchvision")
         text = Path(found.origin).with_name("_meta_registrations.py").read_text()
@@ -156,7 +123,8 @@ ENCODER_AND_DECODER = {
     "encoder_ffn_dim": 64,
     "decoder_ffn_dim": 64,
 }
-VISION_TRANSFORMER = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 3}
+VISION_MIXER = {"image_size": 32, "patch_size": 8, "num_classes": 10, "dim": 32, "depth": 3}
+VISION_TRANSFORMER = {"heads": 2, "mlp_dim": 64, **VISION_MIXER}
 LANGUAGE_MODEL = {"num_tokens": 97, "dim": 32, "heads": 2}
 MIXER = {"dim": 32, "depth": 3, "dim_head": 16, "heads": 2}
 SEGMENTATION = {"in_channels": 1, "out_channels": 2, "spatial_dims": 2}
@@ -194,7 +162,7 @@ model("bert", "transformers:BertForMaskedLM", labelled, vocab_size=97, **TRANSFO
 model(
     "local_attention",
     "local_attention:LocalTransformer",
-    some_tokens,
+    tokens,
     depth=3,
     max_seq_len=64,
     local_attn_window_size=16,
@@ -203,7 +171,7 @@ model(
 model(
     "performer",
     "performer_pytorch:PerformerLM",
-    some_tokens,
+    tokens,
     max_seq_len=64,
     depth=3,
     causal=False,
@@ -212,20 +180,18 @@ model(
 model(
     "reformer",
     "reformer_pytorch:ReformerLM",
-    some_tokens,
+    tokens,
     depth=2,
     max_seq_len=64,
     bucket_size=8,
     causal=True,
     **LANGUAGE_MODEL,
 )
-model(
-    "linformer", "linformer:LinformerLM", some_tokens, seq_len=32, depth=3, k=16, **LANGUAGE_MODEL
-)
+model("linformer", "linformer:LinformerLM", tokens, seq_len=32, depth=3, k=16, **LANGUAGE_MODEL)
 model(
     "linear_attention",
     "linear_attention_transformer:LinearAttentionTransformerLM",
-    some_tokens,
+    tokens,
     depth=2,
     max_seq_len=64,
     causal=True,
@@ -242,7 +208,7 @@ model(
 model(
     "sinkhorn",
     "sinkhorn_transformer:SinkhornTransformerLM",
-    some_tokens,
+    tokens,
     depth=2,
     max_seq_len=32,
     bucket_size=8,
@@ -251,7 +217,7 @@ model(
 model(
     "megabyte",
     "MEGABYTE_pytorch:MEGABYTE",
-    some_tokens,
+    tokens,
     num_tokens=97,
     dim=(32, 16),
     max_seq_len=(8, 4),
@@ -317,7 +283,7 @@ model(
 model(
     "torchvision_raft",
     "torchvision.models.optical_flow:raft_small",
-    lambda: {"image1": images(128), "image2": images(128), "num_flow_updates": 3},
+    lambda: {"image1": frames(), "image2": frames(), "num_flow_updates": 3},
 )
 model(
     "torchvision_video", "torchvision.models.video:r3d_18", random(2, 3, 4, 16, 16), num_classes=5
@@ -326,8 +292,6 @@ model(
     "vit_pytorch",
     "vit_pytorch:ViT",
     small_images,
-    heads=2,
-    mlp_dim=64,
     dropout=0.1,
     **VISION_TRANSFORMER,
 )
@@ -335,8 +299,6 @@ model(
     "deep_vit",
     "vit_pytorch.deepvit:DeepViT",
     small_images,
-    heads=2,
-    mlp_dim=64,
     **VISION_TRANSFORMER,
 )
 model(
@@ -344,8 +306,6 @@ model(
     "vit_pytorch.cait:CaiT",
     small_images,
     cls_depth=1,
-    heads=2,
-    mlp_dim=64,
     layer_dropout=0.05,
     **VISION_TRANSFORMER,
 )
@@ -365,14 +325,14 @@ model("smp_unet", "segmentation_models_pytorch:Unet", random(2, 3, 64, 64), "res
 model(
     "smp_deeplab", "segmentation_models_pytorch:DeepLabV3Plus", large_images, "resnet18", **RESNET
 )
-model("g_mlp", "g_mlp_pytorch:gMLPVision", small_images, **VISION_TRANSFORMER)
+model("g_mlp", "g_mlp_pytorch:gMLPVision", small_images, **VISION_MIXER)
 model(
     "mlp_mixer",
     "mlp_mixer_pytorch:MLPMixer",
     small_images,
     channels=3,
     dropout=0.1,
-    **VISION_TRANSFORMER,
+    **VISION_MIXER,
 )
 model(
     "perceiver",
@@ -429,7 +389,7 @@ model(
     "diffusers_dit",
     "diffusers:DiTTransformer2DModel",
     lambda: {
-        "hidden_states": images(8, channels=4),
+        "hidden_states": torch.randn(2, 4, 8, 8),
         "timestep": torch.tensor([3, 500]),
         "class_labels": torch.tensor([1, 2]),
     },
@@ -471,7 +431,7 @@ model(
 model(
     "ddpm_unet",
     "denoising_diffusion_pytorch:Unet",
-    lambda: (images(16), torch.tensor([3, 500])),
+    lambda: (torch.randn(2, 3, 16, 16), torch.tensor([3, 500])),
     dim=16,
     dim_mults=(1, 2),
     attn_dim_head=8,
@@ -493,7 +453,7 @@ model(
 model(
     "whisper",
     "transformers:WhisperForConditionalGeneration",
-    lambda: {"input_features": torch.randn(2, 16, 64), "labels": tokens(length=12)},
+    lambda: {"input_features": torch.randn(2, 16, 64), "labels": tokens(12)},
     num_mel_bins=16,
     max_source_positions=32,
     max_target_positions=32,
@@ -604,7 +564,7 @@ model(
 model(
     "block_recurrent",
     "block_recurrent_transformer_pytorch:BlockRecurrentTransformer",
-    some_tokens,
+    tokens,
     depth=3,
     dim_head=16,
     max_seq_len=32,
@@ -638,8 +598,8 @@ CAUSAL_MODEL = {
 CAUSAL = "transformers:AutoModelForCausalLM.from_config"
 
 
-def configuration(kind: str, **options) -> Call:
-    return Call("transformers:AutoConfig.for_model", kind, **CAUSAL_MODEL | options)
+def configuration(kind: str, **options) -> partial:
+    return call("transformers:AutoConfig.for_model", kind, **CAUSAL_MODEL | options)
 
 
 CAUSAL_MODELS = {
@@ -658,10 +618,10 @@ for name, (kind, sizes) in CAUSAL_MODELS.items():
 model(
     "x_transformer",
     "x_transformers:TransformerWrapper",
-    some_tokens,
+    tokens,
     num_tokens=97,
     max_seq_len=64,
-    attn_layers=Call("x_transformers:Decoder", dim=32, depth=3, heads=2, rotary_pos_emb=True),
+    attn_layers=call("x_transformers:Decoder", dim=32, depth=3, heads=2, rotary_pos_emb=True),
 )
 model(
     "x_encoder",
@@ -670,7 +630,7 @@ model(
     dim_in=8,
     dim_out=8,
     max_seq_len=64,
-    attn_layers=Call(
+    attn_layers=call(
         "x_transformers:Encoder", dim=32, depth=3, heads=2, use_rmsnorm=True, ff_glu=True
     ),
 )
@@ -678,21 +638,21 @@ model(
     "mamba_py",
     "mambapy.mamba:Mamba",
     sequences,
-    Call("mambapy.mamba:MambaConfig", d_model=32, n_layers=3),
+    call("mambapy.mamba:MambaConfig", d_model=32, n_layers=3),
 )
 model(
     "st_moe",
     "st_moe_pytorch:SparseMoEBlock",
     sequences,
-    Call("st_moe_pytorch:MoE", dim=32, num_experts=4),
+    call("st_moe_pytorch:MoE", dim=32, num_experts=4),
 )
 
 ADAPTERS = {
-    "lora": Call("peft:LoraConfig", r=4, lora_dropout=0.1),
-    "dora": Call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
-    "scaled_activations": Call("peft:IA3Config", target_modules=["k_proj", "down_proj"]),
+    "lora": call("peft:LoraConfig", r=4, lora_dropout=0.1),
+    "dora": call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
+    "scaled_activations": call("peft:IA3Config", target_modules=["k_proj", "down_proj"]),
 }
-LLAMA = Call(CAUSAL, configuration("llama"), attn_implementation="eager")
+LLAMA = call(CAUSAL, configuration("llama"), attn_implementation="eager")
 for name, config in ADAPTERS.items():
     model(name, "peft:get_peft_model", labelled, LLAMA, config)
 
@@ -700,7 +660,7 @@ TOWER = TRANSFORMER | {"num_hidden_layers": 2}
 model(
     "clip",
     "transformers:CLIPModel",
-    lambda: {"input_ids": tokens(length=16), "return_loss": True} | pixels(),
+    lambda: {"input_ids": tokens(16), "return_loss": True} | pixels(),
     text_config=dict(
         vocab_size=97,
         max_position_embeddings=32,
@@ -713,12 +673,23 @@ model(
     projection_dim=16,
 )
 
-VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2}
-SWIN = {"img_size": 64, "window_size": 4, "embed_dim": 16}
-SWIN |= {"depths": (2, 2, 2), "num_heads": (2, 2, 2)}
 TIMM_MODELS = {
-    "vit": ("vit_tiny_patch16_224", 32, VIT),
-    "swin": ("swin_tiny_patch4_window7_224", 64, SWIN),
+    "vit": (
+        "vit_tiny_patch16_224",
+        32,
+        {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 2},
+    ),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        64,
+        {
+            "img_size": 64,
+            "window_size": 4,
+            "embed_dim": 16,
+            "depths": (2, 2, 2),
+            "num_heads": (2, 2, 2),
+        },
+    ),
     "convnext": ("convnext_atto", 32, {"depths": (2, 2, 2, 2), "dims": (8, 16, 32, 64)}),
     "efficientnet": ("efficientnet_lite0", 64, {}),
     "resnet": ("resnet10t", 64, {}),
@@ -740,7 +711,7 @@ model(
     "diffusers_unet",
     "diffusers:UNet2DConditionModel",
     lambda: {
-        "sample": images(16, channels=4),
+        "sample": torch.randn(2, 4, 16, 16),
         "timestep": torch.tensor([3, 500]),
         "encoder_hidden_states": torch.randn(2, 8, 16),
     },
@@ -755,8 +726,8 @@ model(
 model(
     "ddpm",
     "denoising_diffusion_pytorch:GaussianDiffusion",
-    lambda: (torch.rand(2, 3, 16, 16),),
-    Call(
+    partial(torch.rand, 2, 3, 16, 16),
+    call(
         "denoising_diffusion_pytorch:Unet", dim=16, dim_mults=(1, 2), attn_dim_head=8, attn_heads=2
     ),
     image_size=16,
@@ -787,7 +758,6 @@ model("graph_u_net", "torch_geometric.nn:GraphUNet", edges, 8, 16, 4, depth=2)
 # Factories that take more than a call.
 
 
-@zoo_model("lambda-networks")
 def lambda_layer():
     from lambda_networks import LambdaLayer
 
@@ -799,7 +769,6 @@ def lambda_layer():
     return model, (torch.randn(4, 3, 8, 8),)
 
 
-@zoo_model("torch-geometric")
 def graph_attention():
     from torch_geometric.nn import GAT, global_mean_pool
 
@@ -810,7 +779,6 @@ def graph_attention():
     return Wrapped(forward, net=net), (graphs(),)
 
 
-@zoo_model("e3nn")
 def equivariant_product():
     from e3nn import o3
     from e3nn.nn import FullyConnectedNet
@@ -827,7 +795,6 @@ def equivariant_product():
     return product, (torch.randn(8, 10),)
 
 
-@zoo_model("nflows")
 def autoregressive_flow():
     from nflows.distributions.normal import StandardNormal
     from nflows.flows.base import Flow
@@ -845,7 +812,6 @@ def autoregressive_flow():
     return Wrapped(lambda own, x: own.flow.log_prob(x), flow=flow), (torch.randn(8, 8),)
 
 
-@zoo_model("torchdiffeq")
 def neural_equation():
     from torchdiffeq import odeint
 
@@ -858,7 +824,6 @@ def neural_equation():
     return Wrapped(solve, dynamics=dynamics), (torch.randn(8, 8),)
 
 
-@zoo_model("snntorch")
 def snntorch_net():
     import snntorch
 
@@ -876,7 +841,6 @@ def snntorch_net():
     return Wrapped(forward, first=first, spikes=spikes, last=last), (torch.randn(8, 16),)
 
 
-@zoo_model("spikingjelly")
 def spikingjelly_net():
     from spikingjelly.activation_based import functional, layer, neuron
 
@@ -888,3 +852,14 @@ def spikingjelly_net():
         torch.nn.Sequential(layer.Linear(16, 16), neuron.LIFNode(step_mode="s")) for _ in range(3)
     ]
     return Wrapped(forward, stages=torch.nn.Sequential(*stages)), (torch.randn(8, 16),)
+
+
+ZOO |= {
+    "lambda_layer": "lambda-networks",
+    "graph_attention": "torch-geometric",
+    "equivariant_product": "e3nn",
+    "autoregressive_flow": "nflows",
+    "neural_equation": "torchdiffeq",
+    "snntorch_net": "snntorch",
+    "spikingjelly_net": "spikingjelly",
+}
