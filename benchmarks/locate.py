@@ -27,8 +27,6 @@ from torch.nn import functional as F
 from torch.utils._debug_mode import DebugMode
 
 from curry_train.cli.runs_locate import _first
-from curry_train.core.digest import digest
-from curry_train.core.timing import time_in_turns
 from curry_train.gates.loop_run import run_ranks
 from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -36,7 +34,7 @@ from curry_train.runs.locate import Located, expected_values, first_operation, l
 from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, SOUND, Fault, Planter, Training, record
 from locate_models import MODELS, quietly, sized_gpt2
-from locate_ranks import cases, record_trainings
+from locate_ranks import cases, fault_of_rank, record_trainings
 from recording import record_parser, write_record
 
 # Models that compile within a minute.
@@ -52,24 +50,26 @@ def sound(name: str, operations_in_step: int | None = None) -> list[dict[str, An
 
 
 @functools.cache
-def kept(name: str, around=nullcontext) -> tuple[Any, str]:
+def kept(name: str, base=nullcontext) -> tuple[Any, str]:
     """Return a run that kept its values, and their folder."""
     values = tempfile.mkdtemp()
-    return record(name, exchange=Exchange(values), around=around), values
+    with base():
+        return record(name, exchange=Exchange(values)), values
 
 
 @functools.cache
-def noise(name: str, around, expected: str) -> list[Any]:
+def noise(name: str, base, expected: str) -> list[Any]:
     """Return runs with noise; those of all Bs that leave dtypes and calls as they are are the same.
 
     `expected` is what `expected_values` returns of A, as JSON.
     """
-    _, values = kept(name, around)
+    _, values = kept(name, base)
     folder = written(expected)
-    return [
-        record(name, exchange=Exchange(values, expected=folder, noise=seed), around=around)
-        for seed in range(NUM_NOISES)
-    ]
+    with base():
+        return [
+            record(name, exchange=Exchange(values, expected=folder, noise=seed))
+            for seed in range(NUM_NOISES)
+        ]
 
 
 def written(expected: str) -> str:
@@ -81,12 +81,13 @@ def written(expected: str) -> str:
 def with_tolerance(name: str, b, fault: Fault, base=nullcontext, around=nullcontext) -> Located:
     """Compare a run with the sound one, where noise is no difference.
 
-    A runs inside of the context `base`, and B inside of `around`.
+    Both run inside of the context `base`, and B inside of `around`, too.
     """
     a, values = kept(name, base)
     of_a, of_b = map(json.dumps, expected_values(a, b, 1))
     exchange = Exchange(values, expected=written(of_b))
-    other = record(name, fault, exchange=exchange, around=around)
+    with base(), around():
+        other = record(name, fault, exchange=exchange)
     return locate(a, other, noise(name, base, of_a))
 
 
@@ -185,26 +186,20 @@ of_math_attention = functools.partial(
 
 
 @contextmanager
-def in_bfloat16_without_mkldnn() -> Iterator[None]:
-    with in_bfloat16(), without_mkldnn():
-        yield
-
-
-@contextmanager
 def of_two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
 
 
-# For each kind: the context of run A, the context of run B, and the change to B's layers.
+# For each kind: the context of both runs, that of run B, and the change to B's layers.
 ROUNDINGS = {
     "two sums": (nullcontext, nullcontext, of_layers(in_two_sums)),
     "double": (nullcontext, nullcontext, of_layers(in_double)),
     "kernels": (nullcontext, without_mkldnn, SOUND),
     "attention": (nullcontext, of_math_attention, SOUND),
-    "kernels in bfloat16": (in_bfloat16, in_bfloat16_without_mkldnn, SOUND),
-    "two sums in bfloat16": (in_bfloat16, in_bfloat16, of_layers(in_two_sums)),
+    "kernels in bfloat16": (in_bfloat16, without_mkldnn, SOUND),
+    "two sums in bfloat16": (in_bfloat16, nullcontext, of_layers(in_two_sums)),
     "bfloat16 against float32": (nullcontext, in_bfloat16, SOUND),
     "threads": (nullcontext, of_two_threads, SOUND),
     "compiled": (nullcontext, nullcontext, compiled),
@@ -217,7 +212,8 @@ def rounding(name: str, count: int) -> list[dict[str, Any]]:
     for kind, (base, around, fault) in ROUNDINGS.items():
         if kind == "compiled" and name not in COMPILED:
             continue
-        b = record(name, fault, around=around)
+        with base(), around():
+            b = record(name, fault)
         if locate(kept(name, base)[0], b).is_equal:
             continue
         tolerant = with_tolerance(name, b, fault, base, around)
@@ -232,7 +228,7 @@ def rounding(name: str, count: int) -> list[dict[str, Any]]:
 def ranks(name: str, count: int) -> list[dict[str, Any]]:
     folder = tempfile.mkdtemp()
     job = functools.partial(record_trainings, Path(folder), count)
-    faults = run_ranks(job, ["script"], num_ranks=2, ignored=[folder])[1]["faults"]
+    run_ranks(job, ["script"], num_ranks=2, ignored=[folder])
 
     def located(b: str, a: str) -> tuple[int, Located]:
         pairs = [[read_fingerprints(Path(folder, it), rank) for it in (a, b)] for rank in range(2)]
@@ -241,7 +237,8 @@ def ranks(name: str, count: int) -> list[dict[str, Any]]:
     rows = []
     for number, (kind, name) in enumerate(cases(count)):
         rank, found = located(f"fault-{number}", f"right-{name}")
-        is_right = rank == 1 and is_named(found, Fault(**faults[number]))
+        fault = fault_of_rank(number, kind, read_fingerprints(Path(folder, f"right-{name}"), 1))
+        is_right = rank == 1 and is_named(found, fault)
         rows.append({"kind": kind, "headline": found.headline, "named": is_right})
     _, found = located("FSDP2", "one process")
     rows.append({"kind": "FSDP2", "headline": found.headline, "equal": found.is_equal})
@@ -265,7 +262,7 @@ def small_gpt2() -> Callable[[], None]:
 
 
 def costs(name: str, count: int) -> list[dict[str, Any]]:
-    """Time a step with each recorder in turn, and digests of 64 MiB."""
+    """Time a step with each recorder in turn."""
     step = small_gpt2()
 
     def seconds(begin: Callable[[], AbstractContextManager[Any]]) -> float:
@@ -292,11 +289,7 @@ def costs(name: str, count: int) -> list[dict[str, Any]]:
     rounds = [[seconds(begin) for begin in setups.values()] for _ in range(count)]
     medians = dict(zip(setups, map(statistics.median, zip(*rounds, strict=True)), strict=True))
     ratios = {name: value / medians["plain"] for name, value in medians.items()}
-    tensor = torch.randn(2**24)
-    digests = [lambda: digest(tensor), lambda: torch.hash_tensor(tensor)]
-    timed = time_in_turns(digests, rounds=count, warmup=0, clock=time.process_time)
-    speed = dict(zip(("digest", "hash_tensor"), map(statistics.median, timed), strict=True))
-    return [{"seconds": medians, "ratio": ratios, "seconds_for_64_MiB": speed, "rounds": count}]
+    return [{"seconds": medians, "ratio": ratios, "rounds": count}]
 
 
 def score(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -369,9 +362,6 @@ def main() -> None:
     summary = dict(score(found))
     for name, value in summary.items():
         print(f"{name}: {value}")
-    for one in found.get("faults", ()):
-        if not (one["named"] and one["operation_named"] in (True, None)):
-            print(f"  {one['model']}, {one['kind']}: {one['expected']}, {one['headline']}")
     write_record(options.json, {"score": summary, **found})
 
 

@@ -23,40 +23,30 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
-from locate_models import LOOPS, MICROBATCHES, MODELS, STEPS, plain
+from locate_models import BATCH_SIZE, LOOPS, MICROBATCHES, MODELS, STEPS, plain
 
 HERE = "locate_faults.py"
 OF_DROPOUT = ("bernoulli_", "empty_like", "new_empty")
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
 
 def flip(tensor: Tensor, place: float, bit: int) -> None:
-    """Flip a bit of the element at a place between 0 and 1."""
-    integers = tensor.view(INTEGERS[tensor.element_size()])
+    """Flip a bit of the element at a place between 0 and 1 of a tensor of float32."""
     index = numpy.unravel_index(int(place * tensor.numel()), tensor.shape)
-    width = 8 * tensor.element_size()
-    integers[index] ^= -(1 << width - 1) if bit % width == width - 1 else 1 << bit % width
+    tensor.view(torch.uint32)[index] ^= 1 << bit
 
 
-def flipped(tensor: Tensor, where: Sequence[Any]) -> Tensor:
+def flipped(tensor: Tensor, *where) -> Tensor:
     # With its strides, by whose order dropout draws.
     copied = tensor.clone()
-    if where:
-        flip(copied, *where)
+    flip(copied.data, *where)
     return copied
 
 
-class Flip(torch.autograd.Function):
-    """Flips a bit of a tensor, or of its gradient."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, in_backward: bool, *where) -> Tensor:
-        ctx.where = where if in_backward else ()
-        return flipped(tensor, () if in_backward else where)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return flipped(gradient, ctx.where), None, None, None
+def flipped_in_backward(tensor: Tensor, *where) -> Tensor:
+    # Neither of the tensors is one whose gradient is recorded.
+    inner = tensor.clone()
+    inner.register_hook(lambda gradient: flipped(gradient, *where))
+    return inner.clone()
 
 
 class FlipResult(TorchDispatchMode):
@@ -129,10 +119,12 @@ class Training:
         return self.model.get_submodule(path.removeprefix("model").removeprefix("."))
 
     def tensor(self, path: str) -> Tensor:
-        return (self.model.state_dict(keep_vars=True))[path.removeprefix("model.")]
+        return self.model.state_dict(keep_vars=True)[path.removeprefix("model.")]
 
-    def around(self, path: str, call: int, step: int | None, change: Callable[..., Any]) -> None:
-        """Let `change(forward, *args)` take the place of a call of a module."""
+    def around(
+        self, path: str, change: Callable[..., Any], call: int = 0, step: int | None = None
+    ) -> None:
+        """Let `change(forward, *args)` take the place of a call of a module, or of all calls."""
         module = self.module(path)
         forward = module.forward
         calls = Counter[int]()
@@ -152,12 +144,11 @@ def record(
     fault: Fault = SOUND,
     *,
     seed: int = 0,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     **options,
 ) -> list[dict[str, Any]]:
     """Record a training of a model, and return its observations."""
     folder = tempfile.mkdtemp()
-    with fault.mode, around(), record_run(folder, steps=STEPS, **options):
+    with fault.mode, record_run(folder, steps=STEPS, **options):
         torch.manual_seed(seed)
         model, samples = MODELS[name]()
         training = Training(model, samples, fault)
@@ -214,11 +205,9 @@ class Planter:
         facts = {"kind": kind, **asked}
         return [one for one in self.reference if all(one.get(k) == v for k, v in facts.items())]
 
-    def _call(self, **asked):
+    def _calls(self, **asked) -> list[Any]:
         exits = self._observed("exit", phase="forward", **asked)
-        return self._one(
-            [one for one in exits if one["digests"].get("0", "float").startswith("float")]
-        )
+        return [one for one in exits if one["digests"].get("0", "float").startswith("float")]
 
     def _parameter(self, prefix: str) -> str:
         return self._one(self._parameters("update", prefix))
@@ -240,11 +229,9 @@ class Planter:
     def weight(self) -> Fault:
         path = self._parameter("gradient of ")
         where = self._where()
-
-        def plant(training: Training) -> None:
-            flip(training.tensor(path).data, *where)
-
-        return Fault(1, "state", path, None, plant)
+        return Fault(
+            1, "state", path, plant=lambda training: flip(training.tensor(path).data, *where)
+        )
 
     def weight_between_steps(self) -> Fault:
         fault = self.weight()
@@ -262,17 +249,17 @@ class Planter:
         return Fault(step, "optimizer", path, None, plant, before=step)
 
     def stale_buffer(self) -> Fault:
-        found = {
-            one: it
-            for one, it in self._observed("state", step=2)[0]["digests"].items()
-            if "float" in it
-        }
         parameters = self._observed("step", step=1)[0]["digests"]
-        before = self._observed("state", step=1)[0]["digests"]
-        buffers = [one for one, it in found.items() if one not in parameters and it != before[one]]
-        path = self._one(buffers)
+        before, after = (self._observed("state", step=step)[0]["digests"] for step in (1, 2))
+        path = self._one(
+            [
+                one
+                for one, it in after.items()
+                if "float" in it and one not in parameters and it != before[one]
+            ]
+        )
         owner, _, name = path.rpartition(".")
-        call = self._call(path=owner, step=self.step)
+        call = self._one(self._calls(path=owner, step=self.step))
 
         def stale(forward, *args, **options):
             buffer = getattr(forward.__self__, name)
@@ -284,25 +271,26 @@ class Planter:
         return self._at_call(call, "forward", stale)
 
     def _at_call(self, call, phase: str, change: Callable[..., Any]) -> Fault:
-        where = call["path"], call["call"]
+        path, number = call["path"], call["call"]
 
         def plant(training: Training) -> None:
-            training.around(*where, self.step, change)
+            training.around(path, change, number, self.step)
 
-        return Fault(self.step, phase, *where, plant)
+        return Fault(self.step, phase, path, number, plant)
 
     # Forward and backward.
 
     def activation(self) -> Fault:
         """A flip in the output of a module."""
-        return self._flipped(self._call(step=self.step), "forward")
+        return self._flipped(self._calls(step=self.step), "forward")
 
-    def _flipped(self, call, phase: str) -> Fault:
+    def _flipped(self, calls: list[Any], phase: str) -> Fault:
+        call = self._one(calls)
         where = self._where()
+        function = flipped if phase == "forward" else flipped_in_backward
 
         def change(forward, *args, **options):
-            output = forward(*args, **options)
-            return _first_changed(Flip.apply, output, phase == "backward", *where)
+            return _first_changed(function, forward(*args, **options), *where)
 
         return self._at_call(call, phase, change)
 
@@ -330,7 +318,7 @@ class Planter:
             return forward(*args, **options)
 
         def plant(training: Training) -> None:
-            training.around(path, call, 2, change)
+            training.around(path, change, call, 2)
 
         return Fault(2, "forward", path, call, plant, (mode.name,), mode=mode)
 
@@ -351,7 +339,7 @@ class Planter:
             for one in self._observed("exit", phase="forward", step=self.step)
             if self._observed("gradient", step=self.step, path=one["path"], call=one["call"])
         ]
-        return self._flipped(self._one(calls), "backward")
+        return self._flipped(calls, "backward")
 
     def gradient(self) -> Fault:
         """A flip in an accumulated gradient, before the step."""
@@ -376,7 +364,7 @@ class Planter:
         def plant(training: Training) -> None:
             training.tensor(path).requires_grad_(False)
 
-        return Fault(1, "gradients", path, None, plant, ())
+        return Fault(1, "gradients", path, plant=plant, operations=())
 
     def hooked(self) -> Fault:
         """A gradient that a hook makes longer."""
@@ -388,7 +376,7 @@ class Planter:
         def plant(training: Training) -> None:
             training.tensor(path).register_post_accumulate_grad_hook(longer)
 
-        return Fault(1, "gradients", path, None, plant)
+        return Fault(1, "gradients", path, plant=plant)
 
     def kernel(self) -> Fault:
         """A matrix product or convolution of inputs with a mantissa of 10 bits, as in TF32."""
@@ -398,10 +386,7 @@ class Planter:
             short = (inputs.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
             return forward(inputs + (short - inputs).detach(), *args, **options)
 
-        def plant(training: Training) -> None:
-            training.around(path, 0, None, change)
-
-        return Fault(1, "forward", path, 0, plant)
+        return Fault(1, "forward", path, 0, lambda training: training.around(path, change))
 
     def drawn(self) -> Fault:
         """One more number from the generator, between two steps."""
@@ -413,13 +398,16 @@ class Planter:
         exits = self._observed("exit", step=step, phase="forward")
         drawing = [it for it in exits if enters[it["path"], it["call"]] != it["generator"]]
         one = self._one(drawing[:1])
-
-        def plant(training: Training) -> None:
-            torch.rand(1)
-
-        note = "the random generator of torch differs"
-        where = one["path"], one["call"]
-        return Fault(step, "forward", *where, plant, (), before=step, note=note)
+        return Fault(
+            step,
+            "forward",
+            one["path"],
+            one["call"],
+            lambda training: torch.rand(1),
+            operations=(),
+            before=step,
+            note="the random generator of torch differs",
+        )
 
     # Settings.
 
@@ -454,19 +442,17 @@ class Planter:
 
     def dropout_moved(self) -> Fault:
         path = self._one(self._of_class("Dropout"))
-        exits = self._observed("exit", step=1, phase="forward", call=0)
-        floats = [one["path"] for one in exits if one["digests"].get("0", "").startswith("float")]
+        floats = [one["path"] for one in self._calls(step=1, call=0)]
         other = self._one([one for one in floats if one != path])
         first = next(one for one in floats if one in (path, other))
 
         def plant(training: Training) -> None:
             drop = functools.partial(nn.functional.dropout, p=training.module(path).p)
-            training.around(path, 0, None, lambda forward, inputs: inputs)
-
-            def change(forward, *args, **options):
-                return _first_changed(drop, forward(*args, **options))
-
-            training.around(other, 0, None, change)
+            training.around(path, lambda forward, inputs: inputs)
+            training.around(
+                other,
+                lambda forward, *args, **options: _first_changed(drop, forward(*args, **options)),
+            )
 
         return Fault(1, "forward", first, 0, plant, (HERE, *OF_DROPOUT))
 
@@ -487,19 +473,16 @@ class Planter:
 
     def _data(self, first: int, change: Callable[[list[Any]], None]) -> Fault:
         """A fault from the sample of this number on."""
-        batch = self._observed("batch")[first // self._size()]
+        batch = self._observed("batch")[first // BATCH_SIZE]
 
         def plant(training: Training) -> None:
             change(training.samples)
 
         return Fault(batch["step"], "data", batch["path"], batch["call"], plant, ())
 
-    def _size(self) -> int:
-        return len(self._observed("batch")[0]["rows"])
-
     def data(self) -> Fault:
         """Two samples, of any batches, in each other's place."""
-        one, two = sorted(self.random.sample(range(self._size() * STEPS * MICROBATCHES), 2))
+        one, two = sorted(self.random.sample(range(BATCH_SIZE * STEPS * MICROBATCHES), 2))
 
         def change(samples: list[Any]) -> None:
             samples[one], samples[two] = samples[two], samples[one]
@@ -508,12 +491,12 @@ class Planter:
 
     def microbatches(self) -> Fault:
         """The microbatches of a step in the other order."""
-        size = self._size()
-        first = (self.step - 1) * MICROBATCHES * size
+        window = MICROBATCHES * BATCH_SIZE
+        first = (self.step - 1) * window
 
         def change(samples: list[Any]) -> None:
-            end = first + MICROBATCHES * size
-            samples[first:end] = [*samples[first + size : end], *samples[first : first + size]]
+            rows = samples[first : first + window]
+            samples[first : first + window] = rows[BATCH_SIZE:] + rows[:BATCH_SIZE]
 
         return self._data(first, change)
 

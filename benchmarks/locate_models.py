@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from finetune_models import llama
+
 STEPS = 3
 MICROBATCHES = 2
 BATCH_SIZE = 4
@@ -95,19 +97,6 @@ def sized_gpt2(**sizes: int) -> nn.Module:
 def gpt2() -> Made:
     sizes = dict(n_layer=2, n_head=2, n_embd=WIDTH, n_positions=LENGTH, vocab_size=VOCABULARY)
     return of_tokens(sized_gpt2(**sizes))
-
-
-def llama() -> Made:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=2 * WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return of_tokens(LlamaForCausalLM(config))
 
 
 def convolutions() -> Made:
@@ -193,7 +182,7 @@ class Sampled(nn.Module):
 MODELS = {
     "encoder": encoder,
     "GPT-2": gpt2,
-    "Llama": llama,
+    "Llama": lambda: of_tokens(llama(WIDTH)),
     "LSTM": lstm,
     "experts": experts,
     "convolutions": convolutions,
