@@ -56,15 +56,13 @@ class Peer:
     """A library that saves and loads, by `save(root, step, state)` and `load_one(path)`.
 
     The step is that in the checkpoint's name; a torture of saves over a save gives always the same.
+    What a save needs is imported and built when the peer is, before processes are forked.
     """
 
     name = ""
     distribution = "torch"
     # Files that hold pickles, which the torture replaces by hostile ones.
     pickled: tuple[str, ...] = ()
-
-    def prepare(self) -> None:
-        """Import and build what a save needs, before processes are forked."""
 
     def load(self, root: Path) -> State:
         """Load the newest checkpoint as a script that resumes would."""
@@ -106,7 +104,7 @@ class TorchCheckpointing(Peer):
     distribution = "torch_checkpointing"
     pickled = ("*.pt",)
 
-    def prepare(self) -> None:
+    def __init__(self) -> None:
         from torch_checkpointing import CheckpointManager
         from torch_checkpointing.config import SyncCheckpointSaverConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
@@ -133,7 +131,7 @@ class Orbax(Peer):
     name = "orbax"
     distribution = "orbax-checkpoint"
 
-    def prepare(self) -> None:
+    def __init__(self) -> None:
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
@@ -163,20 +161,20 @@ class Accelerate(Peer):
     distribution = "accelerate"
     pickled = ("random_states_*.pkl", "optimizer.bin")
 
-    def prepare(self) -> None:
+    def __init__(self) -> None:
         from accelerate import Accelerator
 
         self._holder = Holder()
-        self._accelerator = Accelerator(cpu=True)
+        self._trainer = Accelerator(cpu=True)
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], momentum=0.9)
-        self._model, _ = self._accelerator.prepare(self._holder, optimizer)
+        self._model, _ = self._trainer.prepare(self._holder, optimizer)
 
     def save(self, root: Path, step: int, state: State) -> None:
         self._holder.load_state_dict(state)
-        self._accelerator.save_state(str(self.path(root, step)))
+        self._trainer.save_state(str(self.path(root, step)))
 
     def load_one(self, path: Path) -> State:
-        self._accelerator.load_state(str(path))
+        self._trainer.load_state(str(path))
         return self._holder.state_dict()
 
 
@@ -185,7 +183,7 @@ class Lightning(Peer):
     distribution = "lightning"
     pickled = ("*.ckpt",)
 
-    def prepare(self) -> None:
+    def __init__(self) -> None:
         from lightning.fabric.plugins.io import TorchCheckpointIO
 
         self._io = TorchCheckpointIO()
@@ -207,7 +205,7 @@ class HuggingFace(Peer):
     distribution = "transformers"
     pickled = ("*.pt", "*.pth", "*.bin")
 
-    def prepare(self) -> None:
+    def __init__(self) -> None:
         from transformers import Trainer, TrainingArguments
 
         self._holder = Holder()
@@ -242,7 +240,7 @@ class Ours(Peer):
     distribution = "curry-train"
     pickled = (".metadata", "*.distcp")
 
-    def prepare(self) -> None:
+    def __init__(self) -> None:
         self._holder = Holder()
         self._state = TrainingState(self._holder)
 
@@ -262,9 +260,6 @@ class Ours(Peer):
     def path(self, root: Path, step: int) -> Path:
         return root / f"rollback/step-{step:08d}.dcp"
 
-    def newest(self, root: Path) -> Path:
-        return max(root.glob("rollback/step-*.dcp"))
-
     def forge(self, path: Path) -> None:
         manifest = parse_manifest((path / "manifest.json").read_bytes())
         files = {}
@@ -280,6 +275,13 @@ class Ours(Peer):
 class Committed(Peer):
     """A library with `commit_checkpoints`, and `newest_whole` at resume."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.commit()
+
+    def commit(self) -> None:
+        commit_checkpoints(self._trainer)
+
     def newest(self, root: Path) -> Path:
         return Path(newest_whole(root))
 
@@ -290,24 +292,15 @@ class Committed(Peer):
 class CommittedAccelerate(Committed, Accelerate):
     name = "accelerate_committed"
 
-    def prepare(self) -> None:
-        super().prepare()
-        commit_checkpoints(self._accelerator)
-
 
 class CommittedHuggingFace(Committed, HuggingFace):
     name = "transformers_committed"
-
-    def prepare(self) -> None:
-        super().prepare()
-        commit_checkpoints(self._trainer)
 
 
 class CommittedLightning(Committed, Lightning):
     name = "lightning_committed"
 
-    def prepare(self) -> None:
-        super().prepare()
+    def commit(self) -> None:
         self._io = committing_io(self._io)
 
     def forge(self, path: Path) -> None:
@@ -319,16 +312,16 @@ class CommittedLightning(Committed, Lightning):
 PEERS = {
     one.name: one
     for one in (
-        Ours(),
-        DistributedCheckpoint(),
-        TorchCheckpointing(),
-        Orbax(),
-        HuggingFace(),
-        CommittedHuggingFace(),
-        Accelerate(),
-        CommittedAccelerate(),
-        Lightning(),
-        CommittedLightning(),
+        Ours,
+        DistributedCheckpoint,
+        TorchCheckpointing,
+        Orbax,
+        HuggingFace,
+        CommittedHuggingFace,
+        Accelerate,
+        CommittedAccelerate,
+        Lightning,
+        CommittedLightning,
     )
 }
 
@@ -338,9 +331,8 @@ def prepared(name: str) -> Peer:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            PEERS[name].prepare()
+            return PEERS[name]()
         except ImportError as error:
             raise SystemExit(
                 f"{name} is not installed ({error}): make torture PEER={name}"
             ) from error
-    return PEERS[name]
