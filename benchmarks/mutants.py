@@ -1,8 +1,7 @@
 """Count the small changes of a technique's modules that its gates and tests catch.
 
-    python benchmarks/mutants.py sac --minutes 30     # `make mutants ARGS=sac`
+    python benchmarks/mutants.py sac     # `make mutants ARGS=sac`
     python benchmarks/mutants.py grad-accum --function windows
-    python benchmarks/mutants.py --sample 28 --seed 7
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
@@ -16,7 +15,6 @@ Two seconds a mutant on a core. A second run with the same folder goes on where 
 
 import argparse
 import collections
-import random
 import re
 import shutil
 import sys
@@ -112,23 +110,17 @@ def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
     return status != 0
 
 
-def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
+def count(technique: str, function: str | None) -> tuple[int, int]:
     """Run mutants of a technique, print what survives; return how many were caught and run."""
     modules = TECHNIQUES[technique]
     folder = ROOT / ".venv" / "mutants" / technique
     if not folder.exists():
         copy_checkout(folder, modules, tests_of(technique, modules))
-    chosen = [f"*{options.function}__mutmut_*"] if options.function else []
-    if options.sample:
-        run_module(folder, "mutmut", "run", "none")  # makes all mutants, and runs none
-        names = sorted(fates(folder))
-        chosen = random.Random(options.seed).sample(names, min(options.sample, len(names)))
-    seconds = options.minutes and 60 * options.minutes
-    _, output = run_module(folder, "mutmut", "run", *chosen, seconds=seconds)
-
-    found = fates(folder)
-    if options.sample:
-        found = {name: found[name] for name in chosen}
+    chosen = [f"*{function}__mutmut_*"] if function else []
+    _, output = run_module(folder, "mutmut", "run", *chosen)
+    _, listed = run_module(folder, "mutmut", "results", "--all", "true")
+    # What became of each mutant.
+    found = dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
     counts = collections.Counter(found.values())
     run = counts.total() - counts["not checked"]
     seen = ("killed", "timeout", "segfault", "not checked")
@@ -147,23 +139,14 @@ def count(technique: str, options: argparse.Namespace) -> tuple[int, int]:
     return caught, run
 
 
-def fates(folder: Path) -> dict[str, str]:
-    """Return what became of each mutant, by its name."""
-    _, listed = run_module(folder, "mutmut", "results", "--all", "true")
-    return dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help=", ".join(TECHNIQUES))
     parser.add_argument("--function", help="mutate this function alone")
-    parser.add_argument("--sample", type=int, help="draw so many mutants of each technique")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
-    parser.add_argument("--minutes", type=float, help="stop each technique after these")
     options = parser.parse_args()
     if unknown := [one for one in options.techniques if one not in TECHNIQUES]:
         parser.error(f"no technique {unknown[0]!r}; there are {', '.join(TECHNIQUES)}")
-    counts = [count(one, options) for one in options.techniques or TECHNIQUES]
+    counts = [count(one, options.function) for one in options.techniques or TECHNIQUES]
     caught, run = map(sum, zip(*counts, strict=True))
     print(f"{caught} of {run} caught")
     return not run
