@@ -16,6 +16,7 @@ Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import os
 import shutil
@@ -74,12 +75,14 @@ def seconds_of(action: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def discard_all(store: Store) -> None:
+    for saved in store.committed():
+        store.discard(saved)
+
+
 def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
     """Compare pairs of seconds."""
-    return {
-        "ratio": paired_ratio(ours, plain).median,
-        "pairs": len(plain),
-    }
+    return {"ratio": paired_ratio(ours, plain).median, "pairs": len(plain)}
 
 
 # A commit.
@@ -94,41 +97,30 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
     synchronous = []
     stalled = []
     with Store(folder / "stall") as store, BackgroundSaver(store) as saver:
-        for number in range(pairs + 1):
-            save_now = functools.partial(store.save, "recovery", 2 * number, state)
-            synchronous.append(seconds_of(save_now))
+        for _ in range(pairs + 1):
+            synchronous.append(seconds_of(lambda: store.save("recovery", 1, state)))
             stalled_before = saver.stalled
-            saver.save("recovery", 2 * number + 1, state)
+            saver.save("recovery", 2, state)
             until = time.perf_counter() + synchronous[-1]
             while time.perf_counter() < until:
                 state.model(torch.randn(64, LAYER_WIDTH)).square().mean().backward()
             train_step(state, 64)
             stalled.append(saver.stalled - stalled_before)
             saver.finish()
-            for saved in store.committed("recovery"):
-                store.discard(saved)
+            discard_all(store)
     return compared(synchronous[1:], stalled[1:])
 
 
-def compare_with_torch(
-    action: str,
-    state: TrainingState,
-    folder: Path,
-    *,
-    pairs: int,
-    before: Callable[[], object] = lambda: None,
-) -> dict[str, Any]:
-    """Compare the store's save or load with that of torch, of the same tensors.
+def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the store's save and load with those of torch, of the same tensors.
 
     torch's save syncs its files too. The store's load verifies the files first.
     """
-    ways = [functools.partial(ACTIONS[f"{saver}.{action}"], state, folder) for saver in SAVERS]
-    return compared(*time_in_turns(ways, rounds=pairs, warmup=1, before=before))
-
-
-def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     state = made_state(options.mib)
-    pairs = options.rounds
+
+    def compare(action: str, before: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        ways = [functools.partial(ACTIONS[f"{saver}.{action}"], state, folder) for saver in SAVERS]
+        return compared(*time_in_turns(ways, rounds=options.rounds, warmup=1, before=before))
 
     def remove() -> None:
         for saver in SAVERS:
@@ -140,9 +132,9 @@ def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         # First, as a resume does it: saves would leave memory that `dcp.load` takes again, and it
         # would need half of the time.
-        "loading": compare_with_torch("load", state, folder, pairs=pairs),
-        "integrity": compare_with_torch("save", state, folder, pairs=pairs, before=remove),
-        "stall": measure_stall(state, folder, pairs=pairs),
+        "loading": compare("load"),
+        "integrity": compare("save", remove),
+        "stall": measure_stall(state, folder, pairs=options.rounds),
     }
 
 
@@ -189,7 +181,7 @@ def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 # The steps next to a save.
 
 
-def one_round(state: TrainingState, saver: BackgroundSaver | None, number: int) -> list[float]:
+def one_round(state: TrainingState, saver: BackgroundSaver | None) -> list[float]:
     """Begin a save, if there is a saver, and train until the next is due; return the seconds.
 
     The saver's hook waits before the optimizer's step, so that time is the step's.
@@ -198,43 +190,36 @@ def one_round(state: TrainingState, saver: BackgroundSaver | None, number: int) 
     for index in range(NUM_STEPS):
         began = time.perf_counter()
         if saver is not None and index == 0:
-            saver.save("rollback", number, state)
+            saver.save("rollback", 1, state)
         train_step(state, NUM_ROWS)
         seconds.append(time.perf_counter() - began)
     if saver is not None:
         saver.finish()
-        for saved in saver.store.committed("rollback"):
-            saver.store.discard(saved)
+        discard_all(saver.store)
     return seconds
 
 
 def measure_rounds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Compare each round after a save with the round without one; the first pair warms up."""
     state = made_state(options.mib)
-    all_steps = []
-    slowest = []
+    ratios = []
     with Store(folder / "rounds") as store, BackgroundSaver(store) as saver:
         for number in range(options.rounds + 1):
             found = {}
-            turn = (None, saver) if number % 2 else (saver, None)
-            for each in turn:
+            for each in (None, saver) if number % 2 else (saver, None):
                 os.sync()
-                found[each is saver] = one_round(state, each, number)
-            all_steps.append(sum(found[True]) / sum(found[False]))
-            slowest.append(max(found[True]) / statistics.median(found[False]))
-    return {
-        "all_steps": statistics.median(all_steps[1:]),
-        "slowest_step": statistics.median(slowest[1:]),
-    }
+                found[each is saver] = one_round(state, each)
+            all_steps = sum(found[True]) / sum(found[False])
+            ratios.append((all_steps, max(found[True]) / statistics.median(found[False])))
+    medians = map(statistics.median, zip(*ratios[1:], strict=True))
+    return dict(zip(("all_steps", "slowest_step"), medians, strict=True))
 
 
 def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) -> float:
     """Return the seconds of a loop of a small model, with saves where a folder is given."""
     torch.manual_seed(0)
-    layers = []
-    for _ in range(6):
-        layers += [nn.Linear(SMALL_WIDTH, SMALL_WIDTH), nn.ReLU()]
-    model = nn.Sequential(*layers)
+    layers = [(nn.Linear(SMALL_WIDTH, SMALL_WIDTH), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(*itertools.chain(*layers))
     optimizer = torch.optim.AdamW(model.parameters())
     batches = [torch.randn(rows, SMALL_WIDTH)] * num_steps
 
