@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-import cuda_traces
+from cuda_traces import ADDRESS_UNIT, CHECK_MODULUS, Replay
 from curry_train.bench.steps import TrainingStep, find_lever
 from curry_train.plan.cuda_step import cuda_memory, workspace_of
 from curry_train.plan.estimate import Sketch
@@ -177,13 +177,13 @@ def trace_numbers(
 
     It has sizes in order of allocation, releases by number, and segments with their addresses.
     """
-    (recorded_events,) = [trace for trace in snapshot["device_traces"] if trace] or [[]]
+    (recorded_events,) = filter(None, snapshot["device_traces"])
     # An event of another kind, such as `snapshot` or `oom`, may have no address.
     events = [event for event in recorded_events if event["action"] in ACTIONS]
     order = []
     numbers = {}
     addresses = []
-    lowest = min((event["addr"] for event in events), default=0)
+    lowest = min(event["addr"] for event in events)
     for event in events:
         action, address, size = event["action"], event["addr"], event["size"]
         if action == "alloc":
@@ -194,15 +194,16 @@ def trace_numbers(
         elif action == "free_completed" and address in numbers:
             order.append(-1 - numbers.pop(address))
         elif action in MADE:
-            order.append({"s": size, "at": (address - lowest) // 512})
+            order.append({"s": size, "at": (address - lowest) // ADDRESS_UNIT})
         elif action in GIVEN_BACK:
             order.append({"r": size})
-    check = sum(place * ((at - lowest) // 512) for place, at in enumerate(addresses, start=1))
+    places = enumerate(addresses, start=1)
+    check = sum(place * ((at - lowest) // ADDRESS_UNIT) for place, at in places)
     return {
         "source": source,
         "expandable": any(event["action"] == "segment_map" for event in events),
         "start": [],
-        "address_check": check % (2**61 - 1),
+        "address_check": check % CHECK_MODULUS,
         "reserved_peak": reserved,
         "peak_blocks": allocated,
         "trace": order,
@@ -218,15 +219,12 @@ def compare_memory(folder: Path) -> dict[str, Any]:
     for path in paths:
         record = json.loads(path.read_text())
         config = MEMORY_CONFIGS[path.stem]
-        trace = record["measured"].pop("trace")
+        replayed = Replay(record["measured"].pop("trace")).exact
         row = {name: record[name] for name in ("device", "torch", "date", "measured")}
-        row["name"] = config.name
-        row["predicted"] = predicted(config.workload, config, card=record["device"])
-        row["replayed"] = cuda_traces.Replay(trace).exact
-        row["percent"] = {
-            one: 100 * (row["predicted"][one] / record["measured"][one] - 1) for one in FIGURES
-        }
-        print(config.name, *(f"{percent:+.3f}%" for percent in row["percent"].values()))
+        found = predicted(config.workload, config, card=record["device"])
+        percent = {one: 100 * (found[one] / record["measured"][one] - 1) for one in FIGURES}
+        row |= {"name": config.name, "predicted": found, "replayed": replayed, "percent": percent}
+        print(row["name"], percent)
         rows.append(row)
     return {
         "rows": len(rows),

@@ -23,6 +23,7 @@ Proof: `python -m pytest tests/benchmarks/test_gpumemnet.py`.
 """
 
 import csv
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -134,8 +135,8 @@ def settled(readings: Mapping[int, float]) -> list[int]:
         rising[size] = readings[size]
     if len(rising) < FEWEST_READINGS:
         return []
-    pairs = [(one, other) for one in rising for other in rising if other < one]
-    slope = statistics.median((rising[a] - rising[b]) / (a - b) for a, b in pairs)
+    pairs = itertools.combinations(rising, 2)
+    slope = statistics.median((rising[b] - rising[a]) / (b - a) for a, b in pairs)
     start = statistics.median(rising[size] - slope * size for size in rising)
     failed = [size for size in readings if size > max(rising)]
     has_failed = failed and start + slope * min(failed) < FULL_CARD_MIB
@@ -153,19 +154,20 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     """Fit the constant of a file, and return the errors that remain."""
     beside = [row["measured_mib"] - row["reserved_mib"] for row in rows]
 
-    def errors(constant: float) -> list[float]:
+    def errors_beside(constant: float) -> list[float]:
         pairs = zip(beside, rows, strict=True)
         return [abs(one - constant) / row["measured_mib"] for one, row in pairs]
 
-    constant = min(beside, key=lambda one: sum(errors(one)))
+    constant = min(beside, key=lambda one: sum(errors_beside(one)))
+    errors = errors_beside(constant)
     return {
         "num_rows": len(rows),
         "models": len({row["model"] for row in rows}),
         "constant_mib": round(constant),
         "standard_deviation_mib": round(statistics.stdev(beside), 1),
-        "median_error": round(statistics.median(errors(constant)), 4),
-        "worst_error": round(max(errors(constant)), 4),
-        "above_6_percent": sum(error > 0.06 for error in errors(constant)),
+        "median_error": round(statistics.median(errors), 4),
+        "worst_error": round(max(errors), 4),
+        "above_6_percent": sum(error > 0.06 for error in errors),
     }
 
 
@@ -175,10 +177,8 @@ def every(items: list[Any], count: int) -> list[Any]:
 
 
 def measure_mlps(path: Path) -> list[Row]:
-    with path.open() as file:
-        read = [
-            row for row in csv.DictReader(file) if float(row["measured_mib"]) > SMALLEST_MLP_MIB
-        ]
+    found = csv.DictReader(path.read_text().splitlines())
+    read = [row for row in found if float(row["measured_mib"]) > SMALLEST_MLP_MIB]
     rows = []
     for row in every(read, NUM_MLPS):
         # AdamW's step takes the memory of Adam's.
@@ -194,9 +194,8 @@ def row_of(model: str, measured: float, reserved: int) -> Row:
 def measure_timm(path: Path) -> list[Row]:
     torch.backends.cudnn.benchmark = True
     readings = defaultdict(dict)
-    with path.open() as file:
-        for row in csv.DictReader(file):
-            readings[row["timm_model"]][int(row["batch_size"])] = float(row["measured_mib"])
+    for row in csv.DictReader(path.read_text().splitlines()):
+        readings[row["timm_model"]][int(row["batch_size"])] = float(row["measured_mib"])
     rows = []
     for name in every([name for name in sorted(readings) if settled(readings[name])], NUM_MODELS):
         try:
@@ -205,7 +204,6 @@ def measure_timm(path: Path) -> list[Row]:
             print(f"{name} is left out: {error}")
             continue
         rows += [row_of(name, readings[name][size], reserved) for size, reserved in found.items()]
-        print(*rows[-len(found) :], sep="\n")
     torch.backends.cudnn.benchmark = False
     return rows
 
