@@ -10,7 +10,6 @@ No client is logged in. Proof: `python -m pytest tests/skills/test_clients.py`.
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +23,9 @@ from pathlib import Path
 from client_packages import NODE, Unavailable, offline, package
 from tree import files
 
+from copies import ROOT, copy_files
 from recording import record_parser, write_record
 
-ROOT = Path(__file__).resolve().parents[1]
 PLUGIN = "curry-train@curry-train"
 REPOSITORY = "curry-train/curry-train"
 # The folders besides the manifests that a client needs; the others stay in the repository.
@@ -224,10 +223,7 @@ CLIENTS = {
 
 def copy_bundle(root: Path) -> Path:
     """Make a repository with the files of the bundle that a clone has."""
-    for path in files(ROOT):
-        target = root / path.relative_to(ROOT)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target)
+    copy_files((path.relative_to(ROOT) for path in files(ROOT)), root)
     who = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
     for words in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message=all"]):
         subprocess.run(["git", *who, *words], cwd=root, check=True, capture_output=True)

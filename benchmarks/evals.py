@@ -45,13 +45,13 @@ from typing import Any
 import yaml
 from tree import files
 
+from copies import ROOT, copy_files
 from curry_train import __version__
 from evals_grading import Grade, grade, score
 from evals_scripted import IDLE, solutions
 from process_group import run_group
 from recording import record_parser, write_record
 
-ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("none", "gutted", "whole", "index")
 SHORT = "short"  # the tag of the cases that run in every test
 HIDDEN = ("evals", "tests", "evidence", "benchmarks")  # what no agent under test may read
@@ -119,10 +119,7 @@ def build_arm(arm: str, target: Path) -> Path:
     copied = MANIFESTS if arm == "none" else shown
     if arm == "index":
         copied = [path for path in copied if Path(path).parts[0] != "skills"]
-    for name in copied:
-        path = target / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, path)
+    copy_files(copied, target)
     if arm == "gutted":
         for page in target.glob("skills/*/SKILL.md"):
             parts = page.read_text(encoding="utf-8").split("---\n", 2)

@@ -20,10 +20,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from copies import ROOT
 from process_group import run_module
 from slips import copy_tree
 
-ROOT = Path(__file__).resolve().parents[1]
 # The modules of each technique in which mutants are made.
 TECHNIQUES = {
     "grad-accum": ["primitives/grad_accum.py"],

@@ -10,7 +10,6 @@ caught each; `nothing` stands where all of them passed.
 
 import argparse
 import re
-import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 
 import yaml
 
+from copies import ROOT, copy_files
 from process_group import run_module
 
-ROOT = Path(__file__).resolve().parents[1]
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
@@ -29,10 +28,7 @@ def copy_tree(folder: Path) -> None:
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    for name in listed.stdout.splitlines():
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, folder / name)
+    copy_files((name for name in listed.stdout.splitlines() if (ROOT / name).is_file()), folder)
 
 
 def run_tests(tests: list[str], folder: Path) -> tuple[int | None, str]:
