@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from curry_train.core.wording import format_bytes
+from process_group import run_group
 from recording import record_parser, write_record
 from zoo_models import ZOO
 
@@ -74,7 +74,7 @@ def gates_of(name: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "gates.json"
         words = ["scripts/validate_checkpointing.py", "--model", f"{MODELS}:{name}"]
-        ended = _run([*words, "--json", str(written)], LONGEST_GATES)
+        status, output = _run([*words, "--json", str(written)], LONGEST_GATES)
         found = json.loads(written.read_text()) if written.exists() else {"results": []}
 
     results = found["results"]
@@ -84,28 +84,25 @@ def gates_of(name: str) -> dict[str, Any]:
         if row["passed"] is False
     }
     row = {
-        "status": ended.returncode,
+        "status": status,
         "held": sum(row["passed"] is True for row in results),
         "failed": failed,
     }
     if not results:
-        row["error"] = (ended.stderr or ended.stdout).strip()[-500:]
+        row["error"] = output.strip()[-500:]
     return row
 
 
 def _run_plan(name: str) -> dict[str, Any]:
-    ended = _run([__file__, "--plan", name], LONGEST_PLAN)
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no message"]
-        return {"error": f"status {ended.returncode}: {lines[-1]}"}
-    return json.loads(ended.stdout.strip().splitlines()[-1])
+    status, output = _run([__file__, "--plan", name], LONGEST_PLAN)
+    last = output.strip().rpartition("\n")[2]
+    return {"error": f"status {status}: {last}"} if status != 0 else json.loads(last)
 
 
-def _run(words: list[str], seconds: int) -> subprocess.CompletedProcess[str]:
-    """Run a script of the project in this environment; status 124 if it takes longer."""
+def _run(words: list[str], seconds: int) -> tuple[int | None, str]:
+    """Run a script of the project in this environment; the status is None if it takes longer."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = ["timeout", str(seconds), sys.executable, *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return run_group([sys.executable, *words], seconds=seconds, cwd=ROOT, env=environment)
 
 
 def plan_of(name: str) -> dict[str, Any]:
@@ -146,7 +143,7 @@ def line_of(row: dict[str, Any]) -> str:
         f"{format_bytes(plan['plain_bytes'])} to {format_bytes(plan['planned_bytes'])}, "
         f"{plan['planned_bytes'] / plan['measured_bytes']:.2%} of measured"
     )
-    return f"{row['model']:<24} status {row['status']:<3} {counts:<19} {planned}"
+    return f"{row['model']:<24} status {row['status']!s:<4} {counts:<19} {planned}"
 
 
 def summary_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
