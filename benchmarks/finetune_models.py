@@ -40,10 +40,12 @@ def matrices(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon([one for one in trained(module) if one.dim() == 2])
 
 
+PLAIN_OPTIMIZERS = (
+    *("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax"),
+    *("NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adafactor"),
+)
 OPTIMIZERS = {
-    **{name: of(name) for name in ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta")},
-    **{name: of(name) for name in ("Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")},
-    "Adafactor": of("Adafactor"),
+    **{name: of(name) for name in PLAIN_OPTIMIZERS},
     "Muon": matrices,
     "AdamW, foreach": of("AdamW", foreach=True),
     "AdamW, fused": of("AdamW", fused=True),
@@ -113,10 +115,8 @@ LORAS = {
 }
 
 
-def __getattr__(name: str) -> Callable[[], Made]:
-    if name not in LORAS:
-        raise AttributeError(name)
-    return lambda: adapted(llama(), **LORAS[name])
+for name, options in LORAS.items():
+    globals()[name] = lambda options=options: adapted(llama(), **options)
 
 
 def lora_with_input_gradients() -> Made:
