@@ -32,7 +32,7 @@ def test_each_program_starts(name, monkeypatch, capsys):
 SAVING = "--mib 12 --rounds 1 --seconds 2 --small-steps 60"
 # The words of the smallest run, and figures of its record.
 SMALLEST = {
-    "boxes": ("--each 1 --times 2", {"repeating.to_the_bit_and_named": 1, "changing.said_so": 1}),
+    "boxes": ("--each 1", {"repeating.to_the_bit_and_named": 1, "changing.said_so": 1}),
     "locate": (
         "--part faults --part equal --count 2 --only sampled",
         {"score.faults": 2, "score.named": 2, "score.equal_pairs_accused": 0},
