@@ -99,11 +99,14 @@ def gpt2() -> Made:
     return of_tokens(sized_gpt2(**sizes))
 
 
+def pooled(one: int, two: int) -> nn.Module:
+    """Make a convolution that halves the size of images."""
+    convolution = nn.Conv2d(one, two, 3, padding=1)
+    return nn.Sequential(convolution, nn.BatchNorm2d(two), nn.ReLU(), nn.MaxPool2d(2))
+
+
 def convolutions() -> Made:
-    blocks = [
-        nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
-        for a, b in ((3, 8), (8, 16))
-    ]
+    blocks = [pooled(3, 8), pooled(8, 16)]
     return of_images(nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 5)))
 
 
@@ -269,14 +272,13 @@ def lightning(model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    printing = ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar")
     trainer = pl.Trainer(
         max_steps=STEPS,
         accumulate_grad_batches=MICROBATCHES,
         gradient_clip_val=1.0,
         accelerator="cpu",
-        enable_progress_bar=False,
-        **quiet,
+        **dict.fromkeys(printing, False),
     )
     trainer.fit(Lit(), loader_of(samples))
 

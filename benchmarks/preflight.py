@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from curry_train.gates.loop import judge
 from curry_train.gates.loop_trace import observe
 from curry_train.workloads.models import transformer
+from locate_models import pooled
 from recording import record_parser, write_record
 
 STEPS = 8
@@ -50,12 +51,7 @@ def of_language() -> None:
 
 
 def of_images() -> None:
-    blocks = [
-        nn.Sequential(
-            nn.Conv2d(one, two, 3, padding=1), nn.BatchNorm2d(two), nn.ReLU(), nn.MaxPool2d(2)
-        )
-        for one, two in itertools.pairwise((3, 32, 64, 128))
-    ]
+    blocks = itertools.starmap(pooled, itertools.pairwise((3, 32, 64, 128)))
     model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(128 * 16, 10))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     while True:
