@@ -97,25 +97,29 @@ def words() -> dict[str, torch.Tensor]:
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
 
-def adapted(base: nn.Module, **options) -> Made:
-    """Return a base with adapters of low rank, and a batch."""
-    from peft import LoraConfig, get_peft_model
+def adapted(base: nn.Module, kind: str = "LoraConfig", **options) -> Made:
+    """Return a base with adapters, of low rank if not of another kind, and a batch."""
+    import peft
 
-    return get_peft_model(base, LoraConfig(r=RANK, task_type="CAUSAL_LM", **options)), words()
+    own = {"r": RANK} if kind == "LoraConfig" else {}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **own | options)
+    return peft.get_peft_model(base, config), words()
 
 
 # Adapters on a small Llama, by what differs from adapters of its queries and values.
-LORAS = {
+ON_LLAMA = {
     "lora": {},
     "lora_on_all_layers": {"target_modules": "all-linear"},
     "lora_with_dropout": {"use_rslora": True, "lora_dropout": 0.1},
     "lora_on_embeddings": {"target_modules": ["embed_tokens", "q_proj"]},
     "lora_with_a_whole_head": {"modules_to_save": ["lm_head"]},
     "dora": {"use_dora": True},
+    "ia3": {"kind": "IA3Config"},
+    "prompt_tuning": {"kind": "PromptTuningConfig", "num_virtual_tokens": 4},
 }
 
 
-for name, options in LORAS.items():
+for name, options in ON_LLAMA.items():
     globals()[name] = lambda options=options: adapted(llama(), **options)
 
 
@@ -146,19 +150,6 @@ def two_adapters() -> Made:
     model = adapted(llama())[0]
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
     return model, words()
-
-
-def ia3() -> Made:
-    from peft import IA3Config, get_peft_model
-
-    return get_peft_model(llama(), IA3Config(task_type="CAUSAL_LM")), words()
-
-
-def prompt_tuning() -> Made:
-    from peft import PromptTuningConfig, get_peft_model
-
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    return get_peft_model(llama(), config), words()
 
 
 def is_quantised(module: nn.Module, name: str) -> bool:
@@ -255,13 +246,11 @@ def mixtral() -> Made:
 
 
 ADAPTERS = (
-    *LORAS,
+    *ON_LLAMA,
     "lora_with_input_gradients",
     "merged_and_adapted_again",
     "merged_and_unmerged",
     "two_adapters",
-    "ia3",
-    "prompt_tuning",
     "lora_on_torchao_int8",
     "lora_on_torchao_int4",
     "lora_on_torchao_nf4",
