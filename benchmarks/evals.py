@@ -313,7 +313,7 @@ def print_grades(grades: Sequence[Grade]) -> int:
 
 
 def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
-    """Status: 0 done and, in a dry run, as expected; 1 a point was missed; 2 wrong usage."""
+    """Status: 0 done and, in a dry run, as expected; 1 a point was missed."""
     parser = record_parser(__doc__)
     parser.add_argument("--agent", metavar="COMMAND", help="with {prompt}, {plugin} or {case}")
     parser.add_argument("--arm", action="append", choices=ARMS, help="all four if not given")
@@ -326,24 +326,20 @@ def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
     pattern = options.grade or options.case
     found = [case for case in cases() if fnmatch.fnmatch(case.name, pattern)]
     if not found or (options.grade and not options.folder):
-        print("no case has that name; --grade also needs --folder", file=sys.stderr)
-        return 2
+        parser.error("no case has that name; --grade also needs --folder")
     if options.grade:
         return print_grades(grade(found[0].folder, options.folder))
     if options.dry_run:
         runs = dry_run(found)
-    elif options.agent and has_the_package():
-        print(
+    elif not options.agent:
+        parser.error("give --agent COMMAND, --dry-run or --grade CASE")
+    elif has_the_package():
+        parser.error(
             "python3 on PATH has curry-train, so no arm would be without it: put an environment "
-            "with torch, and without curry-train, first on PATH",
-            file=sys.stderr,
+            "with torch, and without curry-train, first on PATH"
         )
-        return 2
-    elif options.agent:
-        runs = real_runs(found, options.agent, options.arm or ARMS, options.runs)
     else:
-        print("give --agent COMMAND, --dry-run or --grade CASE", file=sys.stderr)
-        return 2
+        runs = real_runs(found, options.agent, options.arm or ARMS, options.runs)
     rows = []
     for row in runs:
         rows.append(row)

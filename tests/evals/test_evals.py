@@ -260,13 +260,16 @@ def test_an_agent_with_the_index_has_the_lines_and_the_command(tmp_path, monkeyp
 
 
 def test_agents_do_not_run_where_python_has_the_package(tmp_path, monkeypatch, capsys):
-    for status, expected in ((0, 2), (1, 0)):
-        (tmp_path / "python3").write_text(f"#!/bin/sh\nexit {status}\n")
-        (tmp_path / "python3").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setattr(evals, "real_runs", lambda *_: iter(()))
-        assert evals.main(["--agent", "true {prompt}"]) == expected
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(evals, "real_runs", lambda *_: iter(()))
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\nexit 0\n")
+    python.chmod(0o755)
+    with pytest.raises(SystemExit, match="2"):
+        evals.main(["--agent", "true {prompt}"])
     assert "without curry-train" in capsys.readouterr().err
+    python.write_text("#!/bin/sh\nexit 1\n")
+    assert evals.main(["--agent", "true {prompt}"]) == 0
 
 
 def test_tool_calls_and_tokens_are_read_from_json_lines():
