@@ -110,7 +110,7 @@ def build(name: str, fault: str, seed: int) -> tuple[nn.Module, list[Any], Fault
 def main(name: str, fault: str, seed: str) -> None:
     model, samples, planted, _ = build(name, fault, int(seed))
     # Of each kind half of the models compute in another type.
-    precision = {0: torch.float32, 1: torch.bfloat16}[int(seed) // 5 % 2]
+    precision = (torch.float32, torch.bfloat16)[int(seed) // 5 % 2]
     model.to(precision)
     first = BATCH_SIZE * (FIRST_BAD_STEP - 1)
     marked = range(first, first + 3 * BATCH_SIZE)
