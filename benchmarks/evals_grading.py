@@ -23,12 +23,11 @@ import shutil
 import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -357,41 +356,20 @@ def _start(folder: Path, body: Callable[[], Any]) -> Fork:
     return process, place
 
 
-def _become(folder: Path, place: Path, body: Callable[[], Any]) -> NoReturn:
-    status = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        for number, name in ((1, "output"), (2, "errors")):
-            file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
-            os.dup2(file, number)
-        sys.stdin = io.StringIO()
-        # They stay open until the fork ends.
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-        os.chdir(folder)
-        sys.path.insert(0, str(folder))
-        sys.dont_write_bytecode = True
-        torch.set_num_threads(1)
-        result = body()
-        (place / "result").write_text(json.dumps(result))
-        status = 0
-    except SystemExit as ended:
-        status = _status_of(ended)
-    except BaseException:  # noqa: BLE001 - the agent's code may raise anything
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
-
-
-def _status_of(ended: SystemExit) -> int:
-    if isinstance(ended.code, int) or ended.code is None:
-        return int(ended.code or 0) & 255
-    print(ended.code, file=sys.stderr)
-    return 1
+def _become(folder: Path, place: Path, body: Callable[[], Any]) -> None:
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number, name in ((1, "output"), (2, "errors")):
+        file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, number)
+    # They stay open until the fork ends.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    torch.set_num_threads(1)
+    (place / "result").write_text(json.dumps(body()))
 
 
 def _wait(fork: Fork, seconds: float = LONGEST_CALL) -> tuple[int, dict[str, str]]:
