@@ -49,15 +49,11 @@ class Place:
     def environment(self) -> dict[str, str]:
         """Return an environment without keys, settings or proxies; set a dead proxy if needed."""
         kept = {name: os.environ[name] for name in ("LANG", "TMPDIR") if name in os.environ}
-        closed = dict.fromkeys(
-            ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"
-        )
+        names = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+        closed = dict.fromkeys(names, "http://127.0.0.1:9")
         path = f"{package(NODE) / 'node_modules/.bin'}{os.pathsep}{os.environ['PATH']}"
-        return (
-            kept
-            | closed
-            | {"HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "DISABLE_TELEMETRY": "1"}
-        )
+        own = {"HOME": str(self.home), "PATH": path, "NO_COLOR": "1", "DISABLE_TELEMETRY": "1"}
+        return kept | closed | own
 
     def run(self, *words: str, answer: str = "") -> subprocess.CompletedProcess[str]:
         """Run the client with these words; `answer` is typed in when it asks."""
@@ -161,13 +157,8 @@ def _codex(place: Place) -> set[str]:
         server.stdin.flush()
         for line in server.stdout:
             if (answer := json.loads(line)).get("id") == 2:
-                return _own(
-                    [
-                        skill["name"]
-                        for skill in answer["result"]["data"][0]["skills"]
-                        if skill["enabled"]
-                    ]
-                )
+                listed = answer["result"]["data"][0]["skills"]
+                return _own([skill["name"] for skill in listed if skill["enabled"]])
     return set()
 
 
@@ -263,10 +254,8 @@ def installed_bytes(folder: Path) -> int:
 def problems(loaded: set[str], bundle: Path) -> list[str]:
     """List the differences between the loaded skills and the folders of skills/."""
     wanted = {path.name for path in (bundle / "skills").iterdir() if path.is_dir()}
-    absent, surplus = sorted(wanted - loaded), sorted(loaded - wanted)
-    return [f"did not load {name}" for name in absent] + [
-        f"loaded {name}, which is no folder" for name in surplus
-    ]
+    absent = [f"did not load {name}" for name in sorted(wanted - loaded)]
+    return absent + [f"loaded {name}, which is no folder" for name in sorted(loaded - wanted)]
 
 
 def main() -> int:
