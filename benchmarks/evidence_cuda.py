@@ -142,27 +142,26 @@ def measured(config: MemoryConfig) -> dict[str, Any]:
     # Levers that measure the model have run it; the trace has these steps too.
     reserved_before = torch.cuda.max_memory_reserved()
     torch.cuda.reset_peak_memory_stats()
-    first_step_reserved_bytes = 0
-    for number in range(NUM_STEPS):
+    reserved = []
+    for _ in range(NUM_STEPS):
         step.optimizer.zero_grad()
         alive["loss"] = step.mean_loss(step.model, step.window.microbatches[0])
         alive["loss"].backward()
         step.optimizer.step()
-        if number == 0:
-            first_step_reserved_bytes = torch.cuda.max_memory_reserved()
+        reserved.append(torch.cuda.max_memory_reserved())
     torch.cuda.synchronize()
-    peaks = {
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "first_step_reserved_bytes": first_step_reserved_bytes,
+    allocated = torch.cuda.max_memory_allocated()
+    recorded = {
+        "reserved_peak": max(reserved_before, reserved[-1]),
+        "reserved_end": torch.cuda.memory_reserved(),
+        "peak_blocks": allocated,
     }
-    trace = trace_numbers(
-        torch.cuda.memory._snapshot(),
-        source=config.name,
-        reserved=max(reserved_before, peaks["reserved_bytes"]),
-        allocated=peaks["allocated_bytes"],
-    )
-    return peaks | {"trace": trace | {"reserved_end": torch.cuda.memory_reserved()}}
+    return {
+        "allocated_bytes": allocated,
+        "reserved_bytes": reserved[-1],
+        "first_step_reserved_bytes": reserved[0],
+        "trace": trace_numbers(torch.cuda.memory._snapshot()) | recorded,
+    }
 
 
 MADE = ("segment_alloc", "segment_map")
@@ -170,12 +169,11 @@ GIVEN_BACK = ("segment_free", "segment_unmap")
 ACTIONS = ("alloc", "free_completed", *MADE, *GIVEN_BACK)
 
 
-def trace_numbers(
-    snapshot: Mapping[str, Any], *, source: str, reserved: int, allocated: int
-) -> dict[str, Any]:
+def trace_numbers(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     """Turn a recorded history that starts empty into the numbers that `cuda_traces.py` replays.
 
-    It has sizes in order of allocation, releases by number, and segments with their addresses.
+    It has sizes in order of allocation, releases by number, and segments with their addresses. What
+    was reserved and allocated is added to them.
     """
     (recorded_events,) = filter(None, snapshot["device_traces"])
     # An event of another kind, such as `snapshot` or `oom`, may have no address.
@@ -200,12 +198,9 @@ def trace_numbers(
     places = enumerate(addresses, start=1)
     check = sum(place * ((at - lowest) // ADDRESS_UNIT) for place, at in places)
     return {
-        "source": source,
         "expandable": any(event["action"] == "segment_map" for event in events),
         "start": [],
         "address_check": check % CHECK_MODULUS,
-        "reserved_peak": reserved,
-        "peak_blocks": allocated,
         "trace": order,
     }
 

@@ -25,14 +25,13 @@ def test_the_numbers_of_a_history_are_replayed_exactly():
     for _ in range(2):
         training.step()
     found = cuda_memory(trace, num_steps=2)
-    numbers = evidence_cuda.trace_numbers(
-        recorder.snapshot(),
-        source="toy",
-        reserved=found.reserved_bytes,
-        allocated=found.allocated_bytes,
-    )
-    numbers["reserved_end"] = recorder.allocator.reserved
-    replayed = cuda_traces.Replay(numbers)
+    recorded = {
+        "reserved_peak": found.reserved_bytes,
+        "reserved_end": recorder.allocator.reserved,
+        "peak_blocks": found.allocated_bytes,
+    }
+    numbers = evidence_cuda.trace_numbers(recorder.snapshot())
+    replayed = cuda_traces.Replay(numbers | recorded)
     assert replayed.exact, (replayed.computed, replayed.recorded)
     assert replayed.num_allocations > 100
 
