@@ -28,7 +28,7 @@ def measure_accumulation_cost(microsteps: int, *, repeats: int) -> float:
     microbatches = list(torch.randn(microsteps, 4, 8))
 
     def by_hand() -> None:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         total = torch.zeros(())
         for microbatch in microbatches:
             value = _square_sum(model, microbatch) / (4 * microsteps)
