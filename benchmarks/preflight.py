@@ -140,9 +140,6 @@ def main() -> None:
         "largest_ratio": max((one["ratio"] for one in sized), default=None),
     }
     print(score)
-    for one in rows:
-        if not one["held"]:
-            print(f"  {one['loop']}: expected {one['expected'] or 'none'}, {one['found']}")
     write_record(options.json, {"score": score, "sized": sized, "loops": rows})
 
 

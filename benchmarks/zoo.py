@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from curry_train.core.wording import format_bytes
 from process_group import run_group
 from recording import record_parser, write_record
 from zoo_models import ZOO
@@ -53,7 +52,7 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for name in wanted:
         recorded[name] = run_model(name)
-        print(line_of(recorded[name]), flush=True)
+        print(*recorded[name].values(), sep=", ", flush=True)
         rows = [recorded[name] for name in ZOO if name in recorded]
         write_record(options.json, {"summary": summary_of(rows), "models": rows})
     print(summary_of(recorded.values()))
@@ -133,17 +132,6 @@ def plan_of(name: str) -> dict[str, Any]:
         "measured_bytes": measured,
         "measured_for_real": plan.settings["why_real"],
     }
-
-
-def line_of(row: dict[str, Any]) -> str:
-    """Return one line about a model."""
-    counts = f"{row['held']} held, {len(row['failed'])} failed"
-    plan = row["plan"]
-    planned = plan.get("error") or (
-        f"{format_bytes(plan['plain_bytes'])} to {format_bytes(plan['planned_bytes'])}, "
-        f"{plan['planned_bytes'] / plan['measured_bytes']:.2%} of measured"
-    )
-    return f"{row['model']:<24} status {row['status']!s:<4} {counts:<19} {planned}"
 
 
 def summary_of(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
