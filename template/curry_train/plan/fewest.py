@@ -187,7 +187,7 @@ class FewestGpus:
         return {
             "fewest_gpus": None if best is None else best.num_gpus,
             "global_batch": self.global_batch,
-            "links": self.links.to_json(),
+            "links": vars(self.links),
             "attempts": rows,
         }
 

@@ -36,8 +36,8 @@ SHARED_NETWORK_BYTES_PER_SECOND = 12.5e9 / GPUS_PER_NODE
 class Links:
     """Bytes per second of a GPU, in one direction, to GPUs of its node and to other nodes."""
 
-    within: float
-    between: float
+    within_bytes_per_second: float
+    between_bytes_per_second: float
     gpus_per_node: int = GPUS_PER_NODE
     source: str = "as given"
 
@@ -56,22 +56,16 @@ class Links:
         """Return the rate of a ring, in which each GPU of a node has its own way to the next."""
         in_node = Counter(rank // self.gpus_per_node for rank in ranks)
         if len(in_node) == 1:
-            return self.within
-        return min(self.within, min(in_node.values()) * self.between)
+            return self.within_bytes_per_second
+        between = min(in_node.values()) * self.between_bytes_per_second
+        return min(self.within_bytes_per_second, between)
 
     def __str__(self) -> str:
         return (
-            f"{self.within / 1e9:,.4g} GB/s within nodes of {self.gpus_per_node} and "
-            f"{self.between / 1e9:,.4g} GB/s for each GPU between them, {self.source}"
+            f"{self.within_bytes_per_second / 1e9:,.4g} GB/s within nodes of {self.gpus_per_node} "
+            f"and {self.between_bytes_per_second / 1e9:,.4g} GB/s for each GPU between them, "
+            f"{self.source}"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "within_bytes_per_second": self.within,
-            "between_bytes_per_second": self.between,
-            "gpus_per_node": self.gpus_per_node,
-            "source": self.source,
-        }
 
 
 def _of_cards(within: float, between: float, what: str) -> Links:

@@ -253,7 +253,7 @@ class WholeSteps:
             return None
         return self.rank_seconds(candidate).to_json() | {
             "collectives": count_window(step, candidate.steps),
-            "links": self.links.to_json(),
+            "links": vars(self.links),
             "text": f"Links: {self.links}.",
         }
 
