@@ -65,14 +65,7 @@ def format_bytes(size: int) -> str:
             break
         number /= 1024
         unit = larger
-
-    if unit == "B" or abs(number) >= 100:
-        digits = 0
-    elif abs(number) >= 10:
-        digits = 1
-    else:
-        digits = 2
-    return f"{number:.{digits}f} {unit}"
+    return f"{size} B" if unit == "B" else f"{three_digits(number)} {unit}"
 
 
 # Figures to three digits, as tables and pictures show them.
@@ -80,9 +73,9 @@ def format_bytes(size: int) -> str:
 
 def three_digits(number: float) -> str:
     """Format to three digits, or as a whole number from 100 on: `1.50`, `12.3`, `1234`."""
-    if number >= 100:
+    if abs(number) >= 100:
         return f"{number:.0f}"
-    return f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    return f"{number:.1f}" if abs(number) >= 10 else f"{number:.2f}"
 
 
 def format_mebibytes(size: int) -> str:
