@@ -5,7 +5,6 @@ The panels show activations, gradients and updates.
 Proof: `python -m pytest tests/cli/test_grad_flow_command.py`.
 """
 
-import math
 from dataclasses import replace
 
 import click
@@ -15,6 +14,7 @@ from ..core.generators import seeded
 from ..core.wording import provenance
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
+from ..runs.journal import finite
 from ..workloads.models import is_taken, load_workload
 from ..workloads.workload import Case, Workload
 from .figures import plot_flow
@@ -89,7 +89,7 @@ def grad_flow_command(
         "batch_size": case.batch_size,
         "seed": asked.seed,
         "learning_rate": optimizer.param_groups[0]["lr"],
-        "losses": losses,
+        "losses": finite(losses),
     }
     is_bad = any(record.nonfinite for record in flow.records)
     return facts | flow_json(flow), is_bad
@@ -113,8 +113,8 @@ def _train(
     optimizer: torch.optim.Optimizer,
     flow: GradFlow,
     steps: int,
-) -> list[float | str]:
-    """Train with a new batch for each step and return its loss, as text if it is not finite."""
+) -> list[float]:
+    """Train with a new batch for each step and return its loss."""
     losses = []
     with messages_on_screen() as show_message, seeded(case.seed), flow:
         for step in range(steps):
@@ -124,4 +124,4 @@ def _train(
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    return [loss if math.isfinite(loss) else str(loss) for loss in losses]
+    return losses
