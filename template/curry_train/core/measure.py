@@ -28,22 +28,16 @@ from .generators import buffers_kept, seeded, untouched
 # FLOPs of single operations: torch's formulas, attention and grouped matrix products.
 
 
-def _packets(*names: str) -> set[Any]:
-    return {getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)}
-
-
 _ATTENTION_KERNELS = (
     "flash_attention_for_cpu",
     "flash_attention",
     "efficient_attention",
     "cudnn_attention",
 )
-ATTENTION_PACKETS = _packets(*(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION_KERNELS))
-ATTENTION_BACKWARD_PACKETS = _packets(
-    *(f"_scaled_dot_product_{kernel}_backward" for kernel in _ATTENTION_KERNELS)
+ATTENTION_PACKETS, ATTENTION_BACKWARD_PACKETS = (
+    {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{end}") for kernel in _ATTENTION_KERNELS}
+    for end in ("", "_backward")
 )
-# Grouped matrix product, which mixture-of-experts layers use.
-GROUPED_MM_PACKETS = _packets("_grouped_mm")
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
@@ -53,7 +47,8 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         return _attention_flops(*args[:3], products=2)
     if packet in ATTENTION_BACKWARD_PACKETS:
         return _attention_flops(*args[1:4], products=5)
-    if packet in GROUPED_MM_PACKETS:
+    # Of mixture-of-experts layers.
+    if packet is torch.ops.aten._grouped_mm:
         return _grouped_flops(args[0], args[1])
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
