@@ -78,8 +78,15 @@ class PickleReader(pickle.Unpickler):
 
 
 # Errors that Python's unpickler raises for damaged bytes.
-_ERRORS = (AttributeError, EOFError, LookupError, OverflowError, TypeError, ValueError)
-DAMAGE = (pickle.PickleError, *_ERRORS)
+DAMAGE = (
+    pickle.PickleError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
 
 
 def read_plain(data: bytes) -> Any:

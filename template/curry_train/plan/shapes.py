@@ -582,7 +582,6 @@ class _Here(TorchFunctionMode):
     def __init__(self, *, cuda: bool) -> None:
         super().__init__()
         self.cuda = cuda
-        self.stand_ins: Mapping[Any, Callable[..., Any]] = STAND_INS if cuda else {}
         self.copies = HalfPrecisionCopies()
 
     def __torch_function__(
@@ -627,7 +626,7 @@ class _Here(TorchFunctionMode):
             elif function in HALF_PRECISION_FUNCTIONS and torch.is_autocast_enabled("cpu"):
                 args = tuple(map(self.copies, args))
                 kwargs = {name: self.copies(value) for name, value in kwargs.items()}
-            function = self.stand_ins.get(function, function)
+            function = STAND_INS.get(function, function)
         return function(*args, **kwargs)
 
 
