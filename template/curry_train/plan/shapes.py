@@ -587,15 +587,6 @@ class _Here(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # The most frequent case first: one fake tensor, and nothing that names a device.
-        if (
-            not kwargs
-            and len(args) == 1
-            and isinstance(args[0], FakeTensor)
-            and function not in REPLACED_METHODS
-        ):
-            return self._run(function, args, {})
-
         args = tuple(map(_on_cpu, args))
         kwargs = {name: _on_cpu(value) for name, value in (kwargs or {}).items()}
         if isinstance(kwargs.get("device"), int):
@@ -762,4 +753,3 @@ FAKE_METHODS: Mapping[Any, Callable[..., Any]] = {
         for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
     },
 }
-REPLACED_METHODS = {*IDENTITY_METHODS, *FAKE_METHODS, *CONVERSIONS}
