@@ -161,13 +161,14 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
         raise ValueError("it has no segments; write one with torch.cuda.memory._dump_snapshot")
     settings = root.get("allocator_settings") or {}
     expandable = settings.get("expandable_segments") is True
-    stack_of = _Stacks()
+    # Events share their stacks, of which there are few.
+    stacks: dict[Stack, Stack] = {}
     segments: dict[int, list[RecordedSegment]] = {}
     for value in root["segments"]:
         found = segments.setdefault(_number(value, "device", 0), [])
-        found.append(_segment(value, stack_of))
+        found.append(_segment(value, stacks))
     events = {
-        device: tuple(_event(value, stack_of) for value in trace)
+        device: tuple(_event(value, stacks) for value in trace)
         for device, trace in enumerate(root.get("device_traces", ()))
     }
     records = []
@@ -179,38 +180,26 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
     return MemorySnapshot(tuple(records), tuple(_notes(settings)))
 
 
-class _Stacks:
-    """Reads stacks; events share them, and they share their frames."""
-
-    def __init__(self) -> None:
-        # By the identity of lists, which live as long as the snapshot is read.
-        self._stacks: dict[int, Stack] = {}
-        self._frames: dict[Frame, Frame] = {}
-
-    def __call__(self, value: Any) -> Stack:
-        frames = value.get("frames")
-        if not frames:
-            return ()
-        if id(frames) not in self._stacks:
-            read = (
-                Frame(_text(one, "name"), _text(one, "filename"), _number(one, "line", 0))
-                for one in frames
-            )
-            self._stacks[id(frames)] = tuple(self._frames.setdefault(one, one) for one in read)
-        return self._stacks[id(frames)]
+def _stack(value: Any, stacks: dict[Stack, Stack]) -> Stack:
+    frames = value.get("frames") or ()
+    read = (
+        Frame(_text(one, "name"), _text(one, "filename"), _number(one, "line", 0)) for one in frames
+    )
+    stack = tuple(read)
+    return stacks.setdefault(stack, stack)
 
 
-def _event(value: Any, stack_of: _Stacks) -> MemoryEvent:
+def _event(value: Any, stacks: dict[Stack, Stack]) -> MemoryEvent:
     return MemoryEvent(
         _text(value, "action"),
         _number(value, "addr", value.get("device_free", 0)),
         _number(value, "size", 0),
         _number(value, "stream", 0),
-        stack_of(value),
+        _stack(value, stacks),
     )
 
 
-def _segment(value: Any, stack_of: _Stacks) -> RecordedSegment:
+def _segment(value: Any, stacks: dict[Stack, Stack]) -> RecordedSegment:
     address = _number(value, "address")
     stream = _number(value, "stream", 0)
     blocks = []
@@ -221,7 +210,7 @@ def _segment(value: Any, stack_of: _Stacks) -> RecordedSegment:
         position = start + size
         requested = min(_number(item, "requested_size", size), size)
         if item.get("state") in LIVE_STATES:
-            blocks.append(BlockLife(start, requested, stream, AT_START, stack_of(item), size))
+            blocks.append(BlockLife(start, requested, stream, AT_START, _stack(item, stacks), size))
     is_expandable = value.get("is_expandable") is True
     return RecordedSegment(address, _number(value, "total_size"), is_expandable, tuple(blocks))
 
