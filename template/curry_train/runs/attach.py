@@ -238,25 +238,7 @@ RESTART_EXIT_STATUS = os.EX_TEMPFAIL
 WAIT_SECONDS = 10.0
 
 
-def saving(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer] = (),
-    scheduler: Any = None,
-    *,
-    runs: StrPath,
-    scaler: Any = None,
-    extra: Mapping[str, Any] | None = None,
-    generators: Mapping[str, torch.Generator] | None = None,
-    stream: SampleStream | None = None,
-    resume: str | int | None = "latest",
-    keep_settings: bool = False,
-    in_background: bool = False,
-    journal: bool = False,
-    config: Mapping[str, Any] | None = None,
-    spike: SpikeConfig | Mapping[str, Any] | None = None,
-    box: bool | BoxConfig | Mapping[str, Any] = False,
-    **policy: Any,
-) -> "AttachedRun":
+class AttachedRun:
     """Save this training into the folder `runs`, and resume from the state saved there.
 
     Build the model, optimizer and scheduler exactly as at the first start. `policy` takes the keys
@@ -271,122 +253,112 @@ def saving(
     then calls `continues` and `step`, and spikes are rolled back in this process. `keep_settings`
     keeps the optimizer's settings of this start (learning rate, weight decay) where the saved ones
     differ.
+
+    Close it, or use it as a context manager. `resumed` describes what was loaded, or is None.
+    `steps` counts the optimizer steps done. `ended_by` is None until the loop ends: "steps", "data"
+    or the name of a signal.
     """
-    boxes: BoxConfig | Replay | None = None
-    if Replay.current is not None:
-        boxes, runs, resume = Replay.current, Replay.current.root, Replay.current.resume
-        journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
-    elif box:
-        boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
-        spike = SpikeConfig() if spike is None else spike
-    policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
-    data = DataPosition() if stream is None else stream
-    watch = AttachedWatch(spike, data)
 
-    saved_objects = {**(extra or {}), "spike-watchdog": watch.watchdog}
-    if isinstance(data, DataPosition):
-        saved_objects["data-position"] = data
-    state = TrainingState(
-        model,
-        optimizer,
-        scheduler,
-        scaler,
-        config=config,
-        extra=saved_objects,
-        generators=generators,
-    )
-    state.require_schedule()
-    # Ctrl-C interrupts a loop over a DataLoader as before.
-    stop = Stop(STOP_SIGNALS[:1] if stream is None else STOP_SIGNALS)
-    store = Store(runs)
-    with contextlib.ExitStack() as undo:
-        # First, so last at the end: the last save may be under way until then, and a signal must
-        # not end the process.
-        undo.callback(stop.release)
-        undo.callback(store.close)
-        store.open(wait_seconds=WAIT_SECONDS)
-        # After an exception it closes without communicating with other ranks.
-        saver = undo.enter_context(BackgroundSaver(store)) if in_background else None
-        run = AttachedRun(
-            state,
-            data,
-            watch,
-            SavingPolicy(store, policy_config, saver=saver),
-            stop,
-            resume=resume,
-            boxes=boxes,
-            journal=journal,
-            keep_settings=keep_settings,
-        )
-        run.resources = undo.pop_all()
-    return run
-
-
-class AttachedRun:
-    """A training run made by `saving`; close it, or use it as a context manager.
-
-    `resumed` describes what was loaded, or is None. `steps` counts the optimizer steps done.
-    `ended_by` is None until the loop ends: "steps", "data" or the name of a signal.
-    """
+    ended_by: str | None = None
+    # With a DataLoader: the number of steps at which the loop ends.
+    _until: int | None = None
+    _in_epoch = False
+    _iterating = False
+    # Whether the log says already that a resume may not be exact.
+    _warned = False
+    # Whether a best-K could be chosen by any figure.
+    _chooses = False
+    _open = True
 
     def __init__(
         self,
-        state: TrainingState,
-        data: SampleStream,
-        watch: AttachedWatch,
-        policy: SavingPolicy,
-        stop: Stop,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer] = (),
+        scheduler: Any = None,
         *,
-        resume: str | int | None,
-        boxes: BoxConfig | Replay | None,
-        journal: bool,
-        keep_settings: bool,
+        runs: StrPath,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        generators: Mapping[str, torch.Generator] | None = None,
+        stream: SampleStream | None = None,
+        resume: str | int | None = "latest",
+        keep_settings: bool = False,
+        in_background: bool = False,
+        journal: bool = False,
+        config: Mapping[str, Any] | None = None,
+        spike: SpikeConfig | Mapping[str, Any] | None = None,
+        box: bool | BoxConfig | Mapping[str, Any] = False,
+        **policy: Any,
     ) -> None:
-        self.state = state
-        self.policy = policy
-        self.store = policy.store
-        self.ended_by: str | None = None
-        self._watch = watch
-        self._ranks = watch.ranks
-        self._data = data
+        replay = Replay.current
+        boxes: BoxConfig | None = None
+        if replay is not None:
+            runs, resume = replay.root, replay.resume
+            journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
+        elif box:
+            boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
+            spike = SpikeConfig() if spike is None else spike
+        policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
+        self._data: SampleStream = DataPosition() if stream is None else stream
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
-        self._has_loader = isinstance(data, DataPosition)
-        self._stop = stop
-        self._boxes: Boxes | Replay | None = None
-        self._open = True
-        # The folder, the background saver and the signals, until the end.
-        self.resources = contextlib.ExitStack()
-        # With a DataLoader: the number of steps at which the loop ends.
-        self._until: int | None = None
-        self._in_epoch = False
-        self._iterating = False
-        # Whether the log says already that a resume may not be exact.
-        self._warned = False
-        self._notes = StepNotes()
-        # Names that `measured` was given, and whether a best-K could be chosen by any figure.
-        self._measured: set[str] = set()
-        self._chooses = False
-        state.position = self._data.position
+        self._has_loader = stream is None
         self._keep_settings = keep_settings
-        self.resumed = None if resume is None else self._load(resume)
-        self._resuming = self.resumed is not None and self.resumed.saved.is_state
-        watch.begin(self.store.files)
-        if isinstance(boxes, Replay):
-            self._boxes = boxes
-            boxes.attach(state)
-        elif boxes is not None and boxes.keep:
-            self._boxes = Boxes(boxes, self.store, state, patience=watch.config.patience)
-        if self._boxes is not None and hasattr(self._data, "on_batch"):
-            self._data.on_batch = self._boxes.hand_out
-        elif self._boxes is not None and not self._has_loader:
-            logger.warning(
-                "boxes will lack the batch: a %s does not call an attribute on_batch with each "
-                "batch to yield what it returns",
-                type(self._data).__name__,
-            )
-        self._journal = self._ranks.all_do(
-            lambda: AttachedJournal(state, self.resumed, policy, data, on=journal)
+        self._watch = AttachedWatch(spike, self._data)
+        self._ranks = self._watch.ranks
+        self._notes = StepNotes()
+        # Names that `measured` was given.
+        self._measured: set[str] = set()
+
+        saved_objects = {**(extra or {}), "spike-watchdog": self._watch.watchdog}
+        if isinstance(self._data, DataPosition):
+            saved_objects["data-position"] = self._data
+        self.state = TrainingState(
+            model,
+            optimizer,
+            scheduler,
+            scaler,
+            config=config,
+            extra=saved_objects,
+            generators=generators,
         )
+        self.state.require_schedule()
+        # Ctrl-C interrupts a loop over a DataLoader as before.
+        self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
+        self.store = Store(runs)
+        with contextlib.ExitStack() as undo:
+            # First, so last at the end: the last save may be under way until then, and a signal
+            # must not end the process.
+            undo.callback(self._stop.release)
+            undo.callback(self.store.close)
+            self.store.open(wait_seconds=WAIT_SECONDS)
+            # After an exception it closes without communicating with other ranks.
+            saver = undo.enter_context(BackgroundSaver(self.store)) if in_background else None
+            self.policy = SavingPolicy(self.store, policy_config, saver=saver)
+            self.state.position = self._data.position
+            self.resumed = None if resume is None else self._load(resume)
+            self._resuming = self.resumed is not None and self.resumed.saved.is_state
+            self._watch.begin(self.store.files)
+            self._boxes: Boxes | Replay | None = replay
+            if replay is not None:
+                replay.attach(self.state)
+            elif boxes is not None and boxes.keep:
+                patience = self._watch.config.patience
+                self._boxes = Boxes(boxes, self.store, self.state, patience=patience)
+            if self._boxes is not None and hasattr(self._data, "on_batch"):
+                self._data.on_batch = self._boxes.hand_out
+            elif self._boxes is not None and not self._has_loader:
+                logger.warning(
+                    "boxes will lack the batch: a %s does not call an attribute on_batch with each "
+                    "batch to yield what it returns",
+                    type(self._data).__name__,
+                )
+            self._journal = self._ranks.all_do(
+                lambda: AttachedJournal(
+                    self.state, self.resumed, self.policy, self._data, on=journal
+                )
+            )
+            # The folder, the background saver and the signals, until the end.
+            self.resources = undo.pop_all()
 
     def __enter__(self) -> "AttachedRun":
         return self
@@ -727,3 +699,7 @@ class AttachedRun:
         # First, and also where it fails the others follow.
         self.resources.callback(self._journal.close)
         self.resources.__exit__(*(raised or (None, None, None)))
+
+
+# The name in a user's loop: `run = saving(...)`.
+saving = AttachedRun
