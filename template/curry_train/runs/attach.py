@@ -81,39 +81,29 @@ class AttachedJournal(Journal):
     Nothing is written or read where it is off.
     """
 
-    def __init__(
-        self,
-        state: TrainingState,
-        resumed: Resumed | None,
-        policy: SavingPolicy,
-        data: SampleStream,
-        *,
-        on: bool,
-    ) -> None:
-        self._state = state
-        self._data = data
-        self._policy = policy
+    def __init__(self, run: "AttachedRun", *, on: bool) -> None:
+        self._run = run
         self._on = on
         ranks = Ranks()
-        super().__init__(policy.store.files.root, rank=ranks.rank if on else 1)
+        super().__init__(run.store.files.root, rank=ranks.rank if on else 1)
         self.begin_step()
         if not on:
             return
 
         self._device = next(
-            (parameter.device for parameter in state.model.parameters()), torch.device("cpu")
+            (parameter.device for parameter in run.state.model.parameters()), torch.device("cpu")
         )
         facts = run_facts(
-            state.config or {"checkpoint": asdict(policy.config)},
+            run.state.config or {"checkpoint": asdict(run.policy.config)},
             device=self._device,
             world_size=ranks.size,
         )
-        if resumed is not None:
-            facts |= {"checkpoint": resumed.saved.folder, "notes": resumed.notes}
+        if run.resumed is not None:
+            facts |= {"checkpoint": run.resumed.saved.folder, "notes": run.resumed.notes}
         elif self.empty:
             self.start(facts=facts)
             return
-        self.resume(state.step, facts=facts)
+        self.resume(run.steps, facts=facts)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -123,12 +113,12 @@ class AttachedJournal(Journal):
     def read_rate(self) -> None:
         """Read the learning rate, because the loop may step its schedule before `after_step`."""
         if self._on:
-            groups = [group for one in self._state.optimizers for group in one.param_groups]
+            groups = [group for one in self._run.state.optimizers for group in one.param_groups]
             self._rate = float(groups[0]["lr"]) if groups else 0.0
 
     def after_step(self, notes: StepNotes) -> None:
         """Write the step and the evaluation that happened since the last call."""
-        step = self._state.step
+        step = self._run.steps
         if not self._on:
             return
         if notes.is_step:
@@ -142,7 +132,7 @@ class AttachedJournal(Journal):
                 "seconds": time.perf_counter() - self._since,
                 "peak_bytes": peak_bytes(self._device),
             }
-            epoch = getattr(self._data, "epoch", None)
+            epoch = getattr(self._run.data, "epoch", None)
             if epoch is not None:
                 figures["epoch"] = epoch
             figures |= notes.figures
@@ -172,7 +162,7 @@ class AttachedJournal(Journal):
 
     def ended(self, reason: str) -> None:
         """Write the last event."""
-        self.write("stop", step=self._state.step, reason=reason[:1000])
+        self.write("stop", step=self._run.steps, reason=reason[:1000])
 
     def saved(self, saved: Iterable[SavedCheckpoint]) -> None:
         """Write an event for each committed checkpoint, and for each that retention deleted."""
@@ -183,14 +173,14 @@ class AttachedJournal(Journal):
                 checkpoint=checkpoint.folder,
                 num_bytes=checkpoint.num_bytes,
             )
-        for checkpoint in self._policy.pruned:
+        for checkpoint in self._run.policy.pruned:
             self.write(
                 "prune",
-                step=self._state.step,
+                step=self._run.steps,
                 checkpoint=checkpoint.folder,
                 of_step=checkpoint.step,
             )
-        self._policy.pruned = []
+        self._run.policy.pruned = []
 
 
 # End a training loop between two steps, on a signal or on request.
@@ -299,19 +289,19 @@ class AttachedRun:
             boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
             spike = SpikeConfig() if spike is None else spike
         policy_config = read_fields(PolicyConfig, policy, inside="checkpoint")
-        self._data: SampleStream = DataPosition() if stream is None else stream
+        self.data: SampleStream = DataPosition() if stream is None else stream
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
         self._has_loader = stream is None
         self._keep_settings = keep_settings
-        self._watch = AttachedWatch(spike, self._data)
+        self._watch = AttachedWatch(spike, self.data)
         self._ranks = self._watch.ranks
         self._notes = StepNotes()
         # Names that `measured` was given.
         self._measured: set[str] = set()
 
         saved_objects = {**(extra or {}), "spike-watchdog": self._watch.watchdog}
-        if isinstance(self._data, DataPosition):
-            saved_objects["data-position"] = self._data
+        if isinstance(self.data, DataPosition):
+            saved_objects["data-position"] = self.data
         self.state = TrainingState(
             model,
             optimizer,
@@ -334,7 +324,7 @@ class AttachedRun:
             # After an exception it closes without communicating with other ranks.
             saver = undo.enter_context(BackgroundSaver(self.store)) if in_background else None
             self.policy = SavingPolicy(self.store, policy_config, saver=saver)
-            self.state.position = self._data.position
+            self.state.position = self.data.position
             self.resumed = None if resume is None else self._load(resume)
             self._resuming = self.resumed is not None and self.resumed.saved.is_state
             self._watch.begin(self.store.files)
@@ -344,19 +334,15 @@ class AttachedRun:
             elif boxes is not None and boxes.keep:
                 patience = self._watch.config.patience
                 self._boxes = Boxes(boxes, self.store, self.state, patience=patience)
-            if self._boxes is not None and hasattr(self._data, "on_batch"):
-                self._data.on_batch = self._boxes.hand_out
+            if self._boxes is not None and hasattr(self.data, "on_batch"):
+                self.data.on_batch = self._boxes.hand_out
             elif self._boxes is not None and not self._has_loader:
                 logger.warning(
                     "boxes will lack the batch: a %s does not call an attribute on_batch with each "
                     "batch to yield what it returns",
-                    type(self._data).__name__,
+                    type(self.data).__name__,
                 )
-            self._journal = self._ranks.all_do(
-                lambda: AttachedJournal(
-                    self.state, self.resumed, self.policy, self._data, on=journal
-                )
-            )
+            self._journal = self._ranks.all_do(lambda: AttachedJournal(self, on=journal))
             # The folder, the background saver and the signals, until the end.
             self.resources = undo.pop_all()
 
@@ -499,7 +485,7 @@ class AttachedRun:
         """
         if not self._open:
             raise ValueError("the run is closed: its folder may have another writer by now")
-        if self._has_loader and self._watch.config.rolls_back and not self._data.position:
+        if self._has_loader and self._watch.config.rolls_back and not self.data.position:
             raise ValueError(
                 "spike.action=rollback has to skip batches: take them from run.batches(loader)"
             )
@@ -509,9 +495,9 @@ class AttachedRun:
                 "saving(..., stream=stream), or take the batches from run.batches(loader)"
             )
         self.state.step += 1
-        self.state.position = self._data.position
-        if isinstance(self._data, DataPosition):
-            self._data.stepped()
+        self.state.position = self.data.position
+        if isinstance(self.data, DataPosition):
+            self.data.stepped()
 
         notes = self._notes
         notes.is_step = True
@@ -603,7 +589,7 @@ class AttachedRun:
             for group, before in settings:
                 group.clear()
                 group.update(before)
-        self._data.position = self.state.position
+        self.data.position = self.state.position
         return resumed
 
     def _save_between(self) -> bool:
@@ -664,7 +650,7 @@ class AttachedRun:
     def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:
         """Load a state from before the spike, without whose samples the run goes on."""
         self._journal.saved(self.policy.finish())
-        epoch = getattr(self._data, "epoch", 0)
+        epoch = getattr(self.data, "epoch", 0)
         recovery = self._watch.go_back(spike, self.state, self._load)
         self._journal.went_back(spike, recovery)
         self._journal.begin_step()
@@ -678,7 +664,7 @@ class AttachedRun:
     def _warn_of_restart(self, epoch: int) -> None:
         logger.warning("start again to go on")
         has_generator = any(name.startswith(DATA_PREFIX) for name in self.state.generators)
-        if getattr(self._data, "epoch", 0) < epoch and not has_generator:
+        if getattr(self.data, "epoch", 0) < epoch and not has_generator:
             logger.warning(
                 "epoch %d will be shuffled again, in an order that depends on the model's random "
                 "draws before it: give the loader a generator of its own, "
@@ -687,12 +673,12 @@ class AttachedRun:
             )
 
     def _require_loader(self, call: str) -> DataPosition:
-        if not isinstance(self._data, DataPosition):
+        if not isinstance(self.data, DataPosition):
             raise ValueError(
                 f"{call} is for a DataLoader, and this run has a stream: iterate over the stream "
                 "inside `while run.continues(until=...)`"
             )
-        return self._data
+        return self.data
 
     def _release(self, *raised: Any) -> None:
         self._open = False
