@@ -15,6 +15,7 @@ import copy
 import functools
 import gc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -34,19 +35,18 @@ KINDS = {"optimizer": Optimizer, "scheduler": LRScheduler, "scaler": torch.amp.G
 PARTS = ("data order", "model", *KINDS, "generators")
 
 
+@dataclass
 class StateWatch:
-    """Notes what each step of an optimizer began with, and calls `when_enough` after the last.
+    """Notes what each step of an optimizer began with, and calls `when_enough` after the last."""
 
-    `mode` is "straight", "killed", "resumed", or the part that is withheld.
-    """
+    last: int
+    when_enough: Callable[["StateWatch"], None]
+    # The file of the states at first.
+    path: str
+    # "straight", "killed", "resumed", or the part that is withheld.
+    mode: str
 
-    def __init__(
-        self, last: int, when_enough: Callable[["StateWatch"], None], fresh: str, mode: str
-    ) -> None:
-        self.last = last
-        self.when_enough = when_enough
-        self.path = fresh
-        self.mode = mode
+    def __post_init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         # Objects that were made or called first, in this order, each with its part.
         self._found: list[tuple[str, Any]] = []
@@ -54,9 +54,9 @@ class StateWatch:
         self._num_settled = 0
         # The states that they had at first; the inputs of the model in all steps.
         self.fresh: dict[str, Any] = {part: [] for part in ("data order", "model", *KINDS)}
-        if mode in PARTS:
+        if self.mode in PARTS:
             # The parent process has let another process write it.
-            self.fresh = torch.load(fresh, weights_only=False)
+            self.fresh = torch.load(self.path, weights_only=False)
         self._now = _nothing()
         self._depth = 0
         self._stepping = 0

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -154,14 +155,14 @@ def _first(located: Sequence[Located]) -> tuple[int, Located]:
     )
 
 
+@dataclass
 class Again:
     """Runs the programs of A and B again."""
 
-    def __init__(self, folder: Path, runs: Sequence[Pair]) -> None:
-        self.folder = folder
-        self.runs = runs
-        # How B's run is compared on equal inputs, once the tolerance was measured.
-        self.exchange: dict[str, Any] | None = None
+    folder: Path
+    runs: Sequence[Pair]
+    # How B's run is compared on equal inputs, once the tolerance was measured.
+    exchange: dict[str, Any] | None = None
 
     def _record(self, which: str, name: str, **options: Any) -> list[Run]:
         start = self.runs[0]["AB".index(which)][0]

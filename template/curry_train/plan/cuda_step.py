@@ -115,15 +115,16 @@ def in_order_of_moving(module: nn.Module) -> Iterator[Tensor]:
     yield from (tensor for tensor in tensors if tensor is not None)
 
 
+@dataclass
 class TrainingReplay:
     """Steps of a training in an allocator."""
 
-    def __init__(
-        self, trace: StepTrace, allocator: CudaAllocator, *, workspace_bytes: int = WORKSPACE_BYTES
-    ) -> None:
-        self.trace = trace
-        self.allocator = allocator
-        self.workspace_bytes = workspace_bytes
+    trace: StepTrace
+    allocator: CudaAllocator
+    workspace_bytes: int = WORKSPACE_BYTES
+
+    def __post_init__(self) -> None:
+        trace = self.trace
         self._steps = 0
         self._blocks: dict[int, MemoryBlock] = {}
         self._convolutions: dict[int, list[Convolution]] = {}
