@@ -8,7 +8,7 @@ Proof: `python -m pytest tests/plan/test_timeline.py`.
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -55,25 +55,23 @@ def record_step_storages(
     """
     trained = trained_parameters(module)
     optimizer = torch.optim.AdamW(trained) if optimizer is None else optimizer
-    stepped = _stepped_parameters(optimizer)
-    if not any(id(p) in stepped for p in trained):
+    stepped = parameters_of(optimizer)
+    if {*trained}.isdisjoint(stepped):
         raise ValueError(
             f"the {type(optimizer).__name__} holds no parameter of {type(module).__name__}"
         )
     device = trained[0].device
     layers = divide(module, blocks=blocks)
-    restored = {}
-    if state is None:
-        restored = {id(p): p for p in trained} | stepped
     with (
         as_trained(module),
-        _kept(restored),
+        _kept(dict.fromkeys([*trained, *stepped] if state is None else [])),
         seeded(0),
         torch.enable_grad(),
         contextlib.ExitStack() as stack,
     ):
         gc.collect()
-        original, optimizer = optimizer, copy_optimizer(optimizer, stepped)
+        original = optimizer
+        optimizer = copy_optimizer(original, {id(one): one for one in stepped})
         stack.enter_context(copy_steps(original, optimizer))
         if state is None:
             run_recorded_step(module, batch, loss, optimizer)
@@ -103,9 +101,9 @@ def _set_gradients(
             "offload_gradients=True keeps the gradients of the last microbatch alone: train one "
             "microbatch a step (plan: --microbatch as large as --global-batch), or turn it off"
         )
-    stepped = _stepped_parameters(optimizer)
+    stepped = {*parameters_of(optimizer)}
     for parameter in trained:
-        if not real and (accumulated or id(parameter) not in stepped):
+        if not real and (accumulated or parameter not in stepped):
             parameter.grad = torch.empty_like(parameter)
         elif real and accumulated and isinstance(optimizer, StepInBackward):
             # The first step has freed them.
@@ -127,19 +125,12 @@ def holding_output(module: nn.Module, wanted: bool) -> Iterator[None]:
         yield
 
 
-def _stepped_parameters(optimizer: torch.optim.Optimizer) -> dict[int, Tensor]:
-    """Return the parameters of an optimizer by id."""
-    return {id(parameter): parameter for parameter in parameters_of(optimizer)}
-
-
 @contextlib.contextmanager
-def _kept(parameters: Mapping[int, Tensor]) -> Iterator[None]:
+def _kept(parameters: Collection[Tensor]) -> Iterator[None]:
     """Drop the gradients of parameters; restore values and gradients at the end."""
-    before = [
-        (parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters.values()
-    ]
+    before = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
     try:
-        for parameter in parameters.values():
+        for parameter in parameters:
             parameter.grad = None
         yield
     finally:
