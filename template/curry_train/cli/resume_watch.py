@@ -123,7 +123,7 @@ class StateWatch:
         models = [list(one.parameters()) for part, one in self._found if part == "model"]
         models.append([parameter for model in models for parameter in model])
         shapes = [[parameter.shape for parameter in model] for model in models]
-        own = {id(parameter) for parameter in models[-1]}
+        own = {*models[-1]}
         found = []
         for one in gc.get_objects():
             if not issubclass(type(one), nn.Module) or "_parameters" not in vars(one):
@@ -131,7 +131,7 @@ class StateWatch:
             parameters = list(one.parameters())
             is_copy = [parameter.shape for parameter in parameters] in shapes
             # Where no model is called, the shapes are those of a module without parameters.
-            if parameters and is_copy and own.isdisjoint(map(id, parameters)):
+            if parameters and is_copy and own.isdisjoint(parameters):
                 found.append([digest(value) for value in (*parameters, *one.buffers())])
         return sorted(found)
 

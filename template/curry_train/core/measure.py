@@ -482,12 +482,12 @@ class RunningLayers:
         self.latest = REST_LAYER
         self.calls: Counter[str] = Counter()
         self._model = model
-        self._own: dict[int, str] = {}
-        self._inside: dict[int, str] = {}
-        self._members: dict[str, set[int]] = {}
+        self._own: dict[nn.Module, str] = {}
+        self._inside: dict[nn.Module, str] = {}
+        self._members: dict[str, set[nn.Module]] = {}
         for name, layer in layers.items():
-            self._own.setdefault(id(layer), name)
-            self._members[name] = {id(module) for module in layer.modules()}
+            self._own.setdefault(layer, name)
+            self._members[name] = {*layer.modules()}
             for member in self._members[name]:
                 self._inside.setdefault(member, name)
         self._callers: list[tuple[nn.Module, str]] = []
@@ -495,7 +495,7 @@ class RunningLayers:
 
     def __enter__(self) -> "RunningLayers":
         for module in self._model.modules():
-            if id(module) in self._inside:
+            if module in self._inside:
                 self._handles += [
                     module.register_forward_pre_hook(self._enter, with_kwargs=True),
                     module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
@@ -509,7 +509,7 @@ class RunningLayers:
     @property
     def called(self) -> str:
         """The current layer if it was called itself, and not only a module inside of it."""
-        own = any(self._own.get(id(module)) == self.current for module, _ in self._callers)
+        own = any(self._own.get(module) == self.current for module, _ in self._callers)
         return self.current if own else REST_LAYER
 
     def entered(self, layer: str, inputs: Any) -> None:
@@ -521,14 +521,14 @@ class RunningLayers:
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         caller = self.current
         self._callers.append((module, caller))
-        own_layer = self._own.get(id(module))
+        own_layer = self._own.get(module)
         # The caller may be a layer that only refers to this one, and does not run itself.
-        if own_layer != caller == self.called and id(module) in self._members.get(caller, ()):
+        if own_layer != caller == self.called and module in self._members.get(caller, ()):
             own_layer = None
         if own_layer:
             self.current = own_layer
         elif caller == REST_LAYER:
-            self.current = self._inside[id(module)]
+            self.current = self._inside[module]
 
         if self.current != caller:
             self.latest = self.current

@@ -78,7 +78,7 @@ class RankStorages(LiveStorages):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.streams: dict[Life, int] = {}
-        self._stream_numbers: dict[int, int] = {id(torch.cpu.current_stream()): 0}
+        self._stream_numbers: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> "RankStorages":
@@ -139,8 +139,9 @@ class RankStorages(LiveStorages):
     @property
     def stream_number(self) -> int:
         """The number of the current stream; the default one has 0."""
-        stream = id(torch.cpu.current_stream())
-        return self._stream_numbers.setdefault(stream, len(self._stream_numbers))
+        return self._stream_numbers.setdefault(
+            torch.cpu.current_stream(), len(self._stream_numbers)
+        )
 
     def _resized(self, storage: Any, before: int) -> None:
         """Count a storage without bytes as freed, and one that has them again as a new one.
@@ -465,16 +466,14 @@ def _layouts(tensors: Sequence[Tensor]) -> Layouts:
 def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Return the FLOPs and the bytes read and written; both are 0 for a view."""
     inputs, outputs = (
-        {id(part): part for one in operands(values) for part in dense_parts(one)}
+        {part for one in operands(values) for part in dense_parts(one)}
         for values in ((args, kwargs), out)
     )
     mutable = getattr(getattr(func, "_schema", None), "is_mutable", False)
-    storages = {value.untyped_storage()._cdata for value in inputs.values()}
-    if not mutable and all(
-        value.untyped_storage()._cdata in storages for value in outputs.values()
-    ):
+    storages = {value.untyped_storage()._cdata for value in inputs}
+    if not mutable and all(value.untyped_storage()._cdata in storages for value in outputs):
         return 0, 0
-    moved = sum(value.numel() * value.itemsize for value in (inputs | outputs).values())
+    moved = sum(value.numel() * value.itemsize for value in inputs | outputs)
     return operation_flops(func, args, kwargs, out), moved
 
 

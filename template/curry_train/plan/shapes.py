@@ -305,7 +305,7 @@ class HalfPrecisionCopies:
     """Convert operands as CUDA's autocast does: weights once, until autocast ends."""
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[Tensor, Tensor] = {}
 
     def __call__(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -316,9 +316,9 @@ class HalfPrecisionCopies:
         is_weight = value.requires_grad and value.is_leaf and not value._is_view()
         if not is_weight or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
-        if id(value) not in self._copies:
-            self._copies[id(value)] = value, value.to(dtype)
-        return self._copies[id(value)][1]
+        if value not in self._copies:
+            self._copies[value] = value.to(dtype)
+        return self._copies[value]
 
     def clear_after_autocast(self) -> None:
         """Drop the copies once the outermost context of autocast has ended."""

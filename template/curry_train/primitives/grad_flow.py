@@ -287,7 +287,7 @@ class GradFlow:
 
     def _begin(self) -> None:
         """Install the hooks if the next step is probed; other steps run without hooks."""
-        self._ended: set[int] = set()
+        self._ended: set[Any] = set()
         self._probing = self.next_step % self.every == 0
         if self._probing:
             self._restart()
@@ -303,7 +303,7 @@ class GradFlow:
         self._read: set[str] | None = None
         self._read_at = ""
         # The optimizers whose step began, their weights before it, and the parameters they moved.
-        self._began: set[int] = set()
+        self._began: set[Any] = set()
         self._copies: dict[str, Tensor] = {}
         self._moved: set[str] = set()
         self._overflowed: list[Tensor] = []
@@ -354,14 +354,14 @@ class GradFlow:
                 row.copy_(_unscaled_sums(parameter.grad, scale))
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
-        members = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        return [(name, one) for name, one in self._named.items() if id(one) in members]
+        members = {one for group in optimizer.param_groups for one in group["params"]}
+        return [(name, one) for name, one in self._named.items() if one in members]
 
     @torch.no_grad()
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if not self._probing:
             return
-        self._began.add(id(optimizer))
+        self._began.add(optimizer)
         # A scaler leaves the division by the scale to a fused optimizer.
         scale = getattr(optimizer, "grad_scale", None)
         # With a closure, the optimizer runs the model inside of its step.
@@ -376,7 +376,7 @@ class GradFlow:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
-        self._ended.add(id(optimizer))
+        self._ended.add(optimizer)
         is_last = len(self._ended) == len(self.optimizers)
         if self._probing:
             self._read_at_the_step()

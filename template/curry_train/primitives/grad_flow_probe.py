@@ -362,7 +362,7 @@ class Activations:
             # The training loop calls parts of the model directly, so `_leave` does not run.
             self._listen(output)
         outputs = {
-            id(tensor): tensor
+            tensor: None
             for tensor in tensors_in(output)
             if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
         }
@@ -372,7 +372,7 @@ class Activations:
         self.calls[name] += 1
         # Without modes, selective checkpointing neither caches nor replays these operations.
         with torch.no_grad(), _disable_current_modes():
-            for tensor in outputs.values():
+            for tensor in outputs:
                 row = self.sums.row(name)[: len(SUM_NAMES)]
                 row.add_(sums_of(tensor).to(row))
 
