@@ -8,15 +8,9 @@ import pickle
 import random
 
 import pytest
-from snapshot_files import Recorder, Training, trained, write
+from snapshot_files import Recorder, trained, write
 
-from curry_train.plan.snapshot import (
-    BlockHistory,
-    Frame,
-    UnusableSnapshot,
-    origin_of,
-    read_snapshot,
-)
+from curry_train.plan.snapshot import BlockHistory, UnusableSnapshot, read_snapshot
 
 MIB = 2**20
 
@@ -86,12 +80,6 @@ def test_segments_alone_are_a_snapshot_without_events(tmp_path):
     history = history_of(recorder.snapshot()["segments"], tmp_path)
     assert history.peak_allocated == 3 * MIB
     assert history.peak_reserved == 20 * MIB
-
-
-def test_windows_paths_are_read_as_those_of_linux():
-    stack = Training(windows=True).in_forward("mlp", 5)
-    origin = origin_of(tuple(Frame(one["name"], one["filename"], one["line"]) for one in stack))
-    assert origin.line == "mlp train.py:5 < train_step train.py:90"
 
 
 # Files that are no snapshot.
