@@ -24,22 +24,6 @@ WORKLOAD = mlp(depth=2, width=64)
 STATE = "optimizer state"
 
 
-class Lion(Optimizer):
-    """Sign of a moving average; it keeps an attribute besides its groups and its state."""
-
-    def __init__(self, parameters, lr=1e-4, slow=0.99):
-        super().__init__(parameters, {"lr": lr})
-        self.slow = slow
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
-            update = (moment * self.slow).add_(parameter.grad).sign_()
-            parameter.add_(update, alpha=-self.param_groups[0]["lr"])
-            moment.lerp_(parameter.grad, 1 - self.slow)
-
-
 class ByteState(Coded):
     """A moment in one byte for each element and a scale, as quantised optimizers keep it."""
 
@@ -104,7 +88,6 @@ OPTIMIZERS = {
     "foreach": of(NAdam, foreach=True),
     "fused": of(AdamW, fused=True),
     "hugging face": of(Adafactor),
-    "lion": of(Lion),
     "small": SmallMomentum,
     "condition": Clipping,
     "made anew": MomentsMadeAnew,
