@@ -26,20 +26,10 @@ LLAMA = transformer(depth=2)
 OTHERS = ("sac", "regions")  # than full recompute
 
 
-class Scale(nn.Module):
-    """First layer of a stack, which makes the input of every block require grad."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return x * self.scale
-
-
 def stack(build, number, *shape):
     def build_all():
-        return nn.Sequential(Scale(), nn.Sequential(*map(build, range(number))))
+        # The first layer makes the input of every block require grad.
+        return nn.Sequential(nn.PReLU(), nn.Sequential(*map(build, range(number))))
 
     made = squares(build_all, *shape)
     return replace(made, loss=lambda module, x: module(x).square().flatten(1).mean(1).sum())
@@ -141,15 +131,15 @@ class Again(Gated):
 @pytest.mark.parametrize(("build", "times"), [(Listing, 1), (Carrying, 1), (Again, 2)])
 def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(build, times):
     def run(inner, x):
-        scale, blocks = inner
-        seen = [scale(x)]
+        first, blocks = inner
+        seen = [first(x)]
         for block in blocks:
             for _ in range(times):
                 seen = block(seen)
         return torch.stack(seen).sum(0)
 
     def passing():
-        return Runs(run, Scale(), nn.ModuleList(build() for _ in range(3)))
+        return Runs(run, nn.PReLU(), nn.ModuleList(build() for _ in range(3)))
 
     steps, _ = measured(squares(passing, 8, 16), without=OTHERS)
     found = steps.plain_steps(chunked=False)[-1].blocks.values()
