@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 from command_runs import finished
-from plan_models import Called, squares
+from plan_models import Called, Runs, squares
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
@@ -140,27 +140,20 @@ def test_dropout_keeps_a_byte_for_each_number(entry):
 
 def test_torchs_checkpoint_recomputes_an_rms_norm_as_it_ran():
     layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.GELU())
-    shapes_alone = squares(lambda: Checkpointed(layer), 64)
+
+    def checkpointed(inner, x):
+        return checkpoint(inner[0], x * 1, use_reentrant=False)
+
+    def called(inner, x):
+        return inner[0](x * 1)
+
+    shapes_alone = squares(lambda: Runs(checkpointed, layer), 64)
     with Sketch(shapes_alone, kernels="cuda") as sketch:
         held = sketch.step(4).timeline.after["forward"]
-        plain = sketch.step(4, change=lambda module: setattr(module, "recomputes", False))
+        plain = sketch.step(4, change=lambda module: setattr(module, "run", called))
     assert sketch.why_real is None
     # The norm's number for each row, the inputs of Linear and of GELU; GELU's output is the loss's.
     assert plain.timeline.after["forward"] - held == 4 * (1 + 64 + 64) * 4
-
-
-class Checkpointed(nn.Module):
-    """Call a layer in torch's own checkpoint."""
-
-    recomputes = True
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        x = x * 1
-        return checkpoint(self.layer, x, use_reentrant=False) if self.recomputes else self.layer(x)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
