@@ -265,17 +265,12 @@ def test_commands_take_a_trainer_in_place_of_a_model(theirs):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_bench_and_plan_use_the_trainers_optimizer_and_step(theirs):
+def test_commands_use_the_trainers_optimizer_and_step(theirs, tmp_path):
     source = ["--trainer", "their_trainers:accelerator"]
     ended = ran("bench", *source, "--steps", "1", "--warmup", "0")
     assert "float32, SGD, on cpu" in ended.output
     ended = ran("plan", *source, "--budget", "1MiB")
     assert "as it is, 8 samples" in ended.output
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_savings_and_grad_flow_take_a_trainer_and_its_optimizer(theirs, tmp_path):
-    source = ["--trainer", "their_trainers:accelerator"]
     ran("savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path))
     assert [row["batch_size"] for row in read_json(tmp_path / "savings.json")["rows"]] == [4, 4]
     # That of the SGD that the Accelerator has prepared.
