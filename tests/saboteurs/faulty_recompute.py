@@ -96,7 +96,7 @@ def in_training_mode(model, *, blocks):
     foreign.by_checkpoint(model, blocks=blocks)
 
 
-def in_place_of(name, change):
+def in_place_of(technique, claim, name, change, hint):
     """Replace what the gates of segments and of a selection do to the blocks."""
 
     def apply(model, *_, blocks=None):
@@ -104,7 +104,8 @@ def in_place_of(name, change):
         change(model, blocks=names)
         return names
 
-    return [(gates, name, apply)]
+    patches = [(gates, technique, apply)]
+    return planted(f"recompute.{claim}", name, patches=patches, hint=hint)
 
 
 # Under DDP and FSDP2; the ranks import them by name.
@@ -191,29 +192,11 @@ FAULTS = [
     parity("flops", "twice", foreign.twice, hint="exactly once"),
     parity("off", "graph", foreign.also_in_evaluation, hint="no gradients"),
     parity("off", "training-mode", in_training_mode, hint="eval mode", model="dropout"),
-    planted(
-        "recompute.segments",
-        "no-op",
-        patches=in_place_of("recompute_segments", foreign.nothing),
-        hint="nothing ran twice",
-    ),
-    planted(
-        "recompute.segments",
-        "later",
-        patches=in_place_of("recompute_segments", later(3)),
-        hint="another value",
-    ),
-    planted(
-        "recompute.selective",
-        "no-op",
-        patches=in_place_of("recompute_blocks", foreign.nothing),
-        hint="nothing ran twice",
-    ),
-    planted(
-        "recompute.selective",
-        "two-forwards",
-        patches=in_place_of("recompute_blocks", with_the_last_input),
-        hint="another value",
+    in_place_of("recompute_segments", "segments", "no-op", foreign.nothing, "nothing ran twice"),
+    in_place_of("recompute_segments", "segments", "later", later(3), "another value"),
+    in_place_of("recompute_blocks", "selective", "no-op", foreign.nothing, "nothing ran twice"),
+    in_place_of(
+        "recompute_blocks", "selective", "two-forwards", with_the_last_input, "another value"
     ),
     parity("two-ranks", "synced-again", synced_again, hint="collectives", model="mlp"),
     parity("two-ranks", "own-weights", with_own_weights, hint="not used in", model="mlp"),
