@@ -1,4 +1,4 @@
-"""A plan is within its budget to the byte, none that fits is faster, and training is equal.
+"""A plan is within its budget to the byte, and none that fits is faster.
 
 python -m pytest tests/plan/test_plan.py
 """
@@ -18,11 +18,10 @@ from torch.nn import functional as F
 from toy_steps import stacked
 from tree import ROOT
 
-from curry_train.gates.same_training import same_training
 from curry_train.plan import Infeasible, Plan, Planner, plan
 from curry_train.plan.planner import what_microbatches_change
 from curry_train.plan.saved import Candidate
-from curry_train.workloads import Case, Workload
+from curry_train.workloads import Workload
 from curry_train.workloads.models import mlp, transformer
 
 MICRO = 8
@@ -249,25 +248,3 @@ def test_a_plan_makes_what_the_page_for_agents_lists_in_that_order(monkeypatch):
         monkeypatch.setattr(found, "__init__", note(kind, found.__init__))
     plan(net(32, 32), 2**30, device="rtx4090", without=("sac",), chunked_loss=False)
     assert made == [kind for _, kind in steps]
-
-
-# The planned model is the same one.
-
-
-@pytest.mark.parametrize("name", ["transformer", "mlp", "two kinds", "loop"])
-def test_the_planned_model_trains_as_before_under_the_same_names(name):
-    workload, _, _, (poorest, middle) = plans(name)
-    case = Case(workload)
-    for found in (poorest, middle):
-        module = case.build()
-        names, keys = [key for key, _ in module.named_parameters()], list(module.state_dict())
-        changed = found.apply(module)
-        assert changed == [key for key, option in found.options.items() if option.kind != "none"]
-        assert ([key for key, _ in module.named_parameters()], list(module.state_dict())) == (
-            names,
-            keys,
-        )
-        _, required, hint = same_training(
-            case, lambda module, sample, found=found: found.apply(module)
-        )
-        assert (required, hint) == ("bit-equal", "")
