@@ -95,18 +95,6 @@ def test_the_owners_add_up_at_every_point_to_what_measure_memory_has(name):
 # Owners of bytes.
 
 
-def test_frozen_parameters_have_no_gradient_and_no_state():
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    module[0].requires_grad_(False)
-    own = (64 + 8) * 4
-    end = at_end(module, torch.randn(4, 8))
-    assert (end["parameters"], end["gradients"], end["optimizer state"]) == (
-        2 * own,
-        own,
-        2 * own + 8,
-    )
-
-
 def test_tied_weights_and_buffers_count_once():
     module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     module[1].weight = module[0].weight
