@@ -94,7 +94,7 @@ def test_measuring_the_cpu_takes_seconds_and_draws_nothing():
 
 
 @pytest.mark.parametrize(
-    ("card", "known"), [("NVIDIA L4", "l4"), ("NVIDIA H100 PCIe", None), ("NVIDIA L40S", None)]
+    ("card", "known"), [("NVIDIA H200", "h200"), ("NVIDIA H100 PCIe", None), ("NVIDIA L40S", None)]
 )
 def test_a_card_with_a_data_sheet_has_its_profile_and_a_similar_one_is_measured(
     monkeypatch, card, known
