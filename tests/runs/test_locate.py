@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from plan_models import Runs
 from recorded_training import WrongBackward, located, recorded, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -291,28 +292,24 @@ def test_an_optimizer_that_steps_now_and_then_ends_no_recording(tmp_path):
     assert record[-1]["step"] == 4
 
 
-class Deep(nn.Module):
-    """Many equal layers under a name of their list, as a large model has."""
+def deep(name):
+    """Build many equal layers under a name of their list, as a large model has."""
 
-    def __init__(self, name):
-        super().__init__()
-        self.before = nn.Identity()
-        self.lists = nn.ModuleDict({name: nn.ModuleList(nn.Tanh() for _ in range(200))})
-
-    def forward(self, x):
-        if "other" in self.lists:
-            x = self.before(x)
-        (layers,) = self.lists.values()
-        for layer in layers:
+    def run(inner, x):
+        before, lists = inner
+        x = before(x) if name == "other" else x
+        for layer in lists[name]:
             x = layer(x)
         return x
+
+    layers = nn.ModuleList(nn.Tanh() for _ in range(200))
+    return Runs(run, nn.Identity(), nn.ModuleDict({name: layers}))
 
 
 def test_all_layers_of_a_large_model_are_known_under_another_name(tmp_path):
     records = []
     for name in ("one", "other"):
-        torch.manual_seed(0)
-        model = Deep(name)
+        model = deep(name)
         with record_run(tmp_path / name):
             model(torch.ones(1, 2))
         records.append(read_fingerprints(tmp_path / name))
