@@ -77,7 +77,10 @@ def test_the_learning_rate_is_right_if_the_schedule_steps_after_an_epoch(tmp_pat
 def test_a_journal_and_a_watch_need_the_losses(tmp_path, option):
     (name,) = option
     with (
-        pytest.raises(ValueError, match=rf"call run.step\(loss=loss\), or leave {name} out"),
+        pytest.raises(
+            ValueError,
+            match=rf"needs the loss of each step: call run.step\(loss=loss\), or leave {name} out",
+        ),
         saving(nn.Linear(2, 1), runs=tmp_path, **option) as run,
     ):
         run.step()
