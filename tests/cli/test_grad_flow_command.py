@@ -10,7 +10,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from curry_train.cli.figures import NONFINITE_COLOUR, ZERO_COLOUR
-from curry_train.primitives.grad_flow import AFTER_BACKWARD
 
 OWN = """
 import torch
@@ -53,11 +52,7 @@ def test_json_has_every_step_and_layer():
     assert {"command", "device", "workload"} <= data.keys()
     assert len(data["losses"]) == 4
     assert [step["step"] for step in data["steps"]] == [0, 1, 2, 3]
-    step = data["steps"][0]
-    assert step["forwards"] == 1
-    assert step["gradients_read"] == AFTER_BACKWARD
-    assert list(step["layers"]) == [f"{index}.0" for index in range(6)]
-    assert {"nonfinite", "norm", "rms"} <= step["layers"]["0.0"]["activation"].keys()
+    assert list(data["steps"][0]["layers"]) == [f"{index}.0" for index in range(6)]
 
 
 def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
