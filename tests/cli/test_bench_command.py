@@ -17,18 +17,6 @@ from curry_train.workloads.models import transformer
 
 QUICK = ["--steps", "2", "--warmup", "0", "--batch-size", "2"]
 SMALL = transformer(depth=2, dim=32, length=16)
-TOY = """
-import torch
-from torch import nn
-
-def small():
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)]
-    return nn.Sequential(*blocks), torch.randn(4, 8)
-
-def large():
-    blocks = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(9)]
-    return nn.Sequential(*blocks), torch.randn(4, 8)
-"""
 
 
 run = functools.partial(ran, "bench")
@@ -93,9 +81,3 @@ def test_the_command_writes_table_picture_and_json(tmp_path):
     assert found["rows"][1]["ratio"]["verdict"] == "too few rounds to tell"
     assert found["unit"] == "samples"
     assert (tmp_path / "bench.png").is_file()
-
-
-def test_two_models_of_the_user_are_compared(tmp_path):
-    (tmp_path / "toys.py").write_text(TOY)
-    ended = run("--model", "toys.py:small", "--against", "toys.py:large", *QUICK)
-    assert "\ntoys.py:large" in ended.output
