@@ -109,12 +109,14 @@ def _changed(script, changes):
     return script
 
 
-def start(folder, script, *words, python, at=0, **environment):
+def start(folder, script, *words, at=0, **environment):
     """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
+    from warm_python import warm_python
+
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
     paths = f"{ROOT}/template:{ROOT}/tests/runs"
-    command = [python, __file__, str(at), "script.py", *map(str, words)]
+    command = [warm_python(), __file__, str(at), "script.py", *map(str, words)]
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=folder, env=variables, text=True, **pipes)

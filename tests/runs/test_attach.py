@@ -16,7 +16,6 @@ from store_models import equal, linear_training, regressor
 from torch import nn
 from torch.utils.data import DataLoader
 from toy_steps import all_equal
-from warm_python import warm_python
 
 from curry_train.loop import run_training_steps
 from curry_train.runs import RunError, SavedRun, saving
@@ -26,7 +25,7 @@ STEPS = 6  # steps per epoch
 
 def run(folder, script, *words, at=0):
     """Return the exit status, the lines of losses and of dev losses, and standard error."""
-    process = start(folder, script, *words, python=warm_python(), at=at)
+    process = start(folder, script, *words, at=at)
     out, error = process.communicate(timeout=200)
     lines = out.splitlines()
     return (

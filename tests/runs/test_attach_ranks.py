@@ -11,7 +11,6 @@ import torch.distributed as dist
 from attached_scripts import PLAIN, attached, flip_a_bit, on_ranks, start
 from rank_calls import run_on_ranks
 from store_models import linear_training
-from warm_python import warm_python
 
 from curry_train.runs import SavedRun, attach, saving
 from curry_train.runs.ranks import Ranks
@@ -28,10 +27,7 @@ def start_ranks(folder, script, *, at=0):
     """
     (folder / "meet").unlink(missing_ok=True)
     meet = (folder / "meet").as_uri()
-    return [
-        start(folder, script, 1, python=warm_python(), at=at, RANK=str(rank), MEET=meet)
-        for rank in RANKS
-    ]
+    return [start(folder, script, 1, at=at, RANK=str(rank), MEET=meet) for rank in RANKS]
 
 
 def ended(processes):
