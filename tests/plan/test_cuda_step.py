@@ -85,12 +85,6 @@ def test_the_callers_output_lives_until_the_next_one():
     assert (allocator.allocated, allocator.peak_allocated) == (4 * MIB, 8 * MIB)
 
 
-def both_sketches(workload):
-    for kernels in ("cuda", "cpu"):
-        with Sketch(workload, kernels=kernels) as sketch:
-            yield sketch.step(1)
-
-
 @pytest.mark.parametrize(("until", "held"), [("loss", 0), ("step", 0), ("next step", 1)])
 def test_a_function_that_returns_frees_the_output_it_held(until, held):
     logits = 1024 * WIDTH * 4
@@ -103,7 +97,10 @@ def test_a_function_that_returns_frees_the_output_it_held(until, held):
     of_both = 2 * WORKSPACE_BYTES + 2 * LAYER_BYTES  # gradients are there until the next step
     # The loss is held like the output.
     assert allocator.allocated - before - of_both in range(held * logits, held * logits + 1024)
-    peaks = [one.timeline.after["backward"] for one in both_sketches(workload)]
+    peaks = []
+    for kernels in ("cuda", "cpu"):
+        with Sketch(workload, kernels=kernels) as sketch:
+            peaks.append(sketch.step(1).timeline.after["backward"])
     assert peaks[0] - peaks[1] == (0 if until == "loss" else logits)
 
 

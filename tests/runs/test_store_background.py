@@ -24,18 +24,12 @@ def restored(store, saved):
     return tensors_of(other)
 
 
-def slowly(operation):
-    time.sleep(0.02)
-
-
 def test_training_continues_while_a_save_is_written(tmp_path):
     """Write to a slow disk, where later steps would tear a save that reads live tensors."""
     state = new_state()
     train(state, 2)
-    with (
-        Store(tmp_path, files=CountedFiles(tmp_path, ask=slowly)) as store,
-        BackgroundSaver(store) as saver,
-    ):
+    slow = CountedFiles(tmp_path, ask=lambda operation: time.sleep(0.02))
+    with Store(tmp_path, files=slow) as store, BackgroundSaver(store) as saver:
         expected = tensors_of(state)
         saver.save("rollback", 2, state)
         running = saver._running
