@@ -61,7 +61,6 @@ def damage(folder, *, hard=False):
         ("best", "best-k/dev_loss-0.25-step-00000050.dcp"),
         ("{run}", "rollback/step-00000100.dcp"),
         ("{run}@50", "recovery/step-00000050.dcp"),
-        ("{run}@best", "best-k/dev_loss-0.25-step-00000050.dcp"),
         ("{run}/rollback/step-00000010.dcp", "rollback/step-00000010.dcp"),
     ],
 )
