@@ -27,19 +27,6 @@ TINY = [
 RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_train train"
 
 
-def start(*words):
-    paths = f"{ROOT}/template:{ROOT}/tests/trainer"
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
-    return subprocess.Popen(
-        [*RANKS.split(), *words],
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def trained(*words, status=0):
     """Return the result of the command for the tiny model."""
     return ran("train", *TINY, *words, status=status)
@@ -115,7 +102,16 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
-    process = start(*TINY, "steps=100000", "parallel=fsdp2", "log.every=1000")
+    words = [*RANKS.split(), *TINY, "steps=100000", "parallel=fsdp2", "log.every=1000"]
+    paths = f"{ROOT}/template:{ROOT}/tests/trainer"
+    process = subprocess.Popen(
+        words,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     journal = tmp_path / "runs/run-001/journal.jsonl"
     wait_for(lambda: journal.is_file() and '"step":2,' in journal.read_text())
     ranks = subprocess.run(
