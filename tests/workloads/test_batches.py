@@ -27,15 +27,10 @@ from curry_train.workloads.workload import (
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
 
-@dataclass
-class Sample:
-    inputs: torch.Tensor
-    name: str
-
-
 @dataclass(frozen=True)
 class Frozen:
     inputs: torch.Tensor
+    name: str = "words"
 
 
 class Movable:
@@ -72,7 +67,6 @@ INPUTS = torch.arange(12.0).reshape(4, 3)
     "batch",
     [
         Pair(INPUTS, INPUTS + 1),
-        Sample(INPUTS, "words"),
         Frozen(INPUTS),
         OrderedDict(inputs=INPUTS, name="words"),
         Slotted(INPUTS),
