@@ -101,17 +101,12 @@ def uncompiled(model=None, **options):
 WRITTEN_BEFORE = {"event_writer": {"config.txt"}, "lightning_cli": {"config.yaml"}}
 
 
-# Scripts whose library is in the environment of `make long` alone.
-BESIDE = {"lightning_cli": "jsonargparse"}
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatch, name):
     """And nothing was written, in finally blocks and at the exit of Python too."""
-    if name in BESIDE:
-        pytest.importorskip(
-            BESIDE[name], reason=f"{BESIDE[name]} is in another environment: make long has it"
-        )
+    if name == "lightning_cli":
+        reason = "jsonargparse is in another environment: make long has it"
+        pytest.importorskip("jsonargparse", reason=reason)
     at_exit = []
     unregister = atexit.unregister
     monkeypatch.setattr(atexit, "unregister", lambda one: (at_exit.append(one), unregister(one)))
