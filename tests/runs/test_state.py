@@ -47,9 +47,7 @@ def half():
     return Runs(lambda inner, x: inner[0](x.to(torch.bfloat16)), model)
 
 
-@pytest.mark.parametrize(
-    "build", [network, tied, frozen, half], ids=["plain", "tied", "frozen", "bfloat16"]
-)
+@pytest.mark.parametrize("build", [network, tied, frozen, half])
 def test_every_model_continues_bit_equal(store, build):
     assert not goes_on_alike(store, lambda seed: new_state(seed, build=build))
 
