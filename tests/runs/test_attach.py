@@ -55,9 +55,7 @@ def test_it_takes_at_most_ten_lines():
     assert 3 < sum(line.startswith("+ ") for line in lines) <= 10
 
 
-@pytest.mark.parametrize(
-    "words", [(0,), (2,), (2, "own")], ids=lambda words: "-".join(map(str, words))
-)
+@pytest.mark.parametrize("words", [(0,), (2,), (2, "own")], ids=str)
 def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted_one(
     tmp_path, run_plain, words
 ):
