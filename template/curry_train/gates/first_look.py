@@ -326,10 +326,11 @@ def _on_step(
         case.workload.mean_loss(module, batch).backward()
     for hook in hooks:
         hook.remove()
-    known = {id(parameter.grad) for parameter in module.parameters()}
-    known |= {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    known |= {id(tensor) for tensor in _tensor_attributes(module).values()}
-    left = [tuple(tensor.shape) for tensor in _living_tensors() if id(tensor) not in before | known]
+    known = {parameter.grad for parameter in module.parameters()}
+    known |= {*module.parameters(), *module.buffers(), *_tensor_attributes(module).values()}
+    left = [
+        tuple(one.shape) for one in _living_tensors() if id(one) not in before and one not in known
+    ]
     if left:
         yield FailureCause(
             f"{len(left)} tensors of a step, the first of shape {left[0]}, stay alive after it, in "

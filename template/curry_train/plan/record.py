@@ -428,7 +428,7 @@ class OptimizerState:
         self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
     ) -> list[tuple[Life, bool]]:
         """Take a first step; where it reads conditions, let them hold if that needs more memory."""
-        fresh = copy_optimizer(optimizer, {id(one): one for one in parameters})
+        fresh = copy_optimizer(optimizer, {one: one for one in parameters})
         with RankStorages() as storages:
             take_eagerly(optimizer)
         if not self._values.num_conditions:
@@ -437,7 +437,7 @@ class OptimizerState:
         peaks = {}
         for condition in (False, True):
             self._values.condition = condition
-            tried = copy_optimizer(fresh, {id(one): one for one in parameters})
+            tried = copy_optimizer(fresh, {one: one for one in parameters})
             take_eagerly(tried)
             with RankStorages() as again:
                 take_eagerly(tried)

@@ -71,7 +71,7 @@ def record_step_storages(
     ):
         gc.collect()
         original = optimizer
-        optimizer = copy_optimizer(original, {id(one): one for one in stepped})
+        optimizer = copy_optimizer(original, {one: one for one in stepped})
         stack.enter_context(copy_steps(original, optimizer))
         if state is None:
             run_recorded_step(module, batch, loss, optimizer)

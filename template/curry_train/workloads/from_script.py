@@ -39,7 +39,7 @@ from .from_trainer import (
     take_training,
     workload_of,
 )
-from .optimizers import OptimizerLike, optimizers_together, parameter_ids, stepped_on_host
+from .optimizers import OptimizerLike, optimizers_together, parameters_of, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size
 
 # Record what happens between a module's call and the optimizer step.
@@ -79,8 +79,7 @@ class BackwardCall:
 class Recording:
     """Calls that a script made until its first optimizer step, and objects that it has."""
 
-    # Tensors by id, which are kept so that no other one gets the same.
-    made: dict[int, tuple[Tensor, MadeTensor]] = field(default_factory=dict)
+    made: dict[Tensor, MadeTensor] = field(default_factory=dict)
     backward: dict[tuple[str, int], BackwardCall] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
@@ -110,18 +109,17 @@ class Recording:
             function, self.linked(args), self.linked(options), next(iter(dtypes), None)
         )
         for place, tensor in found:
-            self.made[id(tensor)] = tensor, MadeTensor(operation, place)
+            self.made[tensor] = MadeTensor(operation, place)
 
     def called(self) -> list[nn.Module]:
         """Return the modules among the operations."""
-        functions = [made.operation.function for _, made in self.made.values()]
+        functions = [made.operation.function for made in self.made.values()]
         return [one for one in functions if isinstance(one, nn.Module)]
 
     def linked(self, value: Any) -> Any:
         """Replace tensors that operations have made by their `MadeTensor`."""
         if isinstance(value, Tensor):
-            known = self.made.get(id(value))
-            return value if known is None or known[0] is not value else known[1]
+            return self.made.get(value, value)
         if isinstance(value, dict):
             return {key: self.linked(one) for key, one in value.items()}
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
@@ -270,7 +268,7 @@ class RunningScript:
 
     def stop(self, frame: Any) -> None:
         """Hand the recording over, and wait for ever."""
-        made = [one for one, _ in self.recording.made.values() if one.layout is torch.strided]
+        made = [one for one in self.recording.made if one.layout is torch.strided]
         # Nothing of the script holds the last one: a variable stands for the place in the record.
         alone = torch.empty(0)
         made.append(alone)
@@ -435,15 +433,15 @@ class LossSource:
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
-        self.names = {id(one): name for name, one in root.named_modules()}
-        self.tensors = {id(one): name for name, one in root.named_parameters()}
-        self.tensors |= {id(one): name for name, one in root.named_buffers()}
+        self.names = {one: name for name, one in root.named_modules()}
+        named = (*root.named_parameters(), *root.named_buffers())
+        self.tensors = {one: name for name, one in named}
         self.batch: dict[str, Any] = {}
         # Objects of the script that can't be written.
         self.others: list[Any] = []
         self.lines: list[str] = []
         self._entries: dict[int, str] = {}
-        self._variables: dict[int, str] = {}
+        self._variables: dict[Operation, str] = {}
         self._autocast: torch.dtype | None = None
 
     def expression(self, value: Any, name: str) -> str:
@@ -470,9 +468,9 @@ class LossSource:
 
     def _given(self, value: Any, name: str) -> str:
         """Return an entry of the batch, or a tensor of the module."""
-        if id(value) in self.tensors:
+        if isinstance(value, Tensor) and value in self.tensors:
             of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            return f'module.get_{of}("{self.tensors[id(value)]}")'
+            return f'module.get_{of}("{self.tensors[value]}")'
         if isinstance(value, Tensor) and value.requires_grad:
             raise WorkloadError(
                 f"the loss needs a tensor of shape {tuple(value.shape)} that no function of torch "
@@ -502,12 +500,12 @@ class LossSource:
 
     def _variable(self, operation: Operation) -> str:
         """Return the variable of an operation's output, whose lines are written the first time."""
-        if id(operation) in self._variables:
-            return self._variables[id(operation)]
+        if operation in self._variables:
+            return self._variables[operation]
         text = self._call(operation)
         is_module = isinstance(operation.function, nn.Module)
         name = f"{'output' if is_module else 'value'}_{len(self._variables)}"
-        self._variables[id(operation)] = name
+        self._variables[operation] = name
         indent = ""
         if operation.autocast is not None:
             if operation.autocast != self._autocast:
@@ -542,7 +540,7 @@ class LossSource:
         return f"{called}({', '.join(written)})"
 
     def _module(self, module: nn.Module) -> str:
-        name = self.names.get(id(module))
+        name = self.names.get(module)
         if name is None:
             return self._other(module)
         return f'module.get_submodule("{name}")' if name else "module"
@@ -657,11 +655,11 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
 
 def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining:
     assert recording.optimizer is not None
-    called = set[int]().union(*map(_ids, recording.called()))
+    called = set[Tensor]().union(*(one.parameters() for one in recording.called()))
     optimizers, notes = optimizers_together(
         recording.optimizer, called, is_in_backward=recording.is_in_backward
     )
-    trained = set[int]().union(*map(parameter_ids, optimizers))
+    trained = set[Tensor]().union(*map(parameters_of, optimizers))
     calls = [call for call in recording.backward.values() if _reaches(call.loss, trained)]
     if not calls:
         raise WorkloadError(
@@ -691,48 +689,44 @@ def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining
 
 def _is_held(recording: Recording, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it."""
-    made = (one for one, by in recording.made.values() if by.operation.function is root)
+    made = (one for one, by in recording.made.items() if by.operation.function is root)
     # Of sparse and nested tensors it is not known.
     return any(one.layout is not torch.strided or one.data_ptr() in recording.held for one in made)
 
 
-def _ids(module: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters()}
-
-
-def _reaches(value: Any, trained: set[int]) -> bool:
+def _reaches(value: Any, trained: set[Tensor]) -> bool:
     """Return whether a loss was computed by a module that has one of these parameters."""
     left = [value]
-    seen: set[int] = set()
+    seen = set[Operation]()
     while left:
         one = left.pop()
         if isinstance(one, dict):
             left += one.values()
         elif isinstance(one, list | tuple):
             left += one
-        elif isinstance(one, MadeTensor) and id(one.operation) not in seen:
-            seen.add(id(one.operation))
+        elif isinstance(one, MadeTensor) and one.operation not in seen:
+            seen.add(one.operation)
             function = one.operation.function
-            if isinstance(function, nn.Module) and trained & _ids(function):
+            if isinstance(function, nn.Module) and trained & {*function.parameters()}:
                 return True
             left += [one.operation.args, one.operation.options]
     return False
 
 
-def _root_of(recording: Recording, trained: set[int], notes: list[str]) -> nn.Module:
+def _root_of(recording: Recording, trained: set[Tensor], notes: list[str]) -> nn.Module:
     """Return the smallest module of the script that has all parameters of its optimizers."""
     called = recording.called()
-    found = {id(one): one for one in called}
+    found = dict.fromkeys(called)
     for one in recording.variables:
         if isinstance(one, nn.Module):
-            found.setdefault(id(unwrapped(one)), unwrapped(one))
-    whole = [one for one in found.values() if trained <= _ids(one)]
+            found.setdefault(unwrapped(one))
+    whole = [one for one in found if trained.issubset(one.parameters())]
     if whole:
         return min(whole, key=lambda one: sum(p.numel() for p in one.parameters()))
-    several = dict.fromkeys(one for one in called if trained & _ids(one))
+    several = dict.fromkeys(one for one in called if trained & {*one.parameters()})
     together = nn.ModuleDict(
         {f"{type(one).__name__}_{place}": one for place, one in enumerate(several)}
     )
-    if not trained <= _ids(together):
+    if not trained.issubset(together.parameters()):
         notes.append("parameters of its optimizer that are of no module are left out")
     return together

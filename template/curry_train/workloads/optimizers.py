@@ -28,14 +28,14 @@ OWNED_TYPES = (Tensor, dict, list, set, torch.optim.Optimizer)
 
 
 def copy_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, Tensor]
 ) -> torch.optim.Optimizer:
-    """Copy an optimizer and its state over these parameters, by the `id` of the original's.
+    """Copy an optimizer and its state over these parameters, by the original's.
 
     torch copies groups and state alone, so the attributes of a subclass are added to the copy.
     Methods that were replaced on the original, as by a scheduler, are left out: they step that one.
     """
-    memo: dict[int, Any] = dict(parameters)
+    memo: dict[int, Any] = {id(one): other for one, other in parameters.items()}
     copied = copy.deepcopy(optimizer, memo)
     for name, value in vars(optimizer).items():
         is_replaced_method = callable(value) and hasattr(type(optimizer), name)
@@ -54,12 +54,12 @@ class OptimizerLike:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
         self._optimizers = optimizers
-        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._names = {parameter: name for name, parameter in module.named_parameters()}
         # A plan names an optimizer by these.
         self.__module__ = type(optimizers[0]).__module__
         names = dict.fromkeys(type(one).__qualname__ for one in optimizers)
         self.__qualname__ = " and ".join(names)
-        held = [id(parameter) for one in optimizers for parameter in parameters_of(one)]
+        held = [parameter for one in optimizers for parameter in parameters_of(one)]
         # The number of parameters that are not of this module.
         self.num_others = sum(one not in self._names for one in held)
         if self.num_others == len(held):
@@ -89,15 +89,15 @@ class OptimizerLike:
 
 
 def _copy_over(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[int, Tensor]
+    optimizer: torch.optim.Optimizer, parameters: Mapping[Any, Tensor]
 ) -> torch.optim.Optimizer:
     """Copy an optimizer over parameters that may be on another device, or have no values."""
     copied = copy_optimizer(optimizer, parameters)
     if isinstance(copied, SteppedOnHost):
         copied.attach()
-    own = {id(one) for one in parameters.values()}
+    own = {*parameters.values()}
     for group in copied.param_groups:
-        group["params"] = [one for one in group["params"] if id(one) in own]
+        group["params"] = [one for one in group["params"] if one in own]
     copied.param_groups[:] = [group for group in copied.param_groups if group["params"]]
     with torch.no_grad():
         for parameter, state in copied.state.items():
@@ -226,19 +226,19 @@ def stepped_on_host() -> Iterator[None]:
 
 
 def optimizers_together(
-    first: torch.optim.Optimizer, called: set[int], *, is_in_backward: bool
+    first: torch.optim.Optimizer, called: set[Tensor], *, is_in_backward: bool
 ) -> tuple[list[torch.optim.Optimizer], list[str]]:
     """Return the first optimizer and those that step after, or inside of, the same backward.
 
-    `called` are the parameters of the modules that were called, by id. Notes are on the others.
+    `called` are the parameters of the modules that were called. Notes are on the others.
     """
     found = [first]
-    trained = parameter_ids(first)
+    trained = {*parameters_of(first)}
     others = []
     for one in gc.get_objects():
         if not issubclass(type(one), torch.optim.Optimizer):
             continue
-        own = parameter_ids(one)
+        own = {*parameters_of(one)}
         if not own <= called or not trained.isdisjoint(own):
             continue
         if is_in_backward or any(held.grad is not None for held in parameters_of(one)):
@@ -259,7 +259,3 @@ def optimizers_together(
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    return set(map(id, parameters_of(optimizer)))
