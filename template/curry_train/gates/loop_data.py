@@ -5,7 +5,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter, length_hint
 from typing import Any
 
@@ -113,7 +113,7 @@ def mode(trace: Trace) -> Faults:
             attacks.add(event)
     # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
     in_training = {one.module for one in trace.trained_forwards if one.training}
-    evaluated = _evaluated(trace)
+    evaluated = {*_evaluated(trace)}
     # An evaluation in every step belongs to the step, as where it makes targets.
     is_part = len(trace.windows) >= FEWEST_STEPS and all(
         evaluated.intersection(window.events) for window in trace.windows
@@ -134,17 +134,16 @@ def mode(trace: Trace) -> Faults:
             yield one, "an evaluation in training mode", hint
 
 
-def _evaluated(trace: Trace) -> set[Forward]:
-    """Return the forward passes of an evaluation that are in training mode."""
+def _evaluated(trace: Trace) -> Iterator[Forward]:
+    """Yield the forward passes of an evaluation that are in training mode."""
     # Digests of batches from loaders for evaluation: no model was trained on any of them.
     loaders = {one.loader for one in trace.trained_fetches}
     others = {
         digest for one in trace.of(Fetch) if one.loader not in loaders for digest in one.digests
     }
-    evaluated = set[Forward]()
     # Whether the next of the other forward passes of a model is in eval mode: statistics of norms
     # may be made anew before it.
-    before_eval: dict[Any, bool] = {}
+    before_eval = dict[Any, bool]()
     by_batch = attrgetter("module", "digests")
     for _, several in itertools.groupby(reversed(trace.of(Forward)), by_batch):
         one, *more = several
@@ -152,8 +151,7 @@ def _evaluated(trace: Trace) -> set[Forward]:
             before_eval[one.module] = not one.training
         # An input with a gradient is attacked. Several predictions are drawn on purpose.
         elif others & {*one.digests} and not (more or one.passes_on or before_eval.get(one.module)):
-            evaluated.add(one)
-    return evaluated
+            yield one
 
 
 def untrained(trace: Trace) -> Faults:

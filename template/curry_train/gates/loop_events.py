@@ -433,11 +433,6 @@ class Trace(Events):
         return self.held - self.with_gradient
 
     @cached_property
-    def bare(self) -> set[Tensor]:
-        """Leaves with a gradient that are in no module and no optimizer."""
-        return self.living.keys() - self.names.keys() - self.held
-
-    @cached_property
     def trained_forwards(self) -> list[Forward]:
         """The forward passes whose output a backward pass has reached."""
         return [one for one in self.of(Forward) if one.is_trained_on]

@@ -95,12 +95,11 @@ def _description(container: Any, num_entries: float) -> str:
     """Describe what a container keeps in each step; nothing if that is little."""
     values = list(container.values() if isinstance(container, dict) else container)
     newest = tree_leaves(values[-1:])
-    # An entry of several vectors is one sample, as of a replay memory.
-    least = 1 + (len(newest) > 1)
     shapes = [
         list(one.shape)
         for one in newest
-        if isinstance(one, Tensor) and (one.dim() >= least or one.grad_fn)
+        # An entry of several vectors is one sample, as of a replay memory.
+        if isinstance(one, Tensor) and (one.dim() > (len(newest) > 1) or one.grad_fn)
     ]
     num_bytes = num_entries * sum(getattr(one, "nbytes", 0) or sys.getsizeof(one) for one in newest)
     if shapes:

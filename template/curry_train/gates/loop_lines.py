@@ -43,17 +43,13 @@ def users_line(*inside: str) -> str:
 
 def later_line(pattern: str) -> str:
     """Return a line with a pattern that follows in a function which runs, or nothing."""
-    return next(
-        (
-            place_of(frame.f_code.co_filename, number)
-            for frame in users_frames()
-            for _, _, number in frame.f_code.co_lines()
-            if number
-            and number > frame.f_lineno
-            and re.search(pattern, linecache.getline(frame.f_code.co_filename, number))
-        ),
-        "",
-    )
+    for frame in users_frames():
+        file = frame.f_code.co_filename
+        for _, _, number in frame.f_code.co_lines():
+            is_later = number and number > frame.f_lineno
+            if is_later and re.search(pattern, linecache.getline(file, number)):
+                return place_of(file, number)
+    return ""
 
 
 def users_files() -> list[str]:

@@ -135,7 +135,8 @@ def optimizer(trace: Trace) -> Faults:
     steps = trace.of(Step)
     if not steps:
         return
-    missing = _missing(trace) | trace.bare
+    # With leaves that are in no module.
+    missing = _missing(trace) | trace.living.keys() - trace.names.keys() - trace.held
     origin = steps[-1].origin
     seen = set[Tensor]()
     for first, *_ in trace.by_optimizer:
@@ -310,10 +311,9 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
     still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
-    are_set = len({sum(step.rates) for step in steps}) > 2
     for group in steps[0].optimizer.param_groups:
         # A schedule, or the loop that sets the rates, may let a part of the model wait.
-        if not group["lr"] and group.get("initial_lr", are_set):
+        if not group["lr"] and group.get("initial_lr", len({sum(it.rates) for it in steps}) > 2):
             still -= {*group["params"]}
     if moved and still and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"

@@ -432,8 +432,8 @@ class Recorder:
     def _name_of_optimizer(self, optimizer: Optimizer) -> str:
         """Return a name, which is that of an earlier one that had the same parameters."""
         kind = type(optimizer).__name__
-        ids = [id(one) for group in optimizer.param_groups for one in group["params"]]
-        return self._name_of((kind, *ids), kind)
+        own = [one for group in optimizer.param_groups for one in group["params"]]
+        return self._name_of((kind, *own), kind)
 
     def _of_optimizer(
         self, optimizer: Optimizer, path: str
