@@ -5,6 +5,7 @@ python -m pytest tests/primitives/test_recompute_contract.py
 
 import pytest
 import torch
+from peer_table import Block
 from torch import nn
 from toy_steps import drawn, square_sum, stacked
 
@@ -14,29 +15,16 @@ from curry_train.primitives import CheckpointConfig, Recompute, choose_segments,
 from curry_train.workloads.models import snn
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 32)
-        self.norm = nn.BatchNorm1d(32)
-        self.last = nn.Linear(32, 8)
-
-    def forward(self, x, *, scale=1.0):
-        return x + scale * self.last(torch.nn.functional.gelu(self.norm(self.first(x))))
-
-
-@pytest.fixture
-def block():
-    torch.manual_seed(0)
-    return Block()
-
-
 @pytest.fixture
 def batch():
     return drawn(16, 8)
 
 
 # Refusals and their messages.
+
+
+def in_ddp(block):
+    return nn.parallel.DistributedDataParallel(block)
 
 
 def with_own_forward(block):
@@ -56,15 +44,16 @@ def compiled_already(block):
             Recompute,
             "already, and a second wrapper would run its forward three times; wrap it once$",
         ),
+        (in_ddp, "wrap the blocks before DistributedDataParallel"),
         (with_own_forward, "has a forward of its own on the instance"),
         (compiled_already, "wrap first, compile afterwards"),
         (lambda block: nn.LazyLinear(3), "run one batch through it first"),
         (lambda block: "layer", "a module is needed, got str"),
     ],
 )
-def test_a_module_that_can_not_be_wrapped_is_refused(block, make, message):
+def test_a_module_that_can_not_be_wrapped_is_refused(make, message, pair_of_four_ranks):
     with pytest.raises(ValueError, match=message):
-        Recompute(make(block))
+        Recompute(make(Block()))
 
 
 @pytest.mark.parametrize(
@@ -75,12 +64,13 @@ def test_a_module_that_can_not_be_wrapped_is_refused(block, make, message):
         ({"determinism_check": "all"}, "^determinism_check: default or none, not 'all'$"),
     ],
 )
-def test_options_are_checked(block, options, message):
+def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
-        Recompute(block, **options)
+        Recompute(Block(), **options)
 
 
-def test_reentrant_is_refused_if_it_would_lose_gradients(block, batch):
+def test_reentrant_is_refused_if_it_would_lose_gradients(batch):
+    block = Block()
     with pytest.raises(
         ValueError,
         match=r"^no input of RecomputeBlock requires grad, and with use_reentrant=True its "

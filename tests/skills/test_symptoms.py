@@ -8,11 +8,8 @@ python -m pytest tests/skills/test_symptoms.py
 
 from functools import partial
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from toy_steps import drawn, square_sum, stacked
 
 from curry_train.bench.report import measure_levers
@@ -21,7 +18,7 @@ from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import grad_accum
 from curry_train.plan import Planner
-from curry_train.primitives import Recompute, recompute_blocks, recompute_segments
+from curry_train.primitives import recompute_blocks, recompute_segments
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
 
@@ -69,16 +66,6 @@ def test_fine_tuning_in_eval_mode_recomputes_nothing():
             module.eval()
     assert memory(model).held_bytes < 0.6 * memory(plain).held_bytes
     assert compare(step(plain), step(model)).bit_equal
-
-
-def test_recompute_around_ddp_is_refused():
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        wrapped = DistributedDataParallel(nn.Linear(16, 16))
-    finally:
-        dist.destroy_process_group()
-    with pytest.raises(ValueError, match="wrap the blocks before DistributedDataParallel"):
-        Recompute(wrapped)
 
 
 # Plans.
