@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+from constructs import Words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_models import Called
@@ -30,28 +31,12 @@ from curry_train.primitives import (
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
 
-CLASSES = 301
+CLASSES = 256
 # Sums of some hundred float32 terms in another order; half precision rounds each product once.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 # The head of a model, without an edit.
-
-
-class Model(nn.Module):
-    """A table, a block and a head with a bias."""
-
-    def __init__(self, tied=False, bias=True):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(CLASSES, 16)
-        self.body = nn.Linear(16, 16)
-        self.head = nn.Linear(16, CLASSES, bias=bias)
-        if tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.head(F.silu(self.body(self.table(tokens))))
 
 
 TOKENS = torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed(0))
@@ -61,7 +46,9 @@ def both(loss, *, dtype=torch.float64, tolerance=None, **options):
     """Compare a plain step with a changed one, and return what became of the logits."""
     records = []
     for apply in (lambda model: None, lambda model: apply_chunked_loss(model, chunk_tokens=20)):
-        model = Model(**options).to(dtype).train()
+        torch.manual_seed(0)
+        model = Words(**options).to(dtype).train()
+        model.norm = nn.Linear(16, 16, dtype=dtype)
         apply(model)
         records.append(record_step(model, TOKENS, loss))
     # This compares dtypes as well.
@@ -174,7 +161,7 @@ def test_an_index_picks_the_same_logits_and_terms(name):
     ],
 )
 def test_an_instrument_sees_the_same_step_in_chunks(instrument):
-    model = Model()
+    model = Words()
     apply_chunked_loss(model, chunk_tokens=20)
     found = []
     for around in (contextlib.nullcontext, instrument):
@@ -187,7 +174,7 @@ def test_an_instrument_sees_the_same_step_in_chunks(instrument):
 
 
 def test_a_chunk_has_as_many_tokens_as_asked_for():
-    model = Model()
+    model = Words()
     apply_chunked_loss(model, chunk_tokens=20)
     with Called() as called:
         flat_loss(model(TOKENS), TOKENS).backward()
@@ -197,7 +184,7 @@ def test_a_chunk_has_as_many_tokens_as_asked_for():
 
 def test_hooks_on_the_node_of_the_logits_run_in_backward():
     # FSDP2, module trackers and pipelines learn from them that backward has come this far.
-    model = Model()
+    model = Words()
     apply_chunked_loss(model)
     calls = []
     logits = model(TOKENS)
@@ -217,7 +204,7 @@ def test_loss_of_half_precision_has_the_dtype_of_torchs(tied, upcast):
         logits = model(tokens).float() if upcast else model(tokens)
         return F.cross_entropy(logits.view(-1, CLASSES), tokens.view(-1))
 
-    assert both(loss, dtype=torch.bfloat16, tied=tied).num_chunked == 1
+    assert both(loss, dtype=torch.bfloat16, is_tied=tied).num_chunked == 1
 
 
 @pytest.mark.parametrize("scale", [2.0, 1 / 30, 3e-8, 1e-13])
@@ -225,7 +212,7 @@ def test_scaled_logits_keep_every_digit_of_the_scale(scale):
     def loss(model, tokens):
         return F.cross_entropy(scale * model(tokens).flatten(0, 1), tokens.flatten())
 
-    assert both(loss, tolerance=1e-12, bias=False).num_chunked == 1
+    assert both(loss, tolerance=1e-12, is_tied=True).num_chunked == 1
 
 
 def test_written_logits_and_their_views_stay_in_step():
@@ -239,7 +226,7 @@ def test_written_logits_and_their_views_stay_in_step():
 
 
 def test_logits_asked_for_after_the_weight_changed_are_refused():
-    model = Model()
+    model = Words()
     apply_chunked_loss(model)
     logits = model(TOKENS)
     with torch.no_grad():
@@ -247,7 +234,7 @@ def test_logits_asked_for_after_the_weight_changed_are_refused():
     for use in (torch.Tensor.argmax, lambda y: flat_loss(y, TOKENS)):
         with pytest.raises(
             RuntimeError,
-            match=r"^the logits of a head in chunks, weight \(301, 16\), were read after "
+            match=r"^the logits of a head in chunks, weight \(256, 16\), were read after "
             r"its input, weight or bias had changed or was freed; compute the loss, and read logits"
             r", before that \(before optimizer.step\(\)\), shard the head with the model and not "
             "by itself, or use remove_chunked_loss$",
@@ -256,7 +243,8 @@ def test_logits_asked_for_after_the_weight_changed_are_refused():
 
 
 def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
-    bare, model = Model(), Model()
+    bare = Words()
+    model = copy.deepcopy(bare)
     assert apply_chunked_loss(model, head="he*", chunk_tokens=5) == ["head"]
     assert list(model.state_dict()) == list(bare.state_dict())
     assert [name for name, _ in model.named_parameters()] == [
@@ -277,7 +265,7 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
 
 @pytest.mark.parametrize("way", ["traced", "in shards"])
 def test_traced_code_and_a_head_in_shards_have_plain_logits(way, monkeypatch):
-    model = Model()
+    model = Words()
     apply_chunked_loss(model)
     if way == "traced":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -302,7 +290,7 @@ class Doubled(nn.Linear):
             "^Sequential has no output layer: no Linear is wider than all others and than its own "
             "input; name it with head=$",
         ),
-        (Model, {"head": "x"}, "^head 'x' matches no module; there are body, head$"),
+        (Words, {"head": "x"}, "^head 'x' matches no module; there are head$"),
         (
             lambda: Doubled(8, 32),
             {},
