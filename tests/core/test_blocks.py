@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from language_models import language_model
+from peer_table import Block
 from torch import nn
 from toy_steps import stacked
 
@@ -17,24 +18,15 @@ from curry_train.primitives import recompute_blocks
 from curry_train.workloads import load_workload
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-
-    def forward(self, x):
-        return x + self.inner(x)
-
-
 def encoder_and_decoder():
     model = nn.Module()
-    model.encoder = nn.ModuleList(Residual() for _ in range(2))
-    model.decoder = nn.ModuleDict({"a": Residual(), "b": Residual()})
+    model.encoder = nn.ModuleList(Block() for _ in range(2))
+    model.decoder = nn.ModuleDict({"a": Block(), "b": Block()})
     return model
 
 
 def stages(*depths):
-    return nn.Sequential(*(stacked(Residual, depth) for depth in depths))
+    return nn.Sequential(*(stacked(Block, depth) for depth in depths))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ def stages(*depths):
         (lambda: stages(2, 3), ["0.0", "0.1", "1.0", "1.1", "1.2"]),
         (encoder_and_decoder, ["encoder.0", "encoder.1", "decoder.a", "decoder.b"]),
         (
-            lambda: nn.Sequential(nn.Linear(4, 4), Residual(), Residual(), nn.Linear(4, 2)),
+            lambda: nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 2)),
             ["1", "2"],
         ),
         # Recurrent layers are single layers that keep every step.
@@ -70,7 +62,7 @@ def test_blocks_are_the_outermost_modules_that_repeat(build, blocks):
     "model",
     [
         nn.Linear(2, 2),
-        nn.Sequential(Residual(), nn.Linear(4, 2)),
+        nn.Sequential(Block(), nn.Linear(4, 2)),
         nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())),
     ],
     ids=["leaf", "one block", "no parameters"],
@@ -93,7 +85,7 @@ def test_single_layers_are_not_blocks_and_the_message_gives_the_reason():
         "layers.1",
         "layers.2",
     ]  # named, they are taken
-    model.blocks = nn.ModuleList([Residual(), Residual()])
+    model.blocks = nn.ModuleList([Block(), Block()])
     assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
 
 
@@ -111,7 +103,7 @@ def test_a_pattern_selects_the_outermost_matching_modules():
 
 
 def test_block_10_is_not_inside_block_1():
-    model = stacked(Residual, 11)
+    model = stacked(Block, 11)
     assert list(find_blocks(model)) == [str(index) for index in range(11)]
     assert list(find_blocks(model, "1*")) == ["1", "10"]
 
