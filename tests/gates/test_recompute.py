@@ -150,12 +150,6 @@ def disturbed(disturb):
     return squares(build, 8)
 
 
-@pytest.mark.parametrize("disturb", [growing_cache, counter])
-def test_a_recomputed_block_sees_its_state_of_the_first_call(disturb):
-    verdict = verdict_of(recompute.compare_training, Case(disturbed(disturb)))
-    assert verdict.passed, verdict
-
-
 def all_but_the_unfit(model, *, blocks):
     return recompute_blocks(model, blocks=["1", "3"])
 
