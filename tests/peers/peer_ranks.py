@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from curry_train.gates.two_ranks import GradientSyncs
+
 
 class Unused(Block):
     def add(self):
@@ -26,13 +28,14 @@ class Unused(Block):
 
 
 def two_steps(plain, model):
-    """Train on the rank's rows, and return the gradients of each step."""
+    """Train on the rank's rows, and return the collectives and gradients of each step."""
     rows = X[dist.get_rank() :: 2]
     found = []
     for _ in range(2):
         model.zero_grad()
-        loss_of(model(rows)).backward()
-        found.append([whole(weight.grad) for weight in plain.parameters()])
+        with GradientSyncs() as counted:
+            loss_of(model(rows)).backward()
+        found += [counted.num_calls, [whole(weight.grad) for weight in plain.parameters()]]
     return found
 
 
