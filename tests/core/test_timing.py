@@ -53,21 +53,6 @@ def test_every_setup_has_every_position_and_every_predecessor_equally_often(num_
         )  # an even slowdown of the machine affects all ways equally over two rounds
 
 
-def test_only_the_step_is_timed_and_warm_up_is_left_out():
-    clock, turns = Clock(), []
-    ways = [lambda: clock.take(1.0), lambda: clock.take(3.0)]
-    seconds = time_in_turns(
-        ways,
-        rounds=3,
-        warmup=2,
-        clock=clock,
-        before=lambda: clock.take(100.0),
-        tell=lambda turn, way: turns.append((turn, way)),
-    )
-    assert seconds == [[1.0] * 3, [3.0] * 3]
-    assert [turn for turn, _ in turns] == [-2, -2, -1, -1, 0, 0, 1, 1, 2, 2]
-
-
 def test_the_clock_waits_for_the_device_and_excludes_work_queued_before():
     clock, queue = Clock(), [7.0]  # work that was queued before
 
