@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from pages import fenced_blocks
+from peer_state import Dropping
 from torch import nn
 from torch.nn import functional as F
 from toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
@@ -35,23 +36,14 @@ def recipe(page):
     return names
 
 
-class Block(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm(16)
-        self.first = nn.Linear(16, 64)
-        self.last = nn.Linear(64, 16)
-
-    def forward(self, x):
-        return x + self.last(F.dropout(F.gelu(self.first(self.norm(x))), 0.2, self.training))
-
-
-X = drawn(32, 16)
+X = drawn(32, 8)
 
 
 def chain(change=lambda model: None, norm=nn.BatchNorm1d):
     torch.manual_seed(0)
-    model = stacked(lambda: Block(norm), 3)
+    model = stacked(Dropping, 3)
+    for block in model:
+        block.norm = norm(8)
     change(model)
     return model
 
