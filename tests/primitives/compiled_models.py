@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from peer_table import Chain
 from torch import nn
 from torch.nn import functional as F
 from toy_steps import drawn
@@ -18,7 +19,7 @@ TRACING = [  # torch's warnings while it traces
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
 ]
-WIDTH, ROWS = 32, 64
+WIDTH, ROWS = 8, 64
 
 
 def block_class(disturb=lambda h: h):
@@ -35,22 +36,8 @@ def block_class(disturb=lambda h: h):
     return Block
 
 
-class Net(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(block() for _ in range(2))
-
-    def forward(self, x):
-        x = torch.sigmoid(self.first(x))
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def build(block):
-    torch.manual_seed(0)
-    return Net(block)
+    return Chain(block, depth=2)
 
 
 def rows(size=ROWS):
