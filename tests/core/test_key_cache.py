@@ -62,9 +62,7 @@ def step(model, loss=loss):
         return record_step(model, TOKENS, loss)
 
 
-@pytest.mark.parametrize(
-    "change", [recompute_blocks, apply_sac], ids=lambda change: change.__name__
-)
+@pytest.mark.parametrize("change", [recompute_blocks, apply_sac])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_step_is_bit_equal_and_holds_as_much_as_without_a_cache(name, change):
     plain = built(name)

@@ -160,7 +160,7 @@ def of_layers(run):
     return Runs(run, *(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
 
 
-@pytest.mark.parametrize("run", MODELS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", MODELS)
 def test_the_peak_is_that_of_the_cpus_own_allocations(run):
     model = of_layers(run)
     x = torch.randn(ROWS, WIDTH)

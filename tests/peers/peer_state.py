@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import random
-import warnings
 from collections import deque
 from operator import attrgetter
 
@@ -406,7 +405,4 @@ def forward_mode(change):
             dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
             return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach()
 
-    with warnings.catch_warnings():
-        # Torch's own rules of derivatives are scripted.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        require_same(change, step)
+    require_same(change, step)

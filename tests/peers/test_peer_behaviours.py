@@ -13,10 +13,13 @@ import peer_ranks
 import peer_state  # noqa: F401
 import peer_surroundings  # noqa: F401
 import pytest
+from compiled_models import TRACING
 from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, error_of, rendered, torch_checkpoints
 from rank_calls import run_on_ranks
 from tree import ROOT
 
+# Of the compiler, of torch's own rules of derivatives, which are scripted, and of its anomaly mode.
+pytestmark = [*TRACING, pytest.mark.filterwarnings("ignore:Anomaly Detection|.torch.jit.script")]
 PAGE = ROOT / "skills/recompute/references/torch-checkpoint.md"
 IN_ONE_PROCESS = [pytest.param(one, id=one.name) for one in BEHAVIOURS if not one.on_ranks]
 
