@@ -98,32 +98,6 @@ def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
         linear_step([torch.ones(1, 2), torch.ones(0, 2)], loss=mean)
 
 
-def test_a_scaler_skips_the_step_and_the_schedule_stays():
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    window = next(GradientAccumulation(1).windows([torch.full((1, 2), 100.0)], count=len))
-    before = model.weight.clone()
-
-    def step():
-        return train_window(
-            model,
-            window,
-            lambda model, batch: model(batch).sum(),
-            optimizer,
-            scaler=scaler,
-            scheduler=scheduler,
-        )
-
-    assert not step().stepped
-    assert torch.equal(model.weight, before)
-    assert scheduler.last_epoch == 0
-    scaler.update(1.0)
-    assert step().stepped
-    assert scheduler.last_epoch == 1
-
-
 # Ranks that would diverge or hang raise an error.
 
 
