@@ -196,6 +196,12 @@ validate --gate recompute/everything        | no gate matches 'recompute/everyth
 validate --gate recomput                    | no gate matches 'recomput'; did you mean 'recompute'?
 validate --model mlp --blocks layers.*      | the pattern 'layers.*' matches no module; there are 0, 0.0
 validate --dtype int8                       | 'int8' is not one of
+validate --impl absent.sac:apply_sac        | can't import absent
+validate --impl apply_sac=made.py:absent    | made has no callable 'absent'
+validate --impl apply_sac=made.py:blocks    | the gates call apply_sac(model, *, blocks)
+validate --impl made                        | give package.module:function
+validate --impl aply_sac=made.py:blocks     | what it implements: did you mean 'apply_sac'?
+validate --impl math:sqrt                   | write NAME=math:sqrt, where NAME tells
 validate --no-such-option                   | No such option
 --no-such-option                            | No such option
 validate --modle mlp                        | No such option '--modle'. Did you mean '--model'?

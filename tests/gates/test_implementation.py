@@ -4,9 +4,6 @@ The implementations of each technique that are not ours stand in `foreign_<techn
 Run: `python -m pytest tests/gates/test_implementation.py`.
 """
 
-import sys
-from functools import partial
-
 import pytest
 from command_runs import flat, ran
 from saboteurs import case_of
@@ -14,7 +11,6 @@ from saboteurs import case_of
 from curry_train.gates.implementation import CONTRACTS, Implementation
 from curry_train.gates.verdict import discover, technique_of
 
-TWO_LAYERS = "shrink=2:transformer"
 FOREIGN = """
 from torch.utils.checkpoint import checkpoint
 
@@ -29,23 +25,7 @@ class Layers:
                     return run(*args, **kwargs)
                 return checkpoint(run, *args, use_reentrant=False, **kwargs)
             block.forward = forward
-
-def too_few(model):
-    pass
-
-def nothing(*args, **kwargs):
-    pass
 """
-
-
-@pytest.fixture
-def run(monkeypatch, tmp_path):
-    """Run the command in a folder with implementations."""
-    (tmp_path / "my_foreign.py").write_text(FOREIGN)
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield partial(ran, "validate", "--device", "cpu")
-    sys.modules.pop("my_foreign", None)
 
 
 def test_each_contract_is_taken_by_gates_of_one_technique_alone():
@@ -65,34 +45,15 @@ def test_gates_that_do_not_take_an_implementation_do_not_apply(name):
             assert "takes no --impl" in verdict.hint or f"and {name} was given" in verdict.hint
 
 
-def test_a_foreign_implementation_is_checked_in_place_of_ours(run):
-    options = ["--model", TWO_LAYERS, "--impl", "recompute_blocks=my_foreign:Layers.again"]
-    ended = run(*options, "--gate", "recompute/parity-full", "--gate", "recompute/flops")
+def test_a_foreign_implementation_is_checked_in_place_of_ours(monkeypatch, tmp_path):
+    (tmp_path / "my_foreign.py").write_text(FOREIGN)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["validate", "--device", "cpu", "--model", "shrink=2:transformer"]
+    words += ["--impl", "recompute_blocks=my_foreign:Layers.again"]
+    ended = ran(*words, "--gate", "recompute/parity-full", "--gate", "recompute/flops")
     assert "2 held, 0 failed, 0 not applicable" in ended.output
     assert "my_foreign:Layers.again in place of our recompute_blocks" in ended.output
     assert "2 gates ran your model, 2 its loss, 2 your implementation" in ended.output
-    ended = run(*options, "--gate", "recompute/parity-sequential", status=2)
+    ended = ran(*words, "--gate", "recompute/parity-sequential", status=2)
     assert "takes no --impl; it runs only without it" in flat(ended.stderr)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no_such_package.sac:apply_sac", "can't import no_such_package"),
-        ("apply_sac=my_foreign:no_such_name", "my_foreign has no callable 'no_such_name'"),
-        ("apply_sac=my_foreign:too_few", "the gates call apply_sac(model, *, blocks)"),
-        ("my_foreign", "give package.module:function"),
-        ("aply_sac=my_foreign:too_few", "what it implements: did you mean 'apply_sac'?"),
-    ],
-)
-def test_an_implementation_that_can_not_be_called_ends_with_2_and_one_sentence(text, message, run):
-    ended = run("--model", "mlp", "--gate", "sac", "--impl", text, status=2)
-    error = flat(ended.stderr)
-    assert message in error
-    assert error.startswith("Error: ")
-    assert "Traceback" not in ended.output
-
-
-def test_a_function_of_another_name_needs_one(run):
-    ended = run("--model", "mlp", "--impl", "math:sqrt", status=2)
-    assert "write NAME=math:sqrt, where NAME tells" in flat(ended.stderr)
