@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plan_models import squares
-from saboteurs import gates, verdict_of
+from saboteurs import case_of, gates, verdict_of
 from torch import nn
 from toy_steps import activated, stacked
 
@@ -98,6 +98,11 @@ def test_rounding_is_no_coupling_however_large():
     assert verdict.passed, verdict
     assert float(verdict.required.split()[2]) > 1e-5
     assert verdict_of(grad_accum.equal_windows, case, train_window=last_alone).passed is False
+
+
+def test_the_gate_of_scaled_windows_holds():
+    verdict = gates()["grad-accum/scaled"].run(case_of("mlp"))
+    assert verdict.passed, verdict
 
 
 def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared(monkeypatch):
