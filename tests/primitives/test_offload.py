@@ -68,20 +68,12 @@ class Views(torch.autograd.Function):
         return gradient, None
 
 
-class ViewBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.seen = nn.Parameter(torch.ones(32)), {}
-
-    def forward(self, x):
-        return Views.apply(x * self.weight, self.seen)
-
-
 def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset(batch):
-    model = nn.Sequential(ViewBlock())
+    seen = {}
+    linear = nn.Linear(32, 32)
+    model = nn.Sequential(Runs(lambda inner, x: Views.apply(inner[0](x), seen), linear))
     offload_blocks(model, blocks="0", keep_last=0)
     model(batch).sum().backward()
-    seen = model[0].seen
     for (value, stride, offset), back in zip(seen["saved"], seen["back"], strict=True):
         assert torch.equal(value, back)
         assert (back.stride(), back.storage_offset()) == (stride, offset)
@@ -128,21 +120,15 @@ def test_no_parameter_and_no_buffer_moves_though_another_module_owns_it(way):
 
 
 def test_small_sliced_and_sparse_tensors_stay(batch):
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(64, 32))
-            self.small = nn.Parameter(torch.ones(8))
-            self.complex = nn.Parameter(torch.ones(64, 32, dtype=torch.complex64))
+    def run(inner, x):
+        weight, small, complex_weight = inner[0]
+        sparse = torch.eye(64).to_sparse()
+        negative = (complex_weight * 2).conj().imag.sin()
+        product = torch.sparse.mm(sparse, x * weight + negative)
+        return product.sum() + torch.exp(small * 2).sum()
 
-        def forward(self, x):
-            sparse = torch.eye(64).to_sparse()
-            negative = (self.complex * 2).conj().imag.sin()
-            return torch.sparse.mm(sparse, x * self.weight + negative).sum() + (
-                torch.exp(self.small * 2).sum()
-            )
-
-    model = nn.Sequential(Block())
+    weights = torch.ones(64, 32), torch.ones(8), torch.ones(64, 32, dtype=torch.complex64)
+    model = nn.Sequential(Runs(run, nn.ParameterList(weights)))
     offload_blocks(model, blocks="0", keep_last=0)
     model(torch.randn(1024, 32)[64:128]).backward()
     assert set(offload_report(model).skipped) == {
