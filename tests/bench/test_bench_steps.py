@@ -262,24 +262,22 @@ def test_each_step_is_announced_prepared_and_waited_for(monkeypatch):
     events = []
     monkeypatch.setattr(steps, "wait_for", lambda device: events.append(device.type))
     rows = [SetupRow("one"), SetupRow("two")]
-    # The device is waited for once within a step.
-    seconds = {"one": 1, "two": 7, "cpu": 2, "before": 50}
     time_setups(
         [(row, lambda name=row.name: events.append(name)) for row in rows],
         Case(SMALL),
         rounds=2,
         warmup=1,
         before=lambda: events.append("before"),
-        clock=lambda: float(sum(seconds.get(event, 0) for event in events)),
+        clock=lambda: float(sum({"one": 1, "two": 9, "before": 50}.get(one, 0) for one in events)),
         tell=events.append,
     )
     assert " | ".join(events[:20]) == (
         "one: warm-up | before | cpu | one | cpu | two: warm-up | before | cpu | two | cpu | "
         "two: step 1 of 2 | before | cpu | two | cpu | one: step 1 of 2 | before | cpu | one | cpu"
     )
-    assert [row.seconds for row in rows] == [[3, 3], [9, 9]]
+    assert [row.seconds for row in rows] == [[1, 1], [9, 9]]
     assert rows[0].ratio is None
-    assert rows[1].ratio.median == 3
+    assert rows[1].ratio.median == 9
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Turns, medians and intervals of the timer, with literal figures.
+"""Turns, medians and intervals of the timer, with a planted clock.
 
 python -m pytest tests/core/test_timing.py
 """
@@ -18,7 +18,22 @@ from curry_train.core.timing import (
     find_device,
     order_of_rounds,
     paired_ratio,
+    time_in_turns,
 )
+
+
+class Clock:
+    """A clock that moves only when `take` is called."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def take(self, seconds):
+        self.now += seconds
+
 
 # Turns.
 
@@ -36,6 +51,22 @@ def test_every_setup_has_every_position_and_every_predecessor_equally_often(num_
         assert (
             back == row[::-1]
         )  # an even slowdown of the machine affects all ways equally over two rounds
+
+
+def test_the_clock_waits_for_the_device_and_excludes_work_queued_before():
+    clock, queue = Clock(), [7.0]  # work that was queued before
+
+    def wait():
+        clock.take(sum(queue))
+        queue.clear()
+
+    ways = [lambda: queue.append(1.0), lambda: queue.append(2.0)]
+    assert time_in_turns(ways, rounds=2, warmup=0, clock=clock, wait=wait) == [
+        [1.0, 1.0],
+        [2.0, 2.0],
+    ]
+    unwaited = time_in_turns(ways, rounds=2, warmup=0, clock=clock)
+    assert unwaited == [[0.0, 0.0], [0.0, 0.0]]  # the result of a benchmark that does not wait
 
 
 # Medians, ratios, intervals.

@@ -6,7 +6,7 @@ A round runs each way once. Rounds come in pairs, the second in reverse order, a
 with another way. Over a cycle every way has every position, and follows every other way, equally
 often.
 
-Proof: `python -m pytest tests/core/test_timing.py tests/bench/test_bench_steps.py`.
+Proof: `python -m pytest tests/core/test_timing.py`.
 """
 
 import math
