@@ -335,13 +335,13 @@ def _apply_to_hugging_face(trainer: Any, change: Change, check_size: CheckSize) 
         trainer.model_init = make_changed
 
 
+@dataclass(eq=False)
 class _LightningChange:
     """Changes a LightningModule between its `configure_model` and the wrapper of its strategy."""
 
-    def __init__(self, change: Change, check_size: CheckSize) -> None:
-        self._change = change
-        self._check_size = check_size
-        self._changed: Any = None
+    _change: Change
+    _check_size: CheckSize
+    _changed: Any = None
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         if stage == "fit" and module is not self._changed:

@@ -34,7 +34,7 @@ optimizer      | 1 | optimizer | model.h.0.ln.weight | eps of group 0 of AdamW i
 flipped moment | 2 | optimizer | model.head.weight | exp_avg of model.head.weight differs
 flipped weight | 2 | optimizer | model.head.weight | head.weight differs since the forward pass
 other optimizer | 1 | optimizer | model.h.0.ln.weight | renamed: AdamW is Adam in B
-two steps      | 3 | backward  | model.h.0.ln.weight | 1 times before this step in A and 0 in B
+two steps      | 3 | backward  | loss           | there are more backward calls in A than in B
 clipped        | 1 | gradients | model.h.0.ln.weight | clipping or scaling
 hooked         | 1 | gradients | model.head.bias | accumulation, a hook
 loss           | 1 | loss      | loop           | the loss is
@@ -186,6 +186,24 @@ def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):
                     second.step()
         records.append(read_fingerprints(tmp_path / str(steps)))
     assert locate(*records).headline == "step 3, optimizer: SGD-1 makes more steps in B than in A"
+
+
+def test_a_microbatch_without_backward_is_no_other_loss(tmp_path):
+    records = []
+    for lost in (0, 1):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        with record_run(tmp_path / str(lost)):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for number in range(6):
+                loss = model(torch.full((2, 4), float(number))).sum()
+                if number != 2 or not lost:
+                    loss.backward()
+                if number % 2:
+                    optimizer.step()
+        records.append(read_fingerprints(tmp_path / str(lost)))
+    expected = "step 2, backward: there are more backward calls in A than in B"
+    assert locate(*records).headline == expected
 
 
 def test_settings_of_an_optimizer_with_several_closures_in_a_step_are_named(tmp_path):

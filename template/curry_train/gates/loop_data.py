@@ -144,8 +144,9 @@ def _evaluated(trace: Trace) -> Iterator[Forward]:
     # Whether the next of the other forward passes of a model is in eval mode: statistics of norms
     # may be made anew before it.
     before_eval = dict[Any, bool]()
-    by_batch = attrgetter("module", "digests")
-    for _, several in itertools.groupby(reversed(trace.of(Forward)), by_batch):
+    for _, several in itertools.groupby(
+        reversed(trace.of(Forward)), attrgetter("module", "digests")
+    ):
         one, *more = several
         if one.is_trained_on or not one.training:
             before_eval[one.module] = not one.training

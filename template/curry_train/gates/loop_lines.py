@@ -41,13 +41,17 @@ def users_line(*inside: str) -> str:
     return "".join(users_lines(*inside)[:1])
 
 
-def later_line(pattern: str) -> str:
-    """Return a line with a pattern that follows in a function which runs, or nothing."""
+# A line that makes another optimizer or Trainer, or calls a function that trains.
+OF_TRAINING = r"(Adam\w*|SGD|optim\.\w+|Trainer)\(|(train|fit|tune|distill)\w*\([^)]"
+
+
+def later_stage() -> str:
+    """Return a line further down in a function that runs, if it may train more."""
     for frame in users_frames():
         file = frame.f_code.co_filename
         for _, _, number in frame.f_code.co_lines():
             is_later = number and number > frame.f_lineno
-            if is_later and re.search(pattern, linecache.getline(file, number)):
+            if is_later and re.search(OF_TRAINING, linecache.getline(file, number)):
                 return place_of(file, number)
     return ""
 

@@ -402,10 +402,10 @@ def wrongly_frozen(trace: Trace) -> Faults:
             places = [*trace.places(rf"\.{flag} *= *False"), ""]
             hint = "module.requires_grad_(False), or parameter.requires_grad = False for each"
             yield places[0], f"{flag} of a {type(one).__name__} freezes nothing", hint
-    adapters = [one for one, name in trace.names.items() if ".lora_" in name]
-    if adapters and not any(one.requires_grad for one in adapters):
+    adapters = {one.requires_grad for one, name in trace.names.items() if ".lora_" in name}
+    if adapters == {False}:
         hint = "freeze the other parameters alone; load an adapter with is_trainable=True"
-        yield trace.of(Step)[-1].origin, f"adapters are frozen: {trace.named(adapters)}", hint
+        yield trace.of(Step)[-1].origin, "all adapters (lora) are frozen", hint
 
 
 def alike(trace: Trace) -> Faults:

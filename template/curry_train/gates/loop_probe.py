@@ -14,9 +14,6 @@ from ..core.measure import as_trained
 from ..workloads.models import LIBRARIES
 from .loop_events import Faults, Forward, LossCall, Recording, Targets, tensors_of
 
-# Layers that reach over padding, whatever a mask is.
-REACHING = (nn.RNNBase, nn.modules.conv._ConvNd)
-
 
 def probe(trace: Recording) -> None:
     """Look for outputs that depend on what they must not, once for each model."""
@@ -64,7 +61,9 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
         )
     is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
     padded = _padded(tokens, trace.given.tensors)
-    if padded is None or any(isinstance(one, REACHING) for one in module.modules()):
+    # Some layers reach over padding, whatever a mask is.
+    kinds = nn.RNNBase | nn.modules.conv._ConvNd
+    if padded is None or any(isinstance(one, kinds) for one in module.modules()):
         return
     outputs, others = _outputs(trace, module, tokens, torch.where(padded, first, tokens))
     if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:

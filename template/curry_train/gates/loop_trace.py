@@ -56,7 +56,7 @@ from .loop_events import (
     world_size,
 )
 from .loop_growth import MADE_AT, Growth
-from .loop_lines import later_line, users_frames, users_line, users_lines
+from .loop_lines import later_stage, users_frames, users_line, users_lines
 from .loop_loss import (
     ADDED,
     ON_CLASSES,
@@ -87,9 +87,8 @@ from .loop_weights import (
 # A quick loop goes on to the second epoch, up to so many steps for each that was asked for.
 MORE_STEPS = 5
 MORE_SECONDS = 10.0
-# Up to so many where another stage of the training may follow, by a line that looks like it.
+# Up to so many where another stage of the training may follow.
 MOST_STEPS = 50
-OF_TRAINING = r"(Adam\w*|SGD|optim\.\w+|Trainer)\(|(train|fit|tune|distill)\w*\([^)]"
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
@@ -619,7 +618,7 @@ class Observer(Recording):
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
         if num_steps < self.num_steps:
             return sum(self.num_made.values()) >= MOST_STEPS * self.num_steps
-        self.later = later_line(OF_TRAINING)
+        self.later = later_stage()
         # Ranks must end at the same step, whatever time each has taken.
         is_late = world_size() > 1 or time.monotonic() - self.began > MORE_SECONDS
         if is_late or num_steps >= self.num_steps * (MOST_STEPS if self.later else MORE_STEPS):

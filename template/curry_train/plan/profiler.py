@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -328,13 +328,13 @@ def _device_of(model: nn.Module, expected: torch.device | str | None) -> torch.d
 # Apply a `CheckpointConfig` with what this room measures and loads: profiles and plan files.
 
 
+@dataclass
 class SelectiveCheckpointer:
     """Choose the layers that a configuration selects, and recompute them."""
 
-    def __init__(self, config: CheckpointConfig, profiler: MemoryProfiler | None = None) -> None:
-        self.config = config
-        self.profiler = profiler
-        self._layers: list[str] = []
+    config: CheckpointConfig
+    profiler: MemoryProfiler | None = None
+    _layers: Sequence[str] = field(default=(), init=False)
 
     def apply(
         self,

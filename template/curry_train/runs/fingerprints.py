@@ -403,7 +403,7 @@ class Recorder:
                 if one.grad is not None
             }
             found |= parameters | state
-        self._note("update", path, found, backward_calls=self.counts["loss", "loss"])
+        self._note("update", path, found)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.stepping -= 1

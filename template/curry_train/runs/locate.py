@@ -131,6 +131,8 @@ class Comparison:
         self.known = _names_of(a) & _names_of(self.b)
         # Step of the last observation, and whether the record is whole.
         self.ends = [(run[-1].get("step", 0), run[-1]["kind"] == "end") for run in (a, b)]
+        # Where a record ended early, its last step may lack that of an optimizer.
+        self.end = min(self.ends)[0] + ({*self.ends} == {(self.ends[0][0], True)})
         self.num_compared = 0
         self.last: Observation | None = None
         # The random generators that were equal once, and where they differ for the first time.
@@ -190,16 +192,15 @@ class Comparison:
                 lacking = [it for it in alone if it.removeprefix("gradient of ") in self.known]
                 names = [*sorted(lacking), *names]
             if names and not self._is_of_another_loader(one, other):
-                return self._more_steps(one["step"]) or self._describe(one, other, names)
+                return self._more_steps(
+                    one["step"] + (one["kind"] in ("loss", "update"))
+                ) or self._describe(one, other, names)
             num_rounded += bool(others)
             if one["kind"] != "state":
                 self.last = one
         if self.last is None:
             return Located("the records have nothing in common", {"phase": "nothing"})
-        # Where a record ended early, its last step may lack that of an optimizer.
-        if found := self._more_steps(
-            min(self.ends)[0] + ({*self.ends} == {(self.ends[0][0], True)})
-        ):
+        if found := self._more_steps(self.end):
             return found
         text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
         if num_rounded:
@@ -210,21 +211,25 @@ class Comparison:
         return Located(text, {}, list(self._of_the_runs()), self.num_compared)
 
     def _more_steps(self, end: int) -> Located | None:
-        """Name an optimizer that steps more often in one of two runs, in a step before `end`."""
+        """Name what one run does more often in a step before `end`: steps, or backward calls."""
+        end = min(end, self.end)
         steps = [
-            Counter((it["step"], it["path"]) for it in run if it["kind"] == "update")
+            Counter((it["step"], it["path"]) for it in run if it["kind"] in ("loss", "update"))
             for run in (self.a, self.b)
         ]
         paths = [{path for _, path in of_run} for of_run in steps]
         # Without optimizers that one run alone has under this name.
         most = (steps[0] | steps[1]).items()
-        for (step, path), _ in sorted(most, key=lambda item: (item[0][0], -item[1])):
+        for (step, path), _ in sorted(most, key=lambda it: (it[0][0], it[0][1] == "loss", -it[1])):
             more = steps[1][step, path] - steps[0][step, path]
             if more and step < end and path in paths[0] & paths[1]:
                 runs = "B than in A" if more > 0 else "A than in B"
+                phase, text = "optimizer", f"{path} makes more steps"
+                if path == "loss":
+                    phase, text = "backward", "there are more backward calls"
                 return Located(
-                    f"step {step}, optimizer: {path} makes more steps in {runs}",
-                    {"phase": "optimizer"},
+                    f"step {step}, {phase}: {text} in {runs}",
+                    {"step": step, "phase": phase, "path": path},
                     [],
                     self.num_compared,
                 )
@@ -353,10 +358,6 @@ class Comparison:
             if names[0] not in without["digests"]:
                 text = f"in {run} alone: {{what}}"
                 names = [name for name in names if name not in without["digests"]]
-        calls = [it.get("backward_calls") for it in pair]
-        if calls[0] != calls[1]:
-            phase = "backward"
-            text = f"backward runs {calls[0]} times before this step in A and {calls[1]} in B"
         when = "before the first step" if one["step"] == 1 else "since the step before"
         # Its modules have begun with equal parameters.
         when = when if what or phase != "optimizer" else "since the forward pass"

@@ -434,8 +434,9 @@ class LossSource:
     def __init__(self, root: nn.Module) -> None:
         self.root = root
         self.names = {one: name for name, one in root.named_modules()}
-        named = (*root.named_parameters(), *root.named_buffers())
-        self.tensors = {one: name for name, one in named}
+        self.tensors = {
+            one: name for name, one in (*root.named_parameters(), *root.named_buffers())
+        }
         self.batch: dict[str, Any] = {}
         # Objects of the script that can't be written.
         self.others: list[Any] = []
