@@ -4,6 +4,7 @@ Run: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import gc
+import sys
 from types import SimpleNamespace
 
 import faulty_loops
@@ -49,6 +50,13 @@ def test_a_fault_is_found_at_its_line(check, train):
     assert check in found, found
     assert found[check].measured.startswith(f"{loops.wrong_line(train)}: ")
     assert found[check].hint
+
+
+def test_another_file_with_a_variable_of_that_name_hides_no_growth(tmp_path, monkeypatch):
+    other = tmp_path / "other.py"
+    other.write_text("outputs = [1]\noutputs.pop()\n")
+    monkeypatch.setitem(sys.modules, "other", SimpleNamespace(__file__=str(other)))
+    assert "growth" in failed(faulty_loops.cache_of_outputs)
 
 
 class ByKeywords(nn.Linear):

@@ -32,7 +32,7 @@ BUDGETS = {
     f"{PACKAGE}/gates": 54,
     f"{PACKAGE}/cli": 48,
     PACKAGE: 288,
-    "tests": 275,
+    "tests": 272,
     "benchmarks": 53,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.

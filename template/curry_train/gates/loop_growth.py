@@ -83,12 +83,14 @@ class Growth:
             hooks = reference()
             if hooks is not None and number in hooks:
                 steps.setdefault(place, set()).add(num_steps)
-        hooks_kept = [
-            (place, "registers a hook in each step that is never removed")
-            for place, of_place in steps.items()
-            if len(of_place) >= FEWEST_INTERVALS
+        return [
+            *self.found.values(),
+            *(
+                (place, "registers a hook in each step that is never removed")
+                for place, of_place in steps.items()
+                if len(of_place) >= FEWEST_INTERVALS
+            ),
         ]
-        return [*self.found.values(), *hooks_kept]
 
 
 def _description(container: Any, num_entries: float) -> str:
@@ -140,8 +142,9 @@ def _lines_that_keep_graphs(last: int) -> list[str]:
 
 def _line_that_keeps(container: Any) -> str | None:
     """Return the line of the user's that adds to a container."""
-    places = (_line_that_adds_to(name, code) for name, code in _names(container))
-    return next(filter(None, places), None)
+    return next(
+        filter(None, (_line_that_adds_to(name, code) for name, code in _names(container))), None
+    )
 
 
 def _names(container: Any) -> Iterator[tuple[str, Any]]:
@@ -165,7 +168,7 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _line_that_adds_to(name: str, code: Any) -> str | None:
-    """Return the line that adds to a container, from which no line takes anything out."""
+    """Return the line that adds to a container, from which none of its file takes anything out."""
     word = rf"\b{re.escape(name)}\b"
     adds = re.compile(
         rf"{word}[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
@@ -179,17 +182,19 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     )
     anew = re.compile(rf"(\s+)[\w\s,.]*{word}[\w\s,.]*= (\[\]|\{{\}}|\w+\(\))")
     own = {number for _, _, number in code.co_lines()} if code else None
-    found = None
     for file in [code.co_filename] if code else users_files():
         lines = linecache.getlines(file)
-        loops: list[str] = []
+        found, loops = "", list[str]()
         for number, line in enumerate(lines, 1):
             if own is None or number in own:
                 begins = anew.match(line) if own else None
                 is_in_loop = begins and any(len(one) < len(begins[1]) for one in loops)
                 if is_in_loop or takes.search("".join(lines[number - 1 : number + 1])):
-                    return None
+                    break
                 loops += re.findall(r"^(\s*)(?:for|while)\b", line)
-                if found is None and adds.search(line):
+                if not found and adds.search(line):
                     found = place_of(file, number)
-    return found
+        else:
+            if found:
+                return found
+    return None
