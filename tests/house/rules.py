@@ -27,7 +27,7 @@ BUDGETS = {
     f"{PACKAGE}/primitives": 42,
     f"{PACKAGE}/runs": 51,
     f"{PACKAGE}/workloads": 20,
-    f"{PACKAGE}/plan": 49,
+    f"{PACKAGE}/plan": 48,
     f"{PACKAGE}/bench": 6,
     f"{PACKAGE}/gates": 54,
     f"{PACKAGE}/cli": 48,
