@@ -785,9 +785,10 @@ def decoder_given_its_targets():
 def ends_of_texts_ignored():
     model, optimizer = started(Language())
     for _ in range(4):
-        tokens = padded_tokens()
-        mask = tokens > 0
-        labels = tokens.masked_fill(~F.pad(mask[:, 1:], (0, 1)), -100)
+        tokens = F.pad(padded_tokens(), (0, 1))
+        labels = tokens.masked_fill(tokens == 0, -100)
+        # The first padding ends the text.
+        mask = F.pad(tokens > 0, (1, 0), value=True)[:, :-1]
         logits = model(tokens, attention_mask=mask)
         step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))  # here: tokens
 

@@ -109,6 +109,18 @@ def body_that_waits_for_its_rate():
         step(optimizer, loss_of(model, batch))
 
 
+def line_breaks_after_texts_ignored():
+    model, optimizer = started(Language())
+    for _ in range(4):
+        tokens = padded_tokens()
+        mask = tokens > 0
+        is_last = mask & ~F.pad(mask[:, 1:], (0, 1))
+        tokens = tokens.masked_fill(is_last, 9)
+        labels = tokens.masked_fill(is_last | ~mask, -100)
+        logits = model(tokens, attention_mask=mask)
+        step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))
+
+
 def compared_each_with_each():
     fit_values(lambda one, labels: (one.view(8, 1) - labels).abs().mean())
 

@@ -42,10 +42,6 @@ def targets(trace: Trace) -> Faults:
         for measured, hint in _wrong_tokens(one, one.model in known.union(trace.sees_all)):
             yield one, measured, hint
     fillers = Counter((one.place, one.filler) for one in found)
-    cut = [one for one in found if one.ignores_ends and one.same_as_input.get(1, 0) > 0.99]
-    if len(cut) >= FEWEST_STEPS:
-        hint = "give padding a token of its own: with that of the end, both are ignored"
-        yield cut[0], "the last token of each text is never a target", hint
     for (place, filler), number in fillers.items():
         if filler is not None and number >= FEWEST_STEPS:
             hint = f"set labels of padding to -100, or ignore_index={filler}"

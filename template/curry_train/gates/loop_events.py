@@ -179,8 +179,6 @@ class Targets(Event):
     filler: int | None = None
     # Whether a target counts where the attention mask of the forward pass is 0.
     counts_padding: bool = False
-    # Whether each row's last target is ignored, and the one before it counts.
-    ignores_ends: bool = False
 
 
 class Cut(Event):

@@ -99,14 +99,22 @@ def note_targets(trace: Recording, forward: Forward, target: Tensor, ignored: in
         return
     same = event.same_as_input = _same_as_input(targets, counted, tokens)
     if isinstance(mask, Tensor) and mask.shape == tokens.shape:
-        padding = mask[:, int(same.get(1, 0) > same.get(0, 0)) :] == 0
-        width = min(padding.shape[1], targets.shape[1])
-        padding, counted = padding[:, :width], counted[:, :width]
+        shift = int(same.get(1, 0) > same.get(0, 0))
+        width = min(tokens.shape[1] - shift, targets.shape[1])
+        ids, padding = (one[:, shift:][:, :width] for one in (tokens, mask == 0))
+        counted = counted[:, :width]
         event.counts_padding = bool((padding & counted).any())
         # The last place of each row that is not padding.
         ends = width - 1 - padding.int().flip(1).argmin(1, keepdim=True)
-        before = counted.gather(1, (ends - 1).clamp(0))
-        event.ignores_ends = bool(before.all() and not counted.gather(1, ends).any())
+        is_padding = ids[padding].unique().tolist() == ids.gather(1, ends).unique().tolist()
+        is_cut = is_padding and not counted.gather(1, ends).any()
+        if is_cut and trace.is_third("ends", event.place, event.at):
+            trace.fault(
+                "targets",
+                event,
+                "the last token of each text is never a target",
+                "give padding a token of its own: with that of the end, both are ignored",
+            )
 
 
 def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: int) -> None:
