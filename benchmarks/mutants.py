@@ -119,7 +119,7 @@ def count(technique: str, function: str | None) -> tuple[int, int]:
     chosen = [f"*{function}__mutmut_*"] if function else []
     _, output = run_module(folder, "mutmut", "run", *chosen)
     _, listed = run_module(folder, "mutmut", "results", "--all", "true")
-    # What became of each mutant.
+    # Killed, survived, timeout or the like, by the name of the mutant.
     found = dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
     counts = collections.Counter(found.values())
     run = counts.total() - counts["not checked"]
