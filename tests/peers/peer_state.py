@@ -145,9 +145,10 @@ class Remembering(Block):
         self.seen.append(self.calls)
         self.facts["rows"] += len(x)
         self.recent.append(self.calls)
-        if not hasattr(self, "noise"):
+        is_first = not hasattr(self, "noise")
+        if is_first:
             self.noise = torch.rand(8)
-        factor = self.calls + sum([*self.seen, *self.recent, *self.facts.values()])
+        factor = self.calls + is_first + sum([*self.seen, *self.recent, *self.facts.values()])
         return x + self.inner(x) * factor + self.total * self.noise
 
 

@@ -111,6 +111,7 @@ def test_the_loss_runs_in_chunks_of_the_planned_size():
     workload = Workload("head", lambda: nn.Linear(8, 64), lambda size: torch.randn(size, 8), loss)
     alone = replace(plans("mlp")[1], options={}, fingerprint={}, chunk_tokens=64, microbatch=64)
     assert peak_of(workload, replace(alone, chunk_tokens=1)) < peak_of(workload, alone)
+    assert alone.apply(nn.Sequential(nn.Linear(8, 64))) == ["0"]
 
 
 def test_messages_of_a_long_search_name_the_time_left(monkeypatch):
