@@ -767,6 +767,12 @@ def mask_inverted():
         step(optimizer, F.cross_entropy(logits, torch.randint(5, (6,))))
 
 
+def attention_to_padding():
+    model, optimizer = started(Attention(padding=0))
+    for tokens, labels in padded_batches():
+        step(optimizer, F.cross_entropy(model(tokens).mean(1), labels))  # here
+
+
 def padding_counts_without_a_mask():
     fit_language(Language(), batches=shifted(padded_tokens() for _ in range(10)))  # here: tokens
 
@@ -1234,7 +1240,8 @@ FAULTY = {
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         teacher_that_learns_from_its_student,
-        padding_counts_without_a_mask, recurrent_over_the_batch, attention_over_the_batch,
+        padding_counts_without_a_mask, attention_to_padding, recurrent_over_the_batch,
+        attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
         decoder_given_its_targets, ends_of_texts_ignored,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,

@@ -812,6 +812,22 @@ def attention_with_a_mask():
         step(optimizer, criterion(model(tokens, tokens != 0).flatten(0, 1), tokens.flatten() % 5))
 
 
+def padding_masked_by_the_model():
+    class Model(Attention):
+        def forward(self, tokens):
+            return super().forward(tokens, tokens > 0)[:, 0]
+
+    fit(Model(padding=0), None, padded_batches())
+
+
+def mean_over_words_and_padding():
+    class Words(nn.Embedding):
+        def forward(self, tokens):
+            return super().forward(tokens).mean(1)
+
+    fit(nn.Sequential(Words(50, 16, padding_idx=0), nn.Linear(16, 5)), None, padded_batches())
+
+
 def biases_before_a_norm():
     model = normed()
     fit(model, SGD(model.parameters(), 0.1, momentum=0.9))

@@ -326,14 +326,14 @@ def climb(model, changes=None):
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, padding=None):
         super().__init__()
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 5)
+        self.embed, self.head = nn.Embedding(50, 16, padding), nn.Linear(16, 5)
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
 
-    def forward(self, tokens, mask):
-        hidden = self.embed(tokens)
-        hidden, _ = self.attention(hidden, hidden, hidden, ~mask, need_weights=False)
+    def forward(self, tokens, mask=None):
+        hidden, ignored = self.embed(tokens), None if mask is None else ~mask
+        hidden, _ = self.attention(hidden, hidden, hidden, ignored, need_weights=False)
         return self.head(hidden)
 
 

@@ -4,14 +4,14 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import contextlib
-import inspect
-import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..core.measure import as_trained
-from ..workloads.models import LIBRARIES
 from .loop_events import Faults, Forward, LossCall, Recording, Targets, tensors_of
 
 
@@ -24,18 +24,19 @@ def probe(trace: Recording) -> None:
     trace.probed.append(forward.module)
     # A model may refuse to run in eval mode, or have other outputs in each call.
     with contextlib.suppress(Exception):
-        for fault in itertools.chain(_of_tokens(trace, forward), _of_samples(trace, forward)):
-            trace.fault("targets", *fault)
+        for find in (_of_tokens, _of_padding, _of_samples):
+            for fault in find(trace, forward):
+                trace.fault("targets", *fault)
 
 
 def _of_tokens(trace: Recording, forward: Forward) -> Faults:
-    """Find outputs that change with a later token or with padding."""
+    """Find outputs that change with a later token, or with the first one alone."""
     module, tokens, time = forward.module, forward.tokens, forward.time_dim
     if tokens is None or (last := tokens.shape[time] - 1) < 2:
         return
     # The first token in place of the last one.
     at = torch.arange(last + 1, device=tokens.device) % last
-    both = _outputs(trace, module, tokens, tokens.index_select(time, at))
+    both = _outputs(trace, module, _in_place_of(tokens, tokens.index_select(time, at)))
     # Cross-entropy takes outputs whose last dimension is time, too.
     shape = both[0].shape
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
@@ -52,26 +53,48 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
     if (
         is_known
         and not torch.equal(tokens, mixed)
-        and torch.equal(*_outputs(trace, module, tokens, mixed))
+        and torch.equal(*_outputs(trace, module, _in_place_of(tokens, mixed)))
     ):
         yield (
             forward,
             "the outputs of the model depend on the first token alone",
             "use the output at the last token, or attention without a causal mask",
         )
-    is_users = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
+
+
+def _of_padding(trace: Recording, forward: Forward) -> Faults:
+    """Find outputs that change where the padding behind a sample is cut off."""
+    modules, tokens = [*forward.module.modules()], forward.tokens
+    if tokens is None:
+        return
+    attends = [one for one in modules if "Attention" in type(one).__name__]
     padded = _padded(tokens, trace.given.tensors)
+    # A mean over words, with those of padding, may be meant.
+    is_mixed = bool(attends) or padded is not None
+    if padded is None and all(getattr(one, "batch_first", True) for one in attends):
+        fillers = {one.padding_idx for one in modules if isinstance(one, nn.Embedding)}
+        padded = _padded(tokens, (tokens != one for one in fillers if one is not None))
     # Some layers reach over padding, whatever a mask is.
     kinds = nn.RNNBase | nn.modules.conv._ConvNd
-    if padded is None or any(isinstance(one, kinds) for one in module.modules()):
+    if padded is None or any(isinstance(one, kinds) for one in modules):
         return
-    outputs, others = _outputs(trace, module, tokens, torch.where(padded, first, tokens))
-    if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
-        outputs, others = outputs[~padded], others[~padded]
-    elif outputs.dim() != 2 or not is_users:
-        return
-    if _differ(outputs, others):
-        hint = "look at the mask of the attention: which value of it stands for padding?"
+    row = int(padded.sum(1).argmax())
+    length = int((~padded[row]).sum())
+
+    def cut(one: Any) -> Any:
+        """Keep the shortest sample, without its padding."""
+        if not isinstance(one, Tensor) or one.shape[:1] != tokens.shape[:1]:
+            return one
+        rows = one[row : row + 1]
+        return rows[:, :length] if one.shape[:2] == tokens.shape else rows
+
+    outputs, others = _outputs(trace, forward.module, cut)
+    outputs = cut(outputs)
+    is_mixed |= outputs.dim() == 3
+    # Sums in half precision may depend on the number of samples.
+    is_same = outputs.shape == others.shape and outputs.itemsize > 2
+    if is_mixed and is_same and _differ(outputs, others):
+        hint = "give the attention a mask of the padding; which of its values stands for that?"
         yield forward, "the outputs of the model change with the padding", hint
 
 
@@ -87,7 +110,7 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
         return
     # A recurrent layer sees no later steps.
     changed = torch.cat([given[-1:], given[1:]])
-    outputs, others = _outputs(trace, forward.module, given, changed)
+    outputs, others = _outputs(trace, forward.module, _in_place_of(given, changed))
     if outputs.shape[:1] != given.shape[:1]:
         return
     if _differ(outputs[1:], others[1:]):
@@ -116,21 +139,20 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
 
 
 def _outputs(
-    trace: Recording, module: nn.Module, given: Tensor, other: Tensor
+    trace: Recording, module: nn.Module, change: Callable[[Any], Any]
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a model for a tensor that it was given, and for another one.
+    """Return the output of a model for what it was given, and for that with a change.
 
     It raises where the same input gives another output.
     """
-    call = trace.given
+    given = trace.given.args[1:], trace.given.options
     outputs = []
     trace.depth += 1
     try:
         with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
             module.eval()
-            for value in (given, given, other):
-                words = {k: value if v is given else v for k, v in call.options.items()}
-                output = module(*(value if one is given else one for one in call.args[1:]), **words)
+            for args, words in (given, given, tree_map(change, given)):
+                output = module(*args, **words)
                 logits = (
                     one
                     for one in tensors_of(output)
@@ -145,9 +167,13 @@ def _outputs(
     return again, changed
 
 
-def _padded(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
-    """Return where tokens are padding at the end, by a mask among what a model was given."""
-    for mask in given:
+def _in_place_of(given: Tensor, other: Tensor) -> Callable[[Any], Any]:
+    return lambda one: other if one is given else one
+
+
+def _padded(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor | None:
+    """Return where tokens are padding at the end, by the first mask that shows it."""
+    for mask in masks:
         if mask.shape != tokens.shape or mask.max() > 1:
             continue
         differs = mask != mask[:, :1]
