@@ -748,6 +748,16 @@ def chosen_by_argmax():
     weighed(lambda logits: logits.argmax(1, True))  # here
 
 
+def best_weights_kept_without_a_copy():
+    model, optimizer = started()
+    for inputs, labels in itertools.chain.from_iterable(itertools.repeat(loader())):
+        loss = F.cross_entropy(model(inputs), labels)
+        step(optimizer, loss)
+        if loss < 2:
+            best = model.state_dict()  # here
+    model.load_state_dict(best)
+
+
 def targets_with_a_gradient():
     model = classifier()
 
@@ -1217,7 +1227,7 @@ FAULTY = {
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
-        model_as_its_own_reference, adapter_frozen,
+        model_as_its_own_reference, adapter_frozen, best_weights_kept_without_a_copy,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,

@@ -29,6 +29,7 @@ from .loop_optimizers import (
     alike,
     clipping,
     its_own_reference,
+    kept_by_reference,
     made_anew,
     moves,
     never_stepped,
@@ -106,7 +107,7 @@ CHECKS = {
     ),
     "moves": Check(
         "trained parameters move, frozen ones do not",
-        (wrongly_frozen, alike, without_gradient, moves, its_own_reference),
+        (wrongly_frozen, alike, without_gradient, moves, its_own_reference, kept_by_reference),
     ),
     "schedule": Check(
         "one step of the schedule per optimizer step, after it",
