@@ -689,6 +689,15 @@ def penalty_without_a_graph():
         step(optimizer, loss + slope.square().sum())
 
 
+def step_after_the_first_microbatch():
+    model, optimizer = started()
+    for number, (inputs, labels) in enumerate(loader(96)):
+        half(model(inputs), labels).backward()
+        if number % 2 == 0:
+            optimizer.step()  # here
+            optimizer.zero_grad()
+
+
 def penalty_in_each_microbatch():
     accumulate(
         loss=lambda one, labels: half(one, labels) + 0.03 * one.square().mean()
@@ -1200,7 +1209,8 @@ def filled_sum_divided_twice():
 FAULTY = {
     "accumulation": [
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
-        mean_over_padding, mean_over_ignored_targets, window_over_the_end_of_an_epoch,
+        step_after_the_first_microbatch, mean_over_padding, mean_over_ignored_targets,
+        window_over_the_end_of_an_epoch,
         sums_over_own_tokens, backward_twice, last_loss_alone, running_total,
         same_batch_in_a_window, part_of_the_loss_as_a_number, penalty_without_a_graph,
         penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,

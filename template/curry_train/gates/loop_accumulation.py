@@ -32,8 +32,23 @@ def accumulation(trace: Trace) -> Faults:
         ]
         if len(faults) > 1 and all(faults):
             yield from faults[0]
+    for windows in trace.by_optimizer:
+        yield from _short_first(windows)
     if not is_known:
         raise NotApplicable("no window has several microbatches whose loss can be read")
+
+
+def _short_first(windows: Sequence[Step]) -> Faults:
+    """Find a first step that comes before the microbatches that its loss is divided by."""
+    first, *counts = (len(window.calls) for window in windows[:3])
+    divisors = [by for call in windows[0].calls for term in call.terms for by in term.divisors]
+    if len(counts) > 1 and first < counts[0] == counts[1] and counts[0] in divisors:
+        yield (
+            windows[0],
+            f"the first step comes after {first} of the {counts[0]} microbatches that its loss is "
+            "divided by",
+            f"step where (number + 1) % {counts[0]} == 0, for numbers from 0 on",
+        )
 
 
 def _wrong_alone(call: Backward, window: Step) -> Faults:
