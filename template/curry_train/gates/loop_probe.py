@@ -4,14 +4,14 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable
-from typing import Any
+import inspect
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.func import functional_call
 
 from ..core.measure import as_trained
+from ..workloads.models import LIBRARIES
 from .loop_events import Faults, Forward, LossCall, Recording, Targets, tensors_of
 
 
@@ -36,7 +36,7 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
         return
     # The first token in place of the last one.
     at = torch.arange(last + 1, device=tokens.device) % last
-    both = _outputs(trace, module, _in_place_of(tokens, tokens.index_select(time, at)))
+    both = _outputs(trace, module, tokens, tokens.index_select(time, at))
     # Cross-entropy takes outputs whose last dimension is time, too.
     shape = both[0].shape
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
@@ -53,7 +53,7 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
     if (
         is_known
         and not torch.equal(tokens, mixed)
-        and torch.equal(*_outputs(trace, module, _in_place_of(tokens, mixed)))
+        and torch.equal(*_outputs(trace, module, tokens, mixed))
     ):
         yield (
             forward,
@@ -63,37 +63,34 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
 
 
 def _of_padding(trace: Recording, forward: Forward) -> Faults:
-    """Find outputs that change where the padding behind a sample is cut off."""
-    modules, tokens = [*forward.module.modules()], forward.tokens
-    if tokens is None:
-        return
-    attends = [one for one in modules if "Attention" in type(one).__name__]
-    padded = _padded(tokens, trace.given.tensors)
-    # A mean over words, with those of padding, may be meant.
-    is_mixed = bool(attends) or padded is not None
-    if padded is None and all(getattr(one, "batch_first", True) for one in attends):
-        fillers = {one.padding_idx for one in modules if isinstance(one, nn.Embedding)}
-        padded = _padded(tokens, (tokens != one for one in fillers if one is not None))
+    """Find outputs that change with other tokens in place of padding, or another embedding."""
+    module, tokens = forward.module, forward.tokens
     # Some layers reach over padding, whatever a mask is.
     kinds = nn.RNNBase | nn.modules.conv._ConvNd
-    if padded is None or any(isinstance(one, kinds) for one in modules):
+    if tokens is None or any(isinstance(one, kinds) for one in module.modules()):
         return
-    row = int(padded.sum(1).argmax())
-    length = int((~padded[row]).sum())
-
-    def cut(one: Any) -> Any:
-        """Keep the shortest sample, without its padding."""
-        if not isinstance(one, Tensor) or one.shape[:1] != tokens.shape[:1]:
-            return one
-        rows = one[row : row + 1]
-        return rows[:, :length] if one.shape[:2] == tokens.shape else rows
-
-    outputs, others = _outputs(trace, forward.module, cut)
-    outputs = cut(outputs)
-    is_mixed |= outputs.dim() == 3
-    # Sums in half precision may depend on the number of samples.
-    is_same = outputs.shape == others.shape and outputs.itemsize > 2
-    if is_mixed and is_same and _differ(outputs, others):
+    other, weights = tokens, dict[str, Tensor]()
+    is_known = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
+    padded = _padded(tokens, trace.given.tensors)
+    if padded is not None:
+        other = torch.where(padded, tokens[:, :1], tokens)
+    # A mean over words and padding may be meant, but no attention to padding.
+    elif any("Attention" in type(one).__name__ for one in module.modules()):
+        is_known = True
+        for name, one in module.named_modules():
+            if isinstance(one, nn.Embedding) and (filler := one.padding_idx) is not None:
+                padded = _padded(tokens, [tokens != filler])
+                changed = one.weight.detach().clone()
+                changed[filler] = changed[filler - 1]
+                weights[f"{name}.weight"] = changed
+    if padded is None:
+        return
+    outputs, others = _outputs(trace, module, tokens, other, weights)
+    if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
+        outputs, others = outputs[~padded], others[~padded]
+    elif outputs.dim() != 2 or not is_known:
+        return
+    if _differ(outputs, others):
         hint = "give the attention a mask of the padding; which of its values stands for that?"
         yield forward, "the outputs of the model change with the padding", hint
 
@@ -110,7 +107,7 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
         return
     # A recurrent layer sees no later steps.
     changed = torch.cat([given[-1:], given[1:]])
-    outputs, others = _outputs(trace, forward.module, _in_place_of(given, changed))
+    outputs, others = _outputs(trace, forward.module, given, changed)
     if outputs.shape[:1] != given.shape[:1]:
         return
     if _differ(outputs[1:], others[1:]):
@@ -139,20 +136,28 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
 
 
 def _outputs(
-    trace: Recording, module: nn.Module, change: Callable[[Any], Any]
+    trace: Recording,
+    module: nn.Module,
+    given: Tensor,
+    other: Tensor,
+    weights: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a model for what it was given, and for that with a change.
+    """Return the output of a model for a tensor that it was given, and for another one.
+
+    For the other one it may have some other weights.
 
     It raises where the same input gives another output.
     """
-    given = trace.given.args[1:], trace.given.options
+    call = trace.given
     outputs = []
     trace.depth += 1
     try:
         with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
             module.eval()
-            for args, words in (given, given, tree_map(change, given)):
-                output = module(*args, **words)
+            for value, own in ((given, {}), (given, {}), (other, weights or {})):
+                words = {k: value if v is given else v for k, v in call.options.items()}
+                args = tuple(value if one is given else one for one in call.args[1:])
+                output = functional_call(module, own, args, words, tie_weights=False)
                 logits = (
                     one
                     for one in tensors_of(output)
@@ -167,13 +172,9 @@ def _outputs(
     return again, changed
 
 
-def _in_place_of(given: Tensor, other: Tensor) -> Callable[[Any], Any]:
-    return lambda one: other if one is given else one
-
-
-def _padded(tokens: Tensor, masks: Iterable[Tensor]) -> Tensor | None:
-    """Return where tokens are padding at the end, by the first mask that shows it."""
-    for mask in masks:
+def _padded(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
+    """Return where tokens are padding at the end, by a mask among what a model was given."""
+    for mask in given:
         if mask.shape != tokens.shape or mask.max() > 1:
             continue
         differs = mask != mask[:, :1]
