@@ -4,7 +4,6 @@ python -m pytest tests/bench/test_bench_steps.py
 """
 
 import itertools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,6 @@ from curry_train.bench.steps import (
     TrainingStep,
     failure,
     find_lever,
-    python_calls,
     time_setups,
 )
 from curry_train.plan import device as peak_rate
@@ -125,33 +123,6 @@ def test_a_lever_gets_the_named_blocks_and_a_microbatch():
     (sample,) = seen
     assert sample.blocks == ("layers.1",)
     assert batch_size(sample.batch) == 2
-
-
-@pytest.mark.parametrize(
-    ("is_divisible", "size", "taken"), [(True, 8, 2), (True, 1, 1), (False, 8, 8)]
-)
-def test_python_calls_are_those_of_one_step_after_the_first(is_divisible, size, taken):
-    def nothing():
-        return len("")
-
-    def calls(times):
-        def change(model, case):
-            assert (case.device, case.batch_size, torch.initial_seed()) == (CPU, taken, 3)
-            model[0].register_forward_hook(lambda *_: [nothing() for _ in range(times)] and None)
-
-        workload = replace(ROWS, is_divisible=is_divisible)
-        case = Case(workload, torch.device("meta"), batch_size=size, seed=3)
-        return python_calls(case, change)
-
-    def profile(*_):
-        pass
-
-    sys.setprofile(profile)
-    try:
-        assert calls(8) - calls(1) == 7
-        assert sys.getprofile() is profile
-    finally:
-        sys.setprofile(None)
 
 
 # Utilisation.

@@ -38,7 +38,6 @@ from .steps import (
     SetupRow,
     Tell,
     failure,
-    python_calls,
     require_plain,
     time_setups,
 )
@@ -72,8 +71,6 @@ class SavingsRow(SetupRow):
     largest_batch: int | None = None
     parity: str = ""
     worst_error: float | None = None
-    # Python calls of a step of one sample.
-    python_calls: int | None = None
     # Further figures that only this strategy has.
     facts: dict[str, float] = field(default_factory=dict)
     # Whether it moves tensors from memory to the same memory, as offload on a CPU does.
@@ -286,7 +283,6 @@ def _measure(
         facts = STRATEGIES[row.name].facts
         row.facts = {} if facts is None else facts(model)
         row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
-        row.python_calls = python_calls(case, lambda module, small: _apply(row.name, module, small))
     except (ValueError, RuntimeError) as error:
         row.outcome, row.why = failure(error, case)
         return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None

@@ -10,7 +10,6 @@ Proof: `python -m pytest tests/bench/test_bench_levers.py tests/bench/test_bench
 import contextlib
 import functools
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.generators import seeded, untouched
 from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step, tensors_in
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
@@ -346,36 +344,3 @@ class TrainingStep:
         microbatches = self.case.split(batch, sizes) if number > 1 else [batch]
         count = self.case.workload.count
         return next(GradientAccumulation(number).windows(microbatches, count=count))
-
-
-# Count the Python calls of one step, a measure of overhead that ignores machine load.
-
-
-def python_calls(case: Case, change: Callable[[nn.Module, Case], Any]) -> int:
-    """Count the Python calls in one step of a model after `change` is applied to it.
-
-    The step runs on the CPU, where backward stays in this thread, and on two samples at most: on
-    one, norms over the batch may refuse to train. A first step that is not counted does the work
-    that happens only once.
-    """
-    size = min(case.batch_size, 2) if case.workload.is_divisible else case.batch_size
-    case = replace(case, device=torch.device("cpu"), batch_size=size)
-    module = case.build()
-    batch = case.batch()
-    num_calls = 0
-    with seeded(case.seed):
-        change(module, case)
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal num_calls
-        num_calls += event == "call"
-
-    with untouched(module):
-        case.workload.mean_loss(module, batch).backward()
-        previous = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            case.workload.mean_loss(module, batch).backward()
-        finally:
-            sys.setprofile(previous)
-    return num_calls
