@@ -421,7 +421,7 @@ class Planter:
     def epsilon(self) -> Fault:
         path = self._one(self._of_class("Norm"))
         name = "variance_epsilon" if "variance_epsilon" in self.model[path] else "eps"
-        operations = ("norm", f"argument 1 is {self.model[path][name]} in A")
+        operations = ("norm", f"argument other is {self.model[path][name]} in A")
         return self._changed(path, name, self.model[path][name] * 2, operations)
 
     def flag(self) -> Fault:

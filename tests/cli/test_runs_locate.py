@@ -119,7 +119,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
     text = flat(locate("of/mine/A", "B", "--op", "--json", "found.json", status=1).stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
-    assert "aten.mul.Tensor (train.py:17): argument 1 is 1.0 in A and 1.5 in B" in text
+    assert "aten.mul.Tensor (train.py:17): argument other is 1.0 in A and 1.5 in B" in text
     result = read_json("found.json")
     place = {"step": 1, "phase": "forward", "path": "model", "call": 0}
     assert (result["place"], result["equal"]) == (place, False)

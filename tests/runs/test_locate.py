@@ -26,6 +26,7 @@ operation      | 1 | forward   | model.h.1      | in its own code after model.h.
 kernel         | 1 | forward   | model.h.1      | another input 0 of model.h.1.down, call 0
 backward       | 1 | backward  | model.h.1      | another gradient of output 0 of model.h.1.up
 weight         | 1 | state     | model.h.1.down.weight | before the first step (initialisation
+seed           | 1 | state     | model.h.0.up.weight | before the first step (initialisation
 tied           | 1 | state     | model.h.1.down.weight | before the first step (initialisation
 frozen         | 1 | gradients | model.h.1.ln.bias | in A alone: gradient of model.h.1.ln.bias
 stale weight   | 2 | state     | model.h.0.up.weight | since the step before (initialisation

@@ -476,7 +476,10 @@ class Operations(TorchDispatchMode):
             if recorder.is_on and recorder.exchange is not None:
                 recorder.exchange.add_noise(func, output)
             return output
-        given = leaves_of({**dict(enumerate(args)), **options})
+        arguments = func._schema.arguments
+        named = dict(zip((one.name for one in arguments), args, strict=False)) | options
+        defaults = {one.name: one.default_value for one in arguments if one.has_default_value()}
+        given = leaves_of(named)
         # New memory, and so its views, has any values; what a collective receives comes later. The
         # same bytes as another type are other values.
         is_new = func.is_view and func is not torch.ops.aten.view.dtype
@@ -488,7 +491,8 @@ class Operations(TorchDispatchMode):
         phase = "optimizer" if recorder.stepping else "forward"
         phase = "backward" if recorder.in_backward else phase
         output = func(*args, **options)
-        values = {name: one for name, one in given.items() if not isinstance(one, Tensor)}
+        plain = leaves_of(defaults | named).items()
+        values = {name: one for name, one in plain if not isinstance(one, Tensor)}
         # An operation that changes lists in place returns nothing: its inputs are the results.
         found = given if output is None else leaves_of(output)
         # So have the bytes in which a kernel keeps what its backward needs, next to its results.

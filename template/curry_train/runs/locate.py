@@ -143,7 +143,9 @@ class Comparison:
 
     def pairs(self) -> Iterator[Pair]:
         """Yield the observations of A that B has too, with those of B."""
-        for one in self.a:
+        # The initial weights come first: they are noted after the first batch was fetched.
+        initial = next((one for one in self.a if one["kind"] == "state"), None)
+        for one in sorted(self.a, key=lambda one: one is not initial):
             if other := self.in_b.get(place_of(one)) if one["kind"] in COMPARED else None:
                 yield one, other
 
