@@ -59,6 +59,7 @@ from loops import (
     texts_with_time_first,
     together,
     trial_step,
+    variational,
 )
 from torch import nn
 from torch.nn import functional as F
@@ -715,6 +716,10 @@ def masked_values_over_all():
     fit(Language(), None, texts(14), loss=loss)  # here: sample
 
 
+def generator_taught_by_its_judge():
+    adversarial(of_fakes=0)  # here: generator
+
+
 def trial_gradients_added():
     model = classifier()
     model[-1].requires_grad_(False)
@@ -755,6 +760,10 @@ def gate_detached():
 
 def chosen_by_argmax():
     weighed(lambda logits: logits.argmax(1, True))  # here
+
+
+def divergence_made_larger():
+    variational(0.5)  # here: divergence
 
 
 def best_weights_kept_without_a_copy():
@@ -1216,7 +1225,7 @@ FAULTY = {
         penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,
         filled_sum_divided_twice,
     ],
-    "sign": [gradient_ascent, not_finite, maximized],
+    "sign": [gradient_ascent, not_finite, maximized, divergence_made_larger],
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,
         gradients_of_the_generator, attack_left_in_the_gradients, extra_parameter_never_zeroed,
@@ -1267,7 +1276,7 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
-        mask_of_floats,
+        mask_of_floats, generator_taught_by_its_judge,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,

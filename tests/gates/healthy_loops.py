@@ -52,6 +52,7 @@ from loops import (
     texts_with_time_first,
     together,
     trial_step,
+    variational,
     with_values,
 )
 from torch import nn
@@ -826,6 +827,10 @@ def mean_over_words_and_padding():
             return super().forward(tokens).mean(1)
 
     fit(nn.Sequential(Words(50, 16, padding_idx=0), nn.Linear(16, 5)), None, padded_batches())
+
+
+def variational_autoencoder():
+    variational(-0.5)
 
 
 def biases_before_a_norm():

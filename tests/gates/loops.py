@@ -150,6 +150,20 @@ def accumulate_language(batches, **options):
     accumulate(Language(), None, batches, **options)
 
 
+def variational(weight):
+    """Train an autoencoder whose divergence from a normal distribution has this weight."""
+    encode, decode = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def loss(code, inputs):
+        mean, variance = code.chunk(2, 1)
+        drawn = mean + torch.randn(mean.shape) * (variance / 2).exp()
+        divergence = (1 + variance - mean.square() - variance.exp()).sum(1).mean()
+        return F.mse_loss(decode(drawn), inputs) + weight * divergence  # divergence
+
+    inputs = [(one, one) for one, _ in loader()]
+    fit(encode, adamw(nn.ModuleList([encode, decode])), inputs, loss=loss)
+
+
 def fit_values(loss):
     """Train a model with one value for each sample."""
     fit(classifier(classes=1), loss=loss)
@@ -480,7 +494,7 @@ def adversaries():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), classifier(classes=1)
 
 
-def adversarial(*, is_zeroed_late=False):
+def adversarial(*, is_zeroed_late=False, of_fakes=1):
     generator, judge = adversaries()
     of_generator, of_judge = adamw(generator), adamw(judge)
     ones = torch.ones(8, 1)
@@ -492,7 +506,7 @@ def adversarial(*, is_zeroed_late=False):
         F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones).backward()
         of_judge.step()  # judge
         (of_judge if is_zeroed_late else of_generator).zero_grad()
-        F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
+        F.binary_cross_entropy_with_logits(judge(fake), of_fakes * ones).backward()  # generator
         of_generator.step()
         if is_zeroed_late:
             of_generator.zero_grad()

@@ -18,6 +18,7 @@ from .loop_data import (
     mode,
     other_batches,
     recomputed_differently,
+    same_label,
     same_randomness,
     same_samples,
     targets,
@@ -130,7 +131,10 @@ CHECKS = {
     "autocast": Check("autocast around the forward pass alone"),
     "logits": Check("logits or log-probabilities, as the loss needs", (), LossCall, NO_LOSS),
     "targets": Check(
-        "targets that are to be learned, without padding", (targets,), LossCall | Targets, NO_LOSS
+        "targets that are to be learned, without padding",
+        (targets, same_label),
+        LossCall | Targets,
+        NO_LOSS,
     ),
     "mode": Check(
         "training mode in training, and only there",

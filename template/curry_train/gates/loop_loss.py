@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -357,6 +358,24 @@ def _inside(node: Any) -> list[tuple[Any, float]] | None:
         if by:
             return [(own[0], 1 / by if name == "Div" else by)]
     return None
+
+
+def is_endless(loss: Tensor) -> bool:
+    """Return whether a loss has a sum of x - exp(x) in it, and so falls without end."""
+    weights = defaultdict[Any, float](float)
+    left: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
+    while left:
+        node, factor = left.pop()
+        inner = _inside(node)
+        if operation(node) in ("Sum", "Mean"):
+            inner = inner or [(node.next_functions[0][0], 1.0)]
+        if inner is None:
+            weights[node] += factor
+        left += [(one, factor * times) for one, times in inner or ()]
+    return any(
+        operation(node) == "Exp" and factor < 0 < weights.get(node.next_functions[0][0], 0)
+        for node, factor in weights.items()
+    )
 
 
 def _saved(node: Any, name: str) -> Any:

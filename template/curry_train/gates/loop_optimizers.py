@@ -161,7 +161,8 @@ def optimizer(trace: Trace) -> Faults:
             f"in no optimizer, but with gradients: {trace.named(missing)}; the last step is at "
             f"{steps[-1].place}",
             "give the optimizer the parameters of the model that is trained, after it is moved, "
-            "wrapped or copied; freeze the others by requires_grad_(False)",
+            "wrapped or copied; keep layers in nn.ModuleList, not in a list, and tensors as "
+            "nn.Parameter; freeze the others by requires_grad_(False)",
         )
 
 
@@ -270,7 +271,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         hint = (
             "give it the parameters of the model that is trained, and a learning rate; where your "
             "code sets the rate, look at its first values; where gradients are 0, look for a loss "
-            "that is the same for all weights, as of equal rewards"
+            "that is the same for all weights, as of equal rewards, or of a ratio of new to old "
+            "probabilities that is always 1"
         )
         why = f"{_why_nothing_moves(steps)}, see {steps[0].place}"
         yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint

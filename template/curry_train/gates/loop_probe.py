@@ -116,8 +116,9 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
             isinstance(one, nn.RNNBase | nn.MultiheadAttention) and not one.batch_first
             for one in modules
         )
-        # Only a loader's batch is known to be of samples, and not of the nodes of a graph.
+        # A loader's batch and rows of tokens are known to be no nodes of a graph.
         is_loaded = any({*one.digests} & {*forward.digests} for one in trace.fetched.values())
+        is_loaded |= given is forward.tokens
         is_loaded &= all(getattr(one, "track_running_stats", True) for one in modules)
         hint = "look for a softmax, a sum, a view or a product over the samples in the model"
         if is_sequence:

@@ -55,7 +55,7 @@ from .loop_events import (
     tensors_of,
     world_size,
 )
-from .loop_growth import MADE_AT, Growth
+from .loop_growth import FORWARD, MADE_AT, Growth
 from .loop_lines import later_stage, users_frames, users_line, users_lines
 from .loop_loss import (
     ADDED,
@@ -64,6 +64,7 @@ from .loop_loss import (
     SCALE,
     TERM,
     digest,
+    is_endless,
     leaves,
     notes_on,
     term_of_call,
@@ -284,6 +285,7 @@ class Observer(Recording):
             )
         for one in outputs:
             notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
+            notes_on(one)[FORWARD] = event
             self._mark(one, event, "is_trained_on")
         labels = tokens_of(self.given.options.get("labels"))
         if labels is not None and any(
@@ -310,7 +312,13 @@ class Observer(Recording):
                 notes_on(value)[TERM] = term
             target = options["target"]
             columns = columns_of(next(iter(self.given.tensors), None), target)
-            event = self.note(LossCall, term=term, targets=digest(target), columns=columns)
+            event = self.note(
+                LossCall,
+                term=term,
+                targets=digest(target),
+                forward=notes_on(options["input"]).get(FORWARD),
+                columns=columns,
+            )
             self.loss_call = event
             for check, of_check in doubts.items():
                 for doubt in of_check:
@@ -453,6 +461,10 @@ class Observer(Recording):
                 )
                 measured = "a part of the loss changes and has no gradient"
                 self.fault("accumulation", place, measured, hint)
+        if is_endless(loss):
+            hint = "add -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum() to the loss"
+            measured = "the divergence to a normal distribution is made larger"
+            self.fault("sign", event, measured, hint)
         if not math.isfinite(event.value):
             self.fault("sign", event, f"the loss is {event.value}", LOOK)
         if torch.is_autocast_enabled(loss.device.type):
