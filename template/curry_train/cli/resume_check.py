@@ -60,7 +60,8 @@ def check_resume(
 
     straight = run("straight", num_steps, start)["steps"]
     if len(straight) < num_steps:
-        raise UnusableInput(f"it ended after {len(straight)} steps: give fewer --steps")
+        advice = "give fewer --steps" if straight else "it made no step of an optimizer"
+        raise UnusableInput(f"it ended after {len(straight)} steps: {advice}")
     try:
         killed = run("killed", kill_at, start)["steps"]
         states = straight[0]["generators"], killed[0]["generators"]
@@ -133,8 +134,8 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
     )
     if begun == 0:
         raise UnusableInput(
-            f"the second start began anew. Let the program save within {kill_at} steps, and give "
-            "what makes it resume by --resume-with"
+            f"the second start began anew. Let the program save within {kill_at - 1} steps, give "
+            "what makes it resume by --resume-with, and let it load that"
         )
     return begun
 
@@ -150,8 +151,8 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
         }
         if not parts and was["after"] != now["after"]:
             parts["result"] = (
-                "another one, with all else equal: some value, or an average of the weights, is in "
-                "no state_dict that is loaded"
+                "another one, with all else equal: some value, such as the number of the step or "
+                "an average of the weights, is not restored"
             )
         if not parts:
             continue

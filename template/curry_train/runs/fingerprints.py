@@ -660,8 +660,8 @@ def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dic
     path = Path(folder, f"rank-{rank}.jsonl")
     if not path.is_file():
         raise RunError(f"there is no {path}: record a run by `curry-train runs record`")
-    lines = path.read_text(encoding="utf-8").split("\n")
     try:
+        lines = path.read_text(encoding="utf-8").split("\n")
         found = [json.loads(line) for line in lines[:-1]]
     except ValueError as error:
         raise RunError(f"{path} is damaged, record it again: {error}") from error

@@ -143,9 +143,8 @@ class Comparison:
 
     def pairs(self) -> Iterator[Pair]:
         """Yield the observations of A that B has too, with those of B."""
-        # The initial weights come first: they are noted after the first batch was fetched.
-        initial = next((one for one in self.a if one["kind"] == "state"), None)
-        for one in sorted(self.a, key=lambda one: one is not initial):
+        # Initial weights come first: they are noted at the first call of their model.
+        for one in sorted(self.a, key=lambda one: one["kind"] != "state" or one["step"] > 1):
             if other := self.in_b.get(place_of(one)) if one["kind"] in COMPARED else None:
                 yield one, other
 
@@ -232,7 +231,7 @@ class Comparison:
                 return Located(
                     f"step {step}, {phase}: {text} in {runs}",
                     {"step": step, "phase": phase, "path": path},
-                    [],
+                    list(self._of_the_runs()),
                     self.num_compared,
                 )
         return None
