@@ -176,16 +176,25 @@ def run_as_main(file: str, arguments: Sequence[str]) -> None:
     path = Path(file).resolve()
     sys.argv = [file, *arguments]
     sys.path.insert(0, str(path.parent))
-    names = [path.stem]
-    root = path.parent
-    while (root / "__init__.py").is_file():
-        names.insert(0, root.name)
-        root = root.parent
-    if len(names) == 1 or not all(name.isidentifier() for name in names):
+    root, name = module_of(path)
+    if root == path.parent or not all(part.isidentifier() for part in name.split(".")):
         runpy.run_path(str(path), run_name="__main__")
         return
     sys.path.insert(1, str(root))
-    runpy.run_module(".".join(names), run_name="__main__", alter_sys=True)
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def module_of(file: Path) -> tuple[Path, str]:
+    """Return the folder from which a file can be imported, and its module name there.
+
+    Folders with an `__init__.py` are packages, and part of the module name.
+    """
+    folder = file.parent
+    names = [] if file.stem == "__init__" else [file.stem]
+    while (folder / "__init__.py").is_file():
+        names.insert(0, folder.name)
+        folder = folder.parent
+    return folder, ".".join(names)
 
 
 NO_CUDA_ADVICE = (
@@ -700,17 +709,13 @@ def _reaches(value: Any, trained: set[Tensor]) -> bool:
     left = [value]
     seen = set[Operation]()
     while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            left += one.values()
-        elif isinstance(one, list | tuple):
-            left += one
-        elif isinstance(one, MadeTensor) and one.operation not in seen:
-            seen.add(one.operation)
-            function = one.operation.function
+        made = {one.operation for one in tree_iter(left.pop()) if isinstance(one, MadeTensor)}
+        for operation in made - seen:
+            function = operation.function
             if isinstance(function, nn.Module) and trained & {*function.parameters()}:
                 return True
-            left += [one.operation.args, one.operation.options]
+            left += [operation.args, operation.options]
+        seen |= made
     return False
 
 

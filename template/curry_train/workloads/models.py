@@ -31,6 +31,9 @@ from .. import primitives
 from ..core.generators import seeded
 from ..core.wording import did_you_mean
 from ..primitives.cross_entropy import IGNORED_TARGET
+from .from_script import ScriptFailed, module_of, script_workload
+from .from_trainer import take_training
+from .optimizers import stepped_on_host
 from .shrink import split_shrink
 from .workload import (
     OutputLoss,
@@ -429,12 +432,9 @@ def is_taken(spec: str) -> bool:
 @functools.lru_cache(maxsize=4)
 def _taken_workload(spec: str, folder: Path) -> Workload:
     """Read a workload off the user's trainer or script, in this folder."""
-    # Imported here because most workloads come from a factory.
     text = spec.partition("=")[2]
     with seeded(0):
         if spec.startswith(SCRIPT_PREFIX):
-            from .from_script import ScriptFailed, script_workload
-
             text, *arguments = shlex.split(text)
             try:
                 return _tried(script_workload((text, *arguments)))
@@ -444,9 +444,6 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
                 ) from error
             except ValueError as error:
                 raise WorkloadError(f"{text}: {error}") from error
-
-        from .from_trainer import take_training
-        from .optimizers import stepped_on_host
 
         made = stepped_on_host()(load_object)(text)
         try:
@@ -494,7 +491,9 @@ def import_callable(spec: str) -> Callable[..., Any]:
     """Import `pkg.module:name` or `folder/file.py:name`; the name may be `Class.method`."""
     source, _, attribute = spec.rpartition(":")
     file = Path(source).expanduser().resolve() if source.endswith(".py") else None
-    folder, module_name = (Path.cwd(), source) if file is None else _located(file, spec)
+    if file is not None and not file.is_file():
+        raise WorkloadError(f"{spec}: there is no file {file}")
+    folder, module_name = (Path.cwd(), source) if file is None else module_of(file)
     # Another folder may have a file of this name too.
     if str(folder) not in (sys.path if file is None else sys.path[:1]):
         sys.path.insert(0, str(folder))
@@ -535,21 +534,6 @@ def import_callable(spec: str) -> Callable[..., Any]:
             f"{', '.join(found) or 'none'}"
         )
     return factory
-
-
-def _located(file: Path, spec: str) -> tuple[Path, str]:
-    """Return the folder from which a file can be imported, and its module name there.
-
-    Folders with an `__init__.py` are packages, and part of the module name.
-    """
-    if not file.is_file():
-        raise WorkloadError(f"{spec}: there is no file {file}")
-    folder = file.parent
-    names = [] if file.stem == "__init__" else [file.stem]
-    while (folder / "__init__.py").is_file():
-        names.insert(0, folder.name)
-        folder = folder.parent
-    return folder, ".".join(names)
 
 
 def _call(factory: Callable[[], Any], spec: str) -> Any:

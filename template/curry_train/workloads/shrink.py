@@ -33,34 +33,33 @@ class Shrink:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.note = ""
-        self._small: nn.Module | None = None
 
     def factory(self, factory: Callable[[], Any]) -> Callable[[], Any]:
         """Return a factory of a module, a module with a batch, or a workload."""
         once = functools.cache(lambda: self._made(factory))
 
         def small() -> Any:
-            made = once()
-            if isinstance(made, Workload):
-                return self.workload(made)
-            module = copy.deepcopy(self._small)
-            return (module, *made[1:]) if isinstance(made, tuple) else module
+            match once():
+                case nn.Module() as module:
+                    return copy.deepcopy(module)
+                case tuple((nn.Module() as module, *rest)):
+                    return (copy.deepcopy(module), *rest)
+                case Workload() as workload:
+                    return self.workload(workload)
+                case other:
+                    # The caller names what is wrong with it.
+                    return other
 
         return small
 
     def workload(self, workload: Workload) -> Workload:
         """Return the workload with modules of so many layers."""
-
-        def build() -> nn.Module:
-            if self._small is None:
-                self._made(workload.build)
-            return copy.deepcopy(self._small)  # type: ignore[return-value]
-
+        build = self.factory(workload.build)
         build()
         return replace(workload, build=build, notes=(*workload.notes, self.note))
 
     def _made(self, make: Callable[[], Any]) -> Any:
-        """Call the user's function, keep its module with so many layers, and return the rest."""
+        """Call the user's function, and return what it made with so many layers."""
         made, notes = None, list[str]()
         with contextlib.suppress(Exception), shrunk_configurations(self.num_layers, notes):
             made = make()
@@ -69,9 +68,7 @@ class Shrink:
             notes.clear()
             made = make()
         module = made[0] if isinstance(made, tuple) and made else made
-        # The caller names what is wrong with anything else.
         if isinstance(module, nn.Module):
-            self._small = module
             notes = notes or self._cut(module)
             self.note = "; ".join([*notes, "what the other layers need is not checked"])
         return made
