@@ -85,10 +85,10 @@ def test_an_automatic_cadence_decides_again_after_the_steps_that_it_has_counted(
 def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(store, caplog):
     state = new_state()
     config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=0.01)
-    with SavingPolicy(store, config) as policy:
-        for step in range(1, 12):
-            state.step = step
-            policy.after_step(step, state, {"loss": 1.0})
+    policy = SavingPolicy(store, config)
+    for step in range(1, 12):
+        state.step = step
+        policy.after_step(step, state, {"loss": 1.0})
     (message,) = [one for one in caplog.messages if "rollback_every" in one]
     assert re.search(
         r"saves have taken \d+% of the time of the steps, and overhead allows 1.00%", message

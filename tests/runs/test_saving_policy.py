@@ -37,8 +37,8 @@ def train_on(policy, state, until, *, dev=None):
 
 def test_cadences_retention_and_what_after_step_returns(store, tmp_path):
     state = new_state()
-    with SavingPolicy(store, OFTEN) as policy:
-        saved = train_on(policy, state, 20)
+    policy = SavingPolicy(store, OFTEN)
+    saved = train_on(policy, state, 20)
     assert [(one.kind, one.step) for one in saved[:4]] == [
         ("rollback", 2),
         ("rollback", 4),
@@ -52,17 +52,17 @@ def test_cadences_retention_and_what_after_step_returns(store, tmp_path):
 
 def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
     state = new_state()
-    with SavingPolicy(store, OFTEN) as policy:
-        train_on(policy, state, 20, dev={19: 0.1})
-        assert policy.resume(state, "before-17").saved.step == state.step == 16
-        assert SavedRun(tmp_path).latest().step == 16
-        train_on(policy, state, 20)
-        assert SavedRun(tmp_path).latest().step == 20
-        policy.turn_back(18)
-        assert steps(tmp_path, "rollback")[-1] == 16
-        assert SavedRun(tmp_path).latest().step == 18
-        state.step = 18
-        train_on(policy, state, 20)
+    policy = SavingPolicy(store, OFTEN)
+    train_on(policy, state, 20, dev={19: 0.1})
+    assert policy.resume(state, "before-17").saved.step == state.step == 16
+    assert SavedRun(tmp_path).latest().step == 16
+    train_on(policy, state, 20)
+    assert SavedRun(tmp_path).latest().step == 20
+    policy.turn_back(18)
+    assert steps(tmp_path, "rollback")[-1] == 16
+    assert SavedRun(tmp_path).latest().step == 18
+    state.step = 18
+    train_on(policy, state, 20)
     assert SavedRun(tmp_path).latest().step == 20
     assert steps(tmp_path, "best-k") == [19]
 
@@ -71,7 +71,8 @@ def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
 def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_background):
     """Resume at 6 of 10, and stop before, in the middle of and after the first save."""
     state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+    with Store(tmp_path) as store:
+        policy = SavingPolicy(store, OFTEN)
         train_on(policy, state, 10)
     names = [f"rollback/step-{step:08d}.dcp" for step in (8, 10)]
     before = [*map(SavedRun(tmp_path).verify, names)]
@@ -119,7 +120,8 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
 
 def test_the_last_step_is_saved_once(tmp_path):
     state = new_state()
-    with Store(tmp_path) as store, SavingPolicy(store, OFTEN) as policy:
+    with Store(tmp_path) as store:
+        policy = SavingPolicy(store, OFTEN)
         train_on(policy, state, 7)
         assert [(one.kind, one.step) for one in policy.save_now(7, state)] == [("recovery", 7)]
         assert policy.save_now(7, state) == []

@@ -51,7 +51,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_nan_in_any_tensor_is_not_saved_and_masks_and_nan_by_design_are(store, name):
+def test_nan_in_any_tensor_is_not_saved_and_masks_and_nan_by_design_are(store, name, caplog):
     find, value, message = DAMAGE[name]
     state = odd_state()
     policy = SavingPolicy(store, EACH_STEP)
@@ -61,7 +61,7 @@ def test_nan_in_any_tensor_is_not_saved_and_masks_and_nan_by_design_are(store, n
     find(state).view(-1)[:1] = torch.tensor([value]).to(find(state).dtype)
     assert policy.after_step(2, state, {"loss": 1.0}) == []
     assert policy.save_now(2, state) == []
-    assert policy.notes == [f"step 2 was not saved: {message}"] * 2
+    assert caplog.messages == [f"step 2 was not saved: {message}"] * 2
 
 
 def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(store, caplog):
@@ -88,8 +88,10 @@ def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(sto
         ({"loss": None}, None),
     ],
 )
-def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(store, metrics, wrong):
+def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(
+    store, caplog, metrics, wrong
+):
     policy = SavingPolicy(store, EACH_STEP)
     saved = policy.after_step(1, new_state(), metrics)
     assert ("rollback" in [one.kind for one in saved]) == (wrong is None)
-    assert policy.notes == ([f"step 1 was not saved: {wrong}"] if wrong else [])
+    assert caplog.messages == ([f"step 1 was not saved: {wrong}"] if wrong else [])

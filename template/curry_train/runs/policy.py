@@ -1,10 +1,12 @@
 """Decide at each step whether to save and what, and refuse a state that is not healthy.
 
-    with Store("runs/x") as store, SavingPolicy(store, PolicyConfig(rollback_every=100)) as policy:
+    with Store("runs/x") as store:
+        policy = SavingPolicy(store, PolicyConfig(rollback_every=100))
         policy.resume(state)
         for ... in ...:
             ...
             policy.after_step(state.step, state, {"loss": loss, "dev_loss": dev_loss})
+        policy.finish()
 
 A save is due every N steps, or within a bound on its overhead.
 
@@ -247,9 +249,8 @@ class SavingPolicy:
     """Applies a PolicyConfig to a store.
 
     With `saver`, saves run in the background, and `after_step` returns the checkpoints that were
-    committed since the last save. `notes` lists what was not saved, with the reason. `pruned` lists
-    what retention deleted, until the caller empties it. All ranks call together, with the same step
-    and metrics.
+    committed since the last save. `pruned` lists what retention deleted, until the caller empties
+    it. All ranks call together, with the same step and metrics.
     """
 
     def __init__(
@@ -262,7 +263,6 @@ class SavingPolicy:
         self.store = store
         self.config = config or PolicyConfig()
         self.saver = saver
-        self.notes: list[str] = []
         self.pruned: list[SavedCheckpoint] = []
         # Damaged states of this run that a resume has skipped; the first save deletes them.
         self._damaged: list[str] = []
@@ -273,13 +273,6 @@ class SavingPolicy:
         # `auto` keeps the bound itself, and one warning is enough.
         self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks().first
         self._cadence = Cadence(self.config, saver=saver)
-
-    def __enter__(self) -> "SavingPolicy":
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, at: Any) -> None:
-        if error is None:
-            self.finish()
 
     def resume(self, state: TrainingState, what: str | int = "latest") -> Resumed | None:
         """Load the checkpoint to resume from; return None where the run has none yet.
@@ -368,7 +361,7 @@ class SavingPolicy:
             lambda: what_is_wrong(taken, metrics, judged=judged, by_design=self._by_design)
         )
         if wrong:
-            self._note(f"step {step} was not saved: {wrong}")
+            logger.warning("step %d was not saved: %s", step, wrong)
             return []
         saved = self.finish()
         if kind is not None and not (self._last and self._last.step == step):
@@ -390,7 +383,7 @@ class SavingPolicy:
     ) -> list[SavedCheckpoint]:
         folder = folder_name(kind, step, metric)
         if Ranks().agree(lambda: self.store.is_saved(folder)):
-            self._note(f"{folder} was not saved: it already exists")
+            logger.warning("%s was not saved: it already exists", folder)
             return []
 
         self._begun = True
@@ -433,7 +426,3 @@ class SavingPolicy:
                 f"turn_back({step - 1}) to delete the states beyond"
             )
         self._entered = True
-
-    def _note(self, note: str) -> None:
-        self.notes.append(note)
-        logger.warning("%s", note)
