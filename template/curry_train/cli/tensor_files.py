@@ -26,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..core.measure import dense_parts
 from ..core.unpickle import PickleReader, RefusedPickle
 from ..core.wording import some_of
 
@@ -333,13 +334,9 @@ def _in_words(node: Any) -> str:
 
 
 def _found(name: str, tensor: Tensor) -> FoundTensor:
-    held = tensor
-    if tensor.layout is torch.sparse_coo:
-        held = tensor._values()
-    elif tensor.layout is not torch.strided:
-        held = tensor.values()
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return FoundTensor(name, tuple(tensor.shape), dtype, *_count_nonfinite(held))
+    values = dense_parts(tensor)[-1]
+    return FoundTensor(name, tuple(tensor.shape), dtype, *_count_nonfinite(values))
 
 
 def _count_nonfinite(tensor: Tensor) -> tuple[int, int]:

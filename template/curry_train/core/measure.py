@@ -358,7 +358,7 @@ def _storages(tensor: Tensor) -> list[Any]:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the indices and values of a sparse tensor, or the tensor itself."""
+    """Return the indices and, last, the values of a sparse tensor, or the tensor itself."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..core.measure import dense_parts
 from ..core.unpickle import DAMAGE, PickleReader
 from .ranks import reading
 
@@ -175,8 +176,7 @@ def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
         refuse_value(name, what)
     if not is_plain(tensor):
         if tensor.layout is not torch.strided:
-            is_coo = tensor.layout is torch.sparse_coo
-            tensors.inline[name] = tensor._values() if is_coo else tensor.values()
+            tensors.inline[name] = dense_parts(tensor)[-1]
         return _came_back(tensor.detach(), name)
     stored = tensors.add(tensor.detach().resolve_conj().resolve_neg(), name)
     device = None if tensor.device.type == "cpu" else tensor.device.type
