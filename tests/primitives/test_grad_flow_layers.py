@@ -20,9 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW
 from toy_steps import activated, drawn, stacked
 
+from curry_train.core.blocks import inside_wrappers
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_table, grad_flow_probe
-from curry_train.primitives.grad_flow_probe import compiled_modules, inner_of
+from curry_train.primitives.grad_flow_probe import compiled_modules
 
 
 @contextlib.contextmanager
@@ -312,7 +313,7 @@ def test_a_rank_that_shares_its_batch_with_no_group_is_noted(pair_of_four_ranks)
 def test_the_users_model_is_found_inside_of_wrappers(pair_of_four_ranks):
     model = build()
     wrapped = nn.parallel.DistributedDataParallel(torch.compile(model, backend="eager"))
-    assert inner_of(torch.compile(wrapped, backend="eager")) is model
+    assert inside_wrappers(torch.compile(wrapped, backend="eager")) is model
     assert compiled_modules(wrapped) == {*model.modules()}
     model[1].compile(backend="eager")
     assert compiled_modules(model) == {*model[1].modules()}

@@ -309,3 +309,20 @@ class CheckedTensor:
     def value(self) -> Tensor:
         check_unchanged(self.tensor, self.version)
         return self.tensor
+
+
+# The model inside of wrappers such as DDP and `torch.compile`.
+
+WRAPPED_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module that wrappers such as DDP and `torch.compile` hold."""
+    inner: Any = module
+    while inner is not None:
+        module = inner
+        names = ("module",) if isinstance(module, PARALLEL_WRAPPERS) else WRAPPED_ATTRIBUTES
+        held = [getattr(module, name, None) for name in names]
+        inner = next((one for one in held if isinstance(one, nn.Module)), None)
+    return module

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.blocks import inside_wrappers
 from .grad_flow_probe import (
     AT_STEP_COLUMN,
     CHANGE_COLUMN,
@@ -36,7 +37,6 @@ from .grad_flow_probe import (
     compiled_modules,
     dense,
     group_of_batch,
-    inner_of,
     is_divided,
     sums_of,
 )
@@ -228,7 +228,7 @@ class GradFlow:
         self.optimizers = [] if optimizer is None else optimizers_of(model, optimizer)
         self.records: list[StepFlow] = []
         self.next_step = 0
-        self._inner = inner_of(model)
+        self._inner = inside_wrappers(model)
         self._layers = choose_layers(self._inner, layers, blocks=blocks)
         self._scaler = scaler
         self._group = group

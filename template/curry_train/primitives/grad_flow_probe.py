@@ -148,17 +148,6 @@ def group_of_batch(model: nn.Module) -> Any:
     return mesh.get_group() if mesh.ndim == 1 else None
 
 
-def inner_of(model: nn.Module) -> nn.Module:
-    """Return the user's model inside DistributedDataParallel and `torch.compile` wrappers."""
-    while True:
-        inside = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inside = model.module
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside
-
-
 # Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
 
 SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")

@@ -28,12 +28,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from ..core.blocks import inside_wrappers
 from ..core.digest import digest, digest_rows, is_plain
 from ..core.generators import generator_digests, hash_of, unwatched
 from ..core.measure import backward_node
 from ..core.replaced_calls import replaced_calls
 from .history import run_facts
-from .parameters import bare_name, inside_wrappers
+from .parameters import bare_name
 from .ranks import RunError
 from .rounding import Exchange
 from .values import floats_of

@@ -11,10 +11,9 @@ from typing import Any
 
 from torch import nn
 
-# Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
+from ..core.blocks import PARALLEL_WRAPPERS, WRAPPED_ATTRIBUTES
 
-_WRAPPED_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+# Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
 
 
 def bare_name(model: nn.Module, name: str) -> str:
@@ -23,7 +22,7 @@ def bare_name(model: nn.Module, name: str) -> str:
     kept = [
         step
         for number, step in enumerate(steps)
-        if step not in _WRAPPED_ATTRIBUTES
+        if step not in WRAPPED_ATTRIBUTES
         and not (step == "module" and _is_parallel(model, steps[:number]))
     ]
     return ".".join(kept)
@@ -32,20 +31,9 @@ def bare_name(model: nn.Module, name: str) -> str:
 def _is_parallel(model: nn.Module, path: Sequence[str]) -> bool:
     # Some wrappers remove their attribute from names with hooks of their own.
     try:
-        return isinstance(model.get_submodule(".".join(path)), _PARALLEL_WRAPPERS)
+        return isinstance(model.get_submodule(".".join(path)), PARALLEL_WRAPPERS)
     except AttributeError:
         return False
-
-
-def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module that wrappers such as DDP and `torch.compile` hold."""
-    inner: Any = module
-    while inner is not None:
-        module = inner
-        names = ("module",) if isinstance(module, _PARALLEL_WRAPPERS) else _WRAPPED_ATTRIBUTES
-        held = [getattr(module, name, None) for name in names]
-        inner = next((one for one in held if isinstance(one, nn.Module)), None)
-    return module
 
 
 def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
+from ..core.blocks import inside_wrappers
 from ..core.replaced_calls import replaced_calls
 from .from_trainer import (
     Autocast,
@@ -342,7 +342,7 @@ class RunningScript:
         finally:
             self.depth -= 1
         if self.depth == 0:
-            self.recording.add(unwrapped(module), args, options, output)
+            self.recording.add(inside_wrappers(module), args, options, output)
         return output
 
     def _find_trainer(self, frame: Any) -> None:
@@ -422,13 +422,6 @@ class RunningScript:
         if not torch.distributed.is_initialized():
             start(backend, *args, **options)
             self._has_made_group = True
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside of DDP or DataParallel."""
-    while isinstance(module, DataParallel | DistributedDataParallel):
-        module = module.module
-    return module
 
 
 # Write what was recorded as the source of a loss.
@@ -725,7 +718,7 @@ def _root_of(recording: Recording, trained: set[Tensor], notes: list[str]) -> nn
     found = dict.fromkeys(called)
     for one in recording.variables:
         if isinstance(one, nn.Module):
-            found.setdefault(unwrapped(one))
+            found.setdefault(inside_wrappers(one))
     whole = [one for one in found if trained.issubset(one.parameters())]
     if whole:
         return min(whole, key=lambda one: sum(p.numel() for p in one.parameters()))
