@@ -26,6 +26,7 @@ from ..plan.timeline import measure_timeline
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_plan
+from .memory_page import course_of_plan, write_page
 from .options import (
     BLOCKS_OPTION,
     RESULTS_OPTION,
@@ -326,9 +327,6 @@ def _find_plan(
             show_message("drawing")
             plot_plan(planner, plan, plot_path)
         if page_path:
-            # Imported here because most plans are drawn on no page.
-            from .memory_page import course_of_plan, write_page
-
             write_page(course_of_plan(plan, planner.planned_timeline()), page_path)
     return plan, plain
 

@@ -5,8 +5,7 @@
     print([attempt.number for attempt in history.attempts])
 
 When an attempt begins at a step, all later steps of earlier attempts move to `superseded`. Figures
-are stored in arrays, so that a million steps take about 70 MB. Torch is imported only to collect
-facts, because listing runs should not take the seconds that its import takes.
+are stored in arrays, so that a million steps take about 70 MB.
 
 Proof: `python -m pytest tests/runs/test_journal_history.py tests/runs/test_journal_reading.py`.
 """
@@ -24,15 +23,14 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..core.wording import provenance
 from .files import StrPath
 from .journal import JOURNAL_FILE_NAME, OPENING_EVENT_KINDS, Event, event_number, read_events
 from .layout import find_run
-
-if TYPE_CHECKING:
-    import torch
 
 # Read the history of a run from its journal: attempts, steps and other events.
 
@@ -208,11 +206,9 @@ GIT_SECONDS = 10.0
 
 
 def run_facts(
-    config: Mapping[str, Any], *, device: "torch.device", world_size: int = 1
+    config: Mapping[str, Any], *, device: torch.device, world_size: int = 1
 ) -> dict[str, Any]:
     """Collect the facts of a run whose code is in the working directory."""
-    import torch
-
     known = provenance(device)
     environment = {
         "device": known["device"],
@@ -234,11 +230,9 @@ def run_facts(
     }
 
 
-def peak_bytes(device: "torch.device") -> int:
+def peak_bytes(device: torch.device) -> int:
     """Return peak allocated bytes on CUDA, or the peak resident memory of the process on CPU."""
     if device.type == "cuda":
-        import torch
-
         return int(torch.cuda.max_memory_allocated(device))
 
     import resource

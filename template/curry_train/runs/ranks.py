@@ -1,8 +1,7 @@
 """Let all ranks decide together, and raise the error of one rank on all of them.
 
 The first rank decides; every rank gets the result, or the error of any rank. The errors of this
-room stand here too. Torch is imported in the methods that use it, because listing and comparing
-runs needs only the errors, and importing torch takes seconds.
+room stand here too.
 
 Proof: `python -m pytest tests/runs/test_store.py tests/runs/test_store_ranks.py`.
 """
@@ -14,6 +13,9 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 # Errors of saving and loading; every message names the problem, the place and the remedy.
 
@@ -80,8 +82,6 @@ class Ranks:
     """The ranks of a process group (the default group if None), or one process without a group."""
 
     def __init__(self, group: Any = None) -> None:
-        import torch.distributed as dist
-
         self.group = group
         self.together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.together else 0
@@ -95,8 +95,6 @@ class Ranks:
 
         With a timeout in seconds it is a group of its own, which another thread may use.
         """
-        import torch.distributed as dist
-
         ranks = cls()
         if ranks.size == 1 or (timeout is None and dist.get_backend() != "nccl"):
             return ranks
@@ -143,9 +141,6 @@ class Ranks:
     def _reduced(self, numbers: Sequence[float], operation: str) -> list[float]:
         if self.size == 1:
             return list(numbers)
-        import torch
-        import torch.distributed as dist
-
         found = torch.tensor(numbers, dtype=torch.float64)
         with _other_ranks_answer():
             dist.all_reduce(found, getattr(dist.ReduceOp, operation), group=self.group)
@@ -158,8 +153,6 @@ class Ranks:
 
         `central` gets the results of all ranks and returns one result for each rank.
         """
-        import torch.distributed as dist
-
         if not self.together:
             return central([local()])[0]
         own_error: Exception | None = None
