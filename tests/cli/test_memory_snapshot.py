@@ -36,7 +36,7 @@ def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
     assert len(ended.output.splitlines()) <= 30
     found = results("memory", "--snapshot", recorded)
     assert sum(size for _, size in found["owners"]) == found["peak_allocated_bytes"]
-    reserved = sum(size for _, size in found["owners_of_reserved"])
+    reserved = sum(size for _, size in found["owners"]) + found["reserved_free_bytes"]
     assert reserved == found["reserved_at_peak_bytes"] <= found["peak_reserved_bytes"]
     assert [row["allocated"] for row in found["steps"]][1] == found["peak_allocated_bytes"]
 

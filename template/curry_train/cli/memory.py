@@ -58,7 +58,6 @@ MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
     """Return who owns the peak of one device of a snapshot, and what lowers it."""
     history = owned.history
-    owners = list(owned.owners.items())
     steps = []
     for start, end in owned.steps():
         step = {"first_event": start, "last_event": end}
@@ -75,12 +74,9 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
         "reserved_at_peak_bytes": history.reserved_at_peak,
         "peak_event": history.peak_index,
         "peak_phase": owned.peak_phase,
-        # They add up to the allocated peak, and with the free blocks to what is reserved then.
-        "owners": owners,
-        "owners_of_reserved": [
-            *owners,
-            (FREE_OWNER, history.reserved_at_peak - history.peak_allocated),
-        ],
+        # They add up to the allocated peak, and with the free bytes to what is reserved then.
+        "owners": list(owned.owners.items()),
+        "reserved_free_bytes": history.reserved_at_peak - history.peak_allocated,
         "lines": [asdict(line) for line in owned.lines()[:100]],
         "steps": steps,
         "levers": [asdict(lever) for lever in levers(owned)],
@@ -144,8 +140,8 @@ def text_of_device(name: str, found: dict[str, Any]) -> str:
                 blocks = "" if line["blocks"] == 1 else f" ({line['blocks']} blocks)"
                 code = printable(line["line"], longest=NAME_WIDTH - 2 - len(blocks))
                 rows.append(_row(f"  {code}{blocks}", line["bytes"], whole))
-    _, free = found["owners_of_reserved"][-1]
-    rows.append([f"{FREE_OWNER} (reserved, not allocated)", _mib(free), ""])
+    free = _mib(found["reserved_free_bytes"])
+    rows.append([f"{FREE_OWNER} (reserved, not allocated)", free, ""])
 
     lowering = [["what lowers the peak, by replay", "allocated", "reserved MiB"]]
     for lever in found["levers"]:

@@ -42,9 +42,7 @@ def estimate_disk(parameters: int, config: PolicyConfig, *, dtype: str) -> dict[
         "best": best,
         "kept": kept,
         "total": total,
-        # Of the new checkpoint, which is written before an old one is deleted.
-        "in_flight": checkpoint,
-        # The highest use of the volume at any moment.
+        # The highest use of the volume: a new one is written before an old one is deleted.
         "most": total + checkpoint,
     }
 
@@ -55,7 +53,7 @@ def estimate_table(found: Mapping[str, Any]) -> str:
         "one best-K checkpoint: weights only": found["best"],
         **{f"retained as {kind}": num_bytes for kind, num_bytes in found["kept"].items()},
         "retained in total": found["total"],
-        "extra while one is written": found["in_flight"],
+        "extra while one is written": found["checkpoint"],
         "space needed on the volume": found["most"],
     }
     # Disks are sold by powers of ten.

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..core.measure import dense_parts
 from ..core.unpickle import PickleReader, RefusedPickle
 from ..core.wording import some_of
+from ..runs.values import each_once
 
 # Elements that are looked at together; a view in another order than its storage is copied whole.
 MOST_ELEMENTS_AT_ONCE = 2**26
@@ -343,11 +344,8 @@ def _count_nonfinite(tensor: Tensor) -> tuple[int, int]:
     """Return the numbers of NaN and inf."""
     if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         return 0, 0
-    # A dimension with stride 0 repeats the same elements.
     size = tensor.numel()
-    for dim in range(tensor.dim()):
-        if tensor.stride(dim) == 0:
-            tensor = tensor.narrow(dim, 0, min(1, tensor.size(dim)))
+    tensor = each_once(tensor)
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError("a tensor overlaps with itself")
     repeats = size // max(1, tensor.numel())

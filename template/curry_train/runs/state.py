@@ -33,6 +33,7 @@ from .values import (
     CollectedTensors,
     Stored,
     decode,
+    each_once,
     elements_of,
     encode,
     is_expanded,
@@ -485,9 +486,4 @@ def _once(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     tensor = elements_of(value)
-    if not is_plain(tensor) or not is_expanded(tensor):
-        return tensor
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor[
-        tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
-    ]
+    return each_once(tensor) if is_plain(tensor) else tensor

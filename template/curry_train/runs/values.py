@@ -165,6 +165,16 @@ def is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
+def each_once(tensor: Tensor) -> Tensor:
+    """Return a view with each element in memory once: the first along dimensions of stride 0."""
+    if not is_expanded(tensor):
+        return tensor
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor[
+        tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
+    ]
+
+
 def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
     if not isinstance(tensor, Tensor):
         return tensor if _is_simple(tensor) else _came_back(tensor, name)
