@@ -161,8 +161,7 @@ class SteppedOnHost(torch.optim.Optimizer):
         self.optimizer_class = optimizer_class
         self.offload_gradients = offload_gradients
         self.minimal_size = minimal_size
-        own = {"optimizer_class": optimizer_class, "offload_gradients": offload_gradients}
-        super().__init__(self._part.param_groups, options | own | {"minimal_size": minimal_size})
+        super().__init__(self._part.param_groups, {})
         self.attach()
 
     def attach(self) -> None:

@@ -654,7 +654,7 @@ def _example_batch(module: nn.Module) -> Any:
         tokens = torch.randint(vocabulary, (8, SEQUENCE_LENGTH))
         is_class = type(module).__name__.endswith("ForSequenceClassification")
         labels = torch.randint(config.num_labels, (8,)) if is_class else tokens
-        return {"input_ids": tokens, "labels": labels, "use_cache": False}
+        return {"input_ids": tokens, "labels": labels}
     if type(module).__name__.endswith("ForImageClassification"):
         size = getattr(config, "image_size", None) or IMAGE_SIZE
         shape = (size, size) if isinstance(size, int) else tuple(size)
