@@ -198,6 +198,35 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
     assert f"    python {ROOT / 'scripts/curry_train.py'} gen-tests \\\n" in header
 
 
+OPAQUE = """
+import torch
+from torch import nn
+
+
+class Opaque:
+    def to(self, device):
+        return self
+
+
+class Reads(nn.Sequential):
+    def forward(self, opaque):
+        return super().forward(torch.ones(2, 4))
+
+
+def build():
+    return Reads(*(nn.Linear(4, 4) for _ in range(3))), Opaque()
+"""
+
+
+def test_a_batch_that_can_not_be_divided_sets_the_batch_size_of_the_file(repository, run):
+    (repository / "opaque.py").write_text(OPAQUE)
+    arguments = ["--model", "opaque.py:build", "--out", "tests/test_opaque.py"]
+    run(*arguments)
+    assert " batch_size=1,\n" in (repository / "tests/test_opaque.py").read_text()
+    refused = run(*arguments, "--batch-size", "3", status=2)
+    assert "build has one batch of 1, which can't be divided" in " ".join(refused.output.split())
+
+
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests/test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")

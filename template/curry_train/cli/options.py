@@ -246,11 +246,7 @@ def number_option(
     return click.option(*names, type=click.IntRange(least), default=default, help=text, **settings)
 
 
-def batch_size_option(default: int | None = None) -> OptionDecorator:
-    """Add `--batch-size`, the samples per step."""
-    return number_option("Samples per step.", "--batch-size", default=default, show_default=False)
-
-
+BATCH_SIZE_OPTION = number_option("Samples per step.", "--batch-size", show_default=False)
 SEED_OPTION = number_option(
     "Seed of weights, batch and dropout.", "--seed", default=0, least=0, show_default=False
 )
@@ -361,7 +357,7 @@ case_options = all_of(
     RESULTS_OPTION,
     with_values(_as_asked),
 )
-run_options = all_of(batch_size_option(), case_options)
+run_options = all_of(BATCH_SIZE_OPTION, case_options)
 
 
 def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:

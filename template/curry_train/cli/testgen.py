@@ -24,14 +24,16 @@ from ..gates.verdict import checked_globs
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
+    BATCH_SIZE_OPTION,
     BLOCKS_OPTION,
+    DEFAULT_BATCH_SIZE,
     DEVICE_OPTION,
     SEED_OPTION,
-    batch_size_option,
     dtype_option,
     model_option,
     output_option,
     program_option,
+    samples_of,
     settle_blocks,
 )
 from .screen import LIBRARY_FOLDERS, UnusableInput, flag, literal, render_template, screen_command
@@ -60,8 +62,7 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     The model and gates are loaded and run once first; a ValueError names what is wrong.
     """
     workload = load_workload(spec)
-    own_size = None if workload.is_divisible else workload.own_batch
-    size = own_size or options["batch_size"]
+    size = samples_of(workload, options["batch_size"], default=DEFAULT_BATCH_SIZE)
     case = Case(workload, batch_size=size, seed=options["seed"], blocks=options["blocks"])
     source = spec.removeprefix(TRAINER_PREFIX)
     file = source.rpartition(":")[0]
@@ -74,7 +75,7 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     device = options["device"]
     return render_template(
         Path(__file__).with_name("test_gates.py.jinja"),
-        recipe=options,
+        recipe=options | {"batch_size": size},
         source=source,
         spec=spec,
         mark=GENERATED_FILE_MARK,
@@ -142,7 +143,7 @@ def _path_expression(path: Path, out: Path) -> str:
 )
 @DEVICE_OPTION
 @dtype_option()
-@batch_size_option(default=4)
+@BATCH_SIZE_OPTION
 @SEED_OPTION
 @click.option(
     "--package",

@@ -1,6 +1,6 @@
 """Find loss spikes, and go back to before one without its samples.
 
-watchdog = SpikeWatchdog(SpikeConfig(patience=3))
+    watchdog = SpikeWatchdog(SpikeConfig(patience=3))
     for step in ...:
         if spike := watchdog.observe(step, loss):
             print(spike.words)
