@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..core.digest import digest
+from ..core.generators import hash_of
 from .files import Files
 from .format import readable
 from .layout import step_of
@@ -212,7 +212,7 @@ def versions_of(batch: Any) -> list[int]:
 def digest_of(state: TrainingState) -> str:
     """Return one digest of all parameters; every rank has to call this."""
     digests = [digest(one) for one in state.model.parameters()]
-    return digest(torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8))
+    return hash_of("".join(digests).encode())
 
 
 # Read a box, which somebody else may have forged.
