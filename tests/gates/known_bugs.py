@@ -21,13 +21,18 @@ from torch import nn
 from torch.nn import functional as F
 
 
+def accumulate_completions(loss):
+    """Train on windows of four completions of unequal length."""
+    accumulate_language(completions((15, 3, 9, 4) * 4), loss=loss, every=4)
+
+
 def trl_2617():
     """Completions of unequal length, each microbatch with its own mean."""
 
     def loss(logits, labels):
         return of_tokens(logits, labels) / 4  # here: tokens
 
-    accumulate_language(completions((15, 3, 9, 4) * 4), loss=loss, every=4)
+    accumulate_completions(loss)
 
 
 def trl_6024():
@@ -37,7 +42,7 @@ def trl_6024():
         losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(0), reduction="none")  # here
         return (losses * (labels != -100)).sum() / (2 * (15 + 3 + 9 + 4)) / 4
 
-    accumulate_language(completions((15, 3, 9, 4) * 4), loss=loss, every=4)
+    accumulate_completions(loss)
 
 
 def trl_6700():
@@ -60,7 +65,7 @@ def accelerate_1970():
 
 def transformers_37766():
     """A loss that ignores the number of items in the window, which its caller no longer divides."""
-    accumulate_language(completions((15, 3, 9, 4) * 4), loss=of_tokens, every=4)  # here: tokens
+    accumulate_completions(of_tokens)  # here: tokens
 
 
 def transformers_42489():
