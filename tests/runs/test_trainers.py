@@ -59,12 +59,10 @@ def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
     assert list(found.hashed.values()) == [2]
 
 
+# What else may be damaged is in tests/runs/test_store_damage.py, by the same functions.
 DAMAGE = {
-    "flip": lambda folder: flip(folder / "model.bin"),
     "flip in a folder below": lambda folder: flip(folder / "below/optimizer.bin", 3),
     "flip in the manifest": lambda folder: flip(folder / "manifest.json", 20),
-    "cut": lambda folder: (folder / "model.bin").write_bytes(b"\1" * 999),
-    "missing": lambda folder: (folder / "below/optimizer.bin").unlink(),
     "one file more": lambda folder: (folder / "more").write_bytes(b""),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
 }
