@@ -16,13 +16,7 @@ from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import expected_values, locate
 from curry_train.runs.rounding import Exchange, distances_of, is_rounding
-
-
-def in_two_sums(module, inputs):
-    """Multiply as two ranks with half of the inputs each."""
-    half = module.in_features // 2
-    first = F.linear(inputs[..., :half], module.weight[:, :half], module.bias)
-    return first + F.linear(inputs[..., half:], module.weight[:, half:])
+from locate import in_two_sums
 
 
 def recorded(folder, fault="", *, exchange=None, forward=nn.Linear.forward, dtype=torch.float32):
