@@ -4,6 +4,7 @@
 `python -m pytest tests/runs/test_spike.py -k trainings`.
 """
 
+import itertools
 import math
 
 import numpy
@@ -59,16 +60,9 @@ def small_training(seed, *, fault=None, at=None):
     return losses
 
 
-def first_alarm(losses, **config):
+def alarms(losses, **config):
     watchdog = SpikeWatchdog(SpikeConfig(**config))
-    return next(
-        (
-            spike
-            for step, loss in enumerate(losses, start=1)
-            if (spike := watchdog.observe(step, loss))
-        ),
-        None,
-    )
+    return [*filter(None, itertools.starmap(watchdog.observe, enumerate(losses, start=1)))]
 
 
 def planted_case(seed, fault):
@@ -89,8 +83,8 @@ def planted_case(seed, fault):
             break
     if due is None:
         return None
-    spike = first_alarm(losses)
-    return spike is not None and at <= spike.step <= due
+    found = alarms(losses)
+    return bool(found) and at <= found[0].step <= due
 
 
 def measure(num_healthy, num_planted):
@@ -98,7 +92,7 @@ def measure(num_healthy, num_planted):
     for seed in range(num_healthy):
         losses = small_training(seed)
         for patience in num_alarms:
-            num_alarms[patience] += first_alarm(losses, patience=patience) is not None
+            num_alarms[patience] += bool(alarms(losses, patience=patience))
     found = {}
     for fault in FAULTS:
         spikes = [

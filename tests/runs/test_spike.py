@@ -11,15 +11,7 @@ import pytest
 
 import spike_runs
 from curry_train.runs import SpikeConfig, SpikeWatchdog
-
-
-def alarms(losses, **config):
-    watchdog = SpikeWatchdog(SpikeConfig(**config))
-    return [
-        spike
-        for step, loss in enumerate(losses, start=1)
-        if (spike := watchdog.observe(step, loss))
-    ]
+from spike_runs import alarms
 
 
 def noisy(seed, shape, *, noise=0.1):
