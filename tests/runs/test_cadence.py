@@ -18,52 +18,41 @@ from curry_train.runs.policy import FIRST_SAVE_STEPS, SAVE_MARGIN_FACTOR, Cadenc
 @given(
     step=st.floats(1e-3, 60),
     save=st.floats(1e-3, 600),
+    late=st.floats(0, 600),
     overhead=st.floats(0.005, 1),
     spread=st.floats(0, 0.9),
     seed=st.integers(0, 9),
 )
-def test_the_bound_holds_at_every_save_but_the_first(step, save, overhead, spread, seed):
-    """Check steps of any length, with saves that take at most the expected time."""
+def test_the_bound_holds_after_every_save_but_the_first(step, save, late, overhead, spread, seed):
+    """Check steps of any length, with saves that take at most the expected time.
+
+    The step after a save in the background waits for its copy; this is charged to the save, or
+    each would seem cheap.
+    """
     cadence = Cadence(PolicyConfig("auto", overhead=overhead))
     saves = []
     saving = 0.0
     stepping = 0.0
+    stalled = 0.0
     generator = random.Random(seed)
     for number in range(400):
         seconds = step * generator.uniform(1 - spread, 1 + spread)
         stepping += seconds
-        cadence.stepped(seconds)
+        saving += stalled
+        cadence.stepped(seconds, stalled=stalled)
+        stalled = 0.0
         if cadence.steps_to_next() == 0:
             saving += save
             cadence.waited(save, save=True)
+            stalled = late
             saves.append(number)
-            assert len(saves) == 1 or saving <= overhead * stepping * (1 + 1e-9)
+        assert len(saves) <= 1 or saving <= overhead * stepping * (1 + 1e-9)
     assert saves[0] == FIRST_SAVE_STEPS - 1
     of_one_step = overhead * step * (1 + spread)
     if of_one_step < save:  # not rarer than allowed: one more save would exceed the bound
         # What the steps before the first save have earned may stay unused.
-        unused = SAVE_MARGIN_FACTOR * save + (1 + FIRST_SAVE_STEPS) * of_one_step
+        unused = SAVE_MARGIN_FACTOR * (save + late) + (1 + FIRST_SAVE_STEPS) * of_one_step
         assert saving + unused > overhead * stepping * (1 - 1e-9)
-
-
-def test_waiting_for_a_background_save_is_charged_to_that_save():
-    """Charge the time that the optimizer step waits for the copy, or each save would seem cheap."""
-    cadence = Cadence(PolicyConfig("auto", overhead=0.035))
-    saves = 0
-    saving = 0.0
-    stepping = 0.0
-    late = 0.0
-    for _ in range(3000):
-        cadence.stepped(0.2, stalled=late)
-        saving, late = saving + late, 0.0
-        stepping += 0.2
-        if cadence.steps_to_next() == 0:
-            cadence.waited(0.1, save=True)
-            saves = saves + 1
-            saving = saving + 0.1
-            late = 0.3
-        assert saves <= 1 or saving <= 0.035 * stepping
-    assert saves == 51  # 21 s are earned: 50 saves of 0.4 s, and 0.8 s for the next
 
 
 def test_an_automatic_cadence_decides_again_after_the_steps_that_it_has_counted(monkeypatch):
