@@ -9,7 +9,7 @@ import logging
 
 import pytest
 import torch
-from journals import lines_of, plant
+from journals import clock, lines_of, plant
 
 from curry_train.runs.journal import Journal, JournalError, read_events
 
@@ -54,6 +54,28 @@ def test_a_journal_that_is_opened_again_takes_no_event_before_a_resume(tmp_path)
         journal.resume(2)
         journal.step(3, loss=1.0, learning_rate=1.0)
     assert lines_of(tmp_path / "run")[-1]["attempt"] == 2
+
+
+def test_a_journal_cut_at_any_byte_of_its_lines_is_continued(tmp_path):
+    """Keep whole events, skip a torn one, and number attempts correctly."""
+    path = plant(tmp_path, last=3) / "journal.jsonl"
+    whole = path.read_bytes()
+    for length in range(0, len(whole) + 1, 3):
+        path.write_bytes(whole[:length])
+        before = lines_of(tmp_path)
+        with Journal(tmp_path, clock=clock()) as journal:
+            if not before:
+                assert journal.empty
+                journal.start()
+                continue
+            journal.resume(1)
+            journal.step(2, loss=1.0, learning_rate=1.0)
+        rest = lines_of(tmp_path)[len(before) :]
+        assert {line["attempt"] for line in rest} == {2}, length
+        assert (rest[0]["kind"], rest[-1]["kind"]) == ("resume", "step")
+        damaged = []
+        assert len([*read_events(path, damaged)]) == len(before) + len(rest)
+        assert len(damaged) == len(whole[:length].splitlines()) - len(before), length
 
 
 def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path):
