@@ -82,7 +82,7 @@ def test_a_file_that_is_not_a_journal_is_refused_and_unchanged(tmp_path):
     path = tmp_path / "journal.jsonl"
     content = bytes(range(256)) * 9000
     path.write_bytes(content)
-    with pytest.raises(JournalError, match="not a journal of a run"):
+    with pytest.raises(JournalError, match="not a journal of a run: line 1 is no event"):
         Journal(tmp_path)
     assert path.read_bytes() == content
 
