@@ -131,11 +131,10 @@ def run(command, folder, environment):
     return ended.stdout
 
 
-@pytest.mark.parametrize(("name", "pattern"), [("sac", "--gate sac "), ("grad-flow", "--plot")])
-def test_a_command_runs_from_the_users_folder(name, pattern, read_only, elsewhere, user):
-    run(command_of(name, pattern, read_only), user, elsewhere[1])
+def test_a_command_runs_from_the_users_folder(read_only, elsewhere, user):
+    run(command_of("grad-flow", "--plot", read_only), user, elsewhere[1])
     written = {path.name for path in user.iterdir()} - {"my_package", "mymodel.py", "__pycache__"}
-    assert bool(written) == ("--plot" in pattern), "its output must be in the user's folder"
+    assert written, "its output must be in the user's folder"
 
 
 @pytest.mark.parametrize("name", NAMES)
