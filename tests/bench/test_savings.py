@@ -60,14 +60,13 @@ def test_figures_of_full_recompute_are_those_that_can_be_counted():
     assert none.held_bytes - full.held_bytes == 4 * 64 * (64 + 64) * 4 == 131072
     assert full.modules == ["0", "1", "2", "3"]
     assert full.peak_ratio == full.peak_bytes / none.peak_bytes < 0.75
-    assert full.held_ratio == full.held_bytes / none.held_bytes
     forward = 4 * 2 * 64 * (16 * 64 + 64 * 16)
     assert none.forward_flops == forward
     assert (
         full.recompute_flops == forward // 2
     )  # a block ends in a linear, which early stop leaves out
     assert full.recompute_ratio == 0.5
-    assert (none.recompute_ratio, none.peak_ratio, none.held_ratio) == (0.0, 1.0, 1.0)
+    assert (none.recompute_ratio, none.peak_ratio) == (0.0, 1.0)
     assert {row.parity for row in (none, full)} == {"bit-equal"}
     assert full.worst_error == 0.0
 
@@ -164,9 +163,7 @@ def made_row(strategy, ratio=1.0, peak=1.0, **more):
     step = Spread(1.0, 0.9, 1.2)
     times = None if strategy == "none" else Ratio(ratio, ratio - 0.1, ratio + 0.1, 0.95)
     size = int(peak * 2**20)
-    values = dict(
-        held_bytes=size, peak_bytes=size, held_ratio=peak / 9, peak_ratio=peak / 9, step=step
-    )
+    values = dict(held_bytes=size, peak_bytes=size, peak_ratio=peak / 9, step=step)
     values |= dict(ratio=times, recompute_ratio=0.5, workload="net", batch_size=8)
     values |= dict(modules=["a"], parity="bit-equal", worst_error=0.0)
     return SavingsRow(strategy, **(values | more))

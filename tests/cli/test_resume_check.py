@@ -55,7 +55,7 @@ def test_a_part_that_is_not_restored_is_named_alone(part):
 
 def test_a_value_that_no_part_holds_and_other_data_are_named():
     unknown = [step(5, after={"0.weight": "another"})]
-    assert differences(STRAIGHT, unknown, 5)["result"].endswith("that is loaded (step 6)")
+    assert differences(STRAIGHT, unknown, 5)["result"].endswith("is not restored (step 6)")
     rate = [step(5, rates=[0.1], after={})]
     assert differences(STRAIGHT, rate, 5) == {"learning rate": "rate 0.1, not 0.000177 (step 6)"}
     other = [step(5, **{"data order": [["a batch of no step"]]})]
@@ -173,4 +173,4 @@ def test_generators_that_are_left_alone_need_no_seed_in_a_closure(checked, capfd
 
 def test_a_program_that_saves_nothing_is_told_how_to(checked):
     lines, _ = checked(PLAIN, "everything", status=2)
-    assert "Let the program save within 5 steps" in " ".join(lines)
+    assert "Let the program save within 4 steps" in " ".join(lines)

@@ -716,10 +716,6 @@ def masked_values_over_all():
     fit(Language(), None, texts(14), loss=loss)  # here: sample
 
 
-def generator_taught_by_its_judge():
-    adversarial(of_fakes=0)  # here: generator
-
-
 def trial_gradients_added():
     model = classifier()
     model[-1].requires_grad_(False)
@@ -764,16 +760,6 @@ def chosen_by_argmax():
 
 def divergence_made_larger():
     variational(0.5)  # here: divergence
-
-
-def best_weights_kept_without_a_copy():
-    model, optimizer = started()
-    for inputs, labels in itertools.chain.from_iterable(itertools.repeat(loader())):
-        loss = F.cross_entropy(model(inputs), labels)
-        step(optimizer, loss)
-        if loss < 2:
-            best = model.state_dict()  # here
-    model.load_state_dict(best)
 
 
 def targets_with_a_gradient():
@@ -1246,7 +1232,7 @@ FAULTY = {
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
-        model_as_its_own_reference, adapter_frozen, best_weights_kept_without_a_copy,
+        model_as_its_own_reference, adapter_frozen,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
@@ -1276,7 +1262,7 @@ FAULTY = {
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
-        mask_of_floats, generator_taught_by_its_judge,
+        mask_of_floats,
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,

@@ -494,7 +494,7 @@ def adversaries():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)), classifier(classes=1)
 
 
-def adversarial(*, is_zeroed_late=False, of_fakes=1):
+def adversarial(*, is_zeroed_late=False):
     generator, judge = adversaries()
     of_generator, of_judge = adamw(generator), adamw(judge)
     ones = torch.ones(8, 1)
@@ -506,7 +506,7 @@ def adversarial(*, is_zeroed_late=False, of_fakes=1):
         F.binary_cross_entropy_with_logits(judge(fake.detach()), 0 * ones).backward()
         of_judge.step()  # judge
         (of_judge if is_zeroed_late else of_generator).zero_grad()
-        F.binary_cross_entropy_with_logits(judge(fake), of_fakes * ones).backward()  # generator
+        F.binary_cross_entropy_with_logits(judge(fake), ones).backward()
         of_generator.step()
         if is_zeroed_late:
             of_generator.zero_grad()

@@ -25,14 +25,14 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 BUDGETS = {
     f"{PACKAGE}/core": 14,
     f"{PACKAGE}/primitives": 42,
-    f"{PACKAGE}/runs": 51,
+    f"{PACKAGE}/runs": 50,
     f"{PACKAGE}/workloads": 20,
     f"{PACKAGE}/plan": 48,
     f"{PACKAGE}/bench": 6,
-    f"{PACKAGE}/gates": 54,
+    f"{PACKAGE}/gates": 55,
     f"{PACKAGE}/cli": 48,
     PACKAGE: 288,
-    "tests": 272,
+    "tests": 271,
     "benchmarks": 53,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.

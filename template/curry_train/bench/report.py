@@ -45,7 +45,6 @@ LOSS_TOLERANCE = {
 class Figures(SetupRow):
     """Figures of one configuration."""
 
-    num_changed: int = 0  # modules that the lever changed
     num_microbatches: int = 1
     num_terms: int = 0  # terms of the loss in one step
     terms_per_second: float | None = None
@@ -236,7 +235,6 @@ def _measure(step: TrainingStep, row: Figures, case: Case, peak: float | str | N
     row.loss = result.loss
     row.grad_norm = result.grad_norm
     row.num_terms = result.num_terms
-    row.num_changed = len(step.changed)
     row.num_microbatches = len(step.window)
     row.executed_flops = step.count_flops()
     row.peak_bytes = step.peak_bytes()

@@ -59,7 +59,6 @@ class SavingsRow(SetupRow):
     # Names of the modules that the strategy changed.
     modules: list[str] = field(default_factory=list)
     held_bytes: int | None = None
-    held_ratio: float | None = None
     # Bytes held by the blocks alone: None for compiled code, 0 if the model repeats no block.
     blocks_held_bytes: int | None = None
     blocks_held_ratio: float | None = None
@@ -292,7 +291,6 @@ def _measure(
 def _compare(row: SavingsRow, plain: SavingsRow) -> None:
     """Fill in what is relative to the plain step."""
     row.blocks_held_ratio = _ratio(row.blocks_held_bytes, plain.blocks_held_bytes)
-    row.held_ratio = _ratio(row.held_bytes, plain.held_bytes)
     row.peak_ratio = _ratio(row.peak_bytes, plain.peak_bytes)
     row.recompute_flops = row.backward_flops - plain.backward_flops
     row.recompute_ratio = _ratio(row.recompute_flops, plain.forward_flops)

@@ -50,23 +50,6 @@ def targets(trace: Trace) -> Faults:
         yield from _labels(trace, calls)
 
 
-def same_label(trace: Trace) -> Faults:
-    """Find samples of a generator that are to get the label that its judge learns for them."""
-    learned = set[Any]()
-    for call in trace.of(LossCall):
-        one = call.forward
-        if one is None or not call.is_used:
-            continue
-        key = one.module, one.digests, call.targets
-        if not one.passes_on:
-            learned.add(key)
-        terms = (term for it in trace.of(Backward) if it.cause is call for term in it.terms)
-        # The loss of the judge may be made larger.
-        if one.passes_on and key in learned and all(term.factor > 0 for term in terms):
-            hint = "give it the other label, that of real samples"
-            yield call, "the generator learns the label that its judge gives its samples", hint
-
-
 def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
     same = targets.same_as_input

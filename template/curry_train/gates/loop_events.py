@@ -161,8 +161,6 @@ class LossCall(Event):
     term: Term
     # A digest of the targets.
     targets: float
-    # What gave it its input.
-    forward: Forward | None
     # Columns of the model's input that equal the labels; None if samples have not a target each.
     columns: frozenset[int] | None
     # Whether the labels of the batch that the model was given are in another order.

@@ -31,8 +31,6 @@ AGE_OF_A_GRAPH = 3
 FEWEST_BYTES = 2**16
 # Name of the note on an output or a loss: after how many steps it was made, and where.
 MADE_AT = "preflight step"
-# The call of a module that made a tensor.
-FORWARD = "preflight forward"
 CONTAINERS = (list, dict, set, deque)
 
 

@@ -29,7 +29,6 @@ from .loop_events import (
     Trace,
     grouped,
 )
-from .loop_lines import places_with
 from .loop_weights import has_equal_rows
 from .verdict import NotApplicable
 
@@ -409,16 +408,6 @@ def wrongly_frozen(trace: Trace) -> Faults:
     if adapters == {False}:
         hint = "freeze the other parameters alone; load an adapter with is_trainable=True"
         yield trace.of(Step)[-1].origin, "all adapters (lora) are frozen", hint
-
-
-def kept_by_reference(trace: Trace) -> Faults:
-    """Find the best weights, to be loaded at the end, that are those that go on to move."""
-    kept = r"\bbest\w* *= *[\w.]+\.state_dict\(\)(\.copy\(\))? *(#.*)?$"
-    for place in places_with(kept, trace.files):
-        if not places_with(r"load_state_dict\((self\.)?best", trace.files):
-            continue
-        hint = "copy.deepcopy(model.state_dict())"
-        yield place, "the best weights are kept without a copy, and move with the model", hint
 
 
 def alike(trace: Trace) -> Faults:

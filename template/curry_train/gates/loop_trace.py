@@ -55,7 +55,7 @@ from .loop_events import (
     tensors_of,
     world_size,
 )
-from .loop_growth import FORWARD, MADE_AT, Growth
+from .loop_growth import MADE_AT, Growth
 from .loop_lines import later_stage, users_frames, users_line, users_lines
 from .loop_loss import (
     ADDED,
@@ -285,7 +285,6 @@ class Observer(Recording):
             )
         for one in outputs:
             notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
-            notes_on(one)[FORWARD] = event
             self._mark(one, event, "is_trained_on")
         labels = tokens_of(self.given.options.get("labels"))
         if labels is not None and any(
@@ -312,13 +311,7 @@ class Observer(Recording):
                 notes_on(value)[TERM] = term
             target = options["target"]
             columns = columns_of(next(iter(self.given.tensors), None), target)
-            event = self.note(
-                LossCall,
-                term=term,
-                targets=digest(target),
-                forward=notes_on(options["input"]).get(FORWARD),
-                columns=columns,
-            )
+            event = self.note(LossCall, term=term, targets=digest(target), columns=columns)
             self.loss_call = event
             for check, of_check in doubts.items():
                 for doubt in of_check:
