@@ -66,6 +66,9 @@ def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
     path.write_text("\n".join([lines[0], lines[1][:9], *lines[2:]]))
     with pytest.raises(RunError, match="is damaged, record it again"):
         read_fingerprints(tmp_path / "a")
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(RunError, match="is damaged, record it again"):
+        read_fingerprints(tmp_path / "a")
 
 
 def test_a_record_of_another_version_is_refused_and_not_written_over(tmp_path):

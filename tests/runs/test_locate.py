@@ -12,6 +12,7 @@ from plan_models import Runs
 from recorded_training import WrongBackward, located, recorded, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.data import DataLoader
 from toy_steps import activated
 
 from curry_train.runs import record_run
@@ -170,6 +171,22 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     assert text in found.headline
     assert sum(one["kind"] == "loss" for one in pair[0]) == 6
     assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
+
+
+def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path):
+    records = []
+    for seed in (0, 1):
+        torch.manual_seed(0)
+        with record_run(tmp_path / str(seed)):
+            first = nn.Linear(4, 4)
+            torch.manual_seed(seed)
+            second = nn.Linear(4, 1)
+            optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+            for rows in DataLoader(torch.eye(64, 4), 4, shuffle=True):
+                second(first(rows)).sum().backward()
+                optimizer.step()
+        records.append(read_fingerprints(tmp_path / str(seed)))
+    assert locate(*records).headline.startswith("step 1, state: model-1.weight")
 
 
 def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):
