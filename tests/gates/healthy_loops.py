@@ -829,6 +829,20 @@ def mean_over_words_and_padding():
     fit(nn.Sequential(Words(50, 16, padding_idx=0), nn.Linear(16, 5)), None, padded_batches())
 
 
+def gradients_by_evolution():
+    model, optimizer = started(classifier(dropout=0))
+    for inputs, labels in loader():
+        weights = [*model.parameters()]
+        changes = [0.05 * torch.randn_like(one) for one in weights]
+        with torch.no_grad():
+            torch._foreach_add_(weights, changes)
+            loss = F.cross_entropy(model(inputs), labels)
+            torch._foreach_sub_(weights, changes)
+        for one, change in zip(weights, changes, strict=True):
+            one.grad = loss * change
+        optimizer.step()
+
+
 def variational_autoencoder():
     variational(-0.5)
 

@@ -369,8 +369,7 @@ def is_endless(loss: Tensor) -> bool:
         inner = _inside(node)
         if operation(node) in ("Sum", "Mean"):
             inner = inner or [(node.next_functions[0][0], 1.0)]
-        if inner is None:
-            weights[node] += factor
+        weights[node] += factor
         left += [(one, factor * times) for one, times in inner or ()]
     return any(
         operation(node) == "Exp" and factor < 0 < weights.get(node.next_functions[0][0], 0)

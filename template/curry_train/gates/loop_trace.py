@@ -582,6 +582,8 @@ class Observer(Recording):
         before = self.before
         parameters = parameters_of(optimizer)
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
+        # The loop may have set them by hand.
+        self.with_gradient |= slopes.keys()
         event = self.note(
             Step,
             optimizer=optimizer,
