@@ -105,6 +105,18 @@ def test_the_gate_of_scaled_windows_holds():
     assert verdict.passed, verdict
 
 
+def test_a_loop_that_divides_gradients_has_the_same_random_numbers():
+    def train(model, window, loss, optimizer):
+        for microbatch in window:
+            loss(model, microbatch).backward()
+        for one in model.parameters():
+            one.grad /= window.num_terms
+        optimizer.step()
+
+    measured, _, hint = grad_accum.random_numbers(case_of("transformer"), train_window=train)
+    assert not hint, measured
+
+
 def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared(monkeypatch):
     held, refused = {"measured": "error 0.5", "is_wrong": False}, {"refused": "no DDP here"}
 
