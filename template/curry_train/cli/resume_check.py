@@ -60,8 +60,10 @@ def check_resume(
 
     straight = run("straight", num_steps, start)["steps"]
     if len(straight) < num_steps:
-        advice = "give fewer --steps" if straight else "it made no step of an optimizer"
-        raise UnusableInput(f"it ended after {len(straight)} steps: {advice}")
+        raise UnusableInput(
+            f"it ended after {len(straight)} steps of an optimizer: give fewer --steps, or a "
+            "program that trains"
+        )
     try:
         killed = run("killed", kill_at, start)["steps"]
         states = straight[0]["generators"], killed[0]["generators"]
