@@ -59,7 +59,7 @@ def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
     assert list(found.hashed.values()) == [2]
 
 
-# What else may be damaged is in tests/runs/test_store_damage.py, by the same functions.
+# tests/runs/test_store_damage.py damages files in more ways, and the same functions find them.
 DAMAGE = {
     "flip in a folder below": lambda folder: flip(folder / "below/optimizer.bin", 3),
     "flip in the manifest": lambda folder: flip(folder / "manifest.json", 20),

@@ -129,10 +129,7 @@ CHECKS = {
     "autocast": Check("autocast around the forward pass alone"),
     "logits": Check("logits or log-probabilities, as the loss needs", (), LossCall, NO_LOSS),
     "targets": Check(
-        "targets that are to be learned, without padding",
-        (targets,),
-        LossCall | Targets,
-        NO_LOSS,
+        "targets that are to be learned, without padding", (targets,), LossCall | Targets, NO_LOSS
     ),
     "mode": Check(
         "training mode in training, and only there",
