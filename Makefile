@@ -43,11 +43,11 @@ torture: .venv/torture/.installed
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 nice .venv/torture/bin/python -m torture_peers --peer $(PEER) $(ARGS)
 else
 torture: $(dev_ready)  ## kill and stop trainings, and record what they lose; PEER=ours or PEER=dcp for flips, full disks and hostile files; ARGS='--kills 20 --every 30' or '--json evidence/checkpoint_torture.json'
-	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
+	@PYTHONPATH=template:benchmarks:. OMP_NUM_THREADS=1 nice $(PYTHON) -m torture $(ARGS)
 endif
 
 spikes: $(dev_ready)  ## record hundreds of small trainings under the loss watchdog; ARGS='--json evidence/loss_spike.json'
-	@PYTHONPATH=template:benchmarks:tests/runs OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs $(ARGS)
+	@PYTHONPATH=template:benchmarks:. OMP_NUM_THREADS=1 $(PYTHON) -m spike_runs $(ARGS)
 
 boxes: $(dev_ready)  ## replay bad steps with planted faults, and steps that do not repeat; ARGS='--each 5' or '--json evidence/boxes.json'
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 $(PYTHON) benchmarks/boxes.py $(ARGS)
@@ -59,13 +59,13 @@ finetune: .venv/finetune/.installed  ## predict and measure steps of other libra
 	@PYTHONPATH=template OMP_NUM_THREADS=1 .venv/finetune/bin/python benchmarks/finetune.py $(ARGS)
 
 preflight: $(dev_ready)  ## score and cost of the check of loops, on faulty and healthy ones; ARGS='--only loops.undivided' or '--json evidence/preflight.json'
-	@PYTHONPATH=template:tests/gates OMP_NUM_THREADS=1 $(PYTHON) benchmarks/preflight.py $(ARGS)
+	@PYTHONPATH=template:. OMP_NUM_THREADS=1 $(PYTHON) benchmarks/preflight.py $(ARGS)
 
 locate: $(dev_ready)  ## planted differences, equal runs and rounding under `runs locate`; ARGS='--part costs' or '--jobs 2 --json evidence/locate.json'
 	@PYTHONPATH=template:benchmarks OMP_NUM_THREADS=1 $(PYTHON) benchmarks/locate.py $(ARGS)
 
 evals: $(dev_ready)  ## run an agent on the cases of the skills, with and without them; ARGS='--agent "COMMAND {prompt}"' or '--dry-run'
-	@PYTHONPATH=template:benchmarks:tests/house OMP_NUM_THREADS=1 $(PYTHON) benchmarks/evals.py $(ARGS)
+	@PYTHONPATH=template:benchmarks:. OMP_NUM_THREADS=1 $(PYTHON) benchmarks/evals.py $(ARGS)
 
 evidence-cuda: $(run_ready)  ## record the figures of a CUDA device, going on where it stopped; ARGS='--dry-run --folder DIR'
 	@PYTHONPATH=template $(PYTHON) benchmarks/evidence_cuda.py $(ARGS)
@@ -97,7 +97,7 @@ manifests: $(run_ready)  ## write the clients' manifests, the version and the sc
 	@$(PYTHON) scripts/manifests.py
 
 clients: $(dev_ready)  ## install the bundle into five agent clients, list the skills they load; needs npm and 1.4 GB
-	@PYTHONPATH=template:tests/house:tests/skills $(PYTHON) benchmarks/clients.py $(ARGS)
+	@PYTHONPATH=template:. $(PYTHON) benchmarks/clients.py $(ARGS)
 
 clean:  ## remove .venv and the caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -83,8 +83,8 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     copy_tree(folder)
     shutil.move(folder / "template" / "curry_train", folder)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    # mutmut looks at one process; the package is not below template/ here.
-    text = re.sub(r'"--numprocesses=\d+",', "", text).replace('"template",', '".",', 1)
+    # mutmut looks at one process.
+    text = re.sub(r'"--numprocesses=\d+",', "", text)
     configuration = CONFIGURATION.format(
         modules=[f"curry_train/{module}" for module in modules],
         copied=[*COPIED, "template"],

@@ -16,11 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import faulty_loops
-import healthy_loops
-import known_bugs
-import loops
 import torch
+from tests.gates import faulty_loops, healthy_loops, known_bugs, loops
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import squares
 from torch import nn
 from torch.optim import SGD
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from toy_steps import all_equal, feed_forward
 
 from curry_train.bench import steps
 from curry_train.bench.report import measure_levers
@@ -28,6 +26,9 @@ from curry_train.plan import device as peak_rate
 from curry_train.plan.device import PROFILES
 from curry_train.workloads.models import mlp, transformer
 from curry_train.workloads.workload import Case, WorkloadError, batch_size
+
+from ..core.toy_steps import all_equal, feed_forward
+from ..plan.plan_models import squares
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)

@@ -10,12 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_runs import ran
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_models import squares
 from torch import nn
-from toy_steps import all_equal, feed_forward, stacked
 
 from curry_train.bench.savings import SavingsRow, choose_strategies, measure_savings, search
 from curry_train.cli import savings as command
@@ -23,6 +20,10 @@ from curry_train.cli.savings import savings_command, savings_table
 from curry_train.core.timing import Ratio, Spread
 from curry_train.primitives import STRATEGIES, Strategy, recompute_blocks
 from curry_train.workloads import Case, WorkloadError
+
+from ..cli.command_runs import ran
+from ..core.toy_steps import all_equal, feed_forward, stacked
+from ..plan.plan_models import squares
 
 # Blocks of two linear layers with a GELU between them.
 CHAIN = squares(lambda: stacked(lambda: feed_forward(16, 64), 4), 16, name="chain")

@@ -6,11 +6,12 @@ python -m pytest tests/benchmarks/test_chunked_loss_shapes.py
 from dataclasses import asdict
 
 import pytest
-from command_runs import read_json
 from torch.nn import functional as F
-from tree import ROOT
 
 from chunked_loss_shapes import SHAPES, HeadShape, ours, peak_bytes, theirs
+
+from ..cli.command_runs import read_json
+from ..house.tree import ROOT
 
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"

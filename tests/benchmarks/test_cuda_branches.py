@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from toy_steps import all_equal, feed_forward, gradients_of, square_sum, stacked
 
 from curry_train.bench import savings
 from curry_train.core import measure
@@ -20,6 +19,8 @@ from curry_train.plan import timeline
 from curry_train.primitives import compile_budget, offload, offload_blocks, strategies
 from curry_train.runs import background, state
 from curry_train.runs.random_state import restore_random_state, take_random_state
+
+from ..core.toy_steps import all_equal, feed_forward, gradients_of, square_sum, stacked
 
 CUDA = torch.device("cuda")
 

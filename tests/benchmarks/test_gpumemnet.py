@@ -7,11 +7,12 @@ import csv
 import sys
 
 import torch
-from command_runs import read_json
-from plan_models import squares
 from torch import nn
 
 import gpumemnet
+
+from ..cli.command_runs import read_json
+from ..plan.plan_models import squares
 
 MLP = {
     "input_features": "8",

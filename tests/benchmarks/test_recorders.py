@@ -8,8 +8,9 @@ import runpy
 import sys
 
 import pytest
-from command_runs import finished, read_json
-from tree import ROOT
+
+from ..cli.command_runs import finished, read_json
+from ..house.tree import ROOT
 
 PROGRAMS = {
     path.stem: path
@@ -53,7 +54,7 @@ def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     words, figures = SMALLEST[name]
     program, *part = name.split()
     words = [*part, *words.split(), "--json", "found.json"]
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/gates"
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
     ended = finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=paths)
     assert ended.returncode == 0, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]

@@ -9,18 +9,19 @@ import json
 import signal
 
 import pytest
-from command_runs import finished
-from store_models import new_state
-from tree import ROOT
-from warm_python import warm_python
 
 from curry_train.runs import Store
 from torture import STOPPED, Blow, History, Life, RankReport, Setup, judge
 
+from ..cli.command_runs import finished
+from ..core.warm_python import warm_python
+from ..house.tree import ROOT
+from ..runs.store_models import new_state
+
 
 def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():
     """Run the torture in its own process with one thread, because it forks."""
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/runs"
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
     words = "-m torture --kills 8 --signals 8 --every 60"
     done = finished(warm_python(), *words.split(), cwd=ROOT, PYTHONPATH=paths)
     assert done.stdout, done.stderr

@@ -4,12 +4,13 @@ python -m pytest tests/benchmarks/test_torture_peers.py
 """
 
 import torch
-from command_runs import read_json
-from tree import ROOT
 
 import torture_peers
 from torture_peer_savers import Peer, prepared
 from torture_peers import fill_disks, flip_many, forge_many, kill_many, with_table
+
+from ..cli.command_runs import read_json
+from ..house.tree import ROOT
 
 
 class InPlace(Peer):

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 from click.testing import CliRunner
-from tree import ROOT
 
 from curry_train.cli.main import main
+
+from ..house.tree import ROOT
 
 
 def ran(*words, status=0, command=main):

@@ -4,7 +4,8 @@ Proof: `python -m pytest tests/cli`.
 """
 
 import pytest
-from scaffold_case import make_bundle, scaffold
+
+from .scaffold_case import make_bundle, scaffold
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,10 @@ import re
 import shlex
 
 import pytest
-from command_runs import ran
 
 from curry_train.cli.agents_md import LINES
+
+from .command_runs import ran
 
 TEXTS = {
     "a line": b"# Rules\nBe brief.\n",

@@ -6,14 +6,14 @@ python -m pytest tests/cli/test_bench_command.py
 import functools
 import itertools
 
-from command_runs import flat, ran, read_json
-
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
 from curry_train.cli.bench import bench_table
 from curry_train.cli.figures import plot_bench
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
+
+from .command_runs import flat, ran, read_json
 
 QUICK = ["--steps", "2", "--warmup", "0", "--batch-size", "2"]
 SMALL = transformer(depth=2, dim=32, length=16)

@@ -8,12 +8,13 @@ import inspect
 import json
 
 import pytest
-from command_runs import finished, flat, ran, read_json, results
-from warm_python import warm_python
 
 from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
 from curry_train.gates.verdict import Gate, NotApplicable
+
+from ..core.warm_python import warm_python
+from .command_runs import finished, flat, ran, read_json, results
 
 QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
 run = functools.partial(ran, "validate")

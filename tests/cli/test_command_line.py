@@ -11,15 +11,16 @@ from pathlib import Path
 import click
 import pytest
 import torch
-from command_runs import finished, ran
-from recorded_training import recorded
-from tree import ROOT
-from warm_python import warm_python
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.options import UnusableInput
 from curry_train.cli.screen import LONG_COMMANDS, screen_command
 from curry_train.core.wording import provenance
+
+from ..core.warm_python import warm_python
+from ..house.tree import ROOT
+from ..runs.recorded_training import recorded
+from .command_runs import finished, ran
 
 # The commands that README and DESIGN promise.
 PROMISED = (

@@ -6,10 +6,11 @@ Run: `python -m pytest tests/cli/test_environment.py`.
 import sys
 
 import pytest
-from command_runs import finished
-from tree import ROOT
 
 import environment
+
+from ..house.tree import ROOT
+from .command_runs import finished
 
 SCRIPT = '''# /// script
 # requires-python = "{python}"

@@ -4,13 +4,14 @@ python -m pytest tests/cli/test_export.py
 """
 
 import pytest
-from command_runs import call, flat, read_json
-from language_models import language_model
 from safetensors.torch import load_file
-from store_models import equal, flip, new_state, save_both, train
 
 from curry_train.cli.runs import export_parameters
 from curry_train.runs import DamagedCheckpoint, SavedRun, Store
+
+from ..runs.store_models import equal, flip, new_state, save_both, train
+from ..workloads.language_models import language_model
+from .command_runs import call, flat, read_json
 
 
 def transformer():

@@ -11,12 +11,13 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from command_runs import finished, ran
-from tree import ROOT
-from warm_python import warm_python
 
 import curry_train
 from curry_train.cli.testgen import GENERATED_FILE_MARK
+
+from ..core.warm_python import warm_python
+from ..house.tree import ROOT
+from .command_runs import finished, ran
 
 TEMPLATE = str(ROOT / "template")
 

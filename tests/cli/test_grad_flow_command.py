@@ -5,11 +5,12 @@ python -m pytest tests/cli/test_grad_flow_command.py
 
 import functools
 
-from command_runs import ran, read_json, results
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from curry_train.cli.figures import NONFINITE_COLOUR, ZERO_COLOUR
+
+from .command_runs import ran, read_json, results
 
 OWN = """
 import torch

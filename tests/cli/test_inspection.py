@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from store_models import flip, new_state, save_both, train
 from torch import nn
 
 from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
 from curry_train.runs import Store
 from torture_shapes import calls, opcodes
+
+from ..runs.store_models import flip, new_state, save_both, train
 
 
 def state():

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_runs import wait_for
+
+from .command_runs import wait_for
 
 MODEL = """
 import torch

@@ -6,8 +6,9 @@ python -m pytest tests/cli/test_memory_snapshot.py
 import functools
 
 import pytest
-from command_runs import flat, ran, results
-from snapshot_files import Recorder, Training, trained, write
+
+from ..plan.snapshot_files import Recorder, Training, trained, write
+from .command_runs import flat, ran, results
 
 MIB = 2**20
 

@@ -4,10 +4,11 @@ python -m pytest tests/cli/test_missing_matplotlib.py
 """
 
 import pytest
-from command_runs import flat, ran
 
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.runs_plot import runs_plot_command
+
+from .command_runs import flat, ran
 
 FOUND = {name: main.load(name) for name in COMMANDS}
 DRAWING = [

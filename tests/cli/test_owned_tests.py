@@ -8,10 +8,11 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
-from command_runs import finished
-from warm_python import warm_python
 
 from curry_train.cli.ownership import Kind, find_bundle, technique_files
+
+from ..core.warm_python import warm_python
+from .command_runs import finished
 
 BUNDLE = find_bundle()
 OWNED = {one.name: one for one in BUNDLE.techniques if one.kind is Kind.OWNED}

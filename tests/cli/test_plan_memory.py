@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_runs import flat, ran
 
 from curry_train.plan import Plan
 from curry_train.plan.device import PROFILES
+
+from .command_runs import flat, ran
 
 MODELS = """
 import torch

@@ -4,11 +4,12 @@ Run: `python -m pytest tests/cli/test_preflight.py`.
 """
 
 import pytest
-from command_runs import flat, ran, read_json
 
 from curry_train.cli import preflight
 from curry_train.gates.loop_run import LoopFailed
 from curry_train.gates.verdict import Verdict, not_applicable
+
+from .command_runs import flat, ran, read_json
 
 HELD = Verdict("loop/mode", True, "held", "training mode in training", ran=("loop",))
 FAILED = Verdict(

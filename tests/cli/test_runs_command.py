@@ -4,11 +4,12 @@ Run: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
 import pytest
-from command_runs import call, flat, read_json
-from journals import plant
-from store_models import flip, new_state, train
 
 from curry_train.runs import Journal, Store
+
+from ..runs.journals import plant
+from ..runs.store_models import flip, new_state, train
+from .command_runs import call, flat, read_json
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from command_runs import flat, ran, read_json
-from recorded_training import recorded
-from warm_python import warm_python
 
 from curry_train.cli import runs_locate
+
+from ..core.warm_python import warm_python
+from ..runs.recorded_training import recorded
+from .command_runs import flat, ran, read_json
 
 record = functools.partial(ran, "runs", "record")
 locate = functools.partial(ran, "runs", "locate")

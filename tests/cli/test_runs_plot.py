@@ -5,11 +5,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from command_runs import ran
-from journals import plant, plant_eventful
 
 from curry_train.cli.figures import FAINT_OPACITY, LONGEST_RUN_NAME, MOST_NAMED, plot_runs
 from curry_train.runs import read_history
+
+from ..runs.journals import plant, plant_eventful
+from .command_runs import ran
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import ast
 import re
 import tomllib
 
-from scaffold_case import REAL, scaffold, tree, write
-from tree import ROOT
-
 from curry_train.cli.ownership import TECHNIQUES, project_files
+
+from ..house.tree import ROOT
+from .scaffold_case import REAL, scaffold, tree, write
 
 SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
 

@@ -7,10 +7,11 @@ import re
 import shutil
 
 import pytest
-from scaffold_case import REAL, after, refusal, scaffold, shell, times, tree, write
-from warm_python import warm_python
 
 from curry_train.cli.ownership import TECHNIQUES, Kind
+
+from ..core.warm_python import warm_python
+from .scaffold_case import REAL, after, refusal, scaffold, shell, times, tree, write
 
 ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
 TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]

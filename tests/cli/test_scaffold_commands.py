@@ -9,10 +9,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from scaffold_case import REAL, edit, refusal, scaffold, tree, write
 
 from curry_train.cli.merge import Base, Lock
 from curry_train.cli.ownership import TECHNIQUES
+
+from .scaffold_case import REAL, edit, refusal, scaffold, tree, write
 
 
 def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):

@@ -7,9 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scaffold_case import edit, refusal, release, scaffold, shell, tree, write
 
 from curry_train.cli.merge import OURS_MARKER, read_lock
+
+from .scaffold_case import edit, refusal, release, scaffold, shell, tree, write
 
 
 def test_update_handles_each_file_by_its_state(bundle, project):

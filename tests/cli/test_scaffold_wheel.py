@@ -15,13 +15,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from journals import column
-from scaffold_case import scaffold, shell, tree, write
-from tree import ROOT
 
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import BUNDLED_FOLDER, build_wheel, find_bundle, wheel_name
 from curry_train.cli.screen import UnusableInput
+
+from ..house.tree import ROOT
+from ..runs.journals import column
+from .scaffold_case import scaffold, shell, tree, write
 
 
 @pytest.fixture(scope="module")

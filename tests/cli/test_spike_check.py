@@ -8,12 +8,13 @@ import logging
 from dataclasses import replace
 
 import pytest
-from command_runs import flat, ran, read_json
 
 from curry_train.cli import spike_check as check
 from curry_train.cli.spike_check import spike_check
 from curry_train.runs import RunError
 from curry_train.runs.spike import AttachedWatch
+
+from .command_runs import flat, ran, read_json
 
 TINY = (
     "model=training_models:tiny",

@@ -11,11 +11,12 @@ import sys
 import threading
 
 import pytest
-from command_runs import flat, ran, read_json, wait_for
-from journals import column
-from tree import ROOT
 
 from curry_train.runs import Files
+
+from ..house.tree import ROOT
+from ..runs.journals import column
+from .command_runs import flat, ran, read_json, wait_for
 
 TINY = [
     "model=training_models:tiny",
@@ -103,7 +104,7 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     words = [*RANKS.split(), *TINY, "steps=100000", "parallel=fsdp2", "log.every=1000"]
-    paths = f"{ROOT}/template:{ROOT}/tests/trainer"
+    paths = f"{ROOT}/template:{ROOT}"
     process = subprocess.Popen(
         words,
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 import torch
-from command_runs import finished, flat, ran, read_json
-from warm_python import warm_python
+
+from ..core.warm_python import warm_python
+from .command_runs import finished, flat, ran, read_json
 
 MODELS = """
 import os

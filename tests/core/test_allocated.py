@@ -9,10 +9,8 @@ import sys
 
 import pytest
 import torch
-from compiled_models import ROWS, TRACING, WIDTH, block_class, bounded, build, loss, rows
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import activated
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.measure_compiled import (
@@ -25,6 +23,18 @@ from curry_train.core.measure_compiled import (
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads import Case
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
+
+from ..primitives.compiled_models import (
+    ROWS,
+    TRACING,
+    WIDTH,
+    block_class,
+    bounded,
+    build,
+    loss,
+    rows,
+)
+from .toy_steps import activated
 
 pytestmark = TRACING
 KIB = 2**10

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import language_model
-from peer_table import Block
 from torch import nn
-from toy_steps import stacked
 
 from curry_train.core.blocks import NoBlocks, find_blocks, tensors_in
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads import load_workload
+
+from ..peers.peer_table import Block
+from ..workloads.language_models import language_model
+from .toy_steps import stacked
 
 
 def encoder_and_decoder():

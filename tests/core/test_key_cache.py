@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from language_models import language_model
 from torch import nn
 from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForConditionalGeneration
 
@@ -19,6 +18,8 @@ from curry_train.core.parity import compare, record_step
 from curry_train.primitives import apply_sac, offload_blocks, recompute, recompute_blocks
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import call, without_cache
+
+from ..workloads.language_models import language_model
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 

@@ -7,9 +7,10 @@ import importlib
 import sys
 
 import pytest
-from command_runs import finished
 
 from curry_train import primitives
+
+from ..cli.command_runs import finished
 
 
 def test_lazy_names_are_importable_and_listed():

@@ -5,13 +5,14 @@ python -m pytest tests/core/test_measure.py
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import square_sum
 
 from curry_train.core.measure import FlopCount, LiveStorages, measure_memory
 from curry_train.core.measure_compiled import measure_allocated
+
+from ..plan.plan_models import Runs
+from .toy_steps import square_sum
 
 
 def test_earlier_tensors_do_not_count_and_views_count_once():

@@ -10,12 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import snapshot_files
 import torch
-from command_runs import ran
 
 from curry_train.core import memory_recorder
 from curry_train.plan import memory_record
+
+from ..cli.command_runs import ran
+from ..plan import snapshot_files
 
 
 class Recorder:

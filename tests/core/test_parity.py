@@ -10,10 +10,11 @@ import numpy
 import pytest
 import torch
 from torch import nn
-from toy_steps import square_sum
 
 from curry_train.core.generators import seeded
 from curry_train.core.parity import NothingToCompare, check_comparable, compare, record_step
+
+from .toy_steps import square_sum
 
 
 class Model(nn.Module):

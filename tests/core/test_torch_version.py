@@ -7,8 +7,9 @@ import os
 import sys
 
 import pytest
-from command_runs import finished
-from tree import ROOT
+
+from ..cli.command_runs import finished
+from ..house.tree import ROOT
 
 
 def imported_with(folder, *, version, options=()):

@@ -5,7 +5,8 @@ import copy
 import random
 
 import torch
-from toy_steps import gradients_of
+
+from .toy_steps import gradients_of
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ import shutil
 import subprocess
 
 import pytest
-from client_packages import NODE, Unavailable, package
-from command_runs import read_json
-from tree import ROOT
 
 import evals
 from clients import CLIENTS, LONGEST_RUN, Place
+
+from ..cli.command_runs import read_json
+from ..house.tree import ROOT
+from ..skills.client_packages import NODE, Unavailable, package
 
 CLAUDE = CLIENTS["Claude Code"]
 

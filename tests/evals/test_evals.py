@@ -14,15 +14,16 @@ import sys
 import zipfile
 
 import pytest
-import varying_training
 import yaml
-from command_runs import finished, read_json
-from tree import ROOT, skills
 
 import evals
 import evals_grading
 import evals_scripted
 from curry_train.cli.main import COMMANDS
+
+from ..cli.command_runs import finished, read_json
+from ..house.tree import ROOT, skills
+from . import varying_training
 
 CASES = {case.name: case for case in evals.cases()}
 SHORT, SMOKE, HARD = (
@@ -47,7 +48,7 @@ def dry_run(folder, *words):
     """Return the rows of a dry run by case and agent."""
     path = folder / "record.json"
     program = [sys.executable, ROOT / "benchmarks/evals.py", "--dry-run", "--json", path]
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}/tests/house"
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
     ended = finished(*program, *words, PYTHONPATH=paths)
     assert path.exists(), ended.stdout + ended.stderr
     record = read_json(path)

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
-from toy_steps import square_sum, stacked
 
 from curry_train.workloads import Workload
+
+from ..core.toy_steps import square_sum, stacked
 
 WIDTH = 16
 

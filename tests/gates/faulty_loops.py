@@ -9,13 +9,34 @@ import sys
 from types import SimpleNamespace
 
 import torch
-from healthy_loops import (
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from .healthy_loops import (
     low_rank,
     samples_compared_with_others,
     speech,
     unfrozen_step_by_step,
 )
-from loops import (
+from .loops import (
     Attention,
     Codes,
     Language,
@@ -60,26 +81,6 @@ from loops import (
     together,
     trial_step,
     variational,
-)
-from torch import nn
-from torch.nn import functional as F
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD, Adam, AdamW
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    ExponentialLR,
-    LambdaLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-)
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    TensorDataset,
-    WeightedRandomSampler,
 )
 
 # Accumulation.

@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/gates/test_foreign.py`.
 import functools
 
 import torch
-from language_models import language_model
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -17,6 +16,8 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from ..workloads.language_models import language_model
 
 
 def around_blocks(model, blocks, around):

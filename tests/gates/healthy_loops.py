@@ -6,7 +6,18 @@ import random
 from collections import deque
 
 import torch
-from loops import (
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from .loops import (
     AmongSamples,
     Attention,
     Language,
@@ -55,16 +66,6 @@ from loops import (
     variational,
     with_values,
 )
-from torch import nn
-from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
-from torch.optim.lr_scheduler import (
-    CosineAnnealingWarmRestarts,
-    LambdaLR,
-    OneCycleLR,
-    ReduceLROnPlateau,
-)
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 
 def last_window_short():

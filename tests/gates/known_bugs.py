@@ -4,7 +4,10 @@ As in `loops.py`, a loop's wrong line is marked with `# here`.
 """
 
 import torch
-from loops import (
+from torch import nn
+from torch.nn import functional as F
+
+from .loops import (
     Language,
     accumulate,
     accumulate_language,
@@ -17,8 +20,6 @@ from loops import (
     of_tokens,
     recompute,
 )
-from torch import nn
-from torch.nn import functional as F
 
 
 def accumulate_completions(loss):

@@ -6,13 +6,14 @@ python -m pytest tests/gates/test_checkpoint_policy.py
 from dataclasses import replace
 
 import torch
-from constructs import counted_in_python
-from saboteurs import gates
 from torch import nn
 
 from curry_train.gates import discover
 from curry_train.gates.first_look import explained, look
 from curry_train.workloads import Case, load_workload
+
+from ..saboteurs.saboteurs import gates
+from .constructs import counted_in_python
 
 
 def test_what_the_model_keeps_outside_of_its_state_is_found():

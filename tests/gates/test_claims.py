@@ -9,9 +9,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from saboteurs import claims_by_name, faults
 
 from curry_train.gates.verdict import TECHNIQUES, claims, discover, technique_of
+
+from ..saboteurs.saboteurs import claims_by_name, faults
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs/validate.md", *sorted(ROOT.glob("skills/*/SKILL.md"))]

@@ -6,12 +6,13 @@ python -m pytest tests/gates/test_constructs.py
 import fnmatch
 
 import pytest
-from constructs import CONSTRUCTS
 
 from curry_train.gates import discover
 from curry_train.gates.first_look import explained, look
 from curry_train.gates.verdict import drop_shared_results
 from curry_train.workloads import Case, load_workload
+
+from .constructs import CONSTRUCTS
 
 # Gates that need a part which these models have not: experts, an output layer, a loop over time.
 NEED_A_PART = ["recompute/routing", "memory-plan/chunked-*", "snn-timesteps/*"]

@@ -5,15 +5,16 @@ python -m pytest tests/gates/test_first_look.py
 
 import json
 
-import constructs
 import pytest
-from command_runs import flat, ran
-from saboteurs import verdict_of
 
 from curry_train.gates import Verdict
 from curry_train.gates.first_look import FailureCause, explained, look
 from curry_train.gates.recompute import compare_inactive
 from curry_train.workloads import Case
+
+from ..cli.command_runs import flat, ran
+from ..saboteurs.saboteurs import verdict_of
+from . import constructs
 
 
 @pytest.mark.parametrize("make", [constructs.counted_in_python, constructs.noisy_loss])
@@ -46,7 +47,9 @@ def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(tmp_path):
     gates = ("sac/parity-regions", "checkpoint-policy/bitwise", "recompute/off")
     words = [word for gate in gates for word in ("--gate", gate)]
     path = tmp_path / "a.json"
-    ended = ran("validate", "--model", "constructs:own_generator", *words, "--json", path)
+    ended = ran(
+        "validate", "--model", "tests.gates.constructs:own_generator", *words, "--json", path
+    )
     output, data = flat(ended.output), json.loads(path.read_text())
     assert output.count("layers.0.generator to layers.2.generator: state stays") == 1
     assert "1 held, 0 failed, 2 not applicable" in output

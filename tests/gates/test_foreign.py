@@ -5,45 +5,46 @@ python -m pytest tests/gates/test_foreign.py
 
 import pytest
 import torch
-from faulty_memory_plan import LANGUAGE_MODEL
-from faulty_timesteps import NOISY
-from saboteurs import case_of, gates
 
 from curry_train.gates import discover
 from curry_train.gates.implementation import load_implementation
 from curry_train.workloads import Case, load_workload
 
-GPT2 = "foreign_recompute:gpt2"
+from ..saboteurs.faulty_memory_plan import LANGUAGE_MODEL
+from ..saboteurs.faulty_timesteps import NOISY
+from ..saboteurs.saboteurs import case_of, gates
+
+GPT2 = "tests.gates.foreign_recompute:gpt2"
 TWO_LAYERS = "shrink=2:transformer"
 WITHOUT_KEYWORDS = ["grad-accum/once", "grad-accum/scaled"]
-LOSSES = "apply_chunked_loss=foreign_memory_plan:"
-LOOPS = "checkpoint_timesteps=foreign_snn_timesteps:"
+LOSSES = "apply_chunked_loss=tests.gates.foreign_memory_plan:"
+LOOPS = "checkpoint_timesteps=tests.gates.foreign_snn_timesteps:"
 
 # An implementation, a model, and the gates that take it and need not apply.
 RIGHT = [
-    ("recompute_blocks=foreign_recompute:by_checkpoint", TWO_LAYERS, []),
-    ("recompute_blocks=foreign_recompute:by_reentrant_checkpoint", TWO_LAYERS, []),
-    ("recompute_blocks=foreign_recompute:by_wrapper", TWO_LAYERS, []),
-    ("recompute_blocks=foreign_recompute:by_transformers", GPT2, []),
-    ("recompute_blocks=foreign_recompute:by_reentrant_transformers", GPT2, []),
-    ("offload_blocks=foreign_recompute:on_cpu", TWO_LAYERS, []),
-    ("offload_blocks=foreign_recompute:on_pinned_cpu", TWO_LAYERS, []),
-    ("offload_blocks=foreign_recompute:by_offload_wrapper", TWO_LAYERS, []),
-    ("apply_sac=foreign_sac:save_products", "small", []),
-    ("apply_sac=foreign_sac:by_checkpoint", "small", []),
-    ("apply_sac=foreign_sac:by_wrapper", "dropout", []),
-    ("apply_sac=foreign_sac:save_products", "dropout", []),
-    ("apply_sac=foreign_sac:every_second_product", "mlp", ["sac/products"]),
-    ("apply_sac=foreign_sac:every_second_product", "dropout", []),
-    ("train_window=foreign_grad_accum:by_hand", TWO_LAYERS, WITHOUT_KEYWORDS),
-    ("train_window=foreign_grad_accum:with_clipping", TWO_LAYERS, []),
-    ("train_window=foreign_grad_accum:by_accelerate", TWO_LAYERS, WITHOUT_KEYWORDS[1:]),
+    ("recompute_blocks=tests.gates.foreign_recompute:by_checkpoint", TWO_LAYERS, []),
+    ("recompute_blocks=tests.gates.foreign_recompute:by_reentrant_checkpoint", TWO_LAYERS, []),
+    ("recompute_blocks=tests.gates.foreign_recompute:by_wrapper", TWO_LAYERS, []),
+    ("recompute_blocks=tests.gates.foreign_recompute:by_transformers", GPT2, []),
+    ("recompute_blocks=tests.gates.foreign_recompute:by_reentrant_transformers", GPT2, []),
+    ("offload_blocks=tests.gates.foreign_recompute:on_cpu", TWO_LAYERS, []),
+    ("offload_blocks=tests.gates.foreign_recompute:on_pinned_cpu", TWO_LAYERS, []),
+    ("offload_blocks=tests.gates.foreign_recompute:by_offload_wrapper", TWO_LAYERS, []),
+    ("apply_sac=tests.gates.foreign_sac:save_products", "small", []),
+    ("apply_sac=tests.gates.foreign_sac:by_checkpoint", "small", []),
+    ("apply_sac=tests.gates.foreign_sac:by_wrapper", "dropout", []),
+    ("apply_sac=tests.gates.foreign_sac:save_products", "dropout", []),
+    ("apply_sac=tests.gates.foreign_sac:every_second_product", "mlp", ["sac/products"]),
+    ("apply_sac=tests.gates.foreign_sac:every_second_product", "dropout", []),
+    ("train_window=tests.gates.foreign_grad_accum:by_hand", TWO_LAYERS, WITHOUT_KEYWORDS),
+    ("train_window=tests.gates.foreign_grad_accum:with_clipping", TWO_LAYERS, []),
+    ("train_window=tests.gates.foreign_grad_accum:by_accelerate", TWO_LAYERS, WITHOUT_KEYWORDS[1:]),
     (f"{LOOPS}in_chunks", "snn", []),
     (f"{LOOPS}in_chunks", NOISY, []),
     (f"{LOSSES}by_torch", LANGUAGE_MODEL, []),
     (f"{LOSSES}by_checkpoint", LANGUAGE_MODEL, []),
-    ("plan=foreign_memory_plan:plan_every_block", LANGUAGE_MODEL, []),
-    ("SpikeWatchdog=foreign_loss_spike:MedianWatchdog", "mlp", []),
+    ("plan=tests.gates.foreign_memory_plan:plan_every_block", LANGUAGE_MODEL, []),
+    ("SpikeWatchdog=tests.gates.foreign_loss_spike:MedianWatchdog", "mlp", []),
 ]
 
 
@@ -81,6 +82,6 @@ def test_chunked_losses_in_half_precision_hold(text):
 
 def test_the_names_of_blocks_go_to_an_implementation_on_ranks_too():
     gate = gates()["recompute/two-ranks"]
-    given = load_implementation("recompute_blocks=foreign_recompute:by_checkpoint")
+    given = load_implementation("recompute_blocks=tests.gates.foreign_recompute:by_checkpoint")
     verdict = gate.run(Case(load_workload("mlp"), blocks="[12]"), [given])
     assert verdict.passed, verdict

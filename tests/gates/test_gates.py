@@ -7,13 +7,14 @@ import gc
 
 import pytest
 import torch
-from faulty_routing import ROUTED
-from saboteurs import CASES, case_of, faults, gates
 
 from curry_train.gates import discover
 from curry_train.gates.verdict import TECHNIQUES, drop_shared_results
 from curry_train.workloads import Case
 from curry_train.workloads.models import BUILTIN_WORKLOADS
+
+from ..saboteurs.faulty_routing import ROUTED
+from ..saboteurs.saboteurs import CASES, case_of, faults, gates
 
 # Gates that need not apply, by model.
 NOT_ON = {

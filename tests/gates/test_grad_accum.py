@@ -7,15 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import squares
-from saboteurs import case_of, gates, verdict_of
 from torch import nn
-from toy_steps import activated, stacked
 
 from curry_train.gates import grad_accum, two_ranks
 from curry_train.gates.verdict import NotApplicable
 from curry_train.primitives import train_window
 from curry_train.workloads import Case
+
+from ..core.toy_steps import activated, stacked
+from ..plan.plan_models import squares
+from ..saboteurs.saboteurs import case_of, gates, verdict_of
 
 
 def with_loss(loss):

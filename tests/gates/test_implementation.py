@@ -5,11 +5,12 @@ Run: `python -m pytest tests/gates/test_implementation.py`.
 """
 
 import pytest
-from command_runs import flat, ran
-from saboteurs import case_of
 
 from curry_train.gates.implementation import CONTRACTS, Implementation
 from curry_train.gates.verdict import discover, technique_of
+
+from ..cli.command_runs import flat, ran
+from ..saboteurs.saboteurs import case_of
 
 FOREIGN = """
 from torch.utils.checkpoint import checkpoint

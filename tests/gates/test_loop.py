@@ -7,10 +7,6 @@ import gc
 import sys
 from types import SimpleNamespace
 
-import faulty_loops
-import healthy_loops
-import known_bugs
-import loops
 import pytest
 import torch
 from torch import nn
@@ -18,6 +14,8 @@ from torch.nn import functional as F
 
 from curry_train.gates import loop_trace
 from curry_train.gates.loop import CHECKS, preflight
+
+from . import faulty_loops, healthy_loops, known_bugs, loops
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of some of these faults itself
 

@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from warm_python import warm_python
 
 from curry_train.gates import loop_run
 from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program, put_back
+
+from ..core.warm_python import warm_python
 
 
 @pytest.fixture(autouse=True)

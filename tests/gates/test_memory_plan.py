@@ -6,11 +6,12 @@ python -m pytest tests/gates/test_memory_plan.py
 from dataclasses import replace
 
 import torch
-from plan_models import ROUTED
-from saboteurs import case_of, gates
 
 from curry_train.primitives import chunked_cross_entropy, chunked_loss
 from curry_train.workloads import Case, load_workload
+
+from ..plan.plan_models import ROUTED
+from ..saboteurs.saboteurs import case_of, gates
 
 
 def leave_out_a_token(rows, weight, targets, **options):
@@ -20,11 +21,11 @@ def leave_out_a_token(rows, weight, targets, **options):
 def test_float32_may_round_the_gradients_of_sure_predictions_and_no_more(monkeypatch):
     for seed in range(4):
         verdict = gates()["memory-plan/chunked-loss"].run(
-            Case(load_workload("constructs:tied_words"), seed=seed)
+            Case(load_workload("tests.gates.constructs:tied_words"), seed=seed)
         )
         assert verdict.passed, verdict
     monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", leave_out_a_token)
-    verdict = gates()["memory-plan/chunked-loss"].run(case_of("constructs:tied_words"))
+    verdict = gates()["memory-plan/chunked-loss"].run(case_of("tests.gates.constructs:tied_words"))
     assert verdict.passed is False, verdict
 
 

@@ -4,15 +4,16 @@ python -m pytest tests/gates/test_offload.py
 """
 
 import pytest
-from compiled_models import TRACING, build, hidden, loss, rows
-from plan_models import squares
-from saboteurs import case_of, verdict_of
 from torch import nn
 
 from curry_train.gates import offload
 from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
 from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import transformer
+
+from ..plan.plan_models import squares
+from ..primitives.compiled_models import TRACING, build, hidden, loss, rows
+from ..saboteurs.saboteurs import case_of, verdict_of
 
 pytestmark = TRACING
 CHECKS = (compare_offload, compare_freed_bytes)

@@ -11,13 +11,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from rank_calls import run_on_ranks
-from saboteurs import case_of, verdict_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.gates import Gate, two_ranks
 from curry_train.gates.two_ranks import GradientSyncs
+
+from ..core.rank_calls import run_on_ranks
+from ..saboteurs.saboteurs import case_of, verdict_of
 
 
 @pytest.fixture

@@ -7,19 +7,20 @@ import itertools
 import random
 from dataclasses import replace
 
-import foreign_recompute as foreign
 import numpy
 import pytest
 import torch
-from plan_models import Runs, squares
-from saboteurs import verdict_of
 from torch import nn
-from toy_steps import activated, feed_forward, square_sum, stacked
 
 from curry_train.gates import recompute
 from curry_train.gates.same_training import same_training
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads import Case
+
+from ..core.toy_steps import activated, feed_forward, square_sum, stacked
+from ..plan.plan_models import Runs, squares
+from ..saboteurs.saboteurs import verdict_of
+from . import foreign_recompute as foreign
 
 
 def wide(num_copies):

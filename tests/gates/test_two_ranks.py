@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from saboteurs import case_of, gates
 
 from curry_train.gates.implementation import load_implementation
 from curry_train.workloads import Case, load_workload
+
+from ..saboteurs.saboteurs import case_of, gates
 
 GATES = ("recompute/two-ranks", "checkpoint-policy/two-ranks")
 

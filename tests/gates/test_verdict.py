@@ -6,11 +6,12 @@ Run: `python -m pytest tests/gates/test_verdict.py`.
 from dataclasses import replace
 
 import torch
-from saboteurs import case_of, verdict_of
 from torch import nn
 
 from curry_train.core.blocks import NoBlocks
 from curry_train.gates.verdict import TECHNIQUES, Gate, discover, shared, techniques_of
+
+from ..saboteurs.saboteurs import case_of, verdict_of
 
 
 def test_what_a_gate_ran_is_counted():

@@ -5,7 +5,8 @@ python -m pytest tests/house/test_house.py
 
 import pytest
 from importlinter.cli import lint_imports
-from rules import (
+
+from .rules import (
     PACKAGE,
     PUBLIC_NAMES,
     RULES,
@@ -17,7 +18,7 @@ from rules import (
     rooms_keep_their_budgets,
     techniques_are_complete,
 )
-from tree import ROOT, files, skills
+from .tree import ROOT, files, skills
 
 SKILL = "---\nname: x-y\nmetadata:\n  module: curry_train/plan/home.py\n---\n"
 TECHNIQUE = {

@@ -8,8 +8,9 @@ import os
 import shutil
 
 import pytest
-from command_runs import finished
-from tree import ROOT
+
+from ..cli.command_runs import finished
+from .tree import ROOT
 
 # Replaces pytest: writes the report that PYTEST_ADDOPTS names.
 REPORTING = """

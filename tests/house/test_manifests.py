@@ -7,9 +7,10 @@ import re
 import shutil
 
 import pytest
-from tree import ROOT
 
 import manifests
+
+from .tree import ROOT
 
 
 def test_manifests_version_and_requirements_are_what_make_manifests_writes():

@@ -4,7 +4,10 @@ from collections import namedtuple
 from dataclasses import dataclass
 
 import torch
-from peer_table import (
+from torch import Tensor, nn
+
+from ..core.toy_steps import drawn
+from .peer_table import (
     Block,
     X,
     backward,
@@ -19,8 +22,6 @@ from peer_table import (
     train,
     trains,
 )
-from torch import Tensor, nn
-from toy_steps import drawn
 
 # Arguments.
 

@@ -8,7 +8,14 @@ import weakref
 from typing import ClassVar
 
 import torch
-from peer_table import (
+from torch import nn
+from torch.utils.checkpoint import (
+    checkpoint,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+
+from .peer_table import (
     Block,
     X,
     backward,
@@ -22,12 +29,6 @@ from peer_table import (
     step,
     train,
     trains,
-)
-from torch import nn
-from torch.utils.checkpoint import (
-    checkpoint,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
 )
 
 # Backward in parts, again, and of higher order.

@@ -2,7 +2,14 @@
 
 import torch
 import torch.distributed as dist
-from peer_table import (
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.gates.two_ranks import GradientSyncs
+
+from .peer_table import (
     BEHAVIOURS,
     LEVERS,
     Block,
@@ -14,12 +21,6 @@ from peer_table import (
     same,
     torch_checkpoints,
 )
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-from curry_train.gates.two_ranks import GradientSyncs
 
 
 class Unused(Block):

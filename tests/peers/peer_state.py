@@ -8,7 +8,11 @@ from collections import deque
 from operator import attrgetter
 
 import torch
-from peer_table import (
+from torch import nn
+from torch.func import functional_call
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from .peer_table import (
     Block,
     X,
     backward,
@@ -24,9 +28,6 @@ from peer_table import (
     train,
     trains,
 )
-from torch import nn
-from torch.func import functional_call
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 # Random numbers.
 

@@ -4,7 +4,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from peer_table import (
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..core.toy_steps import gradients_of
+from .peer_table import (
     Block,
     X,
     backward,
@@ -18,9 +22,6 @@ from peer_table import (
     step,
     train,
 )
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
-from toy_steps import gradients_of
 
 # Threads.
 

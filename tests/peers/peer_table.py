@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from toy_steps import drawn
 
 from curry_train.primitives import (
     apply_regions,
@@ -24,6 +23,8 @@ from curry_train.primitives import (
     recompute_blocks,
     recompute_segments,
 )
+
+from ..core.toy_steps import drawn
 
 # The levers, and what torch itself has for each.
 

@@ -7,16 +7,19 @@ import functools
 import logging
 import re
 
-import peer_arguments  # noqa: F401
-import peer_autograd  # noqa: F401
-import peer_ranks
-import peer_state  # noqa: F401
-import peer_surroundings  # noqa: F401
 import pytest
-from compiled_models import TRACING
-from peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, error_of, rendered, torch_checkpoints
-from rank_calls import run_on_ranks
-from tree import ROOT
+
+from ..core.rank_calls import run_on_ranks
+from ..house.tree import ROOT
+from ..primitives.compiled_models import TRACING
+from . import (  # noqa: F401
+    peer_arguments,
+    peer_autograd,
+    peer_ranks,
+    peer_state,
+    peer_surroundings,
+)
+from .peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, error_of, rendered, torch_checkpoints
 
 # Of the compiler, of torch's own rules of derivatives, which are scripted, and of its anomaly mode.
 pytestmark = [*TRACING, pytest.mark.filterwarnings("ignore:Anomaly Detection|.torch.jit.script")]

@@ -6,13 +6,14 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import activated
 
 from curry_train.core.measure import OperationMode
 from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.cuda_step import StepTrace
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.workloads import Case, Workload, load_workload
+
+from ..core.toy_steps import activated
 
 # Estimates against real steps.
 

@@ -3,10 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from plan_models import squares
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from toy_steps import feed_forward
 
 from curry_train.core.blocks import find_blocks
 from curry_train.plan import Sharding
@@ -14,6 +12,9 @@ from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.rank_step import EvenRouting
 from curry_train.workloads import Case
 from ranks import peak_of_running_rank
+
+from ..core.toy_steps import feed_forward
+from .plan_models import squares
 
 WIDTH = 16
 NUM_EXPERTS = 4

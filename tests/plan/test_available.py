@@ -7,13 +7,14 @@ import sys
 
 import pytest
 import torch
-from command_runs import flat, ran, results
-from plan_models import ROUTED, net
 
 from curry_train.plan import Sketch, available
 from curry_train.plan.available import missing_room
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
+
+from ..cli.command_runs import flat, ran, results
+from .plan_models import ROUTED, net
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ python -m pytest tests/plan/test_cuda_allocator.py
 from pathlib import Path
 
 import pytest
-from command_runs import read_json
 
 from cuda_traces import Replay
 from curry_train.plan.cuda_allocator import (
@@ -17,6 +16,8 @@ from curry_train.plan.cuda_allocator import (
     CudaAllocator,
     segment_size,
 )
+
+from ..cli.command_runs import read_json
 
 TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 

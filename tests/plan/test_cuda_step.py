@@ -8,10 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_runs import ran, read_json
-from plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
 from torch import nn
-from toy_steps import stacked
 
 from curry_train.plan import Infeasible, Plan, Planner, Sketch
 from curry_train.plan.cuda_allocator import CudaAllocator
@@ -26,6 +23,10 @@ from curry_train.plan.cuda_step import (
 )
 from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp
+
+from ..cli.command_runs import ran, read_json
+from ..core.toy_steps import stacked
+from .plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
 
 MIB = 2**20
 WIDTH = 1024

@@ -8,18 +8,19 @@ import re
 
 import pytest
 import torch
-from language_models import language_model
-from plan_models import Runs, check, check_workload, measured
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from toy_steps import activated
 
 from curry_train.plan.estimate import Sketch
 from curry_train.plan.optimizers import OPTIMIZERS, BytesForEach, make_optimizer
 from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, recompute_segments
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
 from curry_train.workloads.workload import Workload, WorkloadError, default_workload
+
+from ..core.toy_steps import activated
+from ..workloads.language_models import language_model
+from .plan_models import Runs, check, check_workload, measured
 
 
 def two_segments(module):

@@ -7,14 +7,15 @@ import itertools
 
 import pytest
 import torch
-from language_models import language_model
-from plan_models import Coded, Runs, check_workload, measured, squares
 from torch import nn
-from toy_steps import activated
 from transformers import BartConfig, BartForConditionalGeneration
 
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
 from curry_train.workloads.workload import Workload
+
+from ..core.toy_steps import activated
+from ..workloads.language_models import language_model
+from .plan_models import Coded, Runs, check_workload, measured, squares
 
 SIZE = 4
 

@@ -10,14 +10,11 @@ import re
 import numpy
 import pytest
 import torch
-from command_runs import finished
-from plan_models import Called, Runs, squares
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
-from warm_python import warm_python
 
 from curry_train.core.measure import LiveStorages
 from curry_train.plan import Sketch
@@ -28,6 +25,10 @@ from curry_train.primitives.rerun import BlockState
 from curry_train.workloads import WorkloadError
 from curry_train.workloads.models import llama_8b
 from curry_train.workloads.workload import IndivisibleBatch
+
+from ..cli.command_runs import finished
+from ..core.warm_python import warm_python
+from .plan_models import Called, Runs, squares
 
 # What CUDA's kernels keep.
 

@@ -10,10 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from plan_models import Block, Runs, squares
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import activated
 
 from curry_train.plan import Sketch, find_profile, record
 from curry_train.plan.card import Card
@@ -21,6 +19,9 @@ from curry_train.plan.costs import candidates, find_kinds
 from curry_train.plan.saved import Candidate, Option
 from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import Bottleneck, transformer
+
+from ..core.toy_steps import activated
+from .plan_models import Block, Runs, squares
 
 LLAMA = transformer(depth=2)
 OTHERS = ("sac", "regions")  # than full recompute

@@ -5,12 +5,10 @@ python -m pytest tests/plan/test_optimizers.py
 
 import pytest
 import torch
-from plan_models import ByParameter, Coded, MomentsMadeAnew, measured
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
-from toy_steps import stacked
 
 from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.optimizers import make_optimizer
@@ -19,6 +17,9 @@ from curry_train.primitives import StepInBackward, recompute_blocks
 from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 from finetune_models import OPTIMIZERS, of
+
+from ..core.toy_steps import stacked
+from .plan_models import ByParameter, Coded, MomentsMadeAnew, measured
 
 WORKLOAD = mlp(depth=2, width=64)
 STATE = "optimizer state"

@@ -6,9 +6,10 @@ python -m pytest tests/plan/test_owners.py
 from collections import Counter
 
 import pytest
-from snapshot_files import owned_blocks, trained
 
 from curry_train.plan.cuda_step import HOPPER_WORKSPACE_BYTES
+
+from .snapshot_files import owned_blocks, trained
 
 
 def wrong_owners(owned, training):

@@ -12,17 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import Runs, measured, net, squares
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import stacked
-from tree import ROOT
 
 from curry_train.plan import Infeasible, Plan, Planner, plan
 from curry_train.plan.planner import what_microbatches_change
 from curry_train.plan.saved import Candidate
 from curry_train.workloads import Workload
 from curry_train.workloads.models import mlp, transformer
+
+from ..core.toy_steps import stacked
+from ..house.tree import ROOT
+from .plan_models import Runs, measured, net, squares
 
 MICRO = 8
 

@@ -7,13 +7,14 @@ import functools
 import json
 
 import pytest
-from plan_models import Net, net, squares
 from torch import nn
 
 from curry_train.core.blocks import Derived
 from curry_train.plan import Infeasible, Plan, PlanMismatch, Planner, Sharding, find_profile, plan
 from curry_train.plan.parallel import parse_mesh
 from curry_train.plan.saved import Option, apply_options
+
+from .plan_models import Net, net, squares
 
 
 @functools.cache

@@ -7,15 +7,16 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from plan_models import Runs, built
 from torch import nn
-from toy_steps import activated, stacked
-from unchanged import unchanged
 
 from curry_train.core.measure import divide, measure_memory
 from curry_train.plan import MemoryProfiler
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
+
+from ..core.toy_steps import activated, stacked
+from ..core.unchanged import unchanged
+from .plan_models import Runs, built
 
 MIB = 2**20
 

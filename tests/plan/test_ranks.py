@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plan_models import Runs, squares
-from rank_calls import run_on_ranks
 from torch import nn
 
 import ranks
@@ -21,6 +19,9 @@ from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.rank_step import one_rank
 from curry_train.workloads.models import mlp
 from ranks import predict, small
+
+from ..core.rank_calls import run_on_ranks
+from .plan_models import Runs, squares
 
 # Some at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
 COMPARED = (

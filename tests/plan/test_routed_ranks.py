@@ -6,10 +6,11 @@ python -m pytest tests/plan/test_routed_ranks.py
 from pathlib import Path
 
 import pytest
-import routed_ranks
-from rank_calls import run_on_ranks
 
 from curry_train.plan import Sketch
+
+from ..core.rank_calls import run_on_ranks
+from . import routed_ranks
 
 ROUTED = ["fsdp2", "shared", "shared, called"]
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from routed_ranks import WIDTH, moe_net, routed
 
 from curry_train.plan import Sharding, Sketch
 from curry_train.plan.rank_step import EvenRouting
+
+from .routed_ranks import WIDTH, moe_net, routed
 
 
 def test_tokens_are_spread_evenly():

@@ -8,9 +8,10 @@ import pickle
 import random
 
 import pytest
-from snapshot_files import Recorder, trained, write
 
 from curry_train.plan.snapshot import BlockHistory, UnusableSnapshot, read_snapshot
+
+from .snapshot_files import Recorder, trained, write
 
 MIB = 2**20
 

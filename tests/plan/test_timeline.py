@@ -9,17 +9,18 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from command_runs import ran
-from plan_models import built
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toy_steps import square_sum
-from unchanged import unchanged
 
 from curry_train.core.measure import measure_memory
 from curry_train.plan import measure_timeline
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
+
+from ..cli.command_runs import ran
+from ..core.toy_steps import square_sum
+from ..core.unchanged import unchanged
+from .plan_models import built
 
 OTHER = nn.Linear(8, 8)
 BEFORE = ("parameters", "buffers and batch", "optimizer state")

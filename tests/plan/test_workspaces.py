@@ -7,14 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from plan_models import trace_of, trace_of_sizes
 from torch import nn
-from toy_steps import square_sum, stacked
 
 from curry_train.plan import Planner
 from curry_train.plan.cuda_step import CONTEXT_BYTES, CUDNN_BYTES, cuda_memory
 from curry_train.plan.workspaces import Convolution
 from curry_train.workloads import Workload
+
+from ..core.toy_steps import square_sum, stacked
+from .plan_models import trace_of, trace_of_sizes
 
 MIB = 2**20
 SIZE = 32

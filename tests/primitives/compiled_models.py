@@ -6,13 +6,14 @@ Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from peer_table import Chain
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import drawn
 
 from curry_train.core.parity import record_step
 from curry_train.primitives import memory_budget
+
+from ..core.toy_steps import drawn
+from ..peers.peer_table import Chain
 
 TRACING = [  # torch's warnings while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -5,12 +5,13 @@ Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 
 import torch
 from torch import nn
-from toy_steps import all_equal, drawn
 
 from curry_train.core.generators import seeded
 from curry_train.core.parity import compare, record
 from curry_train.primitives import checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
+
+from ..core.toy_steps import all_equal, drawn
 
 WIDTH = 6
 

@@ -9,9 +9,7 @@ import dataclasses
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
-from toy_steps import all_equal, drawn, gradients_of
 
 from curry_train.primitives import (
     apply_sac,
@@ -19,6 +17,9 @@ from curry_train.primitives import (
     recompute_blocks,
     recompute_segments,
 )
+
+from ..core.toy_steps import all_equal, drawn, gradients_of
+from ..plan.plan_models import Runs
 
 WRITTEN = "modified by an inplace operation"
 

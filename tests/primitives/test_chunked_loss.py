@@ -9,16 +9,13 @@ import pickle
 
 import pytest
 import torch
-from constructs import Words
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from plan_models import Called
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 from torch.profiler import profile
 from torch.utils.module_tracker import ModuleTracker
-from toy_steps import all_equal, gradients_of
 
 from curry_train.core.measure import FlopCount, LiveStorages
 from curry_train.core.parity import compare, record_step
@@ -30,6 +27,10 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
+
+from ..core.toy_steps import all_equal, gradients_of
+from ..gates.constructs import Words
+from ..plan.plan_models import Called
 
 CLASSES = 256
 # Sums of some hundred float32 terms in another order; half precision rounds each product once.

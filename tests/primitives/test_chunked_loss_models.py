@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 import torch
-from language_models import language_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from curry_train.core.measure import count_flops, measure_memory
@@ -16,6 +15,8 @@ from curry_train.plan.shapes import pretended
 from curry_train.primitives import apply_chunked_loss, chunked_loss_report, recompute_blocks
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
+
+from ..workloads.language_models import language_model
 
 WIDER = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192}
 

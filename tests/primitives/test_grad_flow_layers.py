@@ -13,17 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW
-from toy_steps import activated, drawn, stacked
 
 from curry_train.core.blocks import inside_wrappers
 from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_table, grad_flow_probe
 from curry_train.primitives.grad_flow_probe import compiled_modules
+
+from ..core.toy_steps import activated, drawn, stacked
+from ..plan.plan_models import Runs
 
 
 @contextlib.contextmanager

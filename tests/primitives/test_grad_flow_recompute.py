@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
-from toy_steps import all_equal
 
 from curry_train.primitives import (
     CheckpointWrapper,
@@ -23,6 +22,8 @@ from curry_train.primitives import (
 )
 from curry_train.workloads import Case
 from curry_train.workloads.models import snn, transformer
+
+from ..core.toy_steps import all_equal
 
 DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
 

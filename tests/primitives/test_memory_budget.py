@@ -11,8 +11,20 @@ import threading
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from command_runs import finished
-from compiled_models import (
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.blocks import plain_blocks
+from curry_train.core.measure import FlopCount, LiveStorages
+from curry_train.core.measure_compiled import BudgetUnsafe, CompileFailed, measure_allocated
+from curry_train.core.parity import compare
+from curry_train.primitives import compile_budget, memory_budget, remove_memory_budget
+from curry_train.primitives.compile_budget import Budgeted, _compiled
+from curry_train.workloads import Case, load_workload
+
+from ..cli.command_runs import finished
+from ..core.warm_python import warm_python
+from .compiled_models import (
     TRACING,
     WIDTH,
     block_class,
@@ -25,17 +37,6 @@ from compiled_models import (
     rows,
     step,
 )
-from torch import nn
-from torch.nn import functional as F
-from warm_python import warm_python
-
-from curry_train.core.blocks import plain_blocks
-from curry_train.core.measure import FlopCount, LiveStorages
-from curry_train.core.measure_compiled import BudgetUnsafe, CompileFailed, measure_allocated
-from curry_train.core.parity import compare
-from curry_train.primitives import compile_budget, memory_budget, remove_memory_budget
-from curry_train.primitives.compile_budget import Budgeted, _compiled
-from curry_train.workloads import Case, load_workload
 
 pytestmark = TRACING
 

@@ -11,14 +11,15 @@ import weakref
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
-from toy_steps import activated, drawn, square_sum, stacked
 
 from curry_train.core.measure import OperationMode, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import offload, offload_blocks, offload_report, recompute_blocks
 from curry_train.primitives.offload import OffloadReport
+
+from ..core.toy_steps import activated, drawn, square_sum, stacked
+from ..plan.plan_models import Runs
 
 
 def chain(block, depth=3):

@@ -7,12 +7,8 @@ import copy
 
 import pytest
 import torch
-from pages import fenced_blocks
-from peer_state import Dropping
 from torch import nn
 from torch.nn import functional as F
-from toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
-from tree import ROOT
 
 from curry_train.core.measure import measure_memory
 from curry_train.primitives import (
@@ -24,6 +20,11 @@ from curry_train.primitives import (
     recompute_blocks,
     train_window,
 )
+
+from ..core.toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
+from ..house.tree import ROOT
+from ..peers.peer_state import Dropping
+from ..skills.pages import fenced_blocks
 
 
 def recipe(page):

@@ -5,14 +5,15 @@ python -m pytest tests/primitives/test_recompute_contract.py
 
 import pytest
 import torch
-from peer_table import Block
 from torch import nn
-from toy_steps import drawn, square_sum, stacked
 
 from curry_train.core.measure import measure_memory
 from curry_train.plan import MemoryProfiler, SelectiveCheckpointer
 from curry_train.primitives import CheckpointConfig, Recompute, choose_segments, recompute_segments
 from curry_train.workloads.models import snn
+
+from ..core.toy_steps import drawn, square_sum, stacked
+from ..peers.peer_table import Block
 
 
 @pytest.fixture

@@ -11,9 +11,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from peer_table import Block
 from torch import nn
-from toy_steps import all_equal, drawn, gradients_of
 
 from curry_train.primitives import (
     Recompute,
@@ -24,6 +22,9 @@ from curry_train.primitives import (
     recompute_segments,
 )
 from curry_train.primitives.rerun import modules_of
+
+from ..core.toy_steps import all_equal, drawn, gradients_of
+from ..peers.peer_table import Block
 
 LEVERS = {
     "recompute": recompute_blocks,

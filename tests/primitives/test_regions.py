@@ -8,19 +8,20 @@ import weakref
 
 import pytest
 import torch
-from language_models import language_model
-from plan_models import Runs
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from toy_steps import all_equal, gradients_of, stacked
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import apply_regions, recompute_blocks
 from curry_train.primitives.regions import NODE_RECIPES, RecomputedTensor, Replay, pack, unpack
 from curry_train.primitives.rerun import BlockState
+
+from ..core.toy_steps import all_equal, gradients_of, stacked
+from ..plan.plan_models import Runs
+from ..workloads.language_models import language_model
 
 WIDER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -9,9 +9,7 @@ import copy
 import numpy
 import pytest
 import torch
-from faulty_routing import EXPERTS, WIDTH, Experts
 from torch import nn
-from toy_steps import activated, all_equal, gradients_of, square_sum, stacked
 
 from curry_train.primitives import (
     CheckpointConfig,
@@ -22,6 +20,9 @@ from curry_train.primitives import (
     recompute_segments,
 )
 from curry_train.primitives.routing import Choices, has_router
+
+from ..core.toy_steps import activated, all_equal, gradients_of, square_sum, stacked
+from ..saboteurs.faulty_routing import EXPERTS, WIDTH, Experts
 
 TOKENS = 12
 

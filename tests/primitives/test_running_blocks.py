@@ -5,11 +5,7 @@ python -m pytest tests/primitives/test_running_blocks.py
 
 import pytest
 import torch
-from peer_table import Block as Half
-from plan_models import Runs
 from torch import nn
-from toy_steps import feed_forward, square_sum, stacked
-from unchanged import unchanged
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.generators import seeded
@@ -23,6 +19,11 @@ from curry_train.primitives import (
     recompute_blocks,
 )
 from curry_train.primitives.running_blocks import ForwardRecord, choose_blocks
+
+from ..core.toy_steps import feed_forward, square_sum, stacked
+from ..core.unchanged import unchanged
+from ..peers.peer_table import Block as Half
+from ..plan.plan_models import Runs
 
 WIDTH = 8
 

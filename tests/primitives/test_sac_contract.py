@@ -10,12 +10,10 @@ from collections import Counter
 
 import pytest
 import torch
-from plan_models import Called, Runs
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from toy_steps import stacked
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.parity import compare, record_step
@@ -23,6 +21,9 @@ from curry_train.primitives import apply_regions, apply_sac, sac
 from curry_train.primitives.sac import Policy, PolicyError
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
+
+from ..core.toy_steps import stacked
+from ..plan.plan_models import Called, Runs
 
 aten = torch.ops.aten
 CASE = Case(transformer(depth=2), batch_size=4)

@@ -7,11 +7,12 @@ import weakref
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
-from toy_steps import activated, all_equal, stacked
 
 from curry_train.primitives import ChainBroken, recompute_segments, remove_segments
+
+from ..core.toy_steps import activated, all_equal, stacked
+from ..plan.plan_models import Runs
 
 
 def chain(loop, block=lambda: activated(8)):

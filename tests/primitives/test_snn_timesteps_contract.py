@@ -14,9 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis.strategies import integers
-from snn_models import WIDTH, Net, build, currents, same, trained
 from torch import nn
-from toy_steps import all_equal, stacked
 
 from curry_train.core.measure import LiveStorages
 from curry_train.core.parity import compare
@@ -33,6 +31,9 @@ from curry_train.primitives import (
 from curry_train.primitives.snn_timesteps import OUTPUT_MODES, Costs, best_chunks, even_chunks
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, snn
+
+from ..core.toy_steps import all_equal, stacked
+from .snn_models import WIDTH, Net, build, currents, same, trained
 
 # Equality with the plain loop.
 

@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 import snntorch
 import torch
-from snn_models import WIDTH, Keeper, Net, build, currents, same, trained
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from curry_train.primitives import HiddenState, checkpoint_timesteps, run_timesteps
+
+from .snn_models import WIDTH, Keeper, Net, build, currents, same, trained
 
 # Steps that are refused.
 

@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from toy_steps import all_equal, square_sum
 
 from curry_train.primitives import (
     GradientAccumulation,
@@ -17,6 +16,8 @@ from curry_train.primitives import (
     StepInBackward,
     train_window,
 )
+
+from ..core.toy_steps import all_equal, square_sum
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 

@@ -5,11 +5,12 @@ python -m pytest tests/primitives/test_strategies.py
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
-from toy_steps import feed_forward, square_sum, stacked
 
 from curry_train.primitives.strategies import CONFIGURED_STRATEGIES, CheckpointConfig, apply_config
+
+from ..core.toy_steps import feed_forward, square_sum, stacked
+from ..plan.plan_models import Runs
 
 
 def chain(depth=4):

@@ -6,13 +6,9 @@ python -m pytest tests/primitives/test_techniques_on_ranks.py
 import pytest
 import torch
 import torch.distributed as dist
-from peer_ranks import whole
-from plan_models import Called, Runs
-from rank_calls import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy_steps import all_equal, drawn, gradients_of, stacked
 
 from curry_train.gates.two_ranks import GradientSyncs
 from curry_train.primitives import (
@@ -28,6 +24,11 @@ from curry_train.primitives import (
 )
 from curry_train.workloads import Case, load_workload
 from curry_train.workloads.models import transformer
+
+from ..core.rank_calls import run_on_ranks
+from ..core.toy_steps import all_equal, drawn, gradients_of, stacked
+from ..peers.peer_ranks import whole
+from ..plan.plan_models import Called, Runs
 
 KINDS = ("ddp", "fsdp2")
 

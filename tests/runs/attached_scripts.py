@@ -111,11 +111,11 @@ def _changed(script, changes):
 
 def start(folder, script, *words, at=0, **environment):
     """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
-    from warm_python import warm_python
+    from ..core.warm_python import warm_python
 
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
-    paths = f"{ROOT}/template:{ROOT}/tests/runs"
+    paths = f"{ROOT}/template:{ROOT}"
     command = [warm_python(), __file__, str(at), "script.py", *map(str, words)]
     variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -124,9 +124,9 @@ def start(folder, script, *words, at=0, **environment):
 
 def flip_a_bit(run_folder, name="*.distcp"):
     """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
-    from store_models import flip
-
     from curry_train.runs import SavedRun
+
+    from .store_models import flip
 
     newest = SavedRun(run_folder).latest()
     path = max((run_folder / newest.folder).glob(name), key=lambda one: one.stat().st_size)

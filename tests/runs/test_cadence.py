@@ -8,10 +8,11 @@ import re
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from store_models import new_state
 
 from curry_train.runs import PolicyConfig, SavingPolicy
 from curry_train.runs.policy import FIRST_SAVE_STEPS, SAVE_MARGIN_FACTOR, Cadence
+
+from .store_models import new_state
 
 
 @settings(deadline=None)  # a slow machine is not a failure

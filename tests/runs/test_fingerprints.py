@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_training import Model, recorded, train
 
 from curry_train.runs import RunError, fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints, users_line
 from curry_train.runs.locate import locate, settings_of
+
+from .recorded_training import Model, recorded, train
 
 
 def kinds(record):

@@ -9,9 +9,10 @@ import logging
 
 import pytest
 import torch
-from journals import clock, lines_of, plant
 
 from curry_train.runs.journal import Journal, JournalError, read_events
+
+from .journals import clock, lines_of, plant
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 
 import pytest
-from journals import plant
 
 from curry_train.runs import read_history
 from curry_train.runs.journal import (
@@ -20,6 +19,8 @@ from curry_train.runs.journal import (
     printable,
     read_events,
 )
+
+from .journals import plant
 
 AT = {"time": 1.5, "step": 3, "attempt": 2}
 

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from store_models import equal, flip, new_state, tensors_of, train
 
 from curry_train.runs import (
     DamagedCheckpoint,
@@ -18,6 +17,8 @@ from curry_train.runs import (
     Store,
 )
 from curry_train.runs.resume import NothingSaved, choose, load_chosen
+
+from .store_models import equal, flip, new_state, tensors_of, train
 
 
 @pytest.fixture(scope="module")

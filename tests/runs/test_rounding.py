@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from recorded_training import train
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +16,8 @@ from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import expected_values, locate
 from curry_train.runs.rounding import Exchange, distances_of, is_rounding
 from locate import in_two_sums
+
+from .recorded_training import train
 
 
 def recorded(folder, fault="", *, exchange=None, forward=nn.Linear.forward, dtype=torch.float32):

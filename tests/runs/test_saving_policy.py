@@ -5,7 +5,6 @@ python -m pytest tests/runs/test_saving_policy.py
 
 import pytest
 import torch
-from store_models import new_state, train
 
 from curry_train.runs import (
     BackgroundSaver,
@@ -16,6 +15,8 @@ from curry_train.runs import (
     Store,
     load_chosen,
 )
+
+from .store_models import new_state, train
 
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=2, retention=Retention(3, 2))
 

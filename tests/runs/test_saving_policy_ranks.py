@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from rank_calls import run_on_ranks
-from store_models import equal, flip, new_state, tensors_of, train
-from test_store_ranks import sharded
 
 from curry_train.runs import BackgroundSaver, PolicyConfig, Retention, SavingPolicy, Store
+
+from ..core.rank_calls import run_on_ranks
+from .store_models import equal, flip, new_state, tensors_of, train
+from .test_store_ranks import sharded
 
 # A save of so small a state takes about as long as a step: up to 200 saves, and step 8 is kept.
 AUTOMATIC = PolicyConfig(

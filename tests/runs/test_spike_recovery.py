@@ -9,7 +9,6 @@ import re
 from dataclasses import asdict
 
 import pytest
-from store_models import new_state
 
 from curry_train.runs import Files, RunError, SavedCheckpoint
 from curry_train.runs.random_state import DataPosition
@@ -22,6 +21,8 @@ from curry_train.runs.spike import (
     SpikeNotRecovered,
     read_recoveries,
 )
+
+from .store_models import new_state
 
 
 @pytest.mark.parametrize("text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": "1"}]', "\0\xff"])

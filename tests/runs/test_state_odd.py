@@ -8,7 +8,11 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from store_models import (
+from torch import nn
+
+from curry_train.runs import StateMismatch, TrainingState
+
+from .store_models import (
     WIDTH,
     Holder,
     alike,
@@ -19,9 +23,6 @@ from store_models import (
     train,
     unscheduled,
 )
-from torch import nn
-
-from curry_train.runs import StateMismatch, TrainingState
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),

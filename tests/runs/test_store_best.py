@@ -6,11 +6,12 @@ python -m pytest tests/runs/test_store_best.py
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from store_models import new_state, tensors_of, train
 from torch import nn
 
 from curry_train.runs.format import NOT_IN_SAFETENSORS
 from curry_train.runs.values import PLAIN_DTYPES
+
+from .store_models import new_state, tensors_of, train
 
 METRIC = ("dev_loss", 0.25)
 

@@ -8,9 +8,10 @@ import os
 import shutil
 
 import pytest
-from store_models import new_state
 
 from curry_train.runs import Files, RunError, SavedRun, SaveError, Store
+
+from .store_models import new_state
 
 
 def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_it(

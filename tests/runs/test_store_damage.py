@@ -8,9 +8,10 @@ import random
 import shutil
 
 import pytest
-from store_models import equal, new_state, tensors_of
 
 from curry_train.runs import DamagedCheckpoint
+
+from .store_models import equal, new_state, tensors_of
 
 KINDS = {"rollback": None, "best-k": ("dev_loss", 0.25)}
 

@@ -12,12 +12,13 @@ import zipfile
 
 import pytest
 import torch
-from store_models import alike, equal, new_state, tensors_of
 
 from curry_train.runs import DamagedCheckpoint, StateMismatch, load_chosen
 from curry_train.runs.layout import MOST_MANIFEST_BYTES, FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.values import Stored, dump, load
 from torture_shapes import Call
+
+from .store_models import alike, equal, new_state, tensors_of
 
 
 @pytest.fixture

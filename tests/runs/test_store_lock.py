@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from store_models import new_state
-from tree import ROOT
 
 from curry_train.runs import LockedRun, SavedRun, SaveError, Store
+
+from ..house.tree import ROOT
+from .store_models import new_state
 
 HOLDER = """
 import os, subprocess, sys, time

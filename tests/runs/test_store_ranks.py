@@ -8,8 +8,14 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from rank_calls import run_on_ranks
-from store_models import (
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from curry_train.runs import BackgroundSaver, Files, RunError, SavedRun, Store, load_chosen
+
+from ..core.rank_calls import run_on_ranks
+from .store_models import (
     At,
     CountedFiles,
     equal,
@@ -20,11 +26,6 @@ from store_models import (
     tensors_of,
     train,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-from curry_train.runs import BackgroundSaver, Files, RunError, SavedRun, Store, load_chosen
 
 
 def sharded():

@@ -8,10 +8,11 @@ python -m pytest -m long tests/runs/test_torch_state.py
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from store_models import WIDTH, equal, network, tensors_of, train, unscheduled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import LBFGS, SGD, AdamW
+
+from .store_models import WIDTH, equal, network, tensors_of, train, unscheduled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from journals import lines_of
-from library_trainers import Model, hugging_face, lightning, weights
-from store_models import flip
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -25,6 +22,10 @@ from curry_train.runs import (
     record_training,
 )
 from curry_train.runs.trainers import commit_file, commit_folder
+
+from ..trainer.library_trainers import Model, hugging_face, lightning, weights
+from .journals import lines_of
+from .store_models import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from rank_calls import run_on_ranks
-from store_models import At, CountedFiles, new_state, train
 
 from curry_train.gates.two_ranks import RankProcesses
 from curry_train.runs import (
@@ -23,6 +21,9 @@ from curry_train.runs import (
     Store,
     load_chosen,
 )
+
+from ..core.rank_calls import run_on_ranks
+from .store_models import At, CountedFiles, new_state, train
 
 SAVES = ("foreground", "background", "policy")
 

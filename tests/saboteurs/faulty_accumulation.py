@@ -6,12 +6,13 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 from dataclasses import replace
 
 import torch
-from saboteurs import planted
 from torch import nn
 
 from curry_train.gates.implementation import load_implementation
 from curry_train.gates.windows_by_hand import train_by_hand
 from curry_train.primitives import train_window
+
+from .saboteurs import planted
 
 
 def divided_by_full_window(model, window, loss, optimizer):

@@ -7,10 +7,10 @@ import itertools
 import statistics
 from dataclasses import replace
 
-from saboteurs import planted
-
 from curry_train.core.timing import Ratio, paired_ratio
 from curry_train.gates import bench
+
+from .saboteurs import planted
 
 
 def planted_times(ways, *, rounds, **options):

@@ -11,10 +11,11 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
-from saboteurs import planted
 
 from curry_train.runs import SavingPolicy, TrainingState, saving, state
 from curry_train.runs.random_state import restore_random_state
+
+from .saboteurs import planted
 
 
 def not_restored(read, write, owner=SavingPolicy, name="resume"):

@@ -5,13 +5,13 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 from dataclasses import replace
 
-import foreign_memory_plan as foreign
-from saboteurs import planted
-
 from curry_train.gates import memory_plan
 from curry_train.gates.memory_plan import FULL_VARIANT, PLAIN_VARIANT, predict
 from curry_train.primitives import apply_chunked_loss, chunked_cross_entropy, chunked_loss
 from curry_train.workloads.models import transformer
+
+from ..gates import foreign_memory_plan as foreign
+from .saboteurs import planted
 
 LANGUAGE_MODEL = transformer(depth=3, dim=32, length=32, vocabulary=256, dropout=0.2)
 

@@ -4,10 +4,11 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import torch
-from saboteurs import planted
 
 from curry_train.gates import grad_flow
 from curry_train.primitives import GradFlow
+
+from .saboteurs import planted
 
 
 class NoOp(GradFlow):

@@ -5,22 +5,23 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 import copy
 
-import foreign_recompute as foreign
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-from foreign_recompute import around_blocks
-from plan_models import squares
-from saboteurs import planted
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
-from toy_steps import feed_forward, stacked
 
 from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
 from curry_train.gates import offload
 from curry_train.gates import recompute as gates
 from curry_train.primitives import memory_budget, recompute_blocks
+
+from ..core.toy_steps import feed_forward, stacked
+from ..gates import foreign_recompute as foreign
+from ..gates.foreign_recompute import around_blocks
+from ..plan.plan_models import squares
+from .saboteurs import planted
 
 FROZEN_START = squares(lambda: stacked(lambda: feed_forward(8, 32), 3), 8, name="frozen start")
 

@@ -4,13 +4,14 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import torch
-from plan_models import squares
-from saboteurs import planted
 from torch import nn
-from toy_steps import stacked
 
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives import keep_routing
+
+from ..core.toy_steps import stacked
+from ..plan.plan_models import squares
+from .saboteurs import planted
 
 WIDTH = 16
 EXPERTS = 4

@@ -4,7 +4,14 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import torch
-from foreign_sac import (
+from torch import nn
+from torch.nn import functional as F
+
+from curry_train.core.blocks import find_blocks
+from curry_train.primitives import apply_regions, apply_sac
+
+from ..core.toy_steps import stacked
+from ..gates.foreign_sac import (
     PRODUCTS,
     checkpointed,
     does_nothing,
@@ -13,14 +20,8 @@ from foreign_sac import (
     saving,
     trains_in_eval_mode,
 )
-from plan_models import squares
-from saboteurs import planted
-from torch import nn
-from torch.nn import functional as F
-from toy_steps import stacked
-
-from curry_train.core.blocks import find_blocks
-from curry_train.primitives import apply_regions, apply_sac
+from ..plan.plan_models import squares
+from .saboteurs import planted
 
 aten = torch.ops.aten
 

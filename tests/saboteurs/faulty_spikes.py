@@ -3,8 +3,8 @@
 Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
-import foreign_loss_spike as foreign
-from saboteurs import planted
+from ..gates import foreign_loss_spike as foreign
+from .saboteurs import planted
 
 FAULTS = [
     planted("loss-spike.in-time", "silent", SpikeWatchdog=foreign.Silent),

@@ -5,13 +5,19 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 from dataclasses import replace
 
-from foreign_snn_timesteps import detaches_the_state, draws_again, in_one_go, in_single_steps
-from saboteurs import planted
 from torch import nn
 
 from curry_train.primitives import snn_timesteps
 from curry_train.primitives.snn_timesteps import even_chunks
 from curry_train.workloads.models import SpikingNetwork, SurrogateSpike, snn
+
+from ..gates.foreign_snn_timesteps import (
+    detaches_the_state,
+    draws_again,
+    in_one_go,
+    in_single_steps,
+)
+from .saboteurs import planted
 
 LONG_SNN = snn(timesteps=64)
 

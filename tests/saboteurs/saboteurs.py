@@ -97,4 +97,6 @@ def claims_by_name():
 def faults():
     """Return the faults of all modules."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("faulty_*.py"))
-    return [one for name in names for one in importlib.import_module(name).FAULTS]
+    return [
+        one for name in names for one in importlib.import_module(f"{__package__}.{name}").FAULTS
+    ]

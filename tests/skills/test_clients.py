@@ -7,12 +7,13 @@ Run: `python -m pytest tests/skills/test_clients.py`.
 import re
 
 import pytest
-from client_packages import Unavailable
-from command_runs import read_json
-from pages import RECORD_KEYS
-from tree import ROOT
 
 from clients import CLIENTS, copy_bundle, loaded_skills, problems
+
+from ..cli.command_runs import read_json
+from ..house.tree import ROOT
+from .client_packages import Unavailable
+from .pages import RECORD_KEYS
 
 NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,11 +11,12 @@ import shutil
 import subprocess
 
 import pytest
-from pages import fenced_blocks
-from tree import ROOT, skills
-from warm_python import warm_python
 
 from clients import copy_bundle
+
+from ..core.warm_python import warm_python
+from ..house.tree import ROOT, skills
+from .pages import fenced_blocks
 
 # Each skill opens its steps with this paragraph.
 ORIENTATION = """\

@@ -14,13 +14,14 @@ import types
 import pytest
 import torch
 import yaml
-from command_runs import finished, ran, read_json
-from pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
-from tree import ROOT, skills
-from warm_python import warm_python
 
 from clients import copy_bundle
 from curry_train.cli import scaffold
+
+from ..cli.command_runs import finished, ran, read_json
+from ..core.warm_python import warm_python
+from ..house.tree import ROOT, skills
+from .pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
 NAMES = [skill.name for skill in skills(ROOT)]

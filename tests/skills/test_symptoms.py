@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from toy_steps import drawn, square_sum, stacked
 
 from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
@@ -21,6 +20,8 @@ from curry_train.plan import Planner
 from curry_train.primitives import recompute_blocks, recompute_segments
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
+
+from ..core.toy_steps import drawn, square_sum, stacked
 
 ROWS = drawn(32, 16)
 

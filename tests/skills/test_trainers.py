@@ -11,13 +11,14 @@ import accelerate
 import pytest
 import torch
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from language_models import language_model
-from library_trainers import hugging_face, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from tree import ROOT
 
 from curry_train.primitives import GradientAccumulation, apply_chunked_loss, recompute_blocks
+
+from ..house.tree import ROOT
+from ..trainer.library_trainers import hugging_face, weights
+from ..workloads.language_models import language_model
 
 
 def llama():

@@ -5,13 +5,14 @@ Run with `python -m pytest tests/trainer/test_benchmark.py`.
 
 import pytest
 import torch
-from store_models import linear_training
-from test_timing import Clock
-from toy_steps import square_sum
 
 from curry_train import benchmark
 from curry_train.benchmark import compare_steps, run_accumulated_step
 from curry_train.primitives import GradientAccumulation
+
+from ..core.test_timing import Clock
+from ..core.toy_steps import square_sum
+from ..runs.store_models import linear_training
 
 
 def test_an_accumulated_step_trains_once_and_returns_terms_and_time():

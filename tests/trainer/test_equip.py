@@ -5,8 +5,6 @@ python -m pytest tests/trainer/test_equip.py
 
 import pytest
 import torch
-from journals import column, lines_of
-from library_trainers import Model, hugging_face, lightning, weights
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -14,6 +12,9 @@ from curry_train.core import memory_recorder
 from curry_train.loop import equip
 from curry_train.primitives import recompute_blocks
 from curry_train.runs import SpikeConfig, newest_whole
+
+from ..runs.journals import column, lines_of
+from .library_trainers import Model, hugging_face, lightning, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = 8
@@ -111,7 +112,7 @@ def sft_trainer(folder):
     """Return an SFTTrainer of TRL with dropout in its attention."""
     reason = "TRL is not installed here: `make long` runs this test in .venv/finetune"
     pytest.importorskip("trl", reason=reason)
-    from trl_trainers import tuned
+    from ..gates.trl_trainers import tuned
 
     trainer = tuned(dropout=0.1)
     trainer.args.output_dir = str(folder)

@@ -5,11 +5,12 @@ Run with `python -m pytest tests/trainer/test_evaluation.py`.
 
 import pytest
 import torch
-from rank_calls import run_on_ranks
-from unchanged import unchanged
 
 from curry_train.loop import mean_loss
 from curry_train.workloads import Case, load_workload
+
+from ..core.rank_calls import run_on_ranks
+from ..core.unchanged import unchanged
 
 CASE = Case(load_workload("resnet"))
 

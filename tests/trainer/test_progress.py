@@ -7,13 +7,14 @@ import contextlib
 import io
 
 import pytest
-from journals import column, lines_of
-from training_models import opened
 
 from curry_train.cli.train import show_progress, write_tensorboard
 from curry_train.trainer import train_run
 
-WORDS = ("model=training_models:tiny", "steps=25", "batch_size=4", "microbatch=2")
+from ..runs.journals import column, lines_of
+from .training_models import opened
+
+WORDS = ("model=tests.trainer.training_models:tiny", "steps=25", "batch_size=4", "microbatch=2")
 
 
 def shown(runs, *words, resume=None):

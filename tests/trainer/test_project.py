@@ -7,11 +7,12 @@ import json
 import shlex
 
 import pytest
-from command_runs import finished
-from journals import column
-from warm_python import warm_python
 
 from curry_train.cli.ownership import find_bundle, project_files
+
+from ..cli.command_runs import finished
+from ..core.warm_python import warm_python
+from ..runs.journals import column
 
 WORDS = (
     "device=cpu",

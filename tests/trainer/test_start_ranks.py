@@ -5,7 +5,6 @@ Run with `python -m pytest tests/trainer/test_start_ranks.py`.
 
 import pytest
 import torch
-from rank_calls import run_on_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +12,8 @@ from curry_train.core.timing import NoSuchDevice
 from curry_train.runs.ranks import Ranks
 from curry_train.trainer import WrongLaunch, share, start_ranks
 from curry_train.workloads import Case, load_workload
+
+from ..core.rank_calls import run_on_ranks
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs, and the models and data that the tests of training name by `training_models:factory`."""
+"""Runs, and the models and data that the tests of training name, as `training_models:tiny`."""
 
 import torch
 from torch import nn

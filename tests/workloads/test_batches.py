@@ -8,11 +8,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from command_runs import ran
-from plan_models import Runs, squares
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
-from toy_steps import activated, all_equal, stacked
 
 from curry_train.gates import discover
 from curry_train.workloads import Case, WorkloadError, load_workload
@@ -23,6 +20,10 @@ from curry_train.workloads.workload import (
     map_tensors,
     take,
 )
+
+from ..cli.command_runs import ran
+from ..core.toy_steps import activated, all_equal, stacked
+from ..plan.plan_models import Runs, squares
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plan_models import Runs
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
-from toy_steps import drawn
 
 from curry_train.gates.grad_accum import equal_windows
 from curry_train.primitives import train_window
 from curry_train.workloads import Case
 from curry_train.workloads.workload import default_workload, take
+
+from ..core.toy_steps import drawn
+from ..plan.plan_models import Runs
 
 X = drawn(8, 6, seed=0)
 Pair = namedtuple("Pair", ["left", "right"])

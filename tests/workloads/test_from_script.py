@@ -12,15 +12,16 @@ import sys
 
 import pytest
 import torch
-from command_runs import ran
-from plan_models import measured
-from toy_steps import all_equal
-from user_scripts import DATA, SCRIPTS
 
 from curry_train.plan import plan
 from curry_train.primitives import GradientAccumulation, train_window
 from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.optimizers import SteppedTogether
+
+from ..cli.command_runs import ran
+from ..core.toy_steps import all_equal
+from ..plan.plan_models import measured
+from .user_scripts import DATA, SCRIPTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

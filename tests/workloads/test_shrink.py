@@ -7,14 +7,15 @@ import copy
 
 import pytest
 import torch
-from language_models import language_model
-from plan_models import squares
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
-from toy_steps import stacked
 
 from curry_train.workloads import WorkloadError, load_workload
 from curry_train.workloads.shrink import Shrink
+
+from ..core.toy_steps import stacked
+from ..plan.plan_models import squares
+from .language_models import language_model
 
 
 class Block(nn.Module):

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[4] / "tests/gates"))
+sys.path.append(str(Path(__file__).resolve().parents[4]))
 
-import faulty_loops
-import healthy_loops
-import loops
+from tests.gates import faulty_loops, healthy_loops, loops
 
 from evals_grading import Broken, Work, point
 
