@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def ranks_have_imported_torch() -> None:
-    from tests.core.warm_python import WarmPython
+    from tests.warm_python import WarmPython
 
     from curry_train.gates import two_ranks as ranks
 

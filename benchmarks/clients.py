@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.house.tree import files
 from tests.skills.client_packages import NODE, Unavailable, offline, package
+from tests.tree import files
 
 from copies import ROOT, copy_files
 from recording import record_parser, write_record

@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tests.house.tree import files
+from tests.tree import files
 
 from copies import ROOT, copy_files
 from curry_train import __version__

@@ -34,7 +34,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from tests.runs.store_models import WIDTH, network
+from tests.store_models import WIDTH, network
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -27,8 +27,8 @@ from curry_train.plan.device import PROFILES
 from curry_train.workloads.models import mlp, transformer
 from curry_train.workloads.workload import Case, WorkloadError, batch_size
 
-from ..core.toy_steps import all_equal, feed_forward
-from ..plan.plan_models import squares
+from ..plan_models import squares
+from ..toy_steps import all_equal, feed_forward
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = transformer(depth=2, dim=32, length=16, vocabulary=64)

@@ -21,9 +21,9 @@ from curry_train.core.timing import Ratio, Spread
 from curry_train.primitives import STRATEGIES, Strategy, recompute_blocks
 from curry_train.workloads import Case, WorkloadError
 
-from ..cli.command_runs import ran
-from ..core.toy_steps import all_equal, feed_forward, stacked
-from ..plan.plan_models import squares
+from ..command_runs import ran
+from ..plan_models import squares
+from ..toy_steps import all_equal, feed_forward, stacked
 
 # Blocks of two linear layers with a GELU between them.
 CHAIN = squares(lambda: stacked(lambda: feed_forward(16, 64), 4), 16, name="chain")

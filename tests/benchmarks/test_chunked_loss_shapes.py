@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from chunked_loss_shapes import SHAPES, HeadShape, ours, peak_bytes, theirs
 
-from ..cli.command_runs import read_json
-from ..house.tree import ROOT
+from ..command_runs import read_json
+from ..tree import ROOT
 
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy"

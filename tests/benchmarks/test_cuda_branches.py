@@ -20,7 +20,7 @@ from curry_train.primitives import compile_budget, offload, offload_blocks, stra
 from curry_train.runs import background, state
 from curry_train.runs.random_state import restore_random_state, take_random_state
 
-from ..core.toy_steps import all_equal, feed_forward, gradients_of, square_sum, stacked
+from ..toy_steps import all_equal, feed_forward, gradients_of, square_sum, stacked
 
 CUDA = torch.device("cuda")
 

@@ -13,9 +13,9 @@ import evidence_cuda
 from curry_train.plan import Sketch
 from curry_train.plan.cuda_step import TrainingReplay, cuda_memory
 
-from ..cli.command_runs import read_json
-from ..house.tree import ROOT
-from ..plan.snapshot_files import Recorder
+from ..command_runs import read_json
+from ..snapshot_files import Recorder
+from ..tree import ROOT
 
 
 def test_the_numbers_of_a_history_are_replayed_exactly():

@@ -11,8 +11,8 @@ from torch import nn
 
 import gpumemnet
 
-from ..cli.command_runs import read_json
-from ..plan.plan_models import squares
+from ..command_runs import read_json
+from ..plan_models import squares
 
 MLP = {
     "input_features": "8",

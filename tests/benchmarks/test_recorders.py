@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from ..cli.command_runs import finished, read_json
-from ..house.tree import ROOT
+from ..command_runs import finished, read_json
+from ..tree import ROOT
 
 PROGRAMS = {
     path.stem: path

@@ -13,10 +13,10 @@ import pytest
 from curry_train.runs import Store
 from torture import STOPPED, Blow, History, Life, RankReport, Setup, judge
 
-from ..cli.command_runs import finished
-from ..core.warm_python import warm_python
-from ..house.tree import ROOT
-from ..runs.store_models import new_state
+from ..command_runs import finished
+from ..store_models import new_state
+from ..tree import ROOT
+from ..warm_python import warm_python
 
 
 def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():

@@ -9,8 +9,8 @@ import torture_peers
 from torture_peer_savers import Peer, prepared
 from torture_peers import fill_disks, flip_many, forge_many, kill_many, with_table
 
-from ..cli.command_runs import read_json
-from ..house.tree import ROOT
+from ..command_runs import read_json
+from ..tree import ROOT
 
 
 class InPlace(Peer):

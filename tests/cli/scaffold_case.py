@@ -9,7 +9,7 @@ from unittest import mock
 from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import TECHNIQUES, Bundle
 
-from .command_runs import finished, flat, ran
+from ..command_runs import finished, flat, ran
 
 PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 REAL = command.find_bundle()

@@ -10,7 +10,7 @@ import pytest
 
 from curry_train.cli.agents_md import LINES
 
-from .command_runs import ran
+from ..command_runs import ran
 
 TEXTS = {
     "a line": b"# Rules\nBe brief.\n",

@@ -13,7 +13,7 @@ from curry_train.cli.figures import plot_bench
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
-from .command_runs import flat, ran, read_json
+from ..command_runs import flat, ran, read_json
 
 QUICK = ["--steps", "2", "--warmup", "0", "--batch-size", "2"]
 SMALL = transformer(depth=2, dim=32, length=16)

@@ -5,7 +5,7 @@ python -m pytest tests/cli/test_blocks_that_run.py
 
 import pytest
 
-from .command_runs import flat, ran, read_json
+from ..command_runs import flat, ran, read_json
 
 MODELS = """
 import torch

@@ -13,8 +13,8 @@ from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
 from curry_train.gates.verdict import Gate, NotApplicable
 
-from ..core.warm_python import warm_python
-from .command_runs import finished, flat, ran, read_json, results
+from ..command_runs import finished, flat, ran, read_json, results
+from ..warm_python import warm_python
 
 QUICK = ["--model", "mlp", "--gate", "grad-accum/equal", "--gate", "grad-accum/uneven"]
 run = functools.partial(ran, "validate")

@@ -17,10 +17,10 @@ from curry_train.cli.options import UnusableInput
 from curry_train.cli.screen import LONG_COMMANDS, screen_command
 from curry_train.core.wording import provenance
 
-from ..core.warm_python import warm_python
-from ..house.tree import ROOT
+from ..command_runs import finished, ran
 from ..runs.recorded_training import recorded
-from .command_runs import finished, ran
+from ..tree import ROOT
+from ..warm_python import warm_python
 
 # The commands that README and DESIGN promise.
 PROMISED = (

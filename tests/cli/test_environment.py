@@ -9,8 +9,8 @@ import pytest
 
 import environment
 
-from ..house.tree import ROOT
-from .command_runs import finished
+from ..command_runs import finished
+from ..tree import ROOT
 
 SCRIPT = '''# /// script
 # requires-python = "{python}"

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from curry_train.cli.runs import export_parameters
 from curry_train.runs import DamagedCheckpoint, SavedRun, Store
 
-from ..runs.store_models import equal, flip, new_state, save_both, train
-from ..workloads.language_models import language_model
-from .command_runs import call, flat, read_json
+from ..command_runs import call, flat, read_json
+from ..language_models import language_model
+from ..store_models import equal, flip, new_state, save_both, train
 
 
 def transformer():

@@ -15,9 +15,9 @@ import pytest
 import curry_train
 from curry_train.cli.testgen import GENERATED_FILE_MARK
 
-from ..core.warm_python import warm_python
-from ..house.tree import ROOT
-from .command_runs import finished, ran
+from ..command_runs import finished, ran
+from ..tree import ROOT
+from ..warm_python import warm_python
 
 TEMPLATE = str(ROOT / "template")
 

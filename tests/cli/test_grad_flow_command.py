@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from curry_train.cli.figures import NONFINITE_COLOUR, ZERO_COLOUR
 
-from .command_runs import ran, read_json, results
+from ..command_runs import ran, read_json, results
 
 OWN = """
 import torch

@@ -23,7 +23,7 @@ from curry_train.cli.runs_inspect import inspect_checkpoint as inspect
 from curry_train.runs import Store
 from torture_shapes import calls, opcodes
 
-from ..runs.store_models import flip, new_state, save_both, train
+from ..store_models import flip, new_state, save_both, train
 
 
 def state():

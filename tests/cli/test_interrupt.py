@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .command_runs import wait_for
+from ..command_runs import wait_for
 
 MODEL = """
 import torch

@@ -13,9 +13,9 @@ from curry_train.cli.figures import plot_course
 from curry_train.cli.memory_page import OWNER_COLOURS, course_of_blocks, write_page
 from curry_train.plan.owners import ALL_OWNERS
 
-from ..house.tree import ROOT
-from ..plan.snapshot_files import owned_blocks, trained
-from .command_runs import finished
+from ..command_runs import finished
+from ..snapshot_files import owned_blocks, trained
+from ..tree import ROOT
 
 NODE = shutil.which("node")
 BYTES_PER_MIB = 2**20

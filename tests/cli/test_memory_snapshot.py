@@ -7,8 +7,8 @@ import functools
 
 import pytest
 
-from ..plan.snapshot_files import Recorder, Training, trained, write
-from .command_runs import flat, ran, results
+from ..command_runs import flat, ran, results
+from ..snapshot_files import Recorder, Training, trained, write
 
 MIB = 2**20
 

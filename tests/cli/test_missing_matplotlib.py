@@ -8,7 +8,7 @@ import pytest
 from curry_train.cli.main import COMMANDS, main
 from curry_train.cli.runs_plot import runs_plot_command
 
-from .command_runs import flat, ran
+from ..command_runs import flat, ran
 
 FOUND = {name: main.load(name) for name in COMMANDS}
 DRAWING = [

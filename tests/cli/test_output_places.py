@@ -11,7 +11,7 @@ import pytest
 from curry_train.cli.screen import screen_command
 from curry_train.core.wording import parse_bytes
 
-from .command_runs import finished, flat, ran
+from ..command_runs import finished, flat, ran
 
 FULL = Path("/dev/full")
 COMMAND = [sys.executable, "-m", "curry_train"]

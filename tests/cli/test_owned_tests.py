@@ -11,8 +11,8 @@ import pytest
 
 from curry_train.cli.ownership import Kind, find_bundle, technique_files
 
-from ..core.warm_python import warm_python
-from .command_runs import finished
+from ..command_runs import finished
+from ..warm_python import warm_python
 
 BUNDLE = find_bundle()
 OWNED = {one.name: one for one in BUNDLE.techniques if one.kind is Kind.OWNED}

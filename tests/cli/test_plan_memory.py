@@ -13,7 +13,7 @@ import pytest
 from curry_train.plan import Plan
 from curry_train.plan.device import PROFILES
 
-from .command_runs import flat, ran
+from ..command_runs import flat, ran
 
 MODELS = """
 import torch

@@ -9,7 +9,7 @@ from curry_train.cli import preflight
 from curry_train.gates.loop_run import LoopFailed
 from curry_train.gates.verdict import Verdict, not_applicable
 
-from .command_runs import flat, ran, read_json
+from ..command_runs import flat, ran, read_json
 
 HELD = Verdict("loop/mode", True, "held", "training mode in training", ran=("loop",))
 FAILED = Verdict(

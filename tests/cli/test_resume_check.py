@@ -13,8 +13,8 @@ from curry_train.cli.resume_check import began_after, differences
 from curry_train.cli.resume_watch import PARTS, StateWatch
 from curry_train.cli.screen import UnusableInput
 
-from ..core.warm_python import warm_python
-from .command_runs import call, read_json
+from ..command_runs import call, read_json
+from ..warm_python import warm_python
 from .resumed_programs import ACCELERATE, HUGGING_FACE, LIGHTNING, PLAIN
 
 pytestmark = pytest.mark.timeout(1200)

@@ -7,9 +7,9 @@ import pytest
 
 from curry_train.runs import Journal, Store
 
-from ..runs.journals import plant
-from ..runs.store_models import flip, new_state, train
-from .command_runs import call, flat, read_json
+from ..command_runs import call, flat, read_json
+from ..journals import plant
+from ..store_models import flip, new_state, train
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from curry_train.cli.runs_diff import describe, difference
 from curry_train.runs import Journal
 from curry_train.runs.history import ABSENT_VALUE, changes, read_history
 
-from ..runs.journals import clock, facts, loss_of, plant, plant_eventful, train
-from .command_runs import flat, ran
+from ..command_runs import flat, ran
+from ..journals import clock, facts, loss_of, plant, plant_eventful, train
 
 
 def change(name, a, b):

@@ -3,7 +3,7 @@
 python -m pytest tests/cli/test_runs_estimate.py
 """
 
-from .command_runs import call, read_json
+from ..command_runs import call, read_json
 
 
 def test_estimate_of_a_policy(tmp_path):

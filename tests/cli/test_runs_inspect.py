@@ -11,7 +11,7 @@ import torch
 
 from torture_shapes import Call
 
-from .command_runs import call
+from ..command_runs import call
 
 
 def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):

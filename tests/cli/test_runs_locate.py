@@ -15,9 +15,9 @@ import pytest
 
 from curry_train.cli import runs_locate
 
-from ..core.warm_python import warm_python
+from ..command_runs import flat, ran, read_json
 from ..runs.recorded_training import recorded
-from .command_runs import flat, ran, read_json
+from ..warm_python import warm_python
 
 record = functools.partial(ran, "runs", "record")
 locate = functools.partial(ran, "runs", "locate")

@@ -9,8 +9,8 @@ import pytest
 from curry_train.cli.figures import FAINT_OPACITY, LONGEST_RUN_NAME, MOST_NAMED, plot_runs
 from curry_train.runs import read_history
 
-from ..runs.journals import plant, plant_eventful
-from .command_runs import ran
+from ..command_runs import ran
+from ..journals import plant, plant_eventful
 
 
 @pytest.fixture

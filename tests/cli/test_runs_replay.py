@@ -13,8 +13,8 @@ from curry_train.cli import runs_replay
 from curry_train.cli.runs_replay import describe
 from curry_train.runs.box import BoxFacts
 
-from ..core.warm_python import warm_python
-from .command_runs import call, flat, read_json
+from ..command_runs import call, flat, read_json
+from ..warm_python import warm_python
 
 SCRIPT = """\
 import sys

@@ -9,7 +9,7 @@ import tomllib
 
 from curry_train.cli.ownership import TECHNIQUES, project_files
 
-from ..house.tree import ROOT
+from ..tree import ROOT
 from .scaffold_case import REAL, scaffold, tree, write
 
 SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))

@@ -10,7 +10,7 @@ import pytest
 
 from curry_train.cli.ownership import TECHNIQUES, Kind
 
-from ..core.warm_python import warm_python
+from ..warm_python import warm_python
 from .scaffold_case import REAL, after, refusal, scaffold, shell, times, tree, write
 
 ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]

@@ -20,8 +20,8 @@ from curry_train.cli import scaffold as command
 from curry_train.cli.ownership import BUNDLED_FOLDER, build_wheel, find_bundle, wheel_name
 from curry_train.cli.screen import UnusableInput
 
-from ..house.tree import ROOT
-from ..runs.journals import column
+from ..journals import column
+from ..tree import ROOT
 from .scaffold_case import scaffold, shell, tree, write
 
 

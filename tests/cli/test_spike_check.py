@@ -14,7 +14,7 @@ from curry_train.cli.spike_check import spike_check
 from curry_train.runs import RunError
 from curry_train.runs.spike import AttachedWatch
 
-from .command_runs import flat, ran, read_json
+from ..command_runs import flat, ran, read_json
 
 TINY = (
     "model=training_models:tiny",

@@ -14,9 +14,9 @@ import pytest
 
 from curry_train.runs import Files
 
-from ..house.tree import ROOT
-from ..runs.journals import column
-from .command_runs import flat, ran, read_json, wait_for
+from ..command_runs import flat, ran, read_json, wait_for
+from ..journals import column
+from ..tree import ROOT
 
 TINY = [
     "model=training_models:tiny",

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch
 
-from ..core.warm_python import warm_python
-from .command_runs import finished, flat, ran, read_json
+from ..command_runs import finished, flat, ran, read_json
+from ..warm_python import warm_python
 
 MODELS = """
 import os

@@ -24,7 +24,7 @@ from curry_train.primitives import recompute_blocks
 from curry_train.workloads import Case
 from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, transformer
 
-from ..primitives.compiled_models import (
+from ..compiled_models import (
     ROWS,
     TRACING,
     WIDTH,
@@ -34,7 +34,7 @@ from ..primitives.compiled_models import (
     loss,
     rows,
 )
-from .toy_steps import activated
+from ..toy_steps import activated
 
 pytestmark = TRACING
 KIB = 2**10

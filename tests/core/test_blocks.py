@@ -14,9 +14,9 @@ from curry_train.core.blocks import NoBlocks, find_blocks, tensors_in
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads import load_workload
 
+from ..language_models import language_model
 from ..peers.peer_table import Block
-from ..workloads.language_models import language_model
-from .toy_steps import stacked
+from ..toy_steps import stacked
 
 
 def encoder_and_decoder():

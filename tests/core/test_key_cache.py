@@ -19,7 +19,7 @@ from curry_train.primitives import apply_sac, offload_blocks, recompute, recompu
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import call, without_cache
 
-from ..workloads.language_models import language_model
+from ..language_models import language_model
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 

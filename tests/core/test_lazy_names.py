@@ -10,7 +10,7 @@ import pytest
 
 from curry_train import primitives
 
-from ..cli.command_runs import finished
+from ..command_runs import finished
 
 
 def test_lazy_names_are_importable_and_listed():

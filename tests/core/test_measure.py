@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from curry_train.core.measure import FlopCount, LiveStorages, measure_memory
 from curry_train.core.measure_compiled import measure_allocated
 
-from ..plan.plan_models import Runs
-from .toy_steps import square_sum
+from ..plan_models import Runs
+from ..toy_steps import square_sum
 
 
 def test_earlier_tensors_do_not_count_and_views_count_once():

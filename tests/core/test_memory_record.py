@@ -15,8 +15,8 @@ import torch
 from curry_train.core import memory_recorder
 from curry_train.plan import memory_record
 
-from ..cli.command_runs import ran
-from ..plan import snapshot_files
+from .. import snapshot_files
+from ..command_runs import ran
 
 
 class Recorder:

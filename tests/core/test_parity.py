@@ -14,7 +14,7 @@ from torch import nn
 from curry_train.core.generators import seeded
 from curry_train.core.parity import NothingToCompare, check_comparable, compare, record_step
 
-from .toy_steps import square_sum
+from ..toy_steps import square_sum
 
 
 class Model(nn.Module):

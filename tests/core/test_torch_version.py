@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from ..cli.command_runs import finished
-from ..house.tree import ROOT
+from ..command_runs import finished
+from ..tree import ROOT
 
 
 def imported_with(folder, *, version, options=()):

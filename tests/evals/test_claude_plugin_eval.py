@@ -13,9 +13,9 @@ import pytest
 import evals
 from clients import CLIENTS, LONGEST_RUN, Place
 
-from ..cli.command_runs import read_json
-from ..house.tree import ROOT
+from ..command_runs import read_json
 from ..skills.client_packages import NODE, Unavailable, package
+from ..tree import ROOT
 
 CLAUDE = CLIENTS["Claude Code"]
 

@@ -21,8 +21,8 @@ import evals_grading
 import evals_scripted
 from curry_train.cli.main import COMMANDS
 
-from ..cli.command_runs import finished, read_json
-from ..house.tree import ROOT, skills
+from ..command_runs import finished, read_json
+from ..tree import ROOT, skills
 from . import varying_training
 
 CASES = {case.name: case for case in evals.cases()}

@@ -11,8 +11,8 @@ import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..plan import snapshot_files
-from ..plan.snapshot_files import MIB, Recorder, Training, native, python
+from .. import snapshot_files
+from ..snapshot_files import MIB, Recorder, Training, native, python
 
 CASES = Path(__file__).resolve().parents[2] / "evals/memory-plan"
 LENGTHS = (1130, 905, 1420, 1015, 1610, 1290, 1777)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from curry_train.workloads import Workload
 
-from ..core.toy_steps import square_sum, stacked
+from ..toy_steps import square_sum, stacked
 
 WIDTH = 16
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..workloads.language_models import language_model
+from ..language_models import language_model
 
 
 def around_blocks(model, blocks, around):

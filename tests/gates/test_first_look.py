@@ -12,7 +12,7 @@ from curry_train.gates.first_look import FailureCause, explained, look
 from curry_train.gates.recompute import compare_inactive
 from curry_train.workloads import Case
 
-from ..cli.command_runs import flat, ran
+from ..command_runs import flat, ran
 from ..saboteurs.saboteurs import verdict_of
 from . import constructs
 

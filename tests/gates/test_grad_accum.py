@@ -14,9 +14,9 @@ from curry_train.gates.verdict import NotApplicable
 from curry_train.primitives import train_window
 from curry_train.workloads import Case
 
-from ..core.toy_steps import activated, stacked
-from ..plan.plan_models import squares
+from ..plan_models import squares
 from ..saboteurs.saboteurs import case_of, gates, verdict_of
+from ..toy_steps import activated, stacked
 
 
 def with_loss(loss):

@@ -9,7 +9,7 @@ import pytest
 from curry_train.gates.implementation import CONTRACTS, Implementation
 from curry_train.gates.verdict import discover, technique_of
 
-from ..cli.command_runs import flat, ran
+from ..command_runs import flat, ran
 from ..saboteurs.saboteurs import case_of
 
 FOREIGN = """

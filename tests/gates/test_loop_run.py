@@ -17,7 +17,7 @@ import pytest
 from curry_train.gates import loop_run
 from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program, put_back
 
-from ..core.warm_python import warm_python
+from ..warm_python import warm_python
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 from curry_train.primitives import chunked_cross_entropy, chunked_loss
 from curry_train.workloads import Case, load_workload
 
-from ..plan.plan_models import ROUTED
+from ..plan_models import ROUTED
 from ..saboteurs.saboteurs import case_of, gates
 
 

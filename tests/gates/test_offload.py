@@ -11,8 +11,8 @@ from curry_train.gates.offload import compare_budget, compare_freed_bytes, compa
 from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import transformer
 
-from ..plan.plan_models import squares
-from ..primitives.compiled_models import TRACING, build, hidden, loss, rows
+from ..compiled_models import TRACING, build, hidden, loss, rows
+from ..plan_models import squares
 from ..saboteurs.saboteurs import case_of, verdict_of
 
 pytestmark = TRACING

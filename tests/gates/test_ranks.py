@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from curry_train.gates import Gate, two_ranks
 from curry_train.gates.two_ranks import GradientSyncs
 
-from ..core.rank_calls import run_on_ranks
+from ..rank_calls import run_on_ranks
 from ..saboteurs.saboteurs import case_of, verdict_of
 
 

@@ -17,9 +17,9 @@ from curry_train.gates.same_training import same_training
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads import Case
 
-from ..core.toy_steps import activated, feed_forward, square_sum, stacked
-from ..plan.plan_models import Runs, squares
+from ..plan_models import Runs, squares
 from ..saboteurs.saboteurs import verdict_of
+from ..toy_steps import activated, feed_forward, square_sum, stacked
 from . import foreign_recompute as foreign
 
 

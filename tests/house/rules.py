@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from .tree import files, skills
+from ..tree import files, skills
 
 PACKAGE = "template/curry_train"
 WORKPLACE_WORD = re.compile(

@@ -6,6 +6,7 @@ python -m pytest tests/house/test_house.py
 import pytest
 from importlinter.cli import lint_imports
 
+from ..tree import ROOT, files, skills
 from .rules import (
     PACKAGE,
     PUBLIC_NAMES,
@@ -18,7 +19,6 @@ from .rules import (
     rooms_keep_their_budgets,
     techniques_are_complete,
 )
-from .tree import ROOT, files, skills
 
 SKILL = "---\nname: x-y\nmetadata:\n  module: curry_train/plan/home.py\n---\n"
 TECHNIQUE = {

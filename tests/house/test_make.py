@@ -9,8 +9,8 @@ import shutil
 
 import pytest
 
-from ..cli.command_runs import finished
-from .tree import ROOT
+from ..command_runs import finished
+from ..tree import ROOT
 
 # Replaces pytest: writes the report that PYTEST_ADDOPTS names.
 REPORTING = """

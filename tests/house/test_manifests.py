@@ -10,7 +10,7 @@ import pytest
 
 import manifests
 
-from .tree import ROOT
+from ..tree import ROOT
 
 
 def test_manifests_version_and_requirements_are_what_make_manifests_writes():

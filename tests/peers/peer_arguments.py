@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core.toy_steps import drawn
+from ..toy_steps import drawn
 from .peer_table import (
     Block,
     X,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..core.toy_steps import gradients_of
+from ..toy_steps import gradients_of
 from .peer_table import (
     Block,
     X,

@@ -24,7 +24,7 @@ from curry_train.primitives import (
     recompute_segments,
 )
 
-from ..core.toy_steps import drawn
+from ..toy_steps import drawn
 
 # The levers, and what torch itself has for each.
 

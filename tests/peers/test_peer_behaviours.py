@@ -9,9 +9,9 @@ import re
 
 import pytest
 
-from ..core.rank_calls import run_on_ranks
-from ..house.tree import ROOT
-from ..primitives.compiled_models import TRACING
+from ..compiled_models import TRACING
+from ..rank_calls import run_on_ranks
+from ..tree import ROOT
 from . import (  # noqa: F401
     peer_arguments,
     peer_autograd,

@@ -13,8 +13,8 @@ from curry_train.plan.rank_step import EvenRouting
 from curry_train.workloads import Case
 from ranks import peak_of_running_rank
 
-from ..core.toy_steps import feed_forward
-from .plan_models import squares
+from ..plan_models import squares
+from ..toy_steps import feed_forward
 
 WIDTH = 16
 NUM_EXPERTS = 4

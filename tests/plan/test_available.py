@@ -13,8 +13,8 @@ from curry_train.plan.available import missing_room
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
-from ..cli.command_runs import flat, ran, results
-from .plan_models import ROUTED, net
+from ..command_runs import flat, ran, results
+from ..plan_models import ROUTED, net
 
 
 @pytest.fixture

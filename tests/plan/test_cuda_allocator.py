@@ -17,7 +17,7 @@ from curry_train.plan.cuda_allocator import (
     segment_size,
 )
 
-from ..cli.command_runs import read_json
+from ..command_runs import read_json
 
 TRACES = sorted((Path(__file__).parent / "cuda_traces").glob("*.json"))
 

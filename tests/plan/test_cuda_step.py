@@ -24,9 +24,9 @@ from curry_train.plan.cuda_step import (
 from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp
 
-from ..cli.command_runs import ran, read_json
-from ..core.toy_steps import stacked
-from .plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
+from ..command_runs import ran, read_json
+from ..plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
+from ..toy_steps import stacked
 
 MIB = 2**20
 WIDTH = 1024

@@ -18,9 +18,9 @@ from curry_train.primitives import apply_regions, apply_sac, recompute_blocks, r
 from curry_train.workloads.models import BUILTIN_WORKLOADS, mlp, transformer
 from curry_train.workloads.workload import Workload, WorkloadError, default_workload
 
-from ..core.toy_steps import activated
-from ..workloads.language_models import language_model
-from .plan_models import Runs, check, check_workload, measured
+from ..language_models import language_model
+from ..plan_models import Runs, check, check_workload, measured
+from ..toy_steps import activated
 
 
 def two_segments(module):

@@ -13,9 +13,9 @@ from transformers import BartConfig, BartForConditionalGeneration
 from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
 from curry_train.workloads.workload import Workload
 
-from ..core.toy_steps import activated
-from ..workloads.language_models import language_model
-from .plan_models import Coded, Runs, check_workload, measured, squares
+from ..language_models import language_model
+from ..plan_models import Coded, Runs, check_workload, measured, squares
+from ..toy_steps import activated
 
 SIZE = 4
 

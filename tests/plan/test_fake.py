@@ -26,9 +26,9 @@ from curry_train.workloads import WorkloadError
 from curry_train.workloads.models import llama_8b
 from curry_train.workloads.workload import IndivisibleBatch
 
-from ..cli.command_runs import finished
-from ..core.warm_python import warm_python
-from .plan_models import Called, Runs, squares
+from ..command_runs import finished
+from ..plan_models import Called, Runs, squares
+from ..warm_python import warm_python
 
 # What CUDA's kernels keep.
 

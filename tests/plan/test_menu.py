@@ -20,8 +20,8 @@ from curry_train.plan.saved import Candidate, Option
 from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import Bottleneck, transformer
 
-from ..core.toy_steps import activated
-from .plan_models import Block, Runs, squares
+from ..plan_models import Block, Runs, squares
+from ..toy_steps import activated
 
 LLAMA = transformer(depth=2)
 OTHERS = ("sac", "regions")  # than full recompute

@@ -11,7 +11,7 @@ from curry_train.plan import Infeasible, Planner
 from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp, resnet, transformer
 
-from .plan_models import net
+from ..plan_models import net
 
 KINDS = [kind for kind in OPTION_KINDS if kind != "none"]
 MODELS = {

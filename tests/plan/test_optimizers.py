@@ -18,8 +18,8 @@ from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 from finetune_models import OPTIMIZERS, of
 
-from ..core.toy_steps import stacked
-from .plan_models import ByParameter, Coded, MomentsMadeAnew, measured
+from ..plan_models import ByParameter, Coded, MomentsMadeAnew, measured
+from ..toy_steps import stacked
 
 WORKLOAD = mlp(depth=2, width=64)
 STATE = "optimizer state"

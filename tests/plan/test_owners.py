@@ -9,7 +9,7 @@ import pytest
 
 from curry_train.plan.cuda_step import HOPPER_WORKSPACE_BYTES
 
-from .snapshot_files import owned_blocks, trained
+from ..snapshot_files import owned_blocks, trained
 
 
 def wrong_owners(owned, training):

@@ -21,9 +21,9 @@ from curry_train.plan.saved import Candidate
 from curry_train.workloads import Workload
 from curry_train.workloads.models import mlp, transformer
 
-from ..core.toy_steps import stacked
-from ..house.tree import ROOT
-from .plan_models import Runs, measured, net, squares
+from ..plan_models import Runs, measured, net, squares
+from ..toy_steps import stacked
+from ..tree import ROOT
 
 MICRO = 8
 

@@ -14,7 +14,7 @@ from curry_train.plan import Infeasible, Plan, PlanMismatch, Planner, Sharding, 
 from curry_train.plan.parallel import parse_mesh
 from curry_train.plan.saved import Option, apply_options
 
-from .plan_models import Net, net, squares
+from ..plan_models import Net, net, squares
 
 
 @functools.cache

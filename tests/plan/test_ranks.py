@@ -20,8 +20,8 @@ from curry_train.plan.rank_step import one_rank
 from curry_train.workloads.models import mlp
 from ranks import predict, small
 
-from ..core.rank_calls import run_on_ranks
-from .plan_models import Runs, squares
+from ..plan_models import Runs, squares
+from ..rank_calls import run_on_ranks
 
 # Some at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
 COMPARED = (

@@ -9,7 +9,7 @@ import pytest
 
 from curry_train.plan import Sketch
 
-from ..core.rank_calls import run_on_ranks
+from ..rank_calls import run_on_ranks
 from . import routed_ranks
 
 ROUTED = ["fsdp2", "shared", "shared, called"]

@@ -11,7 +11,7 @@ import pytest
 
 from curry_train.plan.snapshot import BlockHistory, UnusableSnapshot, read_snapshot
 
-from .snapshot_files import Recorder, trained, write
+from ..snapshot_files import Recorder, trained, write
 
 MIB = 2**20
 

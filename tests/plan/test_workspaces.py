@@ -14,8 +14,8 @@ from curry_train.plan.cuda_step import CONTEXT_BYTES, CUDNN_BYTES, cuda_memory
 from curry_train.plan.workspaces import Convolution
 from curry_train.workloads import Workload
 
-from ..core.toy_steps import square_sum, stacked
-from .plan_models import trace_of, trace_of_sizes
+from ..plan_models import trace_of, trace_of_sizes
+from ..toy_steps import square_sum, stacked
 
 MIB = 2**20
 SIZE = 32

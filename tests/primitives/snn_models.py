@@ -11,7 +11,7 @@ from curry_train.core.parity import compare, record
 from curry_train.primitives import checkpoint_timesteps, run_timesteps
 from curry_train.workloads.models import SurrogateSpike
 
-from ..core.toy_steps import all_equal, drawn
+from ..toy_steps import all_equal, drawn
 
 WIDTH = 6
 

@@ -18,8 +18,8 @@ from curry_train.primitives import (
     recompute_segments,
 )
 
-from ..core.toy_steps import all_equal, drawn, gradients_of
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import all_equal, drawn, gradients_of
 
 WRITTEN = "modified by an inplace operation"
 

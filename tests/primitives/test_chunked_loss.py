@@ -28,9 +28,9 @@ from curry_train.primitives import (
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
 
-from ..core.toy_steps import all_equal, gradients_of
 from ..gates.constructs import Words
-from ..plan.plan_models import Called
+from ..plan_models import Called
+from ..toy_steps import all_equal, gradients_of
 
 CLASSES = 256
 # Sums of some hundred float32 terms in another order; half precision rounds each product once.

@@ -16,7 +16,7 @@ from curry_train.primitives import apply_chunked_loss, chunked_loss_report, reco
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
-from ..workloads.language_models import language_model
+from ..language_models import language_model
 
 WIDER = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192}
 

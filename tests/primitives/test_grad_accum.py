@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW
 
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow, Window, train_window
 
-from ..core.toy_steps import gradients_of, square_sum
+from ..toy_steps import gradients_of, square_sum
 
 
 def test_from_config_reads_an_omegaconf_node_and_its_missing_value():

@@ -23,8 +23,8 @@ from curry_train.core.measure import LiveStorages
 from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_table, grad_flow_probe
 from curry_train.primitives.grad_flow_probe import compiled_modules
 
-from ..core.toy_steps import activated, drawn, stacked
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import activated, drawn, stacked
 
 
 @contextlib.contextmanager

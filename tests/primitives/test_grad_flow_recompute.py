@@ -23,7 +23,7 @@ from curry_train.primitives import (
 from curry_train.workloads import Case
 from curry_train.workloads.models import snn, transformer
 
-from ..core.toy_steps import all_equal
+from ..toy_steps import all_equal
 
 DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
 

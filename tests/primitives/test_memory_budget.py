@@ -22,9 +22,8 @@ from curry_train.primitives import compile_budget, memory_budget, remove_memory_
 from curry_train.primitives.compile_budget import Budgeted, _compiled
 from curry_train.workloads import Case, load_workload
 
-from ..cli.command_runs import finished
-from ..core.warm_python import warm_python
-from .compiled_models import (
+from ..command_runs import finished
+from ..compiled_models import (
     TRACING,
     WIDTH,
     block_class,
@@ -37,6 +36,7 @@ from .compiled_models import (
     rows,
     step,
 )
+from ..warm_python import warm_python
 
 pytestmark = TRACING
 

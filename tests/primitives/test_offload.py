@@ -18,8 +18,8 @@ from curry_train.core.parity import compare, record_step
 from curry_train.primitives import offload, offload_blocks, offload_report, recompute_blocks
 from curry_train.primitives.offload import OffloadReport
 
-from ..core.toy_steps import activated, drawn, square_sum, stacked
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import activated, drawn, square_sum, stacked
 
 
 def chain(block, depth=3):

@@ -21,10 +21,10 @@ from curry_train.primitives import (
     train_window,
 )
 
-from ..core.toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
-from ..house.tree import ROOT
 from ..peers.peer_state import Dropping
 from ..skills.pages import fenced_blocks
+from ..toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
+from ..tree import ROOT
 
 
 def recipe(page):

@@ -12,8 +12,8 @@ from curry_train.plan import MemoryProfiler, SelectiveCheckpointer
 from curry_train.primitives import CheckpointConfig, Recompute, choose_segments, recompute_segments
 from curry_train.workloads.models import snn
 
-from ..core.toy_steps import drawn, square_sum, stacked
 from ..peers.peer_table import Block
+from ..toy_steps import drawn, square_sum, stacked
 
 
 @pytest.fixture

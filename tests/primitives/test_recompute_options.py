@@ -23,8 +23,8 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.rerun import modules_of
 
-from ..core.toy_steps import all_equal, drawn, gradients_of
 from ..peers.peer_table import Block
+from ..toy_steps import all_equal, drawn, gradients_of
 
 LEVERS = {
     "recompute": recompute_blocks,

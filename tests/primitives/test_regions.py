@@ -19,9 +19,9 @@ from curry_train.primitives import apply_regions, recompute_blocks
 from curry_train.primitives.regions import NODE_RECIPES, RecomputedTensor, Replay, pack, unpack
 from curry_train.primitives.rerun import BlockState
 
-from ..core.toy_steps import all_equal, gradients_of, stacked
-from ..plan.plan_models import Runs
-from ..workloads.language_models import language_model
+from ..language_models import language_model
+from ..plan_models import Runs
+from ..toy_steps import all_equal, gradients_of, stacked
 
 WIDER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -21,8 +21,8 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.routing import Choices, has_router
 
-from ..core.toy_steps import activated, all_equal, gradients_of, square_sum, stacked
 from ..saboteurs.faulty_routing import EXPERTS, WIDTH, Experts
+from ..toy_steps import activated, all_equal, gradients_of, square_sum, stacked
 
 TOKENS = 12
 

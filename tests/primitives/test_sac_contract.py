@@ -22,8 +22,8 @@ from curry_train.primitives.sac import Policy, PolicyError
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
-from ..core.toy_steps import stacked
-from ..plan.plan_models import Called, Runs
+from ..plan_models import Called, Runs
+from ..toy_steps import stacked
 
 aten = torch.ops.aten
 CASE = Case(transformer(depth=2), batch_size=4)

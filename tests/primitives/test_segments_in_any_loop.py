@@ -11,8 +11,8 @@ from torch import nn
 
 from curry_train.primitives import ChainBroken, recompute_segments, remove_segments
 
-from ..core.toy_steps import activated, all_equal, stacked
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import activated, all_equal, stacked
 
 
 def chain(loop, block=lambda: activated(8)):

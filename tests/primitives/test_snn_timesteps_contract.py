@@ -32,7 +32,7 @@ from curry_train.primitives.snn_timesteps import OUTPUT_MODES, Costs, best_chunk
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, snn
 
-from ..core.toy_steps import all_equal, stacked
+from ..toy_steps import all_equal, stacked
 from .snn_models import WIDTH, Net, build, currents, same, trained
 
 # Equality with the plain loop.

@@ -17,7 +17,7 @@ from curry_train.primitives import (
     train_window,
 )
 
-from ..core.toy_steps import all_equal, square_sum
+from ..toy_steps import all_equal, square_sum
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 

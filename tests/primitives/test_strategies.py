@@ -9,8 +9,8 @@ from torch import nn
 
 from curry_train.primitives.strategies import CONFIGURED_STRATEGIES, CheckpointConfig, apply_config
 
-from ..core.toy_steps import feed_forward, square_sum, stacked
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import feed_forward, square_sum, stacked
 
 
 def chain(depth=4):

@@ -25,10 +25,10 @@ from curry_train.primitives import (
 from curry_train.workloads import Case, load_workload
 from curry_train.workloads.models import transformer
 
-from ..core.rank_calls import run_on_ranks
-from ..core.toy_steps import all_equal, drawn, gradients_of, stacked
 from ..peers.peer_ranks import whole
-from ..plan.plan_models import Called, Runs
+from ..plan_models import Called, Runs
+from ..rank_calls import run_on_ranks
+from ..toy_steps import all_equal, drawn, gradients_of, stacked
 
 KINDS = ("ddp", "fsdp2")
 

@@ -111,7 +111,7 @@ def _changed(script, changes):
 
 def start(folder, script, *words, at=0, **environment):
     """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
-    from ..core.warm_python import warm_python
+    from ..warm_python import warm_python
 
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
@@ -126,7 +126,7 @@ def flip_a_bit(run_folder, name="*.distcp"):
     """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
     from curry_train.runs import SavedRun
 
-    from .store_models import flip
+    from ..store_models import flip
 
     newest = SavedRun(run_folder).latest()
     path = max((run_folder / newest.folder).glob(name), key=lambda one: one.stat().st_size)

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from curry_train.loop import run_training_steps
 from curry_train.runs import RunError, SavedRun, saving
 
-from ..core.toy_steps import all_equal
+from ..store_models import equal, linear_training, regressor
+from ..toy_steps import all_equal
 from .attached_scripts import PLAIN, attached, flip_a_bit, start
-from .store_models import equal, linear_training, regressor
 
 STEPS = 6  # steps per epoch
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from curry_train.runs import SavedRun, attach, saving
 from curry_train.runs.ranks import Ranks
 
-from ..core.rank_calls import run_on_ranks
+from ..rank_calls import run_on_ranks
+from ..store_models import linear_training
 from .attached_scripts import PLAIN, attached, flip_a_bit, on_ranks, start
-from .store_models import linear_training
 
 STEPS = 4  # steps per epoch: 11 samples per rank, 3 per batch
 EPOCHS = 3

@@ -12,8 +12,8 @@ from torch import nn
 from curry_train.cli.runs_diff import difference
 from curry_train.runs import read_history, saving
 
-from .journals import column
-from .store_models import linear_training, regressor
+from ..journals import column
+from ..store_models import linear_training, regressor
 
 
 class Interrupted(BaseException):

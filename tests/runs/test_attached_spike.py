@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from curry_train.runs import read_history, saving
 
-from ..core.rank_calls import run_on_ranks
-from ..trainer.library_trainers import weights
-from .journals import lines_of
-from .store_models import regressor
+from ..journals import lines_of
+from ..library_trainers import weights
+from ..rank_calls import run_on_ranks
+from ..store_models import regressor
 
 BAD = range(90, 96)  # indices of drawn batches; an epoch has 40
 EPOCHS, BATCHES = 3, 40

@@ -14,9 +14,9 @@ from torch import nn
 from curry_train.primitives import NonFiniteWindow
 from curry_train.runs import saving
 
-from ..core.toy_steps import drawn
-from .journals import lines_of
-from .store_models import equal, linear_training, regressor
+from ..journals import lines_of
+from ..store_models import equal, linear_training, regressor
+from ..toy_steps import drawn
 
 STEPS = 60
 BACK = {"action": "rollback", "window": 16, "skip_around": 2}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from curry_train.runs import PolicyConfig, SavingPolicy
 from curry_train.runs.policy import FIRST_SAVE_STEPS, SAVE_MARGIN_FACTOR, Cadence
 
-from .store_models import new_state
+from ..store_models import new_state
 
 
 @settings(deadline=None)  # a slow machine is not a failure

@@ -12,7 +12,7 @@ import torch
 
 from curry_train.runs.journal import Journal, JournalError, read_events
 
-from .journals import clock, lines_of, plant
+from ..journals import clock, lines_of, plant
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from curry_train.runs import Journal, read_history
 
-from .journals import loss_of, plant_eventful
+from ..journals import loss_of, plant_eventful
 
 
 def test_each_attempt_counts_up_to_the_start_of_the_next(tmp_path):

@@ -20,7 +20,7 @@ from curry_train.runs.journal import (
     read_events,
 )
 
-from .journals import plant
+from ..journals import plant
 
 AT = {"time": 1.5, "step": 3, "attempt": 2}
 

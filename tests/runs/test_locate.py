@@ -16,8 +16,8 @@ from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import first_operation, locate
 
-from ..core.toy_steps import activated
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import activated
 from .recorded_training import WrongBackward, located, recorded, train
 
 # The fault, the step, the phase and the path of its place, and words of the text.

@@ -18,7 +18,7 @@ from curry_train.runs import (
 )
 from curry_train.runs.resume import NothingSaved, choose, load_chosen
 
-from .store_models import equal, flip, new_state, tensors_of, train
+from ..store_models import equal, flip, new_state, tensors_of, train
 
 
 @pytest.fixture(scope="module")

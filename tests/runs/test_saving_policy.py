@@ -16,7 +16,7 @@ from curry_train.runs import (
     load_chosen,
 )
 
-from .store_models import new_state, train
+from ..store_models import new_state, train
 
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=2, retention=Retention(3, 2))
 

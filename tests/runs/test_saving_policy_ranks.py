@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from curry_train.runs import BackgroundSaver, PolicyConfig, Retention, SavingPolicy, Store
 
-from ..core.rank_calls import run_on_ranks
-from .store_models import equal, flip, new_state, tensors_of, train
+from ..rank_calls import run_on_ranks
+from ..store_models import equal, flip, new_state, tensors_of, train
 from .test_store_ranks import sharded
 
 # A save of so small a state takes about as long as a step: up to 200 saves, and step 8 is kept.

@@ -11,7 +11,7 @@ from torch import nn
 
 from curry_train.runs import PolicyConfig, SavingPolicy, TrainingState
 
-from .store_models import WIDTH, Holder, new_state, train
+from ..store_models import WIDTH, Holder, new_state, train
 
 EACH_STEP = PolicyConfig(rollback_every=1, recovery_every=None, best_k=1)
 

@@ -22,7 +22,7 @@ from curry_train.runs.spike import (
     read_recoveries,
 )
 
-from .store_models import new_state
+from ..store_models import new_state
 
 
 @pytest.mark.parametrize("text", ["", "{}x", "[3]", '[{"spike": 1}]', '[{"spike": "1"}]', "\0\xff"])

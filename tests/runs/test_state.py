@@ -12,8 +12,8 @@ from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
 from curry_train.primitives import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
 
-from ..plan.plan_models import Runs
-from .store_models import WIDTH, alike, equal, network, new_state, tensors_of, train, unscheduled
+from ..plan_models import Runs
+from ..store_models import WIDTH, alike, equal, network, new_state, tensors_of, train, unscheduled
 
 
 def goes_on_alike(store, make, *, steps=2):

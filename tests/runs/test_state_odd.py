@@ -12,7 +12,7 @@ from torch import nn
 
 from curry_train.runs import StateMismatch, TrainingState
 
-from .store_models import (
+from ..store_models import (
     WIDTH,
     Holder,
     alike,

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, saving
 from curry_train.runs.attach import STOP_SIGNALS, Stop
 
-from .store_models import linear_training
+from ..store_models import linear_training
 
 
 @pytest.fixture

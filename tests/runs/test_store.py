@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from curry_train.runs import DamagedCheckpoint, SavedRun, StepExists, Store
 from curry_train.runs.values import ALLOWED
 
-from .store_models import alike, equal, new_state, tensors_of, train
+from ..store_models import alike, equal, new_state, tensors_of, train
 
 
 def test_folders_have_the_documented_names(store, tmp_path):

@@ -12,10 +12,10 @@ from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
 from curry_train.runs.store import Writing
 
-from ..cli.command_runs import finished
-from ..core.warm_python import warm_python
-from ..house.tree import ROOT
-from .store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
+from ..command_runs import finished
+from ..store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
+from ..tree import ROOT
+from ..warm_python import warm_python
 
 
 def restored(store, saved):
@@ -157,7 +157,7 @@ def test_an_error_before_a_save_leaves_no_folder(store, monkeypatch):
 AT_EXIT = """
 import time
 from curry_train.runs import BackgroundSaver, Store
-from tests.runs.store_models import CountedFiles, new_state
+from tests.store_models import CountedFiles, new_state
 store = Store(".", files=CountedFiles(".", ask=lambda operation: time.sleep(0.005)))
 saver = BackgroundSaver(store)
 saver.save("rollback", 1, new_state())

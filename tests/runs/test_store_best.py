@@ -11,7 +11,7 @@ from torch import nn
 from curry_train.runs.format import NOT_IN_SAFETENSORS
 from curry_train.runs.values import PLAIN_DTYPES
 
-from .store_models import new_state, tensors_of, train
+from ..store_models import new_state, tensors_of, train
 
 METRIC = ("dev_loss", 0.25)
 

@@ -11,7 +11,7 @@ import pytest
 
 from curry_train.runs import Files, RunError, SavedRun, SaveError, Store
 
-from .store_models import new_state
+from ..store_models import new_state
 
 
 def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_it(

@@ -11,7 +11,7 @@ import pytest
 
 from curry_train.runs import DamagedCheckpoint
 
-from .store_models import equal, new_state, tensors_of
+from ..store_models import equal, new_state, tensors_of
 
 KINDS = {"rollback": None, "best-k": ("dev_loss", 0.25)}
 

@@ -18,7 +18,7 @@ from curry_train.runs.layout import MOST_MANIFEST_BYTES, FileEntry, hash_bytes, 
 from curry_train.runs.values import Stored, dump, load
 from torture_shapes import Call
 
-from .store_models import alike, equal, new_state, tensors_of
+from ..store_models import alike, equal, new_state, tensors_of
 
 
 @pytest.fixture

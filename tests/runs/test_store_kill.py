@@ -5,7 +5,7 @@ python -m pytest tests/runs/test_store_kill.py
 
 from curry_train.runs import SaveError, Store
 
-from .store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
+from ..store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
 
 ERRORS = [
     OSError(28, "No space left on device"),

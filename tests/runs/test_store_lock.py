@@ -17,8 +17,8 @@ import pytest
 
 from curry_train.runs import LockedRun, SavedRun, SaveError, Store
 
-from ..house.tree import ROOT
-from .store_models import new_state
+from ..store_models import new_state
+from ..tree import ROOT
 
 HOLDER = """
 import os, subprocess, sys, time

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from curry_train.runs import BackgroundSaver, Files, RunError, SavedRun, Store, load_chosen
 
-from ..core.rank_calls import run_on_ranks
-from .store_models import (
+from ..rank_calls import run_on_ranks
+from ..store_models import (
     At,
     CountedFiles,
     equal,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import LBFGS, SGD, AdamW
 
-from .store_models import WIDTH, equal, network, tensors_of, train, unscheduled
+from ..store_models import WIDTH, equal, network, tensors_of, train, unscheduled
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

@@ -23,9 +23,9 @@ from curry_train.runs import (
 )
 from curry_train.runs.trainers import commit_file, commit_folder
 
-from ..trainer.library_trainers import Model, hugging_face, lightning, weights
-from .journals import lines_of
-from .store_models import flip
+from ..journals import lines_of
+from ..library_trainers import Model, hugging_face, lightning, weights
+from ..store_models import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -22,8 +22,8 @@ from curry_train.runs import (
     load_chosen,
 )
 
-from ..core.rank_calls import run_on_ranks
-from .store_models import At, CountedFiles, new_state, train
+from ..rank_calls import run_on_ranks
+from ..store_models import At, CountedFiles, new_state, train
 
 SAVES = ("foreground", "background", "policy")
 

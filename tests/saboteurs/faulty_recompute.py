@@ -17,10 +17,10 @@ from curry_train.gates import offload
 from curry_train.gates import recompute as gates
 from curry_train.primitives import memory_budget, recompute_blocks
 
-from ..core.toy_steps import feed_forward, stacked
 from ..gates import foreign_recompute as foreign
 from ..gates.foreign_recompute import around_blocks
-from ..plan.plan_models import squares
+from ..plan_models import squares
+from ..toy_steps import feed_forward, stacked
 from .saboteurs import planted
 
 FROZEN_START = squares(lambda: stacked(lambda: feed_forward(8, 32), 3), 8, name="frozen start")

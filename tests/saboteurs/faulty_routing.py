@@ -9,8 +9,8 @@ from torch import nn
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives import keep_routing
 
-from ..core.toy_steps import stacked
-from ..plan.plan_models import squares
+from ..plan_models import squares
+from ..toy_steps import stacked
 from .saboteurs import planted
 
 WIDTH = 16

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives import apply_regions, apply_sac
 
-from ..core.toy_steps import stacked
 from ..gates.foreign_sac import (
     PRODUCTS,
     checkpointed,
@@ -20,7 +19,8 @@ from ..gates.foreign_sac import (
     saving,
     trains_in_eval_mode,
 )
-from ..plan.plan_models import squares
+from ..plan_models import squares
+from ..toy_steps import stacked
 from .saboteurs import planted
 
 aten = torch.ops.aten

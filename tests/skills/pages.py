@@ -10,7 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 
-from ..house.tree import ROOT
+from ..tree import ROOT
 
 FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)")
 LINK = re.compile(r"\[([^\]]*)\]\((evidence/[\w./-]+\.json) \"([^\"]*)\"\)")

@@ -10,8 +10,8 @@ import pytest
 
 from clients import CLIENTS, copy_bundle, loaded_skills, problems
 
-from ..cli.command_runs import read_json
-from ..house.tree import ROOT
+from ..command_runs import read_json
+from ..tree import ROOT
 from .client_packages import Unavailable
 from .pages import RECORD_KEYS
 

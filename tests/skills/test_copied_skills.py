@@ -14,8 +14,8 @@ import pytest
 
 from clients import copy_bundle
 
-from ..core.warm_python import warm_python
-from ..house.tree import ROOT, skills
+from ..tree import ROOT, skills
+from ..warm_python import warm_python
 from .pages import fenced_blocks
 
 # Each skill opens its steps with this paragraph.

@@ -18,9 +18,9 @@ import yaml
 from clients import copy_bundle
 from curry_train.cli import scaffold
 
-from ..cli.command_runs import finished, ran, read_json
-from ..core.warm_python import warm_python
-from ..house.tree import ROOT, skills
+from ..command_runs import finished, ran, read_json
+from ..tree import ROOT, skills
+from ..warm_python import warm_python
 from .pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}

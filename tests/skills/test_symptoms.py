@@ -21,7 +21,7 @@ from curry_train.primitives import recompute_blocks, recompute_segments
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
 
-from ..core.toy_steps import drawn, square_sum, stacked
+from ..toy_steps import drawn, square_sum, stacked
 
 ROWS = drawn(32, 16)
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from curry_train.primitives import GradientAccumulation, apply_chunked_loss, recompute_blocks
 
-from ..house.tree import ROOT
-from ..trainer.library_trainers import hugging_face, weights
-from ..workloads.language_models import language_model
+from ..language_models import language_model
+from ..library_trainers import hugging_face, weights
+from ..tree import ROOT
 
 
 def llama():

@@ -11,8 +11,8 @@ from curry_train.benchmark import compare_steps, run_accumulated_step
 from curry_train.primitives import GradientAccumulation
 
 from ..core.test_timing import Clock
-from ..core.toy_steps import square_sum
-from ..runs.store_models import linear_training
+from ..store_models import linear_training
+from ..toy_steps import square_sum
 
 
 def test_an_accumulated_step_trains_once_and_returns_terms_and_time():

@@ -13,8 +13,8 @@ from curry_train.loop import equip
 from curry_train.primitives import recompute_blocks
 from curry_train.runs import SpikeConfig, newest_whole
 
-from ..runs.journals import column, lines_of
-from .library_trainers import Model, hugging_face, lightning, weights
+from ..journals import column, lines_of
+from ..library_trainers import Model, hugging_face, lightning, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = 8

@@ -14,8 +14,8 @@ from curry_train.loop import run_training_steps
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow
 from curry_train.workloads import Case, load_workload
 
-from ..core.rank_calls import run_on_ranks
-from ..runs.store_models import equal
+from ..rank_calls import run_on_ranks
+from ..store_models import equal
 
 CASE = Case(load_workload("mlp"))
 

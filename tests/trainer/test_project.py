@@ -10,9 +10,9 @@ import pytest
 
 from curry_train.cli.ownership import find_bundle, project_files
 
-from ..cli.command_runs import finished
-from ..core.warm_python import warm_python
-from ..runs.journals import column
+from ..command_runs import finished
+from ..journals import column
+from ..warm_python import warm_python
 
 WORDS = (
     "device=cpu",

@@ -13,7 +13,7 @@ from curry_train.runs.ranks import Ranks
 from curry_train.trainer import WrongLaunch, share, start_ranks
 from curry_train.workloads import Case, load_workload
 
-from ..core.rank_calls import run_on_ranks
+from ..rank_calls import run_on_ranks
 
 
 @pytest.mark.parametrize(

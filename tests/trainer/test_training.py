@@ -15,7 +15,7 @@ from curry_train.loop import RunReport
 from curry_train.plan import plan
 from curry_train.trainer import train_run
 
-from ..core.rank_calls import run_on_ranks
+from ..rank_calls import run_on_ranks
 from .training_models import opened
 
 TINY = (

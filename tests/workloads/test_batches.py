@@ -21,9 +21,9 @@ from curry_train.workloads.workload import (
     take,
 )
 
-from ..cli.command_runs import ran
-from ..core.toy_steps import activated, all_equal, stacked
-from ..plan.plan_models import Runs, squares
+from ..command_runs import ran
+from ..plan_models import Runs, squares
+from ..toy_steps import activated, all_equal, stacked
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 

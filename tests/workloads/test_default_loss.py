@@ -18,8 +18,8 @@ from curry_train.primitives import train_window
 from curry_train.workloads import Case
 from curry_train.workloads.workload import default_workload, take
 
-from ..core.toy_steps import drawn
-from ..plan.plan_models import Runs
+from ..plan_models import Runs
+from ..toy_steps import drawn
 
 X = drawn(8, 6, seed=0)
 Pair = namedtuple("Pair", ["left", "right"])

@@ -18,9 +18,9 @@ from curry_train.primitives import GradientAccumulation, train_window
 from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.optimizers import SteppedTogether
 
-from ..cli.command_runs import ran
-from ..core.toy_steps import all_equal
-from ..plan.plan_models import measured
+from ..command_runs import ran
+from ..plan_models import measured
+from ..toy_steps import all_equal
 from .user_scripts import DATA, SCRIPTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")

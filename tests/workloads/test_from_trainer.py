@@ -18,8 +18,8 @@ from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.from_trainer import Autocast, is_sum_over_samples
 from curry_train.workloads.optimizers import OptimizerLike
 
-from ..cli.command_runs import flat, ran, read_json, results
-from ..plan.plan_models import measured
+from ..command_runs import flat, ran, read_json, results
+from ..plan_models import measured
 
 # Tests of the whole: real trainers of a small training, in a module as a user would write it.
 THEIRS = """

@@ -13,9 +13,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 from curry_train.workloads import WorkloadError, load_workload
 from curry_train.workloads.shrink import Shrink
 
-from ..core.toy_steps import stacked
-from ..plan.plan_models import squares
-from .language_models import language_model
+from ..language_models import language_model
+from ..plan_models import squares
+from ..toy_steps import stacked
 
 
 class Block(nn.Module):

@@ -18,10 +18,10 @@ from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.models import BUILTIN_WORKLOADS, describe_raised
 from curry_train.workloads.workload import IndivisibleBatch, batch_size
 
-from ..cli.command_runs import ran
-from ..core.toy_steps import all_equal
-from ..plan.plan_models import Runs
-from .language_models import SIZES
+from ..command_runs import ran
+from ..language_models import SIZES
+from ..plan_models import Runs
+from ..toy_steps import all_equal
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_a_factory_outside_the_repository_becomes_a_workload(factory, source):
 def test_a_hugging_face_causal_model_is_trained_on_its_tokens(factory, kind):
     workload = load_workload(
         factory(f"""
-            from tests.workloads.language_models import language_model
+            from tests.language_models import language_model
             def build(): return language_model({kind})
         """)
     )

@@ -13,7 +13,7 @@ from curry_train.plan.cuda_step import StepTrace
 from curry_train.plan.optimizers import make_optimizer
 from curry_train.workloads import Case, Workload, load_workload
 
-from ..core.toy_steps import activated
+from .toy_steps import activated
 
 # Estimates against real steps.
 

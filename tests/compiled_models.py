@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from curry_train.core.parity import record_step
 from curry_train.primitives import memory_budget
 
-from ..core.toy_steps import drawn
-from ..peers.peer_table import Chain
+from .peers.peer_table import Chain
+from .toy_steps import drawn
 
 TRACING = [  # torch's warnings while it traces
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from curry_train.cli.main import main
 
-from ..house.tree import ROOT
+from .tree import ROOT
 
 
 def ran(*words, status=0, command=main):
