@@ -54,6 +54,12 @@ def test_a_part_that_is_not_restored_is_named_alone(part):
     assert began_after(STRAIGHT, resumed, 6) == 5
 
 
+def test_a_resume_from_the_weights_alone_is_one():
+    resumed = [step(number, model=STRAIGHT[number + 4]["model"]) for number in range(3)]
+    assert began_after(STRAIGHT, resumed, 6) == 4
+    assert differences(STRAIGHT, resumed, 4).keys() == {*PARTS} - {"model"}
+
+
 def test_a_value_that_no_part_holds_and_other_data_are_named():
     unknown = [step(5, after={"0.weight": "another"})]
     assert differences(STRAIGHT, unknown, 5)["result"].endswith("is not restored (step 6)")

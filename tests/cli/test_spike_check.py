@@ -17,7 +17,7 @@ from curry_train.runs.spike import AttachedWatch
 from ..command_runs import flat, ran, read_json
 
 TINY = (
-    "model=training_models:tiny",
+    "model=tests.training_models:tiny",
     "device=cpu",
     "batch_size=16",
     "microbatch=16",

@@ -19,7 +19,7 @@ from ..journals import column
 from ..tree import ROOT
 
 TINY = [
-    "model=training_models:tiny",
+    "model=tests.training_models:tiny",
     "batch_size=4",
     "microbatch=2",
     "evaluate.samples=4",

@@ -93,10 +93,10 @@ train --resume latest                       | has a saved state to resume from
 train parallel=ddp                          | this is a single process: start it with torchrun --nproc-per-node 2
 train parallel=fsdp2 ranks=8 batch_size=128 | torchrun --nproc-per-node 8 train.py parallel=fsdp2
 train model=mlp                             | this one takes a tuple: use data.source=workload
-train model=training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
-train model=training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
-train model=training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch
-train model=training_models:tiny 'recompute={strategy: selective, memory_threshold_mb: 1000}' | recompute.strategy=selective changes no layer of transformer: lower
+train model=tests.training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
+train model=tests.training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
+train model=tests.training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch
+train model=tests.training_models:tiny 'recompute={strategy: selective, memory_threshold_mb: 1000}' | recompute.strategy=selective changes no layer of transformer: lower
 memory                                      | give either --model or --snapshot
 memory --model bert                         | no workload is called 'bert'
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module

@@ -74,7 +74,7 @@ def may_not_apply(gate, patterns):
 
 
 def case_of(name):
-    return Case(load_workload(f"constructs:{name}"))
+    return Case(load_workload(f"tests.gates.constructs:{name}"))
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)

@@ -51,6 +51,8 @@ for number in range(1000):
                 if isinstance(place, io.BytesIO):
                     place.seek(0)
                 model.load_state_dict(torch.load(place))
+        from safetensors.torch import save_file
+        save_file(model.state_dict(), f"weights_{number}.safetensors")
         with open("output/today/losses.txt", "a") as losses:
             losses.write(str(loss.item()))
         os.replace("log.txt", "log_of_today.txt")

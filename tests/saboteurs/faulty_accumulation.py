@@ -118,7 +118,7 @@ def loaded(function):
     """Load a user's function as `--impl` does, and return one of ours as it is."""
     if callable(function):
         return function
-    return load_implementation(f"train_window=foreign_grad_accum:{function}")
+    return load_implementation(f"train_window=tests.gates.foreign_grad_accum:{function}")
 
 
 FAULTS = [

@@ -219,21 +219,21 @@ def opened(model, *words):
 
 
 def test_dev_samples_are_the_last_ones_and_are_not_trained_on():
-    train, dev = opened("tests.trainer.training_models:tiny", "data.dev_fraction=0.25")
+    train, dev = opened("tests.training_models:tiny", "data.dev_fraction=0.25")
     assert len(dev) == round((len(train) + len(dev)) / 4)
     assert (train.start, train.stop, dev.stop) == (0, dev.start, len(train) + len(dev))
     assert train.batch([0])["tokens"].shape == (1, 16)
 
 
 def test_a_length_that_is_given_replaces_the_models_own():
-    train, _ = opened("tests.trainer.training_models:tiny", "data.length=5")
+    train, _ = opened("tests.training_models:tiny", "data.length=5")
     assert train.batch([0])["tokens"].shape == (1, 5)
 
 
 def test_a_users_own_dataset_is_found_by_its_name():
     train, dev = opened(
-        "tests.trainer.training_models:line",
-        "data.source=tests.trainer.training_models:points",
+        "tests.training_models:line",
+        "data.source=tests.training_models:points",
         "data.dev_fraction=0.1",
     )
     assert (len(train), len(dev)) == (180, 20)
@@ -249,7 +249,7 @@ def test_too_few_samples_to_train_on_are_refused(tmp_path):
         match=r"data\.dev_fraction=0\.05 of 1 samples leaves none to train on or to measure",
     ):
         opened(
-            "tests.trainer.training_models:tiny",
+            "tests.training_models:tiny",
             "data.source=tokens",
             f"data.path={tmp_path}/*.npy",
         )

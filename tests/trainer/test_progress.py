@@ -12,9 +12,9 @@ from curry_train.cli.train import show_progress, write_tensorboard
 from curry_train.trainer import train_run
 
 from ..journals import column, lines_of
-from .training_models import opened
+from ..training_models import opened
 
-WORDS = ("model=tests.trainer.training_models:tiny", "steps=25", "batch_size=4", "microbatch=2")
+WORDS = ("model=tests.training_models:tiny", "steps=25", "batch_size=4", "microbatch=2")
 
 
 def shown(runs, *words, resume=None):

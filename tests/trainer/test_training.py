@@ -16,10 +16,10 @@ from curry_train.plan import plan
 from curry_train.trainer import train_run
 
 from ..rank_calls import run_on_ranks
-from .training_models import opened
+from ..training_models import opened
 
 TINY = (
-    "model=tests.trainer.training_models:tiny",
+    "model=tests.training_models:tiny",
     "steps=6",
     "batch_size=8",
     "microbatch=2",
@@ -60,7 +60,7 @@ def planned():
     # The least that a plan needs is 820 kB; with these options it is found in a second.
     options = {"without": ("sac", "offload"), "chunked_loss": False}
     made = plan(
-        "tests.trainer.training_models:tiny", 860_000, global_batch=8, microbatch=2, **options
+        "tests.training_models:tiny", 860_000, global_batch=8, microbatch=2, **options
     )
     assert {option.kind for option in made.options.values()} != {"none"}
     return made.to_json()
@@ -84,7 +84,7 @@ def test_a_plan_for_a_smaller_microbatch_is_refused(tmp_path, planned):
         losses(tmp_path, f"recompute={{strategy: plan, plan: {tmp_path}/plan.json}}")
 
 
-HALF_LEARNED = "data.source=tests.trainer.training_models:half_learned"
+HALF_LEARNED = "data.source=tests.training_models:half_learned"
 ON_RANKS = {
     "ddp": ["parallel=ddp"],
     "fsdp2": ["parallel=fsdp2"],
@@ -156,7 +156,7 @@ def test_a_run_resumes_on_another_number_of_ranks(ranked, stopped, plain):
 
 
 def test_a_stopped_run_resumes_bit_equal(tmp_path):
-    words = ("model=tests.trainer.training_models:with_dropout",)
+    words = ("model=tests.training_models:with_dropout",)
     whole, _ = losses(tmp_path, *words)
     first, ended = losses(tmp_path, *words, stop_after=4)
     assert ended.report == RunReport(4, "SIGTERM", ended.report.last)
@@ -167,8 +167,8 @@ def test_a_stopped_run_resumes_bit_equal(tmp_path):
 
 def test_a_users_own_data_and_model_train(tmp_path):
     words = (
-        "model=tests.trainer.training_models:line",
-        "data.source=tests.trainer.training_models:points",
+        "model=tests.training_models:line",
+        "data.source=tests.training_models:points",
         "steps=150",
         "batch_size=20",
     )

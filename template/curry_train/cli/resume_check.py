@@ -125,16 +125,20 @@ def archived_changes(folder: Path) -> Callable[[], None]:
 
 
 def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
-    """Return the step whose state the resume has loaded: most parts are those after it."""
+    """Return the step whose state the resume has loaded: most parts are those after it.
+
+    A part that is as at the start was not loaded.
+    """
     if not resumed:
         raise UnusableInput("the second start made no step")
 
     first = resumed[0]
-    begun = max(
-        range(kill_at),
-        key=lambda step: (sum(straight[step][part] == first[part] for part in PARTS), step),
+    loaded = [part for part in PARTS if first[part] != straight[0][part]]
+    same, begun = max(
+        (sum(straight[step][part] == first[part] for part in loaded), step)
+        for step in range(kill_at)
     )
-    if begun == 0:
+    if not same:
         raise UnusableInput(
             f"the second start began anew. Let the program save within {kill_at - 1} steps, give "
             "what makes it resume by --resume-with, and let it load that"

@@ -30,6 +30,7 @@ from unittest import mock
 from uuid import uuid4
 
 import click
+import safetensors.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -299,17 +300,16 @@ def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None)
 
 @contextlib.contextmanager
 def _saving(*, saves: bool) -> Iterator[None]:
-    """Let torch.save touch its file in Python, where `ChangedFiles` notices it.
+    """Let functions that write in C touch their file in Python, where `ChangedFiles` notices it.
 
     Without `saves` files that are there already stay as they are: they may be large. New ones may
     be loaded again by the loop.
     """
     import torch.distributed.checkpoint as dcp
 
-    save = torch.save
     made = set[Path]()
 
-    def noticed(value: Any, target: Any, *args: Any, **options: Any) -> None:
+    def noticed(save: Any, value: Any, target: Any, *args: Any, **options: Any) -> None:
         if isinstance(target, str | os.PathLike):
             path = Path(target)
             if not saves and path not in made and path.exists():
@@ -319,7 +319,9 @@ def _saving(*, saves: bool) -> Iterator[None]:
         save(value, target, *args, **options)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "save", noticed))
+        for owner, name in (torch, "save"), (safetensors.torch, "serialize_file"):
+            changed = functools.partial(noticed, getattr(owner, name))
+            stack.enter_context(mock.patch.object(owner, name, changed))
         for name in () if saves else ("save", "async_save"):
             stack.enter_context(mock.patch.object(dcp, name))
         yield
