@@ -107,7 +107,8 @@ def cases() -> Iterator[tuple[str, Callable[[], Any], str]]:
     """Yield each loop with its name and the check that must find its fault, if it has one."""
     tables = [module.FAULTY for module in FAULTY] + [{"": module.HEALTHY} for module in HEALTHY]
     for check, several in itertools.chain(*(table.items() for table in tables)):
-        yield from [(f"{one.__module__}.{one.__name__}", one, check) for one in several]
+        for one in several:
+            yield f"{one.__module__}.{one.__name__}".removeprefix("tests.gates."), one, check
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Write the snapshots of three cases: rows of other lengths, evaluations between, a large file.
 
-    PYTHONPATH=template:benchmarks:tests/plan python tests/evals/varying_training.py
+    PYTHONPATH=template:benchmarks:. python -m tests.evals.varying_training
 
 It prints the MiB that the same runs reserve with each change.
 """

@@ -219,7 +219,7 @@ def wrong_line(train):
         if marked and role:
             return wrong_line_of(role.removeprefix(": "))
         if marked:
-            return f"{train.__module__}.py:{number}"
+            return f"{Path(inspect.getsourcefile(train)).name}:{number}"
     raise ValueError(f"{train.__name__} marks no line")
 
 

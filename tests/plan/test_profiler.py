@@ -14,9 +14,9 @@ from curry_train.plan import MemoryProfiler
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
-from .. import unchanged
 from ..plan_models import Runs, built
 from ..toy_steps import activated, stacked
+from ..unchanged import unchanged
 
 MIB = 2**20
 

@@ -17,10 +17,10 @@ from curry_train.plan import measure_timeline
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
-from .. import unchanged
 from ..command_runs import ran
 from ..plan_models import built
 from ..toy_steps import square_sum
+from ..unchanged import unchanged
 
 OTHER = nn.Linear(8, 8)
 BEFORE = ("parameters", "buffers and batch", "optimizer state")

@@ -20,10 +20,10 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.running_blocks import ForwardRecord, choose_blocks
 
-from .. import unchanged
 from ..peers.peer_table import Block as Half
 from ..plan_models import Runs
 from ..toy_steps import feed_forward, square_sum, stacked
+from ..unchanged import unchanged
 
 WIDTH = 8
 

@@ -9,8 +9,8 @@ import torch
 from curry_train.loop import mean_loss
 from curry_train.workloads import Case, load_workload
 
-from .. import unchanged
 from ..rank_calls import run_on_ranks
+from ..unchanged import unchanged
 
 CASE = Case(load_workload("resnet"))
 

@@ -59,9 +59,7 @@ def planned():
     """Return a plan that recomputes, for microbatches of 2, as JSON."""
     # The least that a plan needs is 820 kB; with these options it is found in a second.
     options = {"without": ("sac", "offload"), "chunked_loss": False}
-    made = plan(
-        "tests.training_models:tiny", 860_000, global_batch=8, microbatch=2, **options
-    )
+    made = plan("tests.training_models:tiny", 860_000, global_batch=8, microbatch=2, **options)
     assert {option.kind for option in made.options.values()} != {"none"}
     return made.to_json()
 
