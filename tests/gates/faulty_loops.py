@@ -41,6 +41,7 @@ from .loops import (
     Codes,
     Language,
     Layers,
+    ModelForCausalLM,
     Seeing,
     accumulate,
     accumulate_language,
@@ -803,6 +804,13 @@ def decoder_given_its_targets():
         step(optimizer, of_tokens(logits, labels))  # here: tokens
 
 
+def logits_of_the_token_itself():
+    def loss(logits, tokens):
+        return of_tokens(logits[:, 1:], tokens[:, 1:])
+
+    fit(Language(), None, [(one, one) for one, _ in texts(9)], loss=loss)  # here: tokens
+
+
 def ends_of_texts_ignored():
     model, optimizer = started(Language())
     for _ in range(4):
@@ -812,13 +820,6 @@ def ends_of_texts_ignored():
         mask = F.pad(tokens > 0, (1, 0), value=True)[:, :-1]
         logits = model(tokens, attention_mask=mask)
         step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))  # here: tokens
-
-
-class ModelForCausalLM(Language):
-    """Shifts the labels itself, as those of Hugging Face."""
-
-    def forward(self, tokens, labels):
-        return of_tokens(super().forward(tokens), F.pad(labels, (0, 1), value=-100)[:, 1:])
 
 
 def labels_shifted_before_a_model_that_shifts_them():
@@ -1259,7 +1260,7 @@ FAULTY = {
         padding_counts_without_a_mask, attention_to_padding, recurrent_over_the_batch,
         attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
-        decoder_given_its_targets, ends_of_texts_ignored,
+        decoder_given_its_targets, logits_of_the_token_itself, ends_of_texts_ignored,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,

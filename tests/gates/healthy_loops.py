@@ -23,6 +23,7 @@ from .loops import (
     Language,
     Layers,
     Lookahead,
+    ModelForCausalLM,
     Reversed,
     Seeing,
     Signs,
@@ -1531,6 +1532,40 @@ def dropout_behind_a_teacher():
     model, teacher = classifier(), classifier().eval()
     drop = nn.Sequential(nn.Flatten(), nn.Dropout(0.1))
     fit(lambda one: drop(model(one) - teacher(one).detach()), adamw(model))
+
+
+def frozen_embedding_whose_output_gets_a_gradient():
+    model = Seeing(is_causal=True)
+    model.embed.requires_grad_(False)
+    model.embed.register_forward_hook(lambda _, __, one: one.requires_grad_())
+    optimizer = adamw(model.head)
+    for tokens, labels in texts(9):
+        loss = of_tokens(model(tokens), labels)
+        step(optimizer, loss)
+
+
+class Translator(Language):
+    """Is given source and target, of one width, and the mask of the source."""
+
+    def forward(self, input_ids, attention_mask, decoder_input_ids):
+        source = self.embed(input_ids) * attention_mask[..., None]
+        return super().forward(decoder_input_ids) + self.head(source.mean(1, keepdim=True))
+
+
+def target_as_wide_as_its_source():
+    model, optimizer = started(Translator())
+    for _ in range(8):
+        source, target = padded_tokens(), padded_tokens().flip(0)
+        logits = model(source, attention_mask=source != 0, decoder_input_ids=F.pad(target, (1, -1)))
+        labels = target.masked_fill(target == 0, -100)
+        step(optimizer, of_tokens(logits, labels))
+
+
+def a_text_whose_rows_continue_each_other():
+    model, optimizer = started(ModelForCausalLM())
+    for start in range(8):
+        tokens = start + torch.arange(2)[:, None] + torch.arange(17)
+        step(optimizer, model(tokens, labels=tokens.clone()))
 
 
 def short_sequences_reversed():

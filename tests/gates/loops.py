@@ -278,6 +278,13 @@ class Language(nn.Module):
         return self.head(hidden)
 
 
+class ModelForCausalLM(Language):
+    """Shifts the labels itself, as those of Hugging Face."""
+
+    def forward(self, tokens, labels):
+        return of_tokens(super().forward(tokens), F.pad(labels, (0, 1), value=-100)[:, 1:])
+
+
 class Seeing(Language):
     """Adds to each token those before it, or all; with time as the first dimension, or not."""
 

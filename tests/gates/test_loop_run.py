@@ -423,7 +423,7 @@ def test_a_later_stage_that_is_not_reached_is_named(folder, capfd):
     with Path("train.py").open("a") as script:
         script.write("finetune(model)\n")
     assert failed("script", "train.py", "2") == {}
-    assert "preflight: train.py:31 was not reached; if it trains too" in capfd.readouterr().err
+    assert "preflight: train.py:33 was not reached; if it trains too" in capfd.readouterr().err
 
 
 def test_an_error_of_the_script_names_its_line(folder):

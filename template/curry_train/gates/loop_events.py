@@ -528,6 +528,9 @@ class Recording(Trace):
         self.stepping: list[Optimizer] = []
         # Of the last forward pass.
         self.given = Called(list)
+        # Of each output with a row for each token, of the last one with gradients: a number of each
+        # row of the first sample.
+        self.rows: list[Tensor] = []
         # The last batch of each loader.
         self.fetched: dict[DataLoader[Any], Fetch] = {}
         # By where the values of a parameter were: it, and where its optimizer was made.

@@ -78,10 +78,20 @@ def tokens_of(given: Any) -> Tensor | None:
     return given if is_tokens else None
 
 
-def note_targets(trace: Recording, forward: Forward, target: Tensor, ignored: int = -100) -> None:
-    """Compare targets that are indices with the tokens that the model was given."""
+def note_targets(
+    trace: Recording,
+    forward: Forward,
+    target: Tensor,
+    ignored: int = -100,
+    logits: Tensor | None = None,
+) -> None:
+    """Compare targets that are indices with the tokens that the model was given.
+
+    Logits are those of a loss, which may leave out the first ones of a model.
+    """
     _find_tokens(trace, forward, target, ignored)
-    tokens, mask = forward.tokens, trace.given.options.get("attention_mask")
+    tokens = forward.tokens
+    mask, of_decoder = map(trace.given.options.get, ("attention_mask", "decoder_input_ids"))
     if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
         return
     targets = target.reshape(len(tokens), -1)
@@ -95,10 +105,13 @@ def note_targets(trace: Recording, forward: Forward, target: Tensor, ignored: in
     if targets.max() > 4:
         event.filler = _filler(targets, counted)
     # Targets of a part of the tokens, whose first or last ones are left out.
-    if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
+    if len(tokens) != len(targets) or not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
         return
-    same = event.same_as_input = _same_as_input(targets, counted, tokens)
-    if isinstance(mask, Tensor) and mask.shape == tokens.shape:
+    same = _same_as_input(targets, counted, tokens)
+    left_out = 0 if logits is None or logits.dim() < 2 else _first_row(trace.rows, logits)
+    event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
+    # The mask of an encoder says nothing of what its decoder is given.
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder:
         shift = int(same.get(1, 0) > same.get(0, 0))
         width = min(tokens.shape[1] - shift, targets.shape[1])
         ids, padding = (one[:, shift:][:, :width] for one in (tokens, mask == 0))
@@ -129,6 +142,17 @@ def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: in
                 # A decoder may be given its targets by mistake.
                 if max(same.get(1, 0), one is of_decoder and same.get(0, 0)) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
+
+
+def number_of_rows(logits: Tensor) -> Tensor:
+    """Return a number of each row, which log_softmax does not change."""
+    return (logits[..., 0] - logits[..., -1]).detach().float()
+
+
+def _first_row(rows: list[Tensor], logits: Tensor) -> int:
+    """Return the place of the token whose row is the first one of a loss, or 0 if unknown."""
+    first = number_of_rows(logits.movedim(1, -1).flatten(0, -2))[0]
+    return max((int(one.isclose(first, rtol=1e-3).int().argmax()) for one in rows), default=0)
 
 
 def _same_as_input(targets: Tensor, counted: Tensor, tokens: Tensor) -> dict[int, float]:

@@ -71,7 +71,14 @@ from .loop_loss import (
     terms_of,
 )
 from .loop_probe import probe
-from .loop_targets import columns_of, note_batches, note_targets, of_batch, tokens_of
+from .loop_targets import (
+    columns_of,
+    note_batches,
+    note_targets,
+    number_of_rows,
+    of_batch,
+    tokens_of,
+)
 from .loop_weights import (
     MOST_SMALL,
     Gradient,
@@ -235,6 +242,9 @@ class Observer(Recording):
             output = call.run()
         finally:
             self.depth -= 1
+        # Of a frozen layer with a hook that calls requires_grad_, as for adapters.
+        if isinstance(output, Tensor) and output.is_leaf:
+            self.leaves.add(id(output))
         if has_gradients and event is not None:
             self._note_outputs(event, tensors_of(output))
         return output
@@ -283,6 +293,12 @@ class Observer(Recording):
                 "the model is given values that are not finite",
                 "look at how the data is read and normalized",
             )
+        tokens = event.tokens
+        self.rows = [
+            number_of_rows(one[0])
+            for one in outputs
+            if tokens is not None and one.shape[:-1] == tokens.shape
+        ]
         for one in outputs:
             notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
             self._mark(one, event, "is_trained_on")
@@ -321,7 +337,7 @@ class Observer(Recording):
             self._mark(value, event, "is_used")
             forward = self.last(Forward)
             if forward is not None and term.name in ("cross_entropy", "nll_loss"):
-                note_targets(self, forward, target, options["ignore_index"])
+                note_targets(self, forward, target, options["ignore_index"], options["input"])
         return value
 
     def _into(self, call: Called) -> Any:
