@@ -24,12 +24,12 @@ from unittest import mock
 
 import torch
 
+import plan_comparison
 from cuda_traces import ADDRESS_UNIT, CHECK_MODULUS, Replay
 from curry_train.bench.steps import TrainingStep, find_lever
 from curry_train.plan.cuda_step import cuda_memory, workspace_of
 from curry_train.plan.estimate import Sketch
 from curry_train.primitives.strategies import Sample
-from curry_train.workloads import models
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload
 from recording import write_record
@@ -49,7 +49,7 @@ def llama_1b(length: int = 4096) -> Workload:
 
 
 def llama_8b(length: int = 4096) -> Workload:
-    return quickly_built(models.llama_8b(length=length))
+    return quickly_built(plan_comparison.llama_8b(length=length))
 
 
 def quickly_built(workload: Workload) -> Workload:

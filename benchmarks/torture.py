@@ -474,7 +474,7 @@ def _differences(history: History, life: Life, turn: int | None) -> list[str]:
 def _folder(history: History, life: Life, before: int) -> list[str]:
     """Look for states that are half there, lost, or of a line that was given up."""
     run = SavedRun(history.folder)
-    wrong = [f"{folder} is half there: {why}" for folder, why in run.damaged().items()]
+    wrong = [f"{folder} is half there: {why}" for folder, why in run.scan()[1].items()]
     for one in run.committed():
         try:
             run.verify(one)

@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_in_the_way_is_replaced(store, tmp_path):
     saved = store.save("rollback", 1, state)
     (tmp_path / saved.folder / "state.pt").unlink()
     assert store.committed("rollback") == []
-    assert "state.pt is missing" in store.damaged("rollback")[saved.folder]
+    assert "state.pt is missing" in store.scan("rollback")[1][saved.folder]
     store.verify(store.save("rollback", 1, state))
 
 

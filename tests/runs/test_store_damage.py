@@ -110,7 +110,7 @@ def test_a_checkpoint_that_changed_does_not_count(saved, damage, message):
     damage(folder)
     refused(store, found, message)
     assert store.committed(found.kind) == []
-    assert found.folder in store.damaged(found.kind)
+    assert found.folder in store.scan(found.kind)[1]
 
 
 def test_a_checkpoint_under_another_name_is_not_that_step(saved):

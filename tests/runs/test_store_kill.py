@@ -48,4 +48,4 @@ def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stay
         assert equal(tensors_of(other), expected)
         assert [row for row in messages if row[1] not in row[0] or row[2] not in row[0]] == []
         store.verify(store.save("rollback", step + 1, state))
-        assert store.damaged("rollback") == {}
+        assert store.scan("rollback")[1] == {}

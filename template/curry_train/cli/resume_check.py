@@ -130,7 +130,9 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
     A part that is as at the start was not loaded.
     """
     if not resumed:
-        raise UnusableInput("the second start made no step")
+        raise UnusableInput(
+            "the second start made no step: leave no checkpoints of earlier runs in its folder"
+        )
 
     first = resumed[0]
     loaded = [part for part in PARTS if first[part] != straight[0][part]]
@@ -251,7 +253,8 @@ def resume_check_command(
     """Check that a resumed run is bit-equal.
 
     Without --script or --trainer it is the training of `curry-train train`, with its ARGUMENTS.
-    Files that the runs make are removed. Exit status: 0 equal, 1 not equal, 2 wrong usage.
+    Start it where no earlier run has left checkpoints, which the resume would load. A step is one
+    of an optimizer: a GAN makes two in each iteration. Files that the runs make are removed. Exit status: 0 equal, 1 not equal, 2 wrong usage.
     """
     kill_step = kill_at or max(2, num_steps * 2 // 3)
     if not kill_step < num_steps:

@@ -36,7 +36,7 @@ from .screen import (
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     """Summarize the checkpoints of a run in one row."""
-    checkpoints = run.committed()
+    checkpoints, damaged = run.scan()
     counts = dict.fromkeys(CHECKPOINT_KINDS, 0)
     for saved in checkpoints:
         counts[saved.kind] += 1
@@ -46,7 +46,7 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
         "latest": newest.step if newest else None,
         **counts,
         "bytes": sum(saved.num_bytes for saved in checkpoints),
-        "damaged": len(run.damaged()),
+        "damaged": len(damaged),
     }
 
 
@@ -55,11 +55,12 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     heads = ("kind", "folder", "step", "bytes", "date", "metric", "damaged")
     rows: list[tuple[Any, ...]] = []
     for kind in CHECKPOINT_KINDS:
-        for saved in run.committed(kind):
+        committed, damaged = run.scan(kind)
+        for saved in committed:
             metric = f"{saved.metric.name} {saved.metric.value:.6g}" if saved.metric else None
             date = str(saved.about.get("date", ""))
             rows.append((kind, saved.folder, saved.step, saved.num_bytes, date, metric, None))
-        for folder, why in run.damaged(kind).items():
+        for folder, why in damaged.items():
             rows.append((kind, folder, None, 0, None, None, why))
     return [dict(zip(heads, row, strict=True)) for row in rows]
 

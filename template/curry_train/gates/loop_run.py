@@ -34,6 +34,7 @@ import safetensors.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..core.measure import is_out_of_memory
 from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
@@ -229,8 +230,7 @@ def run_watched(
             job(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
-        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        is_memory |= "can't allocate memory" in str(error)
+        is_memory = isinstance(error, MemoryError) or is_out_of_memory(error)
         failure = f"{error_in_a_line(error)}: {SMALLER if is_memory else where_to_look(error)}"
         # A command's own refusal says what to change.
         end({"error": error.message if isinstance(error, click.ClickException) else failure})

@@ -17,7 +17,6 @@ import importlib
 import inspect
 import io
 import multiprocessing
-import os
 import pickle
 import tomllib
 import traceback
@@ -34,6 +33,7 @@ import torch
 from ..core.blocks import NoBlocks
 from ..core.wording import did_you_mean
 from ..plan.optimizers import NeedsClosure
+from ..runs.random_state import num_cores
 from ..workloads.models import load_workload, users_frames
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
@@ -351,9 +351,7 @@ def measure_rows(
 def processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
     if any(case.device.type != "cpu" for case in cases):
         return 1
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    return min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, cores)
+    return min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, num_cores())
 
 
 def _in_workers(

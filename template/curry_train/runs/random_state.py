@@ -61,14 +61,19 @@ def restore_random_state(
     return notes
 
 
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+
+
 def restore_threads(saved: int, *, may_restore: bool = True) -> str:
     """Compute with as many threads as at the save where the machine has them; return a note.
 
     Sums on the CPU are divided among the threads, so their last bits depend on the number.
     """
     current = torch.get_num_threads()
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    cores = num_cores()
     if may_restore and 0 < saved <= cores:
         torch.set_num_threads(saved)
         return f"torch computes with {saved} threads, as at the save; {current} were set"

@@ -113,10 +113,11 @@ class SavedRun:
         self.files = files or Files(root)
 
     def scan(self, *kinds: str) -> tuple[list[SavedCheckpoint], dict[str, str]]:
-        """Return the checkpoints of these kinds, by step, and why others are damaged, by folder.
+        """Return the checkpoints of these kinds, or all, by step, and why others are damaged.
 
         Damage inside a file of the right size is found by `verify` only.
         """
+        kinds = kinds or CHECKPOINT_KINDS
         committed = []
         damaged = {}
         for folder in [f"{kind}/{name}" for kind in kinds for name in self.files.names(kind)]:
@@ -129,11 +130,7 @@ class SavedRun:
 
     def committed(self, *kinds: str) -> list[SavedCheckpoint]:
         """Return the checkpoints, of all kinds or these, whose manifests and sizes are valid."""
-        return self.scan(*(kinds or CHECKPOINT_KINDS))[0]
-
-    def damaged(self, *kinds: str) -> dict[str, str]:
-        """Return the folders that `committed` leaves out, with the reason."""
-        return self.scan(*(kinds or CHECKPOINT_KINDS))[1]
+        return self.scan(*kinds)[0]
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the rollbacks and recoveries that training can resume from, newest first."""

@@ -184,13 +184,6 @@ def transformer(*, vocabulary: int = 512, length: int = 64, **sizes: Any) -> Wor
     )
 
 
-def llama_8b(*, depth: int = 32, length: int = 4096) -> Workload:
-    """Build a workload with the shapes of Llama 3 8B, for planning; it fits no laptop."""
-    return transformer(
-        depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336
-    )
-
-
 class Bottleneck(nn.Module):
     """Residual block of 1x1, 3x3 and 1x1 convolutions with BatchNorm."""
 
