@@ -36,11 +36,7 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     # Other settings are for the reader alone.
     others = {"candidates": [], "own": None}
     assert again.to_json() | others == json.loads(path.read_text()) | others
-    assert (again.options, again.peak_bytes, again.fingerprint) == (
-        found.options,
-        found.peak_bytes,
-        found.fingerprint,
-    )
+    assert again.options == found.options
     changed = again.apply(net(64, 256, 64, 256).build())
     assert changed == [n for n, o in found.options.items() if o.kind != "none"]
     assert (changed.microbatch, changed.steps) == (found.microbatch, found.steps)

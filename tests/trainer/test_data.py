@@ -37,14 +37,6 @@ def tokens(*arrays, **options):
     )
 
 
-def test_targets_are_the_tokens_that_follow_and_samples_neither_overlap_nor_cross_arrays():
-    data = tokens(range(8), range(100, 109))
-    batch = data.batch([0, 1, 2])
-    assert len(data) == 1 + 2
-    assert batch["tokens"].tolist() == [[0, 1, 2, 3], [100, 101, 102, 103], [104, 105, 106, 107]]
-    assert batch["targets"].tolist() == [[1, 2, 3, 4], [101, 102, 103, 104], [105, 106, 107, 108]]
-
-
 def test_hugging_face_gets_labels_that_it_shifts_itself():
     example = {"input_ids": EXAMPLE["tokens"], "labels": EXAMPLE["tokens"], "use_cache": False}
     layout, length = layout_of(example | {"attention_mask": EXAMPLE["tokens"]})

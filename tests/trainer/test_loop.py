@@ -57,6 +57,7 @@ def test_steps_equal_those_written_by_hand():
         other.step()
     assert equal(module.state_dict(), by_hand.state_dict())
     assert (report.step, report.ended_by, report.finished) == (3, "steps", True)
+    assert report.last.num_terms == 4
 
 
 def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
@@ -65,21 +66,6 @@ def test_each_group_keeps_its_own_learning_rate_under_the_schedule():
     optimizer = SGD([{"params": [first], "lr": 1.0}, {"params": rest, "lr": 0.01}])
     run(module, optimizer, steps=2, schedule=lambda step: 0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.005]
-
-
-def test_dev_loss_and_hooks_run_when_they_are_due():
-    reports, dev = [], iter(range(100))
-    run(
-        *parts(), steps=7, evaluate=lambda: float(next(dev)), evaluate_every=3,
-        after_step=[reports.append],
-    )  # fmt: skip
-    assert [
-        (report.step, report.dev_loss) for report in reports if report.dev_loss is not None
-    ] == [(3, 0), (6, 1), (7, 2)]
-    assert [report.step for report in reports] == list(range(1, 8))
-    assert all(
-        report.num_terms == 2 and report.seconds > 0 and report.stepped for report in reports
-    )
 
 
 def test_the_end_of_the_data_ends_the_run():
