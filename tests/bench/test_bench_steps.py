@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curry_train.bench import steps
 from curry_train.bench.report import measure_levers
@@ -310,33 +309,6 @@ def test_two_models_are_compared_on_the_same_batch():
         WorkloadError, match=r"mlp can't take the batch of transformer, on which both are compared"
     ):
         figures(Case(SMALL), against=[mlp()])
-
-
-def test_what_is_timed_is_one_whole_step_on_all_samples():
-    """Between two readings of the clock: each sample once, and one step of the optimizer."""
-    events = []
-    loss = SMALL.loss
-
-    def noted(module, batch):
-        events.append(batch_size(batch))
-        return loss(module, batch)
-
-    def clock():
-        events.append("clock")
-        return float(len(events))
-
-    handle = register_optimizer_step_pre_hook(lambda *_: events.append("step"))
-    try:
-        figures(Case(replace(SMALL, loss=noted)), "full", "accumulate=2", warmup=0, clock=clock)
-    finally:
-        handle.remove()
-    # The clock is read before and after each timed step.
-    text = " ".join(map(str, events)).split("clock")[1::2]
-    assert sorted(part.split() for part in text) == [
-        ["2", "2", "step"],
-        ["4", "step"],
-        ["4", "step"],
-    ]
 
 
 @pytest.mark.cuda
