@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.measure import divide, measure_memory
+from curry_train.core.measure import measure_memory
 from curry_train.plan import MemoryProfiler
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
@@ -162,14 +162,6 @@ def test_an_input_that_experts_share_is_held_once():
     experts = [layer for layer in layers if layer.name.startswith("inner.")]
     own = experts[1].boundary_bytes
     assert [layer.boundary_bytes for layer in experts] == [own + batch.nbytes, own, own, own]
-
-
-def test_a_model_without_blocks_is_divided_into_its_children():
-    plain = nn.Sequential(activated(8, nn.Sigmoid), nn.Linear(8, 2))
-    assert list(divide(plain)) == ["0", "1"]
-    found = figures(profile(plain, torch.randn(4, 8)))
-    assert found == {"0": (128, 128), "(rest)": (4, 4), "1": (0, 0)}
-    assert figures(profile(nn.Linear(8, 2), torch.randn(4, 8))) == {"(rest)": (4, 4)}
 
 
 def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_recommended():

@@ -42,13 +42,6 @@ def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     assert "package torch" not in settings_of(record)
 
 
-def test_recording_ends_after_its_steps_and_training_goes_on(tmp_path):
-    with record_run(tmp_path / "a", steps=2):
-        assert len(train(steps=5)) == 5
-    record = read_fingerprints(tmp_path / "a")
-    assert record[-1] == {"kind": "end", "step": 2}
-
-
 def test_level_modules_has_calls_alone(tmp_path):
     record = recorded(tmp_path / "a", level="modules")
     assert "gradient" not in kinds(record)
@@ -80,16 +73,6 @@ def test_a_record_of_another_version_is_refused_and_not_written_over(tmp_path):
         pass
     with pytest.raises(RunError, match="record a run by"):
         read_fingerprints(tmp_path / "b")
-
-
-def test_optimizers_are_named_by_their_class(tmp_path):
-    with record_run(tmp_path / "a"):
-        for kind in (torch.optim.AdamW, torch.optim.Adam):
-            parameter = torch.ones(2, requires_grad=True)
-            parameter.sum().backward()
-            kind([parameter]).step()
-    record = read_fingerprints(tmp_path / "a")
-    assert [one["path"] for one in record if one["kind"] == "step"] == ["AdamW", "Adam"]
 
 
 def test_a_line_of_a_package_whose_name_only_begins_as_ours_is_the_users():
