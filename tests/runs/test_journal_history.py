@@ -7,18 +7,7 @@ import pytest
 
 from curry_train.runs import Journal, read_history
 
-from ..journals import loss_of, plant_eventful
-
-
-def test_each_attempt_counts_up_to_the_start_of_the_next(tmp_path):
-    """Leave out steps 21 to 30 of attempt 2, which were given up, or two trainings would mix."""
-    history = read_history(plant_eventful(tmp_path / "run"))
-    found = dict(zip(history.steps.step, history.steps.values["loss"], strict=True))
-    assert list(found) == list(range(1, 41))
-    for step, loss in found.items():
-        assert loss == loss_of(step) + (0.0 if step <= 10 else 0.001 if step <= 20 else 0.002)
-    given_up = [(part.step[0], part.step[-1]) for part in history.course.superseded]
-    assert given_up == [(11, 20), (21, 30)]
+from ..journals import plant_eventful
 
 
 def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):
