@@ -254,7 +254,8 @@ def resume_check_command(
 
     Without --script or --trainer it is the training of `curry-train train`, with its ARGUMENTS.
     Start it where no earlier run has left checkpoints, which the resume would load. A step is one
-    of an optimizer: a GAN makes two in each iteration. Files that the runs make are removed. Exit status: 0 equal, 1 not equal, 2 wrong usage.
+    of an optimizer: a GAN makes two in each iteration. Files that the runs make are removed. Exit
+    status: 0 equal, 1 not equal, 2 wrong usage.
     """
     kill_step = kill_at or max(2, num_steps * 2 // 3)
     if not kill_step < num_steps:
