@@ -15,22 +15,6 @@ from ..plan_models import Runs
 from ..toy_steps import square_sum
 
 
-def test_earlier_tensors_do_not_count_and_views_count_once():
-    before = torch.ones(1000)
-    with LiveStorages() as storages:
-        view = before.view(10, 100)
-        assert storages.bytes_alive == 0
-        made = torch.zeros(50)
-        alias, _ = made[10:], made.t()
-        assert storages.bytes_alive == 200
-        del made
-        assert storages.bytes_alive == 200
-        del alias, _
-        assert storages.bytes_alive == 0
-        assert storages.bytes_peak == 200
-    assert view.sum() == 1000
-
-
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("to_sparse", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
 def test_a_sparse_tensor_counts_with_its_indices_and_values(to_sparse):
