@@ -126,6 +126,14 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
     assert lines[1].startswith(f"NOT equal, {part}: ")
 
 
+def test_numbers_that_nothing_depends_on_are_said_to_change_no_weight(checked):
+    program = PLAIN.replace("nn.Dropout(0.2)", "nn.Identity()")
+    lines, _ = checked(
+        program.replace("    rows", "    torch.rand(1)\n    rows"), "generators", status=1
+    )
+    assert lines[2] == "the weights after each step are equal all the same"
+
+
 @pytest.mark.parametrize(
     ("program", "given", "lacks"),
     [

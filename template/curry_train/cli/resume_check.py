@@ -85,13 +85,16 @@ def check_resume(
             withheld[part] = differences(straight, run(part, last, again)["steps"], begun)
     finally:
         put_back(folder)
-    found = differences(straight, whole["steps"][:last], begun)
+    compared = whole["steps"][:last]
+    found = differences(straight, compared, begun)
+    results = [[one["after"] for one in steps] for steps in (compared, straight[begun:])]
     return {
         "steps": num_steps,
         "killed_at": kill_at,
         "resumed_from": begun,
-        "compared": min(last, len(whole["steps"])),
+        "compared": len(compared),
         "equal": not found,
+        "results_equal": results[0] == results[1],
         "differences": found,
         "withheld": withheld,
     }
@@ -285,6 +288,8 @@ def describe(found: dict[str, Any]) -> list[str]:
     ]
     if not found["equal"]:
         lines[1:] = [f"NOT equal, {part}: {text}" for part, text in found["differences"].items()]
+        if found["results_equal"]:
+            lines.append("the weights after each step are equal all the same")
     lines.append("resumed without a part of the state, the check finds:")
     for part in PARTS:
         named = found["withheld"].get(part)
