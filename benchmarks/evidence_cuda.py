@@ -24,7 +24,7 @@ from unittest import mock
 
 import torch
 
-import plan_comparison
+import large_models
 from cuda_traces import ADDRESS_UNIT, CHECK_MODULUS, Replay
 from curry_train.bench.steps import TrainingStep, find_lever
 from curry_train.plan.cuda_step import cuda_memory, workspace_of
@@ -49,7 +49,7 @@ def llama_1b(length: int = 4096) -> Workload:
 
 
 def llama_8b(length: int = 4096) -> Workload:
-    return quickly_built(plan_comparison.llama_8b(length=length))
+    return quickly_built(large_models.llama_8b(length=length))
 
 
 def quickly_built(workload: Workload) -> Workload:

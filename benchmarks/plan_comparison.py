@@ -17,18 +17,9 @@ from curry_train.plan.chain import PricedBlock, PricedChain
 from curry_train.plan.costs import candidates, find_kinds, more_bytes, work_of
 from curry_train.plan.estimate import Sketch, StepEstimate
 from curry_train.plan.saved import NONE_KIND, SAC_KIND, Option, apply_options
-from curry_train.workloads import Workload
-from curry_train.workloads.models import transformer
 from recording import record_parser, write_record
 
-LLAMA = f"{__file__}:llama_8b"
-
-
-def llama_8b(*, depth: int = 32, length: int = 4096) -> Workload:
-    """Build a workload with the shapes of Llama 3 8B, for planning; it fits no laptop."""
-    return transformer(
-        depth=depth, dim=4096, heads=32, kv_heads=8, vocabulary=128256, length=length, hidden=14336
-    )
+LLAMA = "benchmarks/large_models.py:llama_8b"
 
 
 def every_second(calls: Sequence[tuple[str, int, int]]) -> Option:

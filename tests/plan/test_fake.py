@@ -24,7 +24,7 @@ from curry_train.primitives.regions import Replay
 from curry_train.primitives.rerun import BlockState
 from curry_train.workloads import WorkloadError
 from curry_train.workloads.workload import IndivisibleBatch
-from plan_comparison import llama_8b
+from large_models import llama_8b
 
 from ..command_runs import finished
 from ..plan_models import Called, Runs, squares
@@ -417,7 +417,7 @@ start = time.process_time()
 sum(number * number for number in range(5_000_000))
 unit = time.process_time() - start
 start = time.process_time()
-from plan_comparison import llama_8b
+from large_models import llama_8b
 with Sketch(llama_8b(depth=8), dtype=torch.bfloat16, kernels="cuda") as sketch:
     sketch.step(1)
 scale = 1 if sys.platform == "darwin" else 1024

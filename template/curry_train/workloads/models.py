@@ -281,11 +281,6 @@ def snn(*, depth: int = 3, width: int = 64, timesteps: int = 16) -> Workload:
     return _classifier("snn", lambda: SpikingNetwork(width, depth), (timesteps, width))
 
 
-def snn_long() -> Workload:
-    """Build the spiking network over 1,000 timesteps, where activations dominate memory."""
-    return replace(snn(timesteps=1000), name="snn_long")
-
-
 def _classifier(name: str, build: Callable[[], nn.Module], shape: tuple[int, ...]) -> Workload:
     return Workload(
         name=name,
