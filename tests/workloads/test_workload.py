@@ -21,6 +21,7 @@ from curry_train.workloads.workload import IndivisibleBatch, batch_size
 from ..command_runs import ran
 from ..language_models import SIZES
 from ..plan_models import Runs
+from ..toy_steps import all_equal
 
 
 @pytest.fixture
@@ -51,6 +52,13 @@ def test_a_model_stays_in_the_dtype_in_which_it_is_made(factory, batch):
         assert {one.dtype for one in tensors} == {asked or torch.bfloat16} == {case.dtype}
     with Sketch(spec) as sketch:
         assert sketch.dtype_name == "bfloat16"
+
+
+def test_a_seed_sets_weights_and_batch():
+    cases = [Case(load_workload("mlp"), seed=seed) for seed in (0, 0, 1)]
+    same, again, other = ([*case.build().parameters(), *case.batch()] for case in cases)
+    assert all_equal(same, again)
+    assert not any(map(torch.equal, same, other))
 
 
 def test_cutting_a_batch_loses_no_sample():
