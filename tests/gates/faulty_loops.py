@@ -17,8 +17,10 @@ from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     ExponentialLR,
     LambdaLR,
+    LinearLR,
     OneCycleLR,
     ReduceLROnPlateau,
+    SequentialLR,
 )
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
@@ -1100,6 +1102,12 @@ def cosine_of_too_few_steps():
     fit(model, optimizer, schedule=CosineAnnealingLR(optimizer, T_max=2))  # here
 
 
+def cosine_of_too_few_steps_behind_a_warm_up():
+    model, optimizer = started()
+    parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, T_max=2)]
+    fit(model, optimizer, schedule=SequentialLR(optimizer, parts, [2]))  # here
+
+
 def weights_decayed_away():
     model = classifier()
     fit(model, AdamW(model.parameters(), 1e-2, weight_decay=50))  # here
@@ -1239,7 +1247,8 @@ FAULTY = {
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
-        rate_as_an_attribute, cosine_of_too_few_steps, cycle_of_steps_by_epochs, rate_as_a_factor,
+        rate_as_an_attribute, cosine_of_too_few_steps, cosine_of_too_few_steps_behind_a_warm_up,
+        cycle_of_steps_by_epochs, rate_as_a_factor,
         plateau_of_a_measure_that_grows,
     ],
     "scaler": [

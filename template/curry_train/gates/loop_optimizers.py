@@ -439,16 +439,16 @@ def schedule(trace: Trace) -> Faults:
     events = trace.of(Schedule)
     for own_steps in grouped(events, "scheduler"):
         one = own_steps[0].scheduler
+        last = getattr(one, "_schedulers", [one])[-1]
+        made = {place: given for place, of, given in trace.schedules if of is one.optimizer}
         # Of one that wraps the optimizer that steps, the groups are the same.
         groups = one.optimizer.param_groups
         windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
-        if type(one) is CosineAnnealingLR and one.last_epoch > one.T_max:
-            places = [made for made, of, _ in trace.schedules if of is one.optimizer]
+        if type(last) is CosineAnnealingLR and last.last_epoch > last.T_max:
             place = own_steps[0].place
             hint = f"give it the number of all its steps, which are made at {place}"
-            yield [place, *places][-1], f"T_max={one.T_max} is over, and the rate rises again", hint
-        by_epoch = (given for _, of, given in trace.schedules if of is one.optimizer)
-        if any(by_epoch) and len(windows) > 2 * len(own_steps):
+            yield [place, *made][-1], f"T_max={last.T_max} is over, and the rate rises again", hint
+        if any(made.values()) and len(windows) > 2 * len(own_steps):
             yield (
                 own_steps[0],
                 f"a schedule of steps made {len(own_steps)} in {len(windows)} of the optimizer",
