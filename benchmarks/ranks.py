@@ -272,8 +272,8 @@ def _program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], None]
             syncs = index == one.window - 1 or sharding.sync_each_microbatch
             switch(syncs)
             with contextlib.nullcontext() if syncs else no_sync():
-                loss = case.workload.mean_loss(called, batch)
-                loss.backward()
+                # Without a name, which would hold it through the next microbatch.
+                case.workload.mean_loss(called, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
 
