@@ -271,9 +271,15 @@ def _even_indices(scores: Tensor, found: Tensor) -> Tensor:
 
 def _are_scores(scores: Any, found: Any) -> bool:
     """Check for the scores of experts for tokens, of which some were chosen for each."""
-    from ..primitives.routing import are_a_routers
+    from ..primitives.routing import MOST_EXPERTS
 
-    return are_a_routers(scores) and found.shape[:-1] == scores.shape[:-1]
+    return (
+        isinstance(scores, Tensor)
+        and scores.is_floating_point()
+        and scores.dim() > 1
+        and 1 < scores.shape[-1] <= MOST_EXPERTS
+        and found.shape[:-1] == scores.shape[:-1]
+    )
 
 
 @contextlib.contextmanager

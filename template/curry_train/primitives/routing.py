@@ -73,7 +73,7 @@ class Choices(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self.is_own or func not in CHOOSING_FUNCTIONS:
             return func(*args, **kwargs)
-        scores = args[0] if args and are_a_routers(args[0]) else None
+        scores = args[0] if args and _are_a_routers(args[0]) else None
         following = None
         if self.position is not None and self.position < len(self.kept):
             following = self.kept[self.position]
@@ -118,7 +118,7 @@ class Choices(TorchFunctionMode):
         return _pop_mode_temporarily() if self.has_policy else contextlib.nullcontext()
 
 
-def are_a_routers(scores: Any) -> bool:
+def _are_a_routers(scores: Any) -> bool:
     """Check for scores that this run computed and backward needs, of few experts."""
     return (
         isinstance(scores, Tensor)
