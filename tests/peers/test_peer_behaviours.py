@@ -12,7 +12,7 @@ import pytest
 from ..compiled_models import TRACING
 from ..rank_calls import run_on_ranks
 from ..tree import ROOT
-from . import (  # noqa: F401
+from . import (  # noqa: F401 - each adds its behaviours to the table
     peer_arguments,
     peer_autograd,
     peer_ranks,

@@ -19,7 +19,6 @@ from ..toy_steps import feed_forward
 WIDTH = 16
 NUM_EXPERTS = 4
 CHOSEN = 2
-BATCH_SIZE = 64
 
 
 class MoeBlock(nn.Module):
@@ -110,7 +109,7 @@ def program(name, *, rank=0):
     return routed(lambda: moe_net(block)), Sharding(share_experts, mesh={"ep": 2}, rank=rank)
 
 
-def measure(name):
+def measure(name, batch_size):
     """Measure a program by name, with an even routing, in this rank."""
     workload, sharding = program(name)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=tuple(sharding.mesh))
@@ -120,7 +119,7 @@ def measure(name):
         model = case.build()
         called = sharding.parallelize(model, mesh, blocks=[*find_blocks(model).values()])
         optimizer = make_optimizer("adamw", model)
-        batch = case.batch(BATCH_SIZE)
+        batch = case.batch(batch_size)
 
         def step():
             case.workload.mean_loss(called, batch).backward()

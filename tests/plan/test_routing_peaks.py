@@ -17,6 +17,9 @@ from .routed_ranks import WIDTH, moe_net, routed
 def test_tokens_are_spread_evenly():
     model = moe_net()
     with EvenRouting():
+        with torch.no_grad():
+            model(torch.randn(16, WIDTH))
+        assert [block.counts for block in model] == 2 * [[8, 8, 8, 8]]
         model(torch.randn(32, WIDTH)).sum().backward()
     assert [block.counts for block in model] == 2 * [[16, 16, 16, 16]]
     # The scores are the model's own, so the router is trained.

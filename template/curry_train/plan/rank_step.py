@@ -13,9 +13,10 @@ Proof: `python -m pytest tests/plan/test_ranks.py tests/plan/test_routing_peaks.
 import contextlib
 import functools
 import gc
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -31,11 +32,13 @@ from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
 from .optimizers import patched_in_all
 from .profiler import COLLECTIVES_GROUP, GRADIENTS_GROUP
+from .rank_time import resolve_group
 from .record import OptimizerState, RankStorages, StepLives
 from .shapes import (
     NEEDS_VALUES_ERRORS,
     KernelsAsTheyRun,
     fake_mode,
+    has_values,
     run_with_values,
     who_needs_values,
 )
@@ -244,6 +247,9 @@ def _is_count(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 # Experts: a routing that is the same on every rank, and known where tensors have no values.
 
+# An all-to-all of functional collectives; that of torch.distributed is a function.
+FUNCTIONAL_EXCHANGE = torch.ops._c10d_functional.all_to_all_single
+
 
 class EvenRouting(TorchFunctionMode):
     """Let a router send the tokens to all experts evenly.
@@ -260,6 +266,13 @@ class EvenRouting(TorchFunctionMode):
             return torch.return_types.topk((scores.gather(-1, indices), indices))
         if func in (torch.argmax, Tensor.argmax) and _are_scores(scores, found.unsqueeze(-1)):
             return _even_indices(scores, found.unsqueeze(-1)).squeeze(-1)
+        if func is FUNCTIONAL_EXCHANGE:
+            sent, _, sizes, group = args
+            _exchange(found, sent, sizes, group)
+        elif func is dist.all_to_all_single:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            sizes = given.get("input_split_sizes")
+            _exchange(given["output"], given["input"], sizes, given.get("group"))
         return found
 
 
@@ -280,6 +293,21 @@ def _are_scores(scores: Any, found: Any) -> bool:
         and 1 < scores.shape[-1] <= MOST_EXPERTS
         and found.shape[:-1] == scores.shape[:-1]
     )
+
+
+def _exchange(received: Tensor, sent: Tensor, sizes: Sequence[int] | None, group: Any) -> None:
+    """Write what an all-to-all receives from ranks that all send the numbers of this one.
+
+    The all-to-all of the fake process group returns its input. Nothing is written to a tensor
+    without values, nor among real processes.
+    """
+    if fake_mode() is None or not has_values(received):
+        return
+    if isinstance(group, str):
+        group = resolve_group(group)
+    size = dist.get_world_size(group)
+    own = sent.split(sizes or len(sent) // size)[dist.get_rank(group)]
+    run_with_values(torch.cat, ([own] * size,), {"out": received})
 
 
 @contextlib.contextmanager

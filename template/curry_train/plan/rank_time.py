@@ -205,8 +205,7 @@ def _collective(kind: str, func: Any, arguments: list[tuple[Any, Any]], out: Any
     given = {argument.name: value for argument, value in arguments}
     group: Any = given.get("process_group")
     if group is None:
-        # The process group of a name, as functional collectives have it.
-        group = vars(dist.distributed_c10d)["_resolve_process_group"](given["group_name"])
+        group = resolve_group(given["group_name"])
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -221,6 +220,11 @@ def _collective(kind: str, func: Any, arguments: list[tuple[Any, Any]], out: Any
     else:
         nbytes = _bytes_of(given)
     return Collective(kind, nbytes, ranks, not is_functional and given.get("async_op") is False)
+
+
+def resolve_group(name: str) -> Any:
+    """Return the process group of a name, as functional collectives have it."""
+    return vars(dist.distributed_c10d)["_resolve_process_group"](name)
 
 
 def _bytes_of(tree: Any) -> int:
