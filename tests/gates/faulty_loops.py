@@ -1024,6 +1024,12 @@ def network_in_no_optimizer():
     fit(lambda inputs: head(encoder(inputs).relu()), optimizer)
 
 
+def head_in_no_optimizer():
+    encoder, head = encoder_and_head()
+    optimizer = Adam(encoder.parameters())  # here
+    fit(lambda inputs: head(encoder(inputs)), optimizer)
+
+
 def optimizer_that_never_steps():
     encoder, head = encoder_and_head()
     of_encoder = Adam(encoder.parameters())  # here
@@ -1231,7 +1237,7 @@ FAULTY = {
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
         one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
         tensor_in_no_optimizer,
-        network_in_no_optimizer, never_stepped, optimizer_that_never_steps,
+        network_in_no_optimizer, head_in_no_optimizer, never_stepped, optimizer_that_never_steps,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [

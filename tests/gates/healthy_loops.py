@@ -1568,6 +1568,17 @@ def a_text_whose_rows_continue_each_other():
         step(optimizer, model(tokens, labels=tokens.clone()))
 
 
+def judged_by_what_no_optimizer_has():
+    model, judge = classifier(classes=8), classifier()
+    wanted = torch.ones(8, 8)
+    fit(model, loss=lambda outputs, _: F.mse_loss(judge(outputs), judge(wanted)))
+
+
+def input_of_a_network_learned():
+    code, network = nn.Parameter(torch.zeros(8, 8)), classifier()
+    fit(lambda _: network(code), SGD([code], 0.1))
+
+
 def short_sequences_reversed():
     tokens_encoded_and_decoded(3, lambda one: one.flip(1))
 

@@ -147,7 +147,7 @@ def _evaluated(trace: Trace) -> Iterator[Forward]:
         if one.is_trained_on or not one.training:
             before_eval[one.module] = not one.training
         # An input with a gradient is attacked. Several predictions are drawn on purpose.
-        elif others & {*one.digests} and not (more or one.passes_on or before_eval.get(one.module)):
+        elif others & {*one.digests} and not (more or one.behind or before_eval.get(one.module)):
             yield one
 
 

@@ -113,8 +113,8 @@ class Forward(Event):
     syncs: bool | None
     # Digests of the values of its first and of its last small parameter.
     weights: tuple[float, float]
-    # Whether an input has a gradient, as what another model gives.
-    passes_on: bool
+    # The leaves behind inputs that have a gradient, as the parameters of another model.
+    behind: frozenset[Tensor]
     # Rows of tokens, if it was given some.
     tokens: Tensor | None
     # Their dimension of time; the first one, where the targets show that.

@@ -5,7 +5,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from .verdict import NotApplicable
 
 # A larger share of weights that a step takes by decay leaves nothing of them.
 MOST_DECAY = 0.1
+# How many times as large as what is in front of it a head is at most.
+MOST_OF_HEAD = 4
 # Attributes that people set to freeze a module or parameter, without effect.
 FLAGS = {"require_grad", "requires_grad"}
 
@@ -178,11 +180,19 @@ def _missing(trace: Trace) -> set[Tensor]:
     found = set[Tensor]()
     stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
     shapes = {one.shape for several in stepped for one in several}
+    known = trace.held & trace.names.keys()
     for root in trace.roots:
         own = {one for one in root.parameters() if one.requires_grad} & trace.with_gradient
         calls = [one for one in trace.trained_forwards if one.module is root]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
-        is_first = bool(calls) and all(one.training and not one.passes_on for one in calls)
+        # A head gets all that it is given from trained layers, and is not much larger than these.
+        most = _size(root.parameters()) / MOST_OF_HEAD
+        is_head = all(
+            one.behind <= known and _size(one.behind) > most
+            for one in trace.of(Forward)
+            if one.module is root and one.training
+        )
+        is_first = bool(calls) and all(one.training and (is_head or not one.behind) for one in calls)
         # The loop may step it by other means, or a copy of it, as in full precision.
         is_moved = len({one.weights for one in calls}) > 1 or shapes.issuperset(
             one.shape for one in root.parameters()
@@ -190,6 +200,10 @@ def _missing(trace: Trace) -> set[Tensor]:
         if (is_first and not is_moved) or not trace.held.isdisjoint(own):
             found |= own | alone
     return found & trace.with_gradient - trace.held
+
+
+def _size(parameters: Iterable[Tensor]) -> int:
+    return sum(map(Tensor.numel, parameters))
 
 
 def never_steps(trace: Trace) -> Faults:

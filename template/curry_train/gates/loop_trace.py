@@ -277,7 +277,7 @@ class Observer(Recording):
             generator=_generator(),
             weights=(digest(small[0]), digest(small[-1])) if small else (0.0, 0.0),
             syncs=getattr(module, "require_backward_grad_sync", None),
-            passes_on=any(one.requires_grad for one in inputs),
+            behind=frozenset(given),
             tokens=tokens_of(call.options.get("input_ids", *call.args[1:2])),
             cause=None if module.training else self.made.get(module),
         )
