@@ -795,6 +795,11 @@ def padding_counts_without_a_mask():
     fit_language(Language(), batches=shifted(padded_tokens() for _ in range(10)))  # here: tokens
 
 
+def padding_counts_in_words_of_speech():
+    batches = [(torch.randn(6, 8, 8), padded_tokens()) for _ in range(8)]
+    fit(classifier(classes=50), None, batches, loss=of_tokens)  # here: tokens
+
+
 def decoder_given_its_targets():
     class Model(Language):
         def forward(self, tokens, decoder_input_ids):
@@ -1209,6 +1214,15 @@ def model_as_its_own_reference():
         step(optimizer, -F.logsigmoid((model(inputs) - reference).mean()))  # here: backward
 
 
+def pairs_of_equals():
+    def loss(scores, _):
+        better, worse = scores.chunk(2)
+        return -F.logsigmoid(better - worse).mean()
+
+    batches = ((torch.randn(4, 8).repeat(2, 1), None) for _ in range(8))
+    fit(classifier(classes=1), None, batches, loss=loss)  # here: sample
+
+
 def filled_sum_divided_twice():
     def loss(logits, labels):
         losses = F.cross_entropy(logits, labels, reduction="none")  # here
@@ -1248,7 +1262,7 @@ FAULTY = {
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
-        model_as_its_own_reference, adapter_frozen,
+        model_as_its_own_reference, pairs_of_equals, adapter_frozen,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
@@ -1272,7 +1286,8 @@ FAULTY = {
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
         teacher_that_learns_from_its_student,
-        padding_counts_without_a_mask, attention_to_padding, recurrent_over_the_batch,
+        padding_counts_without_a_mask, padding_counts_in_words_of_speech, attention_to_padding,
+        recurrent_over_the_batch,
         attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
         decoder_given_its_targets, logits_of_the_token_itself, ends_of_texts_ignored,

@@ -28,12 +28,12 @@ from .loop_events import Clip, Fault, LossCall, Scaling, Schedule, Step, Targets
 from .loop_optimizers import (
     alike,
     clipping,
-    its_own_reference,
     made_anew,
     moves,
     never_stepped,
     never_steps,
     optimizer,
+    same_loss,
     scaler,
     schedule,
     stepped_twice,
@@ -106,7 +106,7 @@ CHECKS = {
     ),
     "moves": Check(
         "trained parameters move, frozen ones do not",
-        (wrongly_frozen, alike, without_gradient, moves, its_own_reference),
+        (wrongly_frozen, alike, without_gradient, moves, same_loss),
     ),
     "schedule": Check(
         "one step of the schedule per optimizer step, after it",

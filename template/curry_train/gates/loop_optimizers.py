@@ -34,6 +34,8 @@ from .verdict import NotApplicable
 
 # A larger share of weights that a step takes by decay leaves nothing of them.
 MOST_DECAY = 0.1
+# A larger gradient is not what rounding leaves of 0.
+MOST_NOISE = 1e-6
 # How many times as large as what is in front of it a head is at most.
 MOST_OF_HEAD = 4
 # Attributes that people set to freeze a module or parameter, without effect.
@@ -192,7 +194,7 @@ def _missing(trace: Trace) -> set[Tensor]:
             for one in trace.of(Forward)
             if one.module is root and one.training
         )
-        is_first = bool(calls) and all(one.training and (is_head or not one.behind) for one in calls)
+        is_first = calls and all(one.training and (is_head or not one.behind) for one in calls)
         # The loop may step it by other means, or a copy of it, as in full precision.
         is_moved = len({one.weights for one in calls}) > 1 or shapes.issuperset(
             one.shape for one in root.parameters()
@@ -433,8 +435,8 @@ def alike(trace: Trace) -> Faults:
         yield trace.of(Step)[-1], measured, "initialize weights by random numbers"
 
 
-def its_own_reference(trace: Trace) -> Faults:
-    """Find a model that is compared with itself, as by a loss on preferences."""
+def same_loss(trace: Trace) -> Faults:
+    """Find a loss that compares equal things, as a model with itself, or two answers."""
     windows = [window for window in trace.windows if window.calls and window.moved]
     values = {call.value for window in windows for call in window.calls}
     is_same = all(
@@ -442,10 +444,19 @@ def its_own_reference(trace: Trace) -> Faults:
         & {(one.weights, one.digests) for one in window.of(Forward) if not one.is_trained_on}
         for window in windows
     )
+    given = {one.digests for window in windows for one in window.forwards}
+    slopes = [slope for window in windows for slope in window.slopes.values()]
+    is_flat = len(given) >= FEWEST_STEPS and max(slopes, default=1.0) < MOST_NOISE
+    is_known = (is_same or is_flat) and len(windows) >= FEWEST_STEPS
     # A loss of 0 or 1 may be made for its gradient alone.
-    if is_same and len(windows) >= FEWEST_STEPS and len(values) == 1 and max(values) % 1:
-        measured = f"the loss is {max(values):.3g} in each step: the model is its own reference"
-        yield windows[0].calls[0], measured, "compare with a copy: copy.deepcopy(model)"
+    if is_known and len(values) == 1 and max(values) % 1:
+        why = "the model is its own reference" if is_same else "it compares what is equal"
+        hint = "compare with a copy: copy.deepcopy(model)"
+        yield (
+            windows[0].calls[0],
+            f"the loss is {max(values):.3g} in each step: {why}",
+            hint if is_same else "look at the pairs that it is given, or the outputs of the model",
+        )
 
 
 def schedule(trace: Trace) -> Faults:

@@ -92,10 +92,14 @@ def note_targets(
     _find_tokens(trace, forward, target, ignored)
     tokens = forward.tokens
     mask, of_decoder = map(trace.given.options.get, ("attention_mask", "decoder_input_ids"))
-    if tokens is None or target.is_floating_point() or target.numel() % len(tokens):
+    # Of speech or pictures the rows are those of the labels.
+    labels = trace.given.options.get("labels")
+    given = (tokens, labels, target, target._base)
+    rows = [one for one in map(tokens_of, given) if one is not None]
+    if not rows or target.is_floating_point() or target.numel() % len(rows[0]):
         return
-    targets = target.reshape(len(tokens), -1)
-    if not forward.time_dim:
+    targets = target.reshape(len(rows[0]), -1)
+    if tokens is not None and not forward.time_dim:
         tokens, targets = tokens.T, targets.T
     counted = targets != ignored
     if not counted.any():
@@ -104,8 +108,10 @@ def note_targets(
     # One of a few classes may well end rows.
     if targets.max() > 4:
         event.filler = _filler(targets, counted)
+    if tokens is None or len(tokens) != len(targets):
+        return
     # Targets of a part of the tokens, whose first or last ones are left out.
-    if len(tokens) != len(targets) or not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
+    if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
         return
     same = _same_as_input(targets, counted, tokens)
     left_out = 0 if logits is None or logits.dim() < 2 else _first_row(trace.rows, logits)
