@@ -26,8 +26,8 @@ MODELS = {
 }
 
 
-def step_seconds(workload, budget, batch, *, microbatch=None, **options):
-    with Planner(workload, by_reserved=False, **options) as planner:
+def step_seconds(workload, budget, batch, *, microbatch=None, by_reserved=False, **options):
+    with Planner(workload, by_reserved=by_reserved, **options) as planner:
         try:
             found = planner.plan(budget, global_batch=batch, microbatch=microbatch)
         except Infeasible:
@@ -63,3 +63,13 @@ def test_an_option_more_never_makes_a_plan_slower(seed):
     fewer += [{"chunked_loss": False}, {"microbatch": 1}, {"microbatch": batch}]
     left_out = draw.choice(fewer)
     assert best <= step_seconds(workload, budget, batch, **options | left_out), left_out
+
+
+def test_a_larger_budget_never_makes_a_plan_slower():
+    """Also where the allocator reserves more than the chain of blocks expects."""
+    options = {"device": "rtx4090", "microbatch": 4096, "by_reserved": True}
+    less, more = (
+        step_seconds(net(*[256] * 5), budget, 4096, **options)
+        for budget in (2_375_000_000, 2_770_000_000)
+    )
+    assert more <= less
