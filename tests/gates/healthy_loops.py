@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
     LambdaLR,
     OneCycleLR,
@@ -45,6 +46,7 @@ from .loops import (
     fit_values,
     fit_with_closures,
     follow,
+    half,
     half_of_tokens_by_hand,
     headless,
     in_half,
@@ -1577,6 +1579,28 @@ def judged_by_what_no_optimizer_has():
 def input_of_a_network_learned():
     code, network = nn.Parameter(torch.zeros(8, 8)), classifier()
     fit(lambda _: network(code), SGD([code], 0.1))
+
+
+def loss_weighted_by_the_microbatch(weights=(0.3, 0.9, 2, 0.1)):
+    accumulate(loss=lambda *one, by=itertools.cycle(weights): next(by) * half(*one))
+
+
+def labels_mixed_in_windows():
+    def loss(logits, labels, shares=itertools.cycle((0.9, 0.2))):
+        share = next(shares)
+        return share * half(logits, labels) + (1 - share) * half(logits, labels.flip(0))
+
+    accumulate(loss=loss)
+
+
+def reward_of_either_sign():
+    loss_weighted_by_the_microbatch((2, 1, -1, -0.5))
+
+
+def cosine_to_the_end_of_a_stage():
+    model, optimizer = started()
+    fit(model, optimizer, loader(1600), schedule=CosineAnnealingLR(optimizer, 200))
+    fit(model)
 
 
 def short_sequences_reversed():

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -172,6 +173,7 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         # others where they divide by the terms of all.
         is_certain = (is_alone and first.name != "Sum") or min(weights) > 1 - TOLERANCE
         is_certain &= abs(of_weights - 1) > TOLERANCE
+        is_certain &= _is_weighted_alike(column)
         if is_divided and is_certain and max(weights) < 1 + TOLERANCE < total:
             yield (
                 calls[0],
@@ -199,12 +201,22 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
     for column in columns:
         weights = [abs(term.weight) for term in column]
         spread = max(weights) / min(weights)
-        if spread > 1 + TOLERANCE:
+        if spread > 1 + TOLERANCE and _is_weighted_alike(column):
             yield (
                 calls[0],
                 f"a term of one microbatch weighs {spread:.3g} times that of another",
                 "sum each loss and divide by the number of terms of the whole window",
             )
+
+
+def _is_weighted_alike(column: Sequence[Term]) -> bool:
+    """Return whether a part has one factor of the user's in all microbatches, as none."""
+    # Besides what counts terms or microbatches.
+    factors = [
+        term.factor * math.prod(by for by in term.divisors if abs(by - round(by)) < 1e-3)
+        for term in column
+    ]
+    return max(factors) - min(factors) <= TOLERANCE * abs(factors[0])
 
 
 def _divided_for_nothing(call: Backward, window: Step) -> Faults:
@@ -243,12 +255,15 @@ def unused(trace: Trace) -> Faults:
 def sign(trace: Trace) -> Faults:
     """Losses are made smaller, and are finite."""
     by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-    for window in trace.windows if len(trace.by_optimizer) == 1 else ():
+    windows = trace.windows if len(trace.by_optimizer) == 1 else []
+    for calls in grouped((call for window in windows for call in window.calls), "lines"):
+        window = windows[0]
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
         # An attack learns a change of the inputs that makes the loss larger.
         is_model = any(one in window.own for root in trace.roots for one in root.parameters())
-        for call in window.calls if is_model else ():
-            is_known = all(term.name in by_loss for term in call.terms)
-            if is_known and {(term.factor > 0) == is_up for term in call.terms} == {True}:
-                yield window if is_up else call, "the loss is made larger", hint
+        # A reward may have either sign.
+        terms = [term for call in calls for term in call.terms]
+        is_known = is_model and all(term.name in by_loss for term in terms)
+        if is_known and {(term.factor > 0) == is_up for term in terms} == {True}:
+            yield window if is_up else calls[0], "the loss is made larger", hint

@@ -42,7 +42,7 @@ def users_line(*inside: str) -> str:
 
 
 # A line that makes another optimizer or Trainer, or calls a function that trains.
-OF_TRAINING = r"(Adam\w*|SGD|optim\.\w+|Trainer)\(|(train|fit|tune|distill)\w*\([^)]"
+OF_TRAINING = r"(Adam\w*|SGD|optim\.[A-Z]\w+|Trainer)\(|(train|fit|tune|distill)\w*\([^)]"
 
 
 def later_stage() -> str:

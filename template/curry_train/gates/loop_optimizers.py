@@ -562,7 +562,9 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Fa
         if is_squared and 0 < max(bases) < 1 and (rates[0] == most or rates.count(most) > 1):
             hint = "return a factor of the optimizer's rate: 1.0 leaves it as it is"
             yield own[0], "the lambda returns a rate in place of a factor", hint
-    recent = max((rate for one in rates[-3:] for rate in one), default=0)
+    # The last steps of a cosine have next to no rate.
+    ends = rates[-3 - len(rates) // 20 :]
+    recent = max((rate for one in ends for rate in one), default=0)
     # One of a measure falls as long as that stays.
     is_planned = own and not isinstance(own[0].scheduler, ReduceLROnPlateau)
     if is_planned and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
