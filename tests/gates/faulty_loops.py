@@ -596,6 +596,19 @@ def schedule_made_in_each_step():
     fit(model, optimizer, after=lambda: CosineAnnealingLR(optimizer, 100).step())  # here
 
 
+def rates_of_groups_made_equal():
+    model = classifier()
+    groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[3].parameters()}]
+    optimizer = AdamW(groups, 1e-2)
+
+    def update():
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3  # here
+
+    update()
+    fit(model, optimizer, after=update)
+
+
 def rate_set_over_the_schedule():
     model, optimizer = started()
     schedule = CosineAnnealingLR(optimizer, 20)
@@ -1223,6 +1236,72 @@ def pairs_of_equals():
     fit(classifier(classes=1), None, batches, loss=loss)  # here: sample
 
 
+def decay_of_groups_made_equal():
+    model = classifier()
+    groups = [{"params": [one], "weight_decay": one.dim() // 2} for one in model.parameters()]
+    optimizer = Adam(groups)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1  # here
+    fit(model, optimizer)
+
+
+def schedule_of_the_other_optimizer():
+    encoder, head = encoder_and_head()
+    first, second = adamw(encoder), adamw(head)
+    ours = ExponentialLR(first, 0.9)
+    other = ExponentialLR(first, 0.8)  # here
+    model = nn.Sequential(encoder, head)
+    fit(model, together(first, second), schedule=ours, after=other.step)
+
+
+def clipped_before_its_unscaling():
+    encoder, head = encoder_and_head()
+    optimizers, scaler = [adamw(encoder), adamw(head)], scaler_on_cpu()
+    for batch in loader():
+        scaler.scale(loss_of(nn.Sequential(encoder, head), batch)).backward()
+        scaler.unscale_(optimizers[0])
+        clip(encoder)
+        clip(head)  # here: clip
+        for one in optimizers:
+            scaler.step(one)
+            one.zero_grad()
+        scaler.update()
+
+
+def distilled_without_a_gradient():
+    def loss(logits, labels):
+        wanted = torch.ones(8, 5).softmax(1)
+        match = F.kl_div(logits.detach().log_softmax(1), wanted, reduction="batchmean")  # here
+        return F.cross_entropy(logits, labels) + match
+
+    fit(loss=loss)
+
+
+def each_with_each_in_a_module():
+    class Loss(nn.Module):
+        def forward(self, values, labels):
+            return (values - labels).square().mean()  # here
+
+    fit_values(Loss())
+
+
+def ended_by_its_fault():
+    model, optimizer = started()
+    for inputs, labels in loader():
+        loss = F.cross_entropy(model(inputs) * torch.inf, labels)
+        step(optimizer, loss)  # here: backward
+        torch.multinomial(model(inputs).softmax(1), 1)
+
+
+def dictionary_of_arrays():
+    histories = {}
+
+    def keep():
+        histories[len(histories)] = torch.zeros(64, 8).numpy()  # here
+
+    fit(after=keep)
+
+
 def filled_sum_divided_twice():
     def loss(logits, labels):
         losses = F.cross_entropy(logits, labels, reduction="none")  # here
@@ -1239,9 +1318,11 @@ FAULTY = {
         sums_over_own_tokens, backward_twice, last_loss_alone, running_total,
         same_batch_in_a_window, part_of_the_loss_as_a_number, penalty_without_a_graph,
         penalty_in_each_microbatch, masked_values_over_all, gradients_divided_too,
-        filled_sum_divided_twice,
+        filled_sum_divided_twice, distilled_without_a_gradient,
     ],
-    "sign": [gradient_ascent, not_finite, maximized, divergence_made_larger],
+    "sign": [
+        gradient_ascent, not_finite, maximized, divergence_made_larger, ended_by_its_fault,
+    ],
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,
         gradients_of_the_generator, attack_left_in_the_gradients, extra_parameter_never_zeroed,
@@ -1269,7 +1350,8 @@ FAULTY = {
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
         rate_as_an_attribute, cosine_of_too_few_steps, cosine_of_too_few_steps_behind_a_warm_up,
         cycle_of_steps_by_epochs, rate_as_a_factor,
-        plateau_of_a_measure_that_grows,
+        plateau_of_a_measure_that_grows, rates_of_groups_made_equal, decay_of_groups_made_equal,
+        schedule_of_the_other_optimizer,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -1279,7 +1361,7 @@ FAULTY = {
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
         advantage_of_each_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
-        viewed_instead_of_transposed, probabilities_for_ctc,
+        viewed_instead_of_transposed, probabilities_for_ctc, each_with_each_in_a_module,
     ],
     "targets": [
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
@@ -1310,7 +1392,9 @@ FAULTY = {
     "graph": [total_loss_with_its_graph],
     "growth": [
         cache_of_outputs, hook_in_each_step, callback_that_keeps_activations, arrays_of_outputs,
-        scalars_with_a_graph,
+        scalars_with_a_graph, dictionary_of_arrays,
     ],
-    "clipping": [clipped_to_nothing, clipped_before_its_backward],
+    "clipping": [
+        clipped_to_nothing, clipped_before_its_backward, clipped_before_its_unscaling,
+    ],
 }  # fmt: skip

@@ -1582,11 +1582,14 @@ def input_of_a_network_learned():
 
 
 def loss_weighted_by_the_microbatch(weights=(0.3, 0.9, 2, 0.1)):
-    accumulate(loss=lambda *one, by=itertools.cycle(weights): next(by) * half(*one))
+    by = itertools.cycle(weights)
+    accumulate(loss=lambda *one: next(by) * half(*one))
 
 
 def labels_mixed_in_windows():
-    def loss(logits, labels, shares=itertools.cycle((0.9, 0.2))):
+    shares = itertools.cycle((0.9, 0.2))
+
+    def loss(logits, labels):
         share = next(shares)
         return share * half(logits, labels) + (1 - share) * half(logits, labels.flip(0))
 

@@ -28,6 +28,7 @@ from .loop_events import Clip, Fault, LossCall, Scaling, Schedule, Step, Targets
 from .loop_optimizers import (
     alike,
     clipping,
+    groups_made_equal,
     made_anew,
     moves,
     never_stepped,
@@ -82,6 +83,9 @@ def judge(trace: Trace) -> list[Verdict]:
             verdicts.append(verdict)
         except NotApplicable as error:
             verdicts.append(not_applicable(f"loop/{name}", str(error)))
+    # A fault may well be its cause.
+    if trace.error is not None and all(one.passed is not False for one in verdicts):
+        raise trace.error
     return verdicts
 
 
@@ -110,7 +114,7 @@ CHECKS = {
     ),
     "schedule": Check(
         "one step of the schedule per optimizer step, after it",
-        (never_stepped, schedule),
+        (never_stepped, schedule, groups_made_equal),
         Schedule,
         "no schedule of torch made a step in the steps that were watched",
     ),

@@ -362,6 +362,8 @@ class Scaling(Event):
 
     call: str
     scaler: Any
+    # The optimizer whose gradients are unscaled.
+    optimizer: Optimizer | None
 
 
 class Seeding(Event):
@@ -389,6 +391,10 @@ class Trace(Events):
     optimizers: list[Optimizer] = field(default_factory=list)
     # The call that made an optimizer, and the one that last set a module to eval mode.
     made: WeakKeyDictionary[Any, Event] = field(default_factory=WeakKeyDictionary)
+    # The settings that the groups of an optimizer were made with, by their names.
+    groups: WeakKeyDictionary[Optimizer, dict[str, list[Any]]] = field(
+        default_factory=WeakKeyDictionary
+    )
     # Trained modules that were called with gradients, inside of no other one.
     roots: list[nn.Module] = field(default_factory=list)
     names: dict[Tensor, str] = field(default_factory=dict)
@@ -408,6 +414,8 @@ class Trace(Events):
     files: set[str] = field(default_factory=set)
     # A line that may train more, and did not run.
     later: str = ""
+    # What ended the loop.
+    error: Exception | None = None
 
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""
@@ -417,8 +425,8 @@ class Trace(Events):
     # All that follows is known once all events are there.
 
     def places(self, pattern: str) -> list[str]:
-        """Return the places of the user's lines in which a pattern occurs."""
-        return places_with(pattern, self.files.union(users_files()))
+        """Return the user's lines with a pattern, first those of files that made steps."""
+        return places_with(pattern, dict.fromkeys([*self.files, *users_files()]))
 
     @cached_property
     def held(self) -> set[Tensor]:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -32,6 +33,7 @@ FEWEST_BYTES = 2**16
 # Name of the note on an output or a loss: after how many steps it was made, and where.
 MADE_AT = "preflight step"
 CONTAINERS = (list, dict, set, deque)
+HOLDERS = (dict, types.CellType)
 
 
 class Growth:
@@ -53,9 +55,13 @@ class Growth:
         if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
         self.graphs = self.graphs or _lines_that_keep_graphs(num_steps - AGE_OF_A_GRAPH)
+        objects = gc.get_objects()
+        # A dictionary of arrays alone is not tracked.
+        objects += gc.get_referents(*(one for one in objects if type(one) in HOLDERS))
+        objects += [one for _, one, _ in _variables()]
         containers = {
             id(one): one
-            for one in gc.get_objects()
+            for one in objects
             if type(one) in CONTAINERS and getattr(one, "maxlen", None) is None
         }
         if not self.num_steps:
@@ -101,7 +107,8 @@ def _description(container: Any, num_entries: float) -> str:
         list(one.shape)
         for one in newest
         # An entry of several vectors is one sample, as of a replay memory.
-        if isinstance(one, Tensor) and (one.dim() > (len(newest) > 1) or one.grad_fn)
+        if isinstance(one, Tensor | numpy.ndarray)
+        and (one.ndim > (len(newest) > 1) or getattr(one, "grad_fn", None))
     ]
     num_bytes = num_entries * sum(getattr(one, "nbytes", 0) or sys.getsizeof(one) for one in newest)
     if shapes:
@@ -147,16 +154,21 @@ def _line_that_keeps(container: Any) -> str | None:
     )
 
 
-def _names(container: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a container, of variables with their code, attributes and cells."""
-    found: list[tuple[str, Any]] = []
+def _variables() -> list[tuple[str, Any, Any]]:
+    """Return the names of the user's variables, with their values and the code that has them."""
+    found: list[tuple[str, Any, Any]] = []
     for frame in users_frames():
         own = frame.f_locals
-        found += [(name, frame.f_code) for name, one in own.items() if one is container]
+        found += [(name, one, frame.f_code) for name, one in own.items()]
         # A copy of a function's variables would keep them alive.
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(own, dict):
             own.clear()
-    yield from found
+    return found
+
+
+def _names(container: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names of a container, of variables with their code, attributes and cells."""
+    yield from [(name, code) for name, one, code in _variables() if one is container]
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
         yield from [(k, None) for k, v in attributes.items() if v is container and type(k) is str]

@@ -9,9 +9,15 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+)
 
 from ..core.digest import is_plain
+from ..core.wording import some_of
 from ..workloads.optimizers import parameters_of
 from .loop_events import (
     FEWEST_STEPS,
@@ -507,6 +513,34 @@ def schedule(trace: Trace) -> Faults:
                 )
     for windows in trace.by_optimizer:
         yield from _without_schedule(windows, events)
+    yield from _of_another_optimizer(trace, {event.scheduler: None for event in events})
+
+
+def _of_another_optimizer(trace: Trace, schedulers: Iterable[LRScheduler]) -> Faults:
+    """Find two schedules of one optimizer, where another one has none."""
+    for first, second in itertools.combinations(schedulers, 2):
+        own = [place for place, one, _ in trace.schedules if one is second.optimizer]
+        is_twice = type(first) is type(second) and first.optimizer is second.optimizer
+        if own and is_twice and len(trace.by_optimizer) > len(grouped(schedulers, "optimizer")):
+            measured = "two schedules are of one optimizer, and another one has none"
+            yield own[-1], measured, "make each for its own optimizer"
+
+
+def groups_made_equal(trace: Trace) -> Faults:
+    """Find settings of an optimizer's groups that differed at first, and that the loop sets."""
+    for steps in trace.by_optimizer:
+        one = steps[0].optimizer
+        for name, given in trace.groups.get(one, {}).items():
+            now = {group.get(name) for group in one.param_groups}
+            # Rates may meet at the end of a schedule, and a group may wait for its rate.
+            is_other = name != "lr" or (all(given) and all(len({*it.rates}) == 1 for it in steps))
+            if len({*given}) > 1 == len(now) and any(now) and is_other and len(steps) > 2:
+                first = some_of(sorted(map(str, {*given})), 2)
+                yield (
+                    [*trace.places(rf"\[.{name}.\] *=[^=]"), steps[-1].place][0],
+                    f"groups that were made with {name} {first} all have {now.pop():.3g}",
+                    f'keep what each was given: group["{name}"] = factor * its own first value',
+                )
 
 
 def never_stepped(trace: Trace) -> Faults:

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_loop_run.py`.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -99,9 +100,11 @@ def _averaged(steps: Sequence[Mapping[str, Any]]) -> Faults:
     """Find gradients that are not the mean over the ranks of the gradients of mean losses."""
     number = len(steps)
     gradients = [one["gradient"] for one in steps]
-    weights = steps[0]["totals"]
-    if None in gradients or any(one["totals"] != weights for one in steps):
+    # Where each rank divides by the terms of all, the ranks weigh differently.
+    columns = [*itertools.zip_longest(*(one["totals"] for one in steps))]
+    if None in gradients or any(None in column for column in columns):
         return
+    weights = [sum(column) / number for column in columns]
     mean = sum(made for made, _ in gradients) / number
     used = gradients[0][1]
     # A difference of the ranks' gradients that cancels leaves nothing to compare with.
@@ -115,5 +118,8 @@ def _averaged(steps: Sequence[Mapping[str, Any]]) -> Faults:
         hint = "divide the sum of the gradients by the ranks; DistributedDataParallel does it"
         yield steps[0]["loss_place"], "gradients are summed over the ranks", hint
     if is_one(number) and not is_one(1):
-        hint = "leave out the division by the ranks: DistributedDataParallel averages"
+        hint = (
+            "leave out the division by the ranks, or multiply by them what is divided by the terms "
+            "of all: DistributedDataParallel averages"
+        )
         yield steps[0]["loss_place"], "gradients are averaged over the ranks twice", hint

@@ -247,14 +247,17 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
         made = max((len(steps) for steps in trace.by_optimizer), default=0)
         if 0 < made < num_steps:
             remarks.append(f"the loop ended after {made} of {num_steps} steps")
+        if trace.error is not None:
+            remarks.append(f"the loop ended with {error_in_a_line(trace.error)}")
         if trace.later:
             remarks.append(
                 f"{trace.later} was not reached; if it trains too, let the stages before it make "
                 "fewer steps"
             )
+        verdicts = judge(trace)
         for one in remarks:
             print(f"preflight: {one}", file=sys.stderr)
-        end({"verdicts": judge(trace), "ranks": rank_facts(trace)})
+        end({"verdicts": verdicts, "ranks": rank_facts(trace)})
 
     small: Any = contextlib.nullcontext()
     if num_layers:

@@ -237,11 +237,12 @@ class Observer(Recording):
             self.given = call
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
-        self.depth += 1
+        # A module without parameters is a loss, or a part of another one.
+        self.depth += is_model
         try:
             output = call.run()
         finally:
-            self.depth -= 1
+            self.depth -= is_model
         # Of a frozen layer with a hook that calls requires_grad_, as for adapters.
         if isinstance(output, Tensor) and output.is_leaf:
             self.leaves.add(id(output))
@@ -315,6 +316,8 @@ class Observer(Recording):
 
     def _loss(self, call: Called) -> Any:
         value = call.run()
+        if isinstance(value, Tensor) and torch.is_grad_enabled() and not value.requires_grad:
+            self.grad_place = users_line()
         if isinstance(value, Tensor) and value.requires_grad:
             bound = call.bound()
             bound.apply_defaults()
@@ -466,7 +469,8 @@ class Observer(Recording):
         for place, number in numbers:
             if self.is_third("number", place, number):
                 hint = (
-                    "add the tensor, without item(); use create_graph=True for a gradient in a loss"
+                    "add the tensor, without item() or detach(); use create_graph=True for a "
+                    "gradient in a loss"
                 )
                 measured = "a part of the loss changes and has no gradient"
                 self.fault("accumulation", place, measured, hint)
@@ -499,7 +503,8 @@ class Observer(Recording):
             return call.run()
         if name in ("unscale_", "step"):
             self.gradient.use()
-        self.note(Scaling, call=name, scaler=scaler)
+        own = call.argument("optimizer") if name == "unscale_" else None
+        self.note(Scaling, call=name, scaler=scaler, optimizer=own)
         value = call.run()
         if name == "scale" and isinstance(value, Tensor):
             notes_on(value)[SCALE] = float(scaler.get_scale())
@@ -518,7 +523,9 @@ class Observer(Recording):
             hint = "a norm of 1.0 is usual; leave the clipping out for none"
             self.fault("clipping", event, "gradients are clipped to 0", hint)
         is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
-        if is_scaled and getattr(self.last(Scaling), "call", "") == "scale":
+        since = itertools.takewhile(lambda one: one.call != "scale", reversed(self.of(Scaling)))
+        unscaled = (parameters_of(one.optimizer) for one in since if one.optimizer)
+        if is_scaled and not event.parameters.issubset(itertools.chain.from_iterable(unscaled)):
             hint = "call scaler.unscale_(optimizer) before it"
             self.fault("clipping", event, "gradients are clipped while they are scaled", hint)
         return call.run()
@@ -549,6 +556,9 @@ class Observer(Recording):
         call.run()
         one = call.owner
         self.optimizers.append(one)
+        self.groups[one] = {
+            name: [group.get(name) for group in one.param_groups] for name in ("lr", "weight_decay")
+        }
         # Not a line of the object's own class, where that is the user's.
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
         self.made[one] = Event(lines, False)
@@ -703,7 +713,10 @@ def observe(
     observer.optimizers += instances_of(Optimizer)
     # What is there already is not looked through after each step.
     with heap_kept(), observer.installed(), contextlib.suppress(EnoughSteps):
-        train()
+        try:
+            train()
+        except Exception as error:  # noqa: BLE001 - the user's script may raise anything
+            observer.error = error
         observer.later = ""
         observer.finish()
     return observer
