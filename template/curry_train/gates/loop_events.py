@@ -306,11 +306,16 @@ class Step(Stepping, Events):
             for one in calls
             if one.reached & self.own or (not one.reached and one.lines in lines)
         ]
-        # Without those whose gradients were set to zero before those of another loss. That of
-        # another optimizer reaches these parameters too, as a generator's does, with others. Where
-        # each step has one call, a loop may drop the gradients of a batch.
+        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
+        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
+
+    def choose_calls(self, *, has_one: bool) -> None:
+        """Leave out calls whose gradients were set to zero before those of another loss.
+
+        That of another optimizer reaches these parameters too, as a generator's does, with others.
+        Where steps may have one call, the loop drops the gradients of a batch now and then.
+        """
         self.calls = self.all_calls
-        has_one = previous and len(previous.all_calls) == 1
         for number, call in enumerate(self.all_calls):
             is_other = has_one or not any(
                 one.lines == call.lines and one.reached in (frozenset(), call.reached)
@@ -318,8 +323,6 @@ class Step(Stepping, Events):
             )
             if is_other and self.is_clean(call):
                 self.calls = self.all_calls[number:]
-        self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
-        self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
 
     @property
     def first(self) -> Forward:
@@ -474,6 +477,9 @@ class Trace(Events):
                     events = []
                 else:
                     events.append(event)
+            has_one = [len(step.all_calls) for step in steps].count(1) > 1
+            for step in steps:
+                step.choose_calls(has_one=has_one)
         return found
 
     @cached_property

@@ -401,6 +401,9 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     if name in ("Mean", "Sum"):
         num_terms = float(math.prod(node._saved_self_sym_sizes))
         below = node.next_functions[0][0]
+        # Losses with a weight each are one part of their own.
+        if any(operation(one) == "Stack" for one, _ in getattr(below, "next_functions", ())):
+            return Term(name, "", math.nan, factor, divisors)
         masked = _num_masked(below) or (_num_filled(below) if name == "Sum" else 0)
         counted = num_terms - masked
         # What the part is multiplied by, without what it is divided by.

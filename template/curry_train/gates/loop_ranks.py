@@ -22,7 +22,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
     steps = []
     fetches = [one.place for one in trace.trained_fetches]
     for step in trace.windows:
-        forwards, calls = step.forwards, step.all_calls
+        forwards, calls = step.forwards, step.calls
         # The last one of each module before each backward call.
         last = {(one.module, sum(call.at < one.at for call in calls)): one for one in forwards}
         place = forwards[0].place if forwards else ""

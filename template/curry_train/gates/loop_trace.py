@@ -716,7 +716,9 @@ def observe(
         try:
             train()
         except Exception as error:  # noqa: BLE001 - the user's script may raise anything
-            observer.error = error
+            # A rank whose steps are all made has ended.
+            if world_size() == 1 or "by peer" not in str(error):
+                observer.error = error
         observer.later = ""
         observer.finish()
     return observer
