@@ -108,7 +108,10 @@ def _description(container: Any, num_entries: float) -> str:
         for one in newest
         # An entry of several vectors is one sample, as of a replay memory.
         if isinstance(one, Tensor | numpy.ndarray)
-        and (one.ndim > (len(newest) > 1) or getattr(one, "grad_fn", None))
+        and (
+            one.ndim > (len(newest) > 1 or isinstance(one, numpy.ndarray))
+            or getattr(one, "grad_fn", None)
+        )
     ]
     num_bytes = num_entries * sum(getattr(one, "nbytes", 0) or sys.getsizeof(one) for one in newest)
     if shapes:

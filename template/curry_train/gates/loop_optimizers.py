@@ -537,7 +537,7 @@ def groups_made_equal(trace: Trace) -> Faults:
             if len({*given}) > 1 == len(now) and any(now) and is_other and len(steps) > 2:
                 first = some_of(sorted(map(str, {*given})), 2)
                 yield (
-                    [*trace.places(rf"\[.{name}.\] *=[^=]"), steps[-1].place][0],
+                    [*trace.places(rf"^\s*[\w.\[\]]+\[.{name}.\] *=[^=]"), steps[-1].place][0],
                     f"groups that were made with {name} {first} all have {now.pop():.3g}",
                     f'keep what each was given: group["{name}"] = factor * its own first value',
                 )
