@@ -70,6 +70,8 @@ def preflight(train: Callable[[], Any], *, num_steps: int = DEFAULT_STEPS) -> li
 def judge(trace: Trace) -> list[Verdict]:
     """Return the verdict of each check on what a loop did."""
     verdicts = []
+    # For what a Trainer does by itself.
+    made = [*trace.places(r"(=|return) *[\w.]*Trainer\("), ""][0]
     for name, check in CHECKS.items():
         faults = trace.faults[name]
         try:
@@ -77,7 +79,7 @@ def judge(trace: Trace) -> list[Verdict]:
             if not (trace.of(Step) or name == "optimizer" or faults):
                 raise NotApplicable(NO_STEP)
             found = (fault for find in check.finders for fault in find(trace))
-            verdict = verdict_of(name, check.required, faults or found)
+            verdict = verdict_of(name, check.required, faults or found, elsewhere=made)
             if verdict.passed and not trace.of(check.needs):
                 raise NotApplicable(check.reason)
             verdicts.append(verdict)
@@ -89,10 +91,12 @@ def judge(trace: Trace) -> list[Verdict]:
     return verdicts
 
 
-def verdict_of(name: str, required: str, faults: Iterable[Fault]) -> Verdict:
-    """Return the verdict of a check, with the first fault that it finds."""
+def verdict_of(
+    name: str, required: str, faults: Iterable[Fault], *, elsewhere: str = ""
+) -> Verdict:
+    """Return the verdict of a check, with the first fault that it finds, or that is elsewhere."""
     for where, measured, hint in faults:
-        place = where if isinstance(where, str) else where.place
+        place = (where if isinstance(where, str) else where.place) or elsewhere
         measured = f"{place}: {measured}" if place else measured
         return Verdict(f"loop/{name}", False, measured, required, hint, ran=("loop",))
     return Verdict(f"loop/{name}", True, "held", required, ran=("loop",))

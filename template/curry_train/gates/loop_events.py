@@ -417,6 +417,8 @@ class Trace(Events):
     files: set[str] = field(default_factory=set)
     # A line that may train more, and did not run.
     later: str = ""
+    # Whether ranks may have different numbers of batches.
+    joins: bool = False
     # What ended the loop.
     error: Exception | None = None
 

@@ -121,7 +121,7 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
     elif name in ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"):
         has_classes = given.dim() > 1 and given.shape[1] > 1
         is_distribution = error < 1e-3 and has_classes and bool((values >= 0).all())
-        if is_distribution or made in ("Softmax", "Sigmoid"):
+        if is_distribution or made in ("Softmax", "Sigmoid", "LogSigmoid"):
             yield f"{name} gets probabilities", "give it the values before softmax or sigmoid"
         if made == "Relu":
             hint = "remove the activation behind the last layer"

@@ -295,7 +295,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             "that is the same for all weights, as of equal rewards, or of a ratio of new to old "
             "probabilities that is always 1"
         )
-        why = f"{_why_nothing_moves(steps)}, see {steps[0].place}"
+        place = steps[0].place
+        why = _why_nothing_moves(steps) + f", see {place}" * bool(place)
         yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint
     elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
         hint = (

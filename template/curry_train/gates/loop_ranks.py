@@ -31,6 +31,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
         steps.append(
             {
                 "place": step.place,
+                "joins": trace.joins,
                 "weights": None if is_sharded or step.moved is None else step.weights[1],
                 # After the step before, and when this one began.
                 "between": (step.previous and step.previous.weights[1], step.weights[0]),
@@ -55,7 +56,8 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
     there = [rank for rank in ranks if rank is not None]
     first = there[0]
     counts = [*map(len, there)]
-    if len(there) < len(ranks) or len(set(counts)) > 1:
+    joins = any(one["joins"] for one in first)
+    if not joins and (len(there) < len(ranks) or len(set(counts)) > 1):
         missing = [number for number, rank in enumerate(ranks) if rank is None]
         measured = f"ranks {missing} wait for the others" if missing else f"steps {counts}"
         place = first[-1]["place"] if first else ""
@@ -64,7 +66,7 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
     scaled: list[Fault] = []
     # Whether ranks that were apart begin a step with equal weights, as in local SGD.
     is_averaged = False
-    for steps in zip(*there, strict=False):
+    for steps in () if joins else zip(*there, strict=False):
         last, begun = map(set, zip(*(one["between"] for one in steps), strict=True))
         is_averaged |= len(last) > 1 == len(begun)
         for syncs in steps[0]["syncs"]:

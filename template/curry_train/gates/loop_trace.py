@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -188,6 +189,7 @@ class Observer(Recording):
         yield LoaderIterator, "__next__", self._fetch
         yield torch, "manual_seed", self._seed
         yield RemovableHandle, "__init__", self._hook
+        yield Join, "__enter__", self._join
 
     # Data.
 
@@ -206,6 +208,10 @@ class Observer(Recording):
             if loader is not None:
                 facts = of_batch(batch)
                 self.fetched[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+
+    def _join(self, call: Called) -> Any:
+        self.joins = True
+        return call.run()
 
     def _seed(self, call: Called) -> Any:
         self.note(Seeding)
