@@ -1302,6 +1302,28 @@ def dictionary_of_arrays():
     fit(after=keep)
 
 
+def average_with_its_graph():
+    model = classifier()
+    shadow = {name: one.clone() for name, one in model.named_parameters()}
+
+    def update():
+        for name, one in model.named_parameters():
+            shadow[name] = 0.9 * shadow[name] + 0.1 * one  # here
+
+    fit(model, after=update)
+
+
+def backward_in_an_evaluation():
+    model, optimizer = started()
+    for number, batch in enumerate(loader(128)):
+        model.train(number % 4 != 2)
+        loss = loss_of(model, batch)
+        loss.backward()  # here
+        if model.training:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def filled_sum_divided_twice():
     def loss(logits, labels):
         losses = F.cross_entropy(logits, labels, reduction="none")  # here
@@ -1326,7 +1348,7 @@ FAULTY = {
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,
         gradients_of_the_generator, attack_left_in_the_gradients, extra_parameter_never_zeroed,
-        trial_gradients_added, trial_weights_stay,
+        trial_gradients_added, trial_weights_stay, backward_in_an_evaluation,
     ],
     "optimizer": [
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
@@ -1389,7 +1411,7 @@ FAULTY = {
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,
         batches_without_a_loss_left_out,
     ],
-    "graph": [total_loss_with_its_graph],
+    "graph": [total_loss_with_its_graph, average_with_its_graph],
     "growth": [
         cache_of_outputs, hook_in_each_step, callback_that_keeps_activations, arrays_of_outputs,
         scalars_with_a_graph, dictionary_of_arrays,

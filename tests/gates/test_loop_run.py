@@ -85,21 +85,30 @@ def train(rank):
     model = bare if is_bare else DistributedDataParallel(bare)
     optimizer = torch.optim.AdamW(bare.parameters(), 1e-2)
     sampler = None if kind == "same" else DistributedSampler(data)
+    if kind == "joins":
+        contextlib.ExitStack().enter_context(model.join())
     for epoch in range(9):
         if sampler:
             sampler.set_epoch(epoch)
         for number, (inputs, labels) in enumerate(DataLoader(data, 4, sampler=sampler)):  # fetch
+            if kind == "joins" and rank and number > 1:
+                break
             is_never = kind in ("never", "local")
             is_last = number % 2 == 1 or number == num_samples / 8 - 1
             is_without = not is_bare and (is_never or not (kind == "often" or is_last))
             with model.no_sync() if is_without else contextlib.nullcontext():
                 loss = F.cross_entropy(model(inputs), labels) / 2  # forward
+                if kind == "counted":
+                    labels[rank:1] = -100
+                    count = (labels >= 0).sum()
+                    torch.distributed.all_reduce(count)
+                    loss = F.cross_entropy(model(inputs), labels, reduction="sum") / count / 2
                 if kind == "passes":
                     loss = (loss + F.cross_entropy(model(inputs), labels) / 2) / 2
                 (loss / 2 if kind in ("twice", "averaged") else loss).backward()  # backward
                 if kind == "parts":
                     model(inputs).square().mean().div(2).backward()
-            if is_last:
+            if is_last and not (kind == "uneven" and rank and number > 2):
                 for one in bare.parameters() if kind in ("averaged", "summed") else ():
                     torch.distributed.all_reduce(one.grad)
                 optimizer.step()  # step
@@ -344,12 +353,15 @@ def test_a_script_is_checked_and_its_files_are_put_back(folder, divided_by, expe
         ("parts", "", ""),
         ("local", "", ""),
         ("short", "", ""),
+        ("joins", "", ""),
         ("same", "fetch", "all ranks see the same samples"),
         ("never", "forward", "a step without a sync between ranks"),
         ("often", "forward", "2 syncs in a window"),
         ("unwrapped", "step", "weights differ from rank to rank after the step"),
         ("summed", "backward", "gradients are summed over the ranks"),
         ("twice", "backward", "gradients are averaged over the ranks twice"),
+        ("counted", "backward", "gradients are averaged over the ranks twice"),
+        ("uneven", "step", "steps [3, 1]"),
     ],
 )
 def test_ranks_are_compared(folder, kind, line, expected):

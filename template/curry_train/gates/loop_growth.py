@@ -5,7 +5,9 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import gc
 import inspect
+import itertools
 import linecache
+import operator
 import re
 import sys
 import types
@@ -43,6 +45,8 @@ class Growth:
         # Numbers of entries after each step, by the ids of containers that have grown so far.
         self.sizes: dict[int, list[int]] = {}
         self.num_steps = 0
+        # Nodes of all graphs after each step.
+        self.num_nodes: list[int] = []
         # By the ids of those that grow without end: the place and a description.
         self.found: dict[int, tuple[str, str]] = {}
         # A hook's dictionary and key there, the line, and the steps that were made.
@@ -73,9 +77,14 @@ class Growth:
             for key, before in self.sizes.items()
             if key in containers and (not before or len(containers[key]) >= before[-1] + by_least)
         }
+        graphs = [one for one in objects if issubclass(type(one), Tensor) and one.grad_fn]
+        self.num_nodes.append(len(nodes_behind(*graphs)))
         self.num_steps = num_steps
         self.found = {key: found for key, found in self.found.items() if key in self.sizes}
         if num_steps == FIRST_STEP + FEWEST_INTERVALS:
+            if all(itertools.starmap(operator.lt, itertools.pairwise(self.num_nodes))):
+                largest = max(graphs, key=lambda one: len(nodes_behind(one)))
+                self.graphs = self.graphs or _lines_of_holders(largest)
             for key, (first, *_, last) in self.sizes.items():
                 one = containers[key]
                 measured = _description(one, (last - first) / FEWEST_INTERVALS)
@@ -146,8 +155,13 @@ def _lines_that_keep_graphs(last: int) -> list[str]:
     # One may wait for the next evaluation.
     if len(lines) < 2:
         return []
+    return _lines_of_holders(*tensors) or [*lines.values()]
+
+
+def _lines_of_holders(*tensors: Tensor) -> list[str]:
+    """Return the lines that add to tensors, or to what holds them."""
     holders = [one for one in gc.get_referrers(*tensors) if type(one) in CONTAINERS]
-    return list(filter(None, map(_line_that_keeps, [*holders, *tensors]))) or [*lines.values()]
+    return list(filter(None, map(_line_that_keeps, [*holders, *tensors])))
 
 
 def _line_that_keeps(container: Any) -> str | None:

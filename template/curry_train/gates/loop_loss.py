@@ -252,9 +252,9 @@ def operation(node: Any) -> str:
     return re.sub(r"Backward\d*$", "", node.name()) if node else ""
 
 
-def nodes_behind(tensor: Tensor) -> set[Any]:
-    """Return the nodes of the graph of a tensor."""
-    left, seen = [tensor.grad_fn], set[Any]()
+def nodes_behind(*tensors: Tensor) -> set[Any]:
+    """Return the nodes of the graphs of tensors."""
+    left, seen = [one.grad_fn for one in tensors], set[Any]()
     while left:
         node: Any = left.pop()
         if node is not None and node not in seen:

@@ -78,6 +78,11 @@ def zeroed(trace: Trace) -> Faults:
                     "gradients of an attack on the inputs are in the step",
                     "take them by torch.autograd.grad(loss, inputs), or call zero_grad() after it",
                 )
+        modes = {one.training for one in window.forwards if one.module is window.first.module}
+        is_attack = any(call.of_inputs for call in calls)
+        if len(modes) > 1 and calls == window.all_calls and not is_attack:
+            hint = "evaluate under torch.no_grad(), without backward"
+            yield calls[0], "gradients of an evaluation are in the step", hint
         yield from _lost(window)
         yield from _of_another_loss(window, trace.held)
 
