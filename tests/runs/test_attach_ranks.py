@@ -97,7 +97,7 @@ class SignalAt:
 
     def __init__(self, monkeypatch, number=None, *, after=False):
         self.calls = 0
-        for name in ("highest", "exchange"):
+        for name in ("highest", "all_do"):
             monkeypatch.setattr(Ranks, name, self.counting(getattr(Ranks, name), number, after))
 
     def counting(self, call, number, after):

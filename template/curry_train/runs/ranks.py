@@ -107,13 +107,40 @@ class Ranks:
 
     def agree(self, decide: Callable[[], LocalT]) -> LocalT:
         """Call `decide` on the first rank and return its result on every rank."""
-        return self.collect(lambda: None, lambda _: decide())
+        decided: list[Any] = [self.all_do(lambda: decide() if self.first else None)]
+        if self.together:
+            with _other_ranks_answer():
+                dist.broadcast_object_list(decided, group=self.group, group_src=0)
+        result: LocalT = decided[0]
+        return result
 
     def all_do(self, act: Callable[[], LocalT]) -> LocalT:
         """Call `act` on every rank; return this rank's result once all ranks have finished."""
-        results: list[LocalT] = []
-        self.exchange(lambda: results.append(act()), lambda every: every)
-        return results[0]
+        if not self.together:
+            return act()
+        own_error: Exception | None = None
+        failures: list[Any] = [None] * self.size
+        try:
+            result = act()
+        except Exception as error:  # noqa: BLE001 - raised below, once the other ranks got it
+            own_error = error
+        try:
+            with _other_ranks_answer():
+                own = own_error and _described(own_error)
+                dist.all_gather_object(failures, own, group=self.group)
+        except OtherRank as error:
+            raise own_error or error from error
+
+        found = {rank: one for rank, one in enumerate(failures) if one is not None}
+        if not found:
+            return result
+        # Damage is passed over, so a rank may not raise it where another rank ends.
+        kinds = {kind for kind, _ in found.values()}
+        kind = kinds.pop() if len(kinds) == 1 else OtherRank
+        if own_error is None or kind is not _described(own_error)[0]:
+            words = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in found.items())
+            raise kind(words) from own_error
+        raise own_error
 
     def collect(
         self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], ResultT]
@@ -153,54 +180,18 @@ class Ranks:
 
         `central` gets the results of all ranks and returns one result for each rank.
         """
+        own = self.all_do(local)
         if not self.together:
-            return central([local()])[0]
-        own_error: Exception | None = None
-        own: tuple[type[RunError] | None, Any]
-        try:
-            own = None, local()
-        except Exception as error:  # noqa: BLE001 - raised below, once the other ranks got it
-            own_error = error
-            own = _described(error)
-
+            return central([own])[0]
         gathered: list[Any] | None = [None] * self.size if self.first else None
         with _other_ranks_answer():
             dist.gather_object(own, gathered, group=self.group, group_dst=0)
-        answers: list[Any] | None = None
-        if gathered is not None:
-            try:
-                answers = self._answers(gathered, central)
-            except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised below
-                own_error = error
-                kind, words = _described(error)
-                answers = [(kind, f"rank 0: {words}")] * self.size
+        answers = self.all_do(lambda: None if gathered is None else central(gathered))
         answer: list[Any] = [None]
-        try:
-            with _other_ranks_answer():
-                dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
-        except OtherRank as error:
-            raise own_error or error from error
-        kind, value = answer[0]
-
-        if kind is None:
-            result: ResultT = value
-            return result
-        # Damage is passed over, so a rank may not raise it where another rank ends.
-        if own_error is None or (kind is OtherRank and own[0] not in (None, OtherRank)):
-            raise kind(value) from own_error
-        raise own_error
-
-    def _answers(
-        self, gathered: list[tuple[Any, Any]], central: Callable[[list[LocalT]], list[ResultT]]
-    ) -> list[tuple[Any, Any]]:
-        """Return one answer for each rank: its result of `central`, or the errors of all ranks."""
-        errors = {rank: found for rank, found in enumerate(gathered) if found[0] is not None}
-        if errors:
-            kinds = {kind for kind, _ in errors.values()}
-            kind = OtherRank if OtherRank in kinds else DamagedCheckpoint
-            words = "; ".join(f"rank {rank}: {value}" for rank, (_, value) in errors.items())
-            return [(kind, words)] * self.size
-        return [(None, result) for result in central([value for _, value in gathered])]
+        with _other_ranks_answer():
+            dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
+        result: ResultT = answer[0]
+        return result
 
 
 @functools.cache
