@@ -224,28 +224,35 @@ def test_a_save_copies_on_its_own_stream_and_the_next_step_waits(default_stream,
     # Without a GPU no memory can be pinned.
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype))
     sources = [torch.arange(4.0).as_subclass(OnCuda), torch.ones(2).as_subclass(OnCuda)]
-    staging = background.Staging()
-    staging.begin(sources)
     copied = []
-    thread = threading.Thread(target=lambda: copied.extend(staging.copy()))
+    writing = SimpleNamespace(
+        layout=SimpleNamespace(tensors=sources),
+        snapshot=SimpleNamespace(optimizers=["any"]),
+        write=copied.extend,
+    )
+    store = SimpleNamespace(
+        begin=lambda *_, **__: writing, finish=lambda writing, *, ranks, write: write()
+    )
+    saver = background.BackgroundSaver(store)
     with monkeypatch.context() as patched:
         # The thread's own wait is held back, so that only the training's wait runs the copies.
         held = threading.Event()
         run = LateEvent.synchronize
 
         def wait_in_turn(event):
-            if event.stream is not default_stream and threading.current_thread() is thread:
+            is_training = threading.current_thread() is threading.main_thread()
+            if event.stream is not default_stream and not is_training:
                 held.wait(10)
             run(event)
 
         patched.setattr(LateEvent, "synchronize", wait_in_turn)
-        thread.start()
-        staging.wait()
+        saver.save("rollback", 1, None)
+        saver.wait_copied()
         for source in sources:
             source.fill_(-1)
         held.set()
-        thread.join()
-    assert "waits for event" in staging._stream.log  # what the training computed before
+        saver.finish()
+    assert "waits for event" in saver._staging.stream.log  # what the training computed before
     assert torch.equal(copied[0], torch.arange(4.0))
     assert torch.equal(copied[1], torch.ones(2))
 

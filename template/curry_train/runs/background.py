@@ -9,12 +9,12 @@ Proof: `python -m pytest tests/runs/test_store_background.py`.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import sys
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -33,69 +33,44 @@ from .values import is_plain
 
 
 class Staging:
-    """Copies tensors to host memory in another thread.
-
-    Call `begin` on the training thread, `copy` on the other one, and `wait` on the training thread
-    before the tensors change.
-    """
+    """Copies tensors to host memory, in another thread than the one that changes them."""
 
     def __init__(self) -> None:
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         # Shape, dtype and whether it is pinned, of each buffer.
         self._forms: list[tuple[Any, ...]] = []
-        self._sources: Sequence[Tensor] = ()
-        self._copied = threading.Event()
-        self._copied.set()
-        # CUDA event: the sources are computed.
-        self._ready: Any = None
-        # CUDA event: the copies are complete.
-        self._done: Any = None
-        self._stream: Any = None
+        # The CUDA stream of the copies.
+        self.stream: Any = None
 
-    def begin(self, sources: Sequence[Tensor]) -> None:
-        """Set the tensors to copy; they must not change until `wait` returns."""
-        self._sources = sources
-        self._ready = None
-        self._done = None
+    def begin(self, sources: Sequence[Tensor]) -> Callable[[], Any]:
+        """Return a function for the other thread: it copies what is computed by now.
 
+        The sources must not change until it returns. For tensors on a GPU it returns an event, for
+        which whatever changes the sources or reads the copies still has to wait.
+        """
         device = next((source.device for source in sources if source.is_cuda), None)
-        if device is not None:
-            self._stream = self._stream or torch.cuda.Stream(device)
-            self._ready = torch.cuda.current_stream(device).record_event()
-        self._copied.clear()
+        if device is None:
+            return functools.partial(self._copy_all, sources)
+        stream = self.stream = self.stream or torch.cuda.Stream(device)
+        computed = torch.cuda.current_stream(device).record_event()
 
-    def copy(self) -> Sequence[Tensor]:
-        """Copy the tensors, and return the copies when they are complete."""
-        try:
-            if self._ready is None:
-                self._copy_all()
-            else:
-                with torch.cuda.stream(self._stream):
-                    self._stream.wait_event(self._ready)
-                    self._copy_all()
-                    self._done = self._stream.record_event()
-        finally:
-            self._sources = ()
-            self._copied.set()
-        if self._done is not None:
-            self._done.synchronize()
-        return self._buffers
+        def copy() -> Any:
+            with torch.cuda.stream(stream):
+                stream.wait_event(computed)
+                self._copy_all(sources)
+                return stream.record_event()
 
-    def wait(self) -> None:
-        """Wait until the sources may change; on CUDA the device waits, not the host."""
-        self._copied.wait()
-        if self._done is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+        return copy
 
-    def _copy_all(self) -> None:
-        forms = [(one.shape, one.dtype, one.is_cuda) for one in self._sources]
+    def _copy_all(self, sources: Sequence[Tensor]) -> None:
+        forms = [(one.shape, one.dtype, one.is_cuda) for one in sources]
         if forms != self._forms:
             self._forms = forms
-            self._buffers = [
+            self.buffers = [
                 torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
                 for shape, dtype, is_pinned in forms
             ]
-        for buffer, source in zip(self._buffers, self._sources, strict=True):
+        for buffer, source in zip(self.buffers, sources, strict=True):
             if is_plain(source) and source.is_cpu and source.is_contiguous() and source.numel():
                 # Torch would copy with as many threads as the training computes with, in turn with
                 # those.
@@ -126,6 +101,8 @@ class BackgroundSaver:
         self._ranks = Ranks.on_the_host(timeout=timeout)
         self.stalled = 0.0
         self._staging = Staging()
+        # The copies of the last save, with the event after them on a GPU.
+        self._copied: Future[Any] | None = None
         self._running: Future[SavedCheckpoint] | None = None
         # The hook of the running save.
         self._hooks = contextlib.ExitStack()
@@ -150,23 +127,27 @@ class BackgroundSaver:
         began = time.perf_counter()
         Ranks().all_do(self._settle)
         writing = self.store.begin(kind, step, state, metric=metric)
-        self._staging.begin(writing.layout.tensors)
         pool = ThreadPoolExecutor(1)
-        self._running = pool.submit(self._run, writing)
+        self._copied = pool.submit(self._staging.begin(writing.layout.tensors))
+        self._running = pool.submit(self._run, writing, self._copied)
         # The thread ends with the save.
         pool.shutdown(wait=False)
+        self.stalled += time.perf_counter() - began
         if writing.snapshot.optimizers:
             # Not of these objects, which may be wrappers of those that step.
             self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         else:
             # Nothing else waits before the tensors change.
-            self._staging.wait()
-        self.stalled += time.perf_counter() - began
+            self.wait_copied()
 
     def wait_copied(self) -> None:
-        """Wait until the parameters may change."""
+        """Wait until the parameters may change; on CUDA the device waits, not the host."""
         began = time.perf_counter()
-        self._staging.wait()
+        # An error of the copies is one of the save.
+        if self._copied is not None and self._copied.exception() is None:
+            done = self._copied.result()
+            if done is not None:
+                torch.cuda.current_stream(self._staging.stream.device).wait_event(done)
         self.stalled += time.perf_counter() - began
 
     def finish(self) -> SavedCheckpoint | None:
@@ -192,6 +173,7 @@ class BackgroundSaver:
             self._running.exception()
         self._hooks.close()
         # Frees the buffers.
+        self._copied = None
         self._staging = Staging()
 
     def _before_step(self, *_: Any) -> None:
@@ -199,18 +181,20 @@ class BackgroundSaver:
         if self._running and self._running.done() and self._running.exception():
             self._settle()
 
-    def _run(self, writing: Writing) -> SavedCheckpoint:
+    def _run(self, writing: Writing, copied: Future[Any]) -> SavedCheckpoint:
         """Write and commit; runs on the background thread, like those of the other ranks."""
 
         def write() -> Part:
-            tensors = self._staging.copy()
+            done = copied.result()
+            if done is not None:
+                done.synchronize()
             # Training may wait for the copies, so they are made at full speed. From here on this
             # thread gets less of the cores than those that train: on Linux it is a thread that is
             # nice, not its process. Where a sandbox forbids it, it competes as before.
             if sys.platform == "linux":
                 with contextlib.suppress(OSError):
                     os.nice(5)
-            return writing.write(tensors)
+            return writing.write(self._staging.buffers)
 
         try:
             return self.store.finish(writing, ranks=self._ranks, write=write)
