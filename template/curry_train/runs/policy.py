@@ -21,7 +21,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -165,57 +165,25 @@ def _mean(values: deque[float]) -> float:
 RUNNING_STATISTICS = (".running_mean", ".running_var")
 
 
-def what_is_wrong(
-    snapshot: Snapshot,
-    metrics: Mapping[str, Any],
-    *,
-    judged: Collection[str] = ("loss",),
-    by_design: Collection[str] = (),
-) -> str | None:
-    """Describe the first metric or tensor that makes a state unfit to be saved, or return None.
+def unsound_tensors(snapshot: Snapshot) -> dict[str, str]:
+    """Return, by name, what is wrong with the tensors that make a state unfit to be saved.
 
-    Metrics may be infinite unless they are `judged`. Parameters and running statistics have to be
-    finite; other buffers (masks), optimizer state and parts must not have NaN, except in the
-    tensors that `by_design` names.
+    Parameters and running statistics have to be finite; other buffers (masks), optimizer state and
+    parts must not have NaN.
     """
-    for name, value in metrics.items():
-        number = math.nan if value is None else number_of(value)
-        if (value is not None and math.isnan(number)) or (math.isinf(number) and name in judged):
-            return f"{name} is {number}"
-
     tensors = {**snapshot.tensors, **snapshot.inline}
+    found = {}
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
-        if name in by_design:
-            continue
         values = floats_of(tensors[name])
         is_judged = name.partition("/")[0] in snapshot.parameters or name.endswith(
             RUNNING_STATISTICS
         )
         if is_judged and not bool(torch.isfinite(values).all()):
-            return f"{name.removeprefix(MODEL_PREFIX)} is not finite"
-        if bool(torch.isnan(values).any()):
-            return f"{name.removeprefix(MODEL_PREFIX)} has NaN"
-    return None
-
-
-def nan_by_design(state: Savable) -> frozenset[str]:
-    """Return the buffers and tensors of parts that have NaN already before a run trains."""
-    try:
-        snapshot = state.snapshot()
-    except Exception as error:  # noqa: BLE001 - the first save raises it, unless it succeeds then
-        logger.warning("a save at this moment would fail: %s", error)
-        return frozenset()
-    suspects = {
-        name: tensor
-        for name, tensor in snapshot.tensors.items()
-        if not name.startswith("optimizer.")
-    }
-    return frozenset(
-        name
-        for name in with_infinite_sum(suspects)
-        if bool(floats_of(suspects[name]).isnan().any())
-    )
+            found[name] = "is not finite"
+        elif bool(torch.isnan(values).any()):
+            found[name] = "has NaN"
+    return found
 
 
 def with_infinite_sum(tensors: Mapping[str, Tensor]) -> list[str]:
@@ -269,7 +237,8 @@ class SavingPolicy:
         self._last: SavedCheckpoint | None = None
         self._entered = False
         self._begun = False
-        self._by_design: frozenset[str] = frozenset()
+        # Tensors that are unsound already before the run trains.
+        self._by_design: set[str] = set()
         # `auto` keeps the bound itself, and one warning is enough.
         self._warns = self.config.rollback_every != AUTO_INTERVAL and Ranks().first
         self._cadence = Cadence(self.config, saver=saver)
@@ -296,7 +265,10 @@ class SavingPolicy:
                     self.finish()
                     self._go_on_after(resumed.saved.step)
             logger.info("%s", resumed.words)
-        self._by_design = nan_by_design(state)
+        try:
+            self._by_design = {*unsound_tensors(state.snapshot())}
+        except Exception as error:  # noqa: BLE001 - the first save raises it, unless it succeeds then
+            logger.warning("a save at this moment would fail: %s", error)
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
         return resumed
@@ -308,7 +280,7 @@ class SavingPolicy:
 
         `metrics` holds figures of this step, numbers or tensors; they are read only where a save is
         due. Nothing is saved if one of them is NaN, or if the loss or the metric of the best-K is
-        infinite; or if the state is not sound (see `what_is_wrong`).
+        infinite; or if the state is not sound (see `unsound_tensors`).
         """
         self._cadence.trained()
         kind = due(step, self.config, automatic=self._cadence.is_due())
@@ -355,11 +327,8 @@ class SavingPolicy:
     ) -> list[SavedCheckpoint]:
         """Save a state as this kind and as a best-K, unless one of the ranks has damage in it."""
         config = self.config
-        judged = ("loss", config.best_k_metric)
         taken = Ranks().all_do(state.snapshot)
-        wrong = Ranks().first_found(
-            lambda: what_is_wrong(taken, metrics, judged=judged, by_design=self._by_design)
-        )
+        wrong = Ranks().first_found(lambda: self._what_is_wrong(taken, metrics))
         if wrong:
             logger.warning("step %d was not saved: %s", step, wrong)
             return []
@@ -377,6 +346,18 @@ class SavingPolicy:
                 BEST_KIND, step, taken, (config.best_k_metric, value)
             )
         return saved
+
+    def _what_is_wrong(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> str | None:
+        """Describe the first metric or tensor that makes a state unfit to be saved."""
+        for name, value in metrics.items():
+            number = 0.0 if value is None else number_of(value)
+            is_judged = name in ("loss", self.config.best_k_metric)
+            if math.isnan(number) or (math.isinf(number) and is_judged):
+                return f"{name} is {number}"
+        for name, what in unsound_tensors(snapshot).items():
+            if name not in self._by_design:
+                return f"{name.removeprefix(MODEL_PREFIX)} {what}"
+        return None
 
     def _save(
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
