@@ -51,8 +51,6 @@ LONGEST_VALUE = 200
 MOST_ROWS = 1024
 # Set on autograd nodes: where the gradient of a result comes from.
 FLOW_KEY = "curry_train_flow"
-# Autograd nodes of a module that are looked at.
-MOST_NODES = 300
 # Variables of the environment that may change what torch computes.
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "KMP", "MKL", "NCCL", "NVIDIA", "OMP", "PYTORCH_", "TORCH_")
 
@@ -298,7 +296,7 @@ class Recorder:
         """Note the gradient of tensors, and which calls they are given to."""
         if not self.records_all:
             return
-        nodes = []
+        outputs = []
         for name, one in values.items():
             if not isinstance(one, Tensor) or not one.requires_grad or one.grad_fn is None:
                 continue
@@ -312,13 +310,14 @@ class Recorder:
             if is_output:
                 # The call that goes on with the tensor, if it is not the result of that one too.
                 metadata[key]["made_in"] = self._within()
-                nodes.append((one.grad_fn, metadata[key]))
+                outputs.append((one.grad_fn._sequence_nr(), metadata[key]))
             else:
                 metadata[key]["consumers"].append((path, number))
-        # An output that the others are computed from has a gradient by the module itself.
-        for node, flow in nodes:
-            if any(node is not other and _leads_to(other, node) for other, _ in nodes):
-                flow["consumers"].append((path, number))
+        # Of several outputs the last one may be computed from the others: by this call itself.
+        latest = max((time for time, _ in outputs), default=0)
+        for time, flow in outputs:
+            if time < latest:
+                flow["made_in"] = path, number
 
     def _watch_gradient(
         self, tensor: Tensor, path: str, number: int | None, what: str, flow: Mapping[str, Any]
@@ -552,20 +551,6 @@ def place_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
     # Each output and input of a call has a gradient of its own.
     what = (*one["digests"], one["time"]) if one["kind"] == "gradient" else ()
     return one["kind"], one["step"], one.get("phase"), one["path"], one["call"], what
-
-
-def _leads_to(node: Any, wanted: Any) -> bool:
-    """Return whether backward gets from one autograd node to another one nearby."""
-    found = [node]
-    seen: set[Any] = set()
-    while found and len(seen) < MOST_NODES:
-        one = found.pop()
-        if one is wanted:
-            return True
-        if one is not None and one not in seen:
-            seen.add(one)
-            found += [following for following, _ in one.next_functions]
-    return False
 
 
 def users_line() -> str:
