@@ -35,12 +35,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from curry_train.core.timing import paired_ratio, time_in_turns
-from curry_train.runs import saving
+from curry_train.runs import load_chosen, saving
 from curry_train.runs.background import BackgroundSaver
 from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.state import TrainingState
-from curry_train.runs.store import SavedRun, Store
+from curry_train.runs.store import Store
 from recording import record_parser, write_record
 
 BYTES_PER_PARAMETER = 12  # float32 weights and the two moments of Adam
@@ -148,7 +148,7 @@ ACTIONS = {
         checkpoint_id=folder / "plain",
         planner=DefaultLoadPlanner(flatten_state_dict=False),
     ),
-    "ours.load": lambda state, folder: SavedRun(folder / "ours").load("latest", state),
+    "ours.load": lambda state, folder: load_chosen(folder / "ours", state),
 }
 
 SAVERS = ("plain", "ours")

@@ -54,8 +54,10 @@ def test_verify_reads_every_byte(runs):
     assert "3 of 4 checkpoints intact" in output
     assert call("verify", runs / "first-001", "latest") == "1 of 1 checkpoints intact\n"
     call("verify", runs / "first-001", "rollback/step-00000200.dcp", status=1)
+    for asked in ("best", "200"):  # of this step the recovery
+        assert call("verify", runs / "first-001", asked) == "1 of 1 checkpoints intact\n"
     output = call("verify", runs / "first-001", "step-3", status=2)
-    assert "is not a checkpoint of" in flat(output)
+    assert "is neither a checkpoint nor a run" in flat(output)
 
 
 def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path):

@@ -59,7 +59,7 @@ def on_two_ranks(folder):
             save_both(store, 2, state)
             before, ahead = tensors_of(state), train(state, 3)
             torch.manual_seed(70)
-            notes = store.load("latest", other)
+            notes = store.load(store.latest(), other)
             exact = equal(tensors_of(other), before) and train(other, 3) == ahead
             found[kind] = {"state": hash_of(before), "exact": exact, "notes": notes}
     found["background"] = in_background(f"{folder}/background")
@@ -189,7 +189,8 @@ def test_two_ranks_resume_bit_equal(answers, folder, kind):
     assert [(answer[kind]["exact"], answer[kind]["notes"]) for answer in answers] == [
         (True, [])
     ] * 2
-    SavedRun(folder / kind).verify("latest")
+    run = SavedRun(folder / kind)
+    run.verify(run.latest())
 
 
 def test_ranks_save_in_the_background(answers, folder):

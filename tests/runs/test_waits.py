@@ -130,5 +130,5 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others_and_leaves_what_was_commit
     store.open(wait_seconds=30)
     with store:
         assert [saved.step for saved in store.committed("rollback")] == [1]
-        store.verify("latest")
+        store.verify(store.latest())
         assert list((tmp_path / "rollback").glob(".*")) == []

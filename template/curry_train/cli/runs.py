@@ -19,6 +19,7 @@ from ..runs.history import History, read_history
 from ..runs.journal import JOURNAL_FILE_NAME, JournalError, printable
 from ..runs.layout import CHECKPOINT_KINDS, find_run
 from ..runs.ranks import DamagedCheckpoint
+from ..runs.resume import choose
 from ..runs.store import SavedRun
 from .options import RESULTS_OPTION
 from .screen import (
@@ -216,11 +217,14 @@ def show_command(run: str) -> Ended:
 def verify_command(run: str, checkpoint: str | None) -> Ended:
     """Verify every file of a run, or of one CHECKPOINT.
 
-    CHECKPOINT is latest, or a folder such as rollback/step-00000500.dcp.
+    CHECKPOINT is latest, best, a step, or a folder such as rollback/step-00000500.dcp.
     """
     saved = _open(run)
-    folders = [saved.folder_of(checkpoint)] if checkpoint else []
-    folders = folders or [row["folder"] for row in checkpoint_rows(saved)]
+    if checkpoint:
+        saved, folder = _chosen(saved, checkpoint)
+        folders = [folder]
+    else:
+        folders = [row["folder"] for row in checkpoint_rows(saved)]
     damaged: dict[str, str] = {}
     with messages_on_screen() as show_message:
         for folder in folders:
@@ -238,6 +242,12 @@ def verify_command(run: str, checkpoint: str | None) -> Ended:
 def _open(run: str) -> SavedRun:
     """Open a run given by folder, or by name in `runs`."""
     return SavedRun(find_run(run, root="runs", is_run=is_run))
+
+
+def _chosen(run: SavedRun, what: str) -> tuple[SavedRun, str]:
+    """Return the folder of the checkpoint that is asked for, damaged or not, and its run."""
+    root, candidates, damaged = choose(run, what)
+    return SavedRun(root), [*(one.folder for one in candidates), *damaged][0]
 
 
 def is_run(path: Path) -> bool:
@@ -273,7 +283,7 @@ def export_parameters(
         raise ValueError(f"{folder} exists: give a new folder")
     parameters = {
         name.removeprefix(MODEL_PREFIX): tensor
-        for name, tensor in saved_tensors(run, run.folder_of(checkpoint)).items()
+        for name, tensor in saved_tensors(*_chosen(run, checkpoint)).items()
         if name.startswith(MODEL_PREFIX)
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -301,8 +311,8 @@ def export_parameters(
 def export_command(run: str, checkpoint: str, out: str, model_config: str | None) -> Ended:
     """Write the parameters of a checkpoint as Hugging Face safetensors.
 
-    CHECKPOINT is latest, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp. Its files are
-    verified. Parameters that share values are written once, under the first name.
+    CHECKPOINT is latest, best, a step, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp.
+    Its files are verified. Parameters that share values are written once, under the first name.
     """
     names = export_parameters(_open(run), checkpoint, Path(out), config=model_config)
     click.echo(f"{len(names)} tensors in {Path(out, SAFETENSORS_FILE_NAME)}")

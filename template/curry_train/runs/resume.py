@@ -67,7 +67,8 @@ def load_chosen(
     """Load the checkpoint that `what` names into `state`.
 
     `what` is `latest`, `best`, a step, `before-180` for the newest state before that step, the
-    folder of a run, or the folder of a checkpoint. All ranks call together. Raises
+    folder of a run, or the folder of a checkpoint, from here or in the run's. All ranks call
+    together. Raises
     DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
@@ -121,7 +122,7 @@ def choose(
     path = Path(place)
     folder = f"{path.parent.name}/{path.name}"
     if step_of(folder) is not None:
-        other = SavedRun(path.parent.parent)
+        other = run if place == folder else SavedRun(path.parent.parent)
         committed, damaged = other.scan(path.parent.name)
         candidates = [saved for saved in committed if saved.folder == folder]
         damaged = {folder: damaged[folder]} if folder in damaged else {}

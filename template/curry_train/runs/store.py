@@ -12,7 +12,6 @@ import datetime
 import errno
 import functools
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -97,8 +96,12 @@ def removed_name(folder: str) -> str:
 
 # Read-only access to a run: list, verify and load its checkpoints.
 
-# A checkpoint, its path, or `latest`.
-Which = SavedCheckpoint | StrPath
+# A checkpoint of a run, or its folder in the run's folder.
+Which = SavedCheckpoint | str
+
+
+def folder_of(checkpoint: Which) -> str:
+    return checkpoint if isinstance(checkpoint, str) else checkpoint.folder
 
 
 class SavedRun:
@@ -142,7 +145,7 @@ class SavedRun:
 
     def verify(self, checkpoint: Which) -> SavedCheckpoint:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
-        folder = self.folder_of(checkpoint)
+        folder = folder_of(checkpoint)
         manifest = read_manifest(self.files, folder)
         verify_files(self.files, folder, manifest, manifest.files)
         return manifest
@@ -157,7 +160,7 @@ class SavedRun:
         notes on how the state differs from what was saved.
         """
         ranks = Ranks()
-        folder = ranks.agree(lambda: self.folder_of(checkpoint))
+        folder = folder_of(checkpoint)
 
         def check() -> Contents:
             manifest = read_manifest(self.files, folder)
@@ -188,29 +191,6 @@ class SavedRun:
             metadata = checked_index(found.get("index"), manifest)
         fill = functools.partial(read_tensors, self.files, folder, metadata)
         return Contents(shapes_of(metadata), values, ranks, fill)
-
-    def folder_of(self, checkpoint: Which) -> str:
-        """Return the folder, relative to the run, of a checkpoint, a path or `latest`."""
-        if isinstance(checkpoint, SavedCheckpoint):
-            given = checkpoint.folder
-        else:
-            given = os.fspath(checkpoint).rstrip("/")
-
-        if given == "latest":
-            newest = self.latest()
-            if newest is None:
-                raise DamagedCheckpoint(
-                    f"{self.files.root} holds nothing to resume from: start the run anew"
-                )
-            return newest.folder
-
-        folder = given.removeprefix(f"{self.files.root}/")
-        if step_of(folder) is None:
-            raise ValueError(
-                f"{given} is not a checkpoint of {self.files.root}, such as rollback/"
-                "step-00000500.dcp: for one of another run, make a SavedRun of that run's folder"
-            )
-        return folder
 
 
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
@@ -397,7 +377,7 @@ class Store(SavedRun):
 
     def discard(self, checkpoint: Which) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
-        folder = self.folder_of(checkpoint)
+        folder = folder_of(checkpoint)
         self.open()
         Ranks().agree(lambda: self._discard_first(folder))
 
