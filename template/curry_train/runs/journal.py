@@ -225,11 +225,11 @@ class Journal:
             raise JournalError(
                 f"{self.path} has events already: give a new run its own folder, or call resume(0)"
             )
-        self._write("start", 0, facts or {})
+        self.write("start", step=0, **(facts or {}))
 
     def resume(self, step: int, *, facts: Mapping[str, Any] | None = None) -> None:
         """Continue the run from the state of a step."""
-        self._write("resume", step, facts or {})
+        self.write("resume", step=step, **(facts or {}))
         if self._last and step > self._last.step:
             missing = f"steps {self._last.step + 1} to {step} are not in this journal"
             self.write("warning", step=step, reason=missing)
@@ -247,20 +247,12 @@ class Journal:
 
         An eval has `metric` and `value`; a spike, skip, warning or stop has `reason`.
         """
-        if self.writes and not self._begun:
+        if not self.writes:
+            return
+        if not self._begun and kind not in ("start", "resume"):
             raise JournalError(
                 f"{self.path}: {kind} before the run began: call start or resume first"
             )
-        self._write(kind, step, facts)
-
-    def close(self) -> None:
-        """Close the file. Write the event `stop` with its reason before this call."""
-        if self.writes:
-            self._file.close()
-
-    def _write(self, kind: str, step: int, facts: Mapping[str, Any]) -> None:
-        if not self.writes:
-            return
         if type(step) is not int or step < 0:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
         attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
@@ -268,6 +260,11 @@ class Journal:
         self.attempt = attempt
         self._begun = True
         self._append(line, sync=kind in SYNCED_EVENT_KINDS)
+
+    def close(self) -> None:
+        """Close the file. Write the event `stop` with its reason before this call."""
+        if self.writes:
+            self._file.close()
 
     def _append(self, line: bytes, *, sync: bool) -> None:
         """Write the line with one call, on a new line after a torn one."""
