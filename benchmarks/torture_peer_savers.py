@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from curry_train import __version__
 from curry_train.runs import Store, TrainingState, commit_checkpoints, load_chosen, newest_whole
 from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
-from curry_train.runs.trainers import commit_file, commit_folder, committing_io
+from curry_train.runs.trainers import commit_file, commit_files, commit_folder
 
 # The state that is saved: a few tensors whose values follow from the step.
 
@@ -301,7 +301,7 @@ class CommittedLightning(Committed, Lightning):
     name = "lightning_committed"
 
     def commit(self) -> None:
-        self._io = committing_io(self._io)
+        commit_files(self._io)
 
     def forge(self, path: Path) -> None:
         staged = path.with_name(".forged")

@@ -40,7 +40,13 @@ from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
 from .runs.policy_config import SpikeConfig
 from .runs.state import TrainingState
-from .runs.trainers import add_callback, commit_checkpoints, library_of, record_training
+from .runs.trainers import (
+    add_callback,
+    commit_checkpoints,
+    library_of,
+    record_training,
+    replace_calls,
+)
 
 MOST_SKIPPED = 25  # after this many halvings the loss scale is not the cause of the overflow
 
@@ -376,8 +382,7 @@ def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSiz
                 change(one)
         return prepare(*args, **options)
 
-    for name in ("prepare", "prepare_model"):
-        setattr(accelerator, name, functools.partial(changing, getattr(accelerator, name)))
+    replace_calls(accelerator, prepare=changing, prepare_model=changing)
 
 
 CHANGE_BY_LIBRARY: dict[str, Callable[[Any, Change, CheckSize], None]] = {

@@ -272,6 +272,12 @@ def add_callback(trainer: Any, methods: type, *args: Any) -> None:
         trainer.callbacks.append(callback)
 
 
+def replace_calls(owner: Any, **functions: Callable[..., Any]) -> None:
+    """Replace methods of an object by functions that get the original first."""
+    for name, function in functions.items():
+        setattr(owner, name, functools.partial(function, getattr(owner, name)))
+
+
 class _HuggingFaceCommits:
     """Commits after each save; an older checkpoint of its name is hidden meanwhile."""
 
@@ -279,8 +285,7 @@ class _HuggingFaceCommits:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
         self._limit: int | None = None
-        self._save = trainer.save_model
-        trainer.save_model = self._save_model
+        replace_calls(trainer, save_model=self._save_model)
 
     @functools.cached_property
     def _ranks(self) -> Ranks:
@@ -305,12 +310,14 @@ class _HuggingFaceCommits:
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         args.save_total_limit = self._limit
 
-    def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def _save_model(
+        self, save: Any, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
         """Write the first files of a checkpoint, or those that the user asks for."""
         if _internal_call and output_dir is not None:
             # A kill in the middle of the save must leave the older one.
             self._ranks.agree(lambda: _hide(Path(output_dir)))
-        self._save(output_dir, _internal_call)
+        save(output_dir, _internal_call)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # Every rank has written its part when the first one begins to hash.
@@ -329,14 +336,13 @@ def _hide(path: Path) -> None:
 
 def _commit_accelerator(accelerator: Any) -> None:
     """Replace `save_state`: write under another name, commit, and rename."""
-    save: Callable[..., str] = accelerator.save_state
     configuration = accelerator.project_configuration
     # Accelerate would delete older checkpoints before it writes the new one.
     limit = configuration.total_limit
     configuration.total_limit = None
     ranks = Ranks.on_the_host()
 
-    def save_state(output_dir: str | None = None, *args: Any, **options: Any) -> str:
+    def save_state(save: Any, output_dir: str | None = None, *args: Any, **options: Any) -> str:
         names = configuration.automatic_checkpoint_naming
         place = output_dir
         if not names:
@@ -350,52 +356,45 @@ def _commit_accelerator(accelerator: Any) -> None:
         kept = limit if names else None
         return str(ranks.agree(lambda: _commit_in_place(Path(written), "checkpoint_*", kept)))
 
-    accelerator.save_state = save_state
+    replace_calls(accelerator, save_state=save_state)
 
 
-def _commit_lightning(trainer: Any) -> None:
-    trainer.strategy.checkpoint_io = committing_io(trainer.strategy.checkpoint_io)
+def commit_files(io: Any) -> None:
+    """Commit each file that a CheckpointIO of Lightning saves, and verify those that it loads."""
+    replace_calls(
+        io,
+        save_checkpoint=_save_committed,
+        load_checkpoint=_load_verified,
+        remove_checkpoint=_remove_committed,
+    )
 
 
-def committing_io(base: Any) -> Any:
-    """Return a CheckpointIO that writes through `base`, and commits."""
-    interface = next(one for one in type(base).__mro__ if one.__name__ == "CheckpointIO")
-    return type("CommittingCheckpointIO", (_LightningCommits, interface), {})(base)
+def _save_committed(save: Any, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+    """Write a checkpoint under another name, and commit it."""
+    if "://" in str(path):
+        raise ValueError(f"{path} is no local path: only local checkpoints are committed")
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staged = _hidden(final)
+    save(checkpoint, str(staged), storage_options=storage_options)
+    commit_file(staged, final)
 
 
-class _LightningCommits:
-    """Writes a checkpoint under another name, commits it, and verifies it when it is loaded."""
+def _load_verified(load: Any, path: Any, *args: Any, **options: Any) -> Any:
+    with contextlib.suppress(FileNotFoundError):
+        verify_commit(read_commit(Path(path)))
+    return load(path, *args, **options)
 
-    def __init__(self, base: Any) -> None:
-        self._base = base
 
-    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-        if "://" in str(path):
-            raise ValueError(f"{path} is no local path: only local checkpoints are committed")
-        final = Path(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        staged = _hidden(final)
-        self._base.save_checkpoint(checkpoint, str(staged), storage_options=storage_options)
-        commit_file(staged, final)
-
-    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
-        """Verify a committed checkpoint, and load it."""
-        with contextlib.suppress(FileNotFoundError):
-            verify_commit(read_commit(Path(path)))
-        return self._base.load_checkpoint(path, *args, **options)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self._base.remove_checkpoint(path)
-        _manifest_of(Path(path)).unlink(missing_ok=True)
-
-    def teardown(self) -> None:
-        self._base.teardown()
+def _remove_committed(remove: Any, path: Any) -> None:
+    remove(path)
+    _manifest_of(Path(path)).unlink(missing_ok=True)
 
 
 COMMITS: dict[str, Callable[[Any], None]] = {
     "transformers": lambda trainer: add_callback(trainer, _HuggingFaceCommits, trainer),
     "accelerate": _commit_accelerator,
-    "lightning": _commit_lightning,
+    "lightning": lambda trainer: commit_files(trainer.strategy.checkpoint_io),
 }
 
 
@@ -530,14 +529,12 @@ class _AcceleratorJournal(_WatchedJournal):
         self._accelerator = accelerator
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._load)
-        replaced: dict[str, Callable[..., Any]] = {
-            "backward": self._backward,
-            "clip_grad_norm_": self._clip,
-            "end_training": self._end,
-        }
-        for name, function in replaced.items():
-            own = getattr(accelerator, name)
-            setattr(accelerator, name, functools.partial(function, own))
+        replace_calls(
+            accelerator,
+            backward=self._backward,
+            clip_grad_norm_=self._clip,
+            end_training=self._end,
+        )
 
     def _backward(self, backward: Callable[..., Any], loss: Any, **options: Any) -> None:
         backward(loss, **options)
