@@ -69,7 +69,7 @@ def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, 
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize("limit", ["MOST_STATE_BYTES", "MOST_MANIFEST_BYTES"])
+@pytest.mark.parametrize("limit", ["MOST_STATE_BYTES", "MOST_SMALL_BYTES"])
 def test_what_is_too_large_to_be_read_is_not_saved(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(f"curry_train.runs.store.{limit}", 100)
     with (

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from curry_train.runs import DamagedCheckpoint, StateMismatch, load_chosen
-from curry_train.runs.layout import MOST_MANIFEST_BYTES, FileEntry, hash_bytes, parse_manifest
+from curry_train.runs.files import MOST_SMALL_BYTES
+from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.values import Stored, dump, load
 from torture_shapes import Call
 
@@ -164,7 +165,7 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(
         forge_entry(store, newer, name, FileEntry(2**33, "00"))
         # Hashing 8 GiB takes seconds.
         monkeypatch.setattr("curry_train.runs.store.verify_files", lambda *_: None)
-    assert MOST_MANIFEST_BYTES < 2**33
+    assert MOST_SMALL_BYTES < 2**33
     resumed = load_chosen(store, new_state(seed=1))
     assert (resumed.saved, list(resumed.damaged)) == (saved, [newer.folder])
 

@@ -40,7 +40,6 @@ from .values import CollectedTensors, dump, encode, load_foreign
 logger = logging.getLogger(__name__)
 FOLDER = "boxes"
 FACTS_FILE_NAME = "box.json"
-MOST_FACTS_BYTES = 2**22
 # Of the file of one rank.
 MOST_BATCH_BYTES = 2**30
 # Steps whose losses a box has, to compare them with those of a replay.
@@ -226,7 +225,7 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
             "runs/run-001/boxes/step-00000180"
         )
     with reading(f"{folder} is a damaged box"):
-        data = Files(folder).read(FACTS_FILE_NAME, most_bytes=MOST_FACTS_BYTES)
+        data = Files(folder).read(FACTS_FILE_NAME)
         facts = read_fields(BoxFacts, json.loads(data))
         if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
             raise ValueError(f"step {facts.step} of {facts.world_size} ranks")

@@ -21,6 +21,9 @@ import xxhash
 from .ranks import DamagedCheckpoint, HostileCheckpoint
 
 StrPath = str | os.PathLike[str]
+# The most bytes of a file that is read at once, if no other limit is given. A checkpoint of 10,000
+# ranks has a manifest of 1 MB.
+MOST_SMALL_BYTES = 2**24
 logger = logging.getLogger(__name__)
 
 
@@ -81,11 +84,9 @@ class Files:
             stream.flush()
             os.fsync(file.fileno())
 
-    def read(self, key: str, *, most_bytes: int | None = None) -> bytes:
+    def read(self, key: str, *, most_bytes: int = MOST_SMALL_BYTES) -> bytes:
         """Return the content of a file; raise DamagedCheckpoint if it is longer than allowed."""
         with self.open(key) as stream:
-            if most_bytes is None:
-                return stream.read()
             data = stream.read(most_bytes + 1)
         if len(data) > most_bytes:
             raise DamagedCheckpoint(

@@ -107,8 +107,6 @@ def entry_in(stream: io.BufferedReader) -> "FileEntry":
 # Write, read and verify the manifest of a checkpoint.
 
 MANIFEST_FILE_NAME = "manifest.json"
-# A checkpoint of 10,000 ranks has a manifest of 1 MB.
-MOST_MANIFEST_BYTES = 2**24
 
 
 class FileEntry(NamedTuple):
@@ -191,9 +189,7 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
         raise DamagedCheckpoint(f"{where} has no {MANIFEST_FILE_NAME}: its save was not finished")
 
     try:
-        manifest = parse_manifest(
-            files.read(f"{folder}/{MANIFEST_FILE_NAME}", most_bytes=MOST_MANIFEST_BYTES)
-        )
+        manifest = parse_manifest(files.read(f"{folder}/{MANIFEST_FILE_NAME}"))
         name = manifest.folder
     except (DamagedCheckpoint, AttributeError, TypeError, ValueError, OSError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error

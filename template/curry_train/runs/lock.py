@@ -22,7 +22,6 @@ from .ranks import LockedRun, RunError
 
 LOCK_FILE_NAME = "writer.lock"
 HOLDER_FILE_NAME = "writer.json"
-MOST_HOLDER_BYTES = 4096
 
 
 class RunLock:
@@ -71,7 +70,7 @@ class RunLock:
     def _found(self) -> dict[str, Any]:
         """Return what the file says about the holder; empty if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError, RunError):
-            found = json.loads(self._files.read(HOLDER_FILE_NAME, most_bytes=MOST_HOLDER_BYTES))
+            found = json.loads(self._files.read(HOLDER_FILE_NAME))
             if isinstance(found, dict):
                 return found
         return {}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .files import Files, StrPath
+from .files import MOST_SMALL_BYTES, Files, StrPath
 from .format import (
     Contents,
     HashingFolder,
@@ -40,7 +40,6 @@ from .layout import (
     BEST_KIND,
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
-    MOST_MANIFEST_BYTES,
     RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
@@ -323,7 +322,7 @@ class Store(SavedRun):
         for part in parts:
             entries |= part.files
         saved = dataclasses.replace(writing.saved, files=entries)
-        rendered = readable(saved.render(), MOST_MANIFEST_BYTES, "the manifest")
+        rendered = readable(saved.render(), MOST_SMALL_BYTES, "the manifest")
         self.files.write(f"{writing.new.folder}/{MANIFEST_FILE_NAME}", rendered)
 
         self._rename(writing)
