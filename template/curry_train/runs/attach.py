@@ -325,7 +325,11 @@ class AttachedRun:
             saver = undo.enter_context(BackgroundSaver(self.store)) if in_background else None
             self.policy = SavingPolicy(self.store, policy_config, saver=saver)
             self.state.position = self.data.position
-            self.resumed = None if resume is None else self._load(resume)
+            self.resumed = None
+            if resume is None:
+                self.policy.begin(self.state)
+            else:
+                self.resumed = self._load(resume)
             self._resuming = self.resumed is not None and self.resumed.saved.is_state
             self._watch.begin(self.store.files)
             self._boxes: Boxes | Replay | None = replay

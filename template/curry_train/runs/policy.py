@@ -265,13 +265,17 @@ class SavingPolicy:
                     self.finish()
                     self._go_on_after(resumed.saved.step)
             logger.info("%s", resumed.words)
+        self.begin(state)
+        return resumed
+
+    def begin(self, state: TrainingState) -> None:
+        """Call before a run trains that does not resume."""
         try:
             self._by_design = {*unsound_tensors(state.snapshot())}
         except Exception as error:  # noqa: BLE001 - the first save raises it, unless it succeeds then
             logger.warning("a save at this moment would fail: %s", error)
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
-        return resumed
 
     def after_step(
         self, step: int, state: Savable, metrics: Mapping[str, Any]
