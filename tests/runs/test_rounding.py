@@ -44,7 +44,7 @@ def with_tolerance(tmp_path, kept):
     """Return a function that locates a fault among other sums, which are no difference."""
 
     def locate_again(fault="", **options):
-        # A bias in float32 makes float32 of a sum in bfloat16, which a layer gives back as bfloat16.
+        # With a bias in float32 a sum in bfloat16 is float32; a layer returns it in bfloat16.
         dtype = options.get("dtype", torch.float32)
         options["forward"] = lambda layer, inputs: in_two_sums(layer, inputs).to(dtype)
         values, a, noises = kept
@@ -118,9 +118,9 @@ def test_noise_reaches_what_cancels_inside_of_a_module(tmp_path):
 def test_noise_has_the_precision_of_the_coarser_run(tmp_path, kept):
     coarse = recorded(tmp_path / "b", dtype=torch.bfloat16)
     expected = expected_values(kept[1], coarse, 1)[0]
-    # It gets float32 in both runs, and computes in bfloat16 in one.
-    given = expected[json.dumps(["enter", 1, "forward", "model.head", 0, []])]
-    assert given["0"][1] == 2.0**-7
+    # Under autocast it returns bfloat16 in one run.
+    returned = expected[json.dumps(["exit", 1, "forward", "model.head", 0, []])]
+    assert returned["0"][1] == 2.0**-7
     (tmp_path / "rank-0.json").write_text(json.dumps(expected))
     with record_run(tmp_path, exchange=Exchange(tmp_path, expected=tmp_path, noise=0)):
         noise = torch.ones(999).mul(1).sub_(1)

@@ -83,20 +83,11 @@ def expected_values(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
     found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
-    pairs = list(Comparison(a, b).pairs())
-    # A module may compute with less precision than its inputs have, as under autocast. The places
-    # of what it got and returned differ in their kind alone.
-    precisions = {
-        place_of(one)[1:]: epsilon_of(*one["digests"].values(), *other["digests"].values())
-        for one, other in pairs
-        if one["kind"] == "exit"
-    }
-    for one, other in pairs:
+    for one, other in Comparison(a, b).pairs():
         own = other.get("own", other)
-        least = precisions.get(place_of(one)[1:], 0.0) if one["kind"] == "enter" else 0.0
         for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
             if one["step"] >= step and (value := one["digests"].get(name)):
-                kept = value, max(least, epsilon_of(value, other["digests"][name]))
+                kept = value, epsilon_of(value, other["digests"][name])
                 found[0].setdefault(json.dumps(place_of(one)), {})[name] = kept
                 found[1].setdefault(json.dumps(place_of(own)), {})[name_in_b] = kept
     return found
