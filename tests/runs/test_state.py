@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim import SGD, Adafactor, AdamW, lr_scheduler
+from torch.optim import SGD, AdamW, lr_scheduler
 
 from curry_train.primitives import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
 
 from ..plan_models import Runs
-from ..store_models import WIDTH, alike, equal, network, new_state, tensors_of, train, unscheduled
+from ..store_models import WIDTH, alike, equal, network, new_state, tensors_of, train
 
 
 def goes_on_alike(store, make, *, steps=2):
@@ -104,37 +104,6 @@ def test_no_wrapper_is_in_a_name(store, kind):
     assert alike(plain, state)
     store.load(saved, new_state(seed=1, build=wrapped(kind)))
     store.load(store.save("best-k", 1, state, metric=("dev_loss", 1.0)), new_state(seed=1))
-
-
-OPTIMIZERS = {
-    "momentum": lambda p: SGD(p, lr=0.01, momentum=0.9),
-    "adamw, fused": lambda p: AdamW(p, lr=0.01, fused=True),
-    "adafactor": lambda p: Adafactor(p, lr=0.01),
-    "groups": lambda p: AdamW(
-        [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("steps", [0, 2])
-def test_every_optimizer_continues_bit_equal(store, name, steps):
-    """Cover the time before the first step, when an optimizer has no state."""
-    goes_on_alike(store, lambda seed: unscheduled(seed, OPTIMIZERS[name]), steps=steps)
-
-
-def test_float32_moments_of_bfloat16_weights_are_not_rounded(store):
-    def make(seed):
-        return new_state(seed, build=half)
-
-    state = make(0)
-    train(state, 1)
-    for entry in state.optimizers[0].state.values():
-        entry["exp_avg"] = entry["exp_avg"].float() + 1e-7
-    saved, other = store.save("rollback", 1, state), make(1)
-    store.load(saved, other)
-    assert alike(other, state)
-    assert tensors_of(other)["optimizer.0.inner.0.0.weight/exp_avg"].dtype is torch.float32
 
 
 SCHEDULERS = {
@@ -244,6 +213,10 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     assert "tensors match" in store.load(saved, other, strict=False)[0]
 
 
+def averaging(model):
+    return lambda state: state.parts.update({"extra-average": model})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -261,15 +234,22 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
             lambda s: setattr(s, "optimizers", [AdamW([*s.model.parameters()][1:])]),
             "0.weight of optimizer.0 is only in the checkpoint",
         ),
+        (averaging(nn.Linear(2, 3)), "part.extra-average/"),
+        (averaging(nn.Linear(2, 2, bias=False)), "part.extra-average/"),
+        (averaging(nn.Linear(2, 2).double()), "part.extra-average/"),
     ],
 )
-def test_different_components_than_the_saved_ones_are_refused(store, change, message):
-    state = new_state()
+def test_different_components_than_the_saved_ones_are_refused_and_nothing_changes(
+    store, change, message
+):
+    state, other = (new_state(seed, extra={"average": nn.Linear(2, 2)}) for seed in range(2))
     train(state, 1)
-    saved, other = store.save("rollback", 1, state), new_state(seed=1)
+    saved = store.save("rollback", 1, state)
     change(other)
+    before = tensors_of(other)
     with pytest.raises(StateMismatch, match=message):
         store.load(saved, other)
+    assert equal(tensors_of(other), before)
 
 
 def test_harmless_differences_are_reported(store):

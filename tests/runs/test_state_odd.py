@@ -92,17 +92,8 @@ class OddModel(nn.Module):
         return self.inner(x)
 
 
-def values_of(model):
-    """Return all values of a model as bytes, with those of its odd tensors."""
-    found = {}
-    for name, value in model.state_dict().items():
-        if isinstance(value, torch.Tensor):
-            dense = value.to_dense() if value.is_sparse else value.detach()
-            dense = dense.int_repr() if dense.is_quantized else dense
-            found[name] = (dense.shape, dense.contiguous().flatten().view(torch.uint8).tolist())
-        else:
-            found[name] = str(value)
-    return found
+def tensors_of_model(state):
+    return {name: one for name, one in tensors_of(state).items() if name.startswith("model.")}
 
 
 @pytest.mark.parametrize("kind", ["rollback", "best-k"])
@@ -111,9 +102,8 @@ def test_odd_models_continue_bit_equal(store, kind):
     train(state, 2)
     state.model.more.seen = [torch.randn(3), torch.randn(1)]
     saved = store.save(kind, 2, state, metric=("loss", 0.5) if kind == "best-k" else None)
-    assert values_of(other.model) != values_of(state.model)
     assert not any("tensors match" in note for note in store.load(saved, other))
-    assert values_of(other.model) == values_of(state.model)
+    assert equal(tensors_of_model(other), tensors_of_model(state))
     if kind == "rollback":
         expected = train(state, 2)
         store.load(saved, other)
@@ -148,6 +138,12 @@ class OddOptimizer(torch.optim.SGD):
 
 
 OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "groups": lambda p: torch.optim.AdamW(
+        [{"params": p[:1], "weight_decay": 0.0}, {"params": p[1:], "lr": 0.02}]
+    ),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2, line_search_fn="strong_wolfe"),
     "tensor betas": lambda p: torch.optim.AdamW(
         p,
@@ -163,7 +159,7 @@ OPTIMIZERS = {
 def step_with_closure(state, steps):
     losses = []
     for _ in range(steps):
-        inputs = torch.randn(6, WIDTH)
+        inputs = torch.randn(6, WIDTH).to(state.model[0].weight)
 
         def closure(inputs=inputs):
             state.optimizers[0].zero_grad()
@@ -180,32 +176,28 @@ def perceptron():
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
+# Of weights in bfloat16 an optimizer may keep state in float32.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_odd_optimizers_continue_bit_equal(store, name):
-    state = unscheduled(0, OPTIMIZERS[name], perceptron)
-    step_with_closure(state, 3)
-    saved = store.save("rollback", 3, state)
+def test_every_optimizer_continues_bit_equal(store, name, steps, dtype):
+    """Cover the time before the first step, when an optimizer has no state."""
+
+    def made(seed):
+        return unscheduled(seed, OPTIMIZERS[name], lambda: perceptron().to(dtype))
+
+    state = made(0)
+    step_with_closure(state, steps)
+    saved = store.save("rollback", steps, state)
     expected = tensors_of(state)
     ahead = step_with_closure(state, 3)
-    for seed, trained in ((1, 0), (2, 2)):
-        other = unscheduled(seed, OPTIMIZERS[name], perceptron)
+    for trained in (0, 2):
+        other = made(1)
         step_with_closure(other, trained)
         store.load(saved, other)
         assert equal(tensors_of(other), expected)
         assert step_with_closure(other, 3) == ahead
         assert alike(other, state)
-
-
-def test_an_average_of_another_model_is_refused_before_anything_changes(store):
-    state = new_state(extra={"average": nn.Linear(2, 2)})
-    train(state, 1)
-    saved = store.save("rollback", 1, state)
-    for other_average in (nn.Linear(2, 3), nn.Linear(2, 2, bias=False), nn.Linear(2, 2).double()):
-        other = new_state(seed=1, extra={"average": other_average})
-        before = tensors_of(other)
-        with pytest.raises(StateMismatch, match=r"part.extra-average/"):
-            store.load(saved, other)
-        assert equal(tensors_of(other), before)
 
 
 def test_a_model_without_memory_is_refused_with_the_reason(store):
