@@ -26,7 +26,6 @@ Proof: `python -m pytest tests/evals/test_evals.py`.
 import fnmatch
 import json
 import os
-import random
 import re
 import shlex
 import shutil
@@ -58,7 +57,6 @@ HIDDEN = ("evals", "tests", "evidence", "benchmarks")  # what no agent under tes
 MANIFESTS = ("plugin.json", ".claude-plugin/plugin.json", ".claude-plugin/marketplace.json")
 # Figures of the runs of an arm, whose interval a record has.
 FIGURES = ("score", "tool_calls", "tokens", "seconds")
-RESAMPLES = 1000
 SCRIPTED = shlex.join([sys.executable, str(ROOT / "benchmarks/evals_scripted.py")])
 
 
@@ -248,47 +246,35 @@ def real_runs(found: Sequence[Case], command: str, arms: Sequence[str], runs: in
 def intervals(rows: Sequence[Row]) -> dict[str, dict[str, list[float]]]:
     """Return mean, low and high of each figure of each arm, and of its gain in points over none.
 
-    A mean is that of the cases' means. Between low and high lie 95% of the means that come out
-    where cases, and the runs of each, are drawn again.
+    A mean is that of the cases' means, and between low and high lie two standard errors of it.
     """
-    generator = random.Random(0)
     found = defaultdict[str, dict[str, list[float]]](dict)
     for figure in FIGURES:
-        values = {}
-        for row in rows:
-            if getattr(row, figure) is not None:
-                values.setdefault(row.case, {}).setdefault(row.arm, []).append(getattr(row, figure))
-        first = means_of_arms([*values.values()])
-        drawn = [
-            means_of_arms(
-                [
-                    {arm: generator.choices(own, k=len(own)) for arm, own in one.items()}
-                    for one in generator.choices([*values.values()], k=len(values))
-                ]
-            )
-            for _ in range(RESAMPLES if values else 0)
-        ]
-        for arm, mean in first.items():
-            found[arm][figure] = _middle(mean, [one[arm] for one in drawn if arm in one])
-            if figure == "score" and arm != "none" and "none" in first:
-                both = [one[arm] - one["none"] for one in drawn if {arm, "none"} <= {*one}]
-                found[arm]["gain"] = _middle(mean - first["none"], both)
+        means = means_of_cases(rows, figure)
+        for arm, of_cases in means.items():
+            found[arm][figure] = _interval([*of_cases.values()])
+            if figure == "score" and arm != "none" and "none" in means:
+                both = [of_cases[case] - plain for case, plain in means["none"].items()]
+                found[arm]["gain"] = _interval(both)
     return found
 
 
-def means_of_arms(cases: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
-    """Return the mean over cases of the mean over runs, for each arm."""
-    by_arm = defaultdict[str, list[float]](list)
-    for one in cases:
-        for arm, values in one.items():
-            by_arm[arm].append(statistics.fmean(values))
-    return {arm: statistics.fmean(means) for arm, means in by_arm.items()}
+def means_of_cases(rows: Sequence[Row], figure: str) -> dict[str, dict[str, float]]:
+    """Return the mean of a figure over the runs of each case in each arm."""
+    values = defaultdict[str, defaultdict[str, list[float]]](lambda: defaultdict(list))
+    for row in rows:
+        if getattr(row, figure) is not None:
+            values[row.arm][row.case].append(getattr(row, figure))
+    return {
+        arm: {case: statistics.fmean(runs) for case, runs in of_cases.items()}
+        for arm, of_cases in values.items()
+    }
 
 
-def _middle(mean: float, drawn: Sequence[float]) -> list[float]:
-    places = sorted(drawn)
-    cut = round(len(places) * 0.025)
-    return [round(one, 4) for one in (mean, places[cut], places[-1 - cut])]
+def _interval(values: Sequence[float]) -> list[float]:
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+    return [round(one, 4) for one in (mean, mean - 2 * error, mean + 2 * error)]
 
 
 def described(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

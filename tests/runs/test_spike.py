@@ -64,31 +64,18 @@ def test_repeated_nan_is_reported_once_and_again_after_sound_losses():
 
 
 def test_a_watchdog_restored_from_its_state_behaves_the_same():
-    """Save the state after any step, also during a suspected spike, and as JSON."""
-    losses = [
-        *noisy(0, numpy.full(90, 2.0)),
-        7.0,
-        7.0,
-        *noisy(1, numpy.full(30, 2.0)),
-        7.0,
-        7.0,
-        7.0,
-    ]
-    whole = [spike.step for spike in alarms(losses)]
-    assert whole == [125]
-    for cut in (50, 91, 124):
-        first = SpikeWatchdog(SpikeConfig())
-        for step in range(1, cut + 1):
-            first.observe(step, losses[step - 1])
-        second = SpikeWatchdog(SpikeConfig())
-        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        found = []
-        for step in range(cut + 1, len(losses) + 1):
-            first.observe(step, losses[step - 1])
-            if second.observe(step, losses[step - 1]):
-                found.append(step)
-            assert second.state_dict() == first.state_dict()
-        assert found == whole
+    """Restore before every step, also during a suspected spike, a state that was JSON."""
+    calm = [noisy(seed, numpy.full(length, 2.0)) for seed, length in ((0, 90), (1, 30))]
+    whole = SpikeWatchdog()
+    found = []
+    for step, loss in enumerate([*calm[0], 7.0, 7.0, *calm[1], 7.0, 7.0, 7.0], 1):
+        restored = SpikeWatchdog()
+        restored.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+        spike = whole.observe(step, loss)
+        assert restored.observe(step, loss) == spike
+        assert restored.state_dict() == whole.state_dict()
+        found += [step] if spike else []
+    assert found == [125]
 
 
 LINE = numpy.arange(49) / 10

@@ -33,40 +33,16 @@ def package(spec, *, seconds=None):
         return folder
     if seconds is None:
         raise Unavailable(f"{spec} is not in {folder.parent}: `make clients` installs it")
-    if shutil.which("npm") is None:
-        raise Unavailable(f"npm is not installed, which brings {spec}: install Node.js")
+    words = ["npm", "install", "--no-audit", "--no-fund", "--prefer-offline", "--fetch-retries=0"]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as half:
-            words = [
-                "npm",
-                "install",
-                "--no-audit",
-                "--no-fund",
-                "--prefer-offline",
-                "--fetch-retries=0",
-            ]
-            subprocess.run(
-                [*words, "--prefix", half, spec],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-            )
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as half:
+            command = [*words, "--prefix", half, spec]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=seconds)
             with suppress(OSError):  # another process was first
                 Path(half).rename(folder)
-            Path(half).mkdir(exist_ok=True)
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"npm did not bring {spec} within {seconds:.0f} s") from None
-    except subprocess.CalledProcessError as error:
-        reasons = re.findall(r"npm error (?:code )?(.+)", error.stderr) or [
-            f"status {error.returncode}"
-        ]
-        raise Unavailable(f"npm did not bring {spec}: {reasons[0]}") from None
-    except OSError as error:
-        raise Unavailable(
-            f"{spec} can't be kept in {folder.parent}: {error.strerror}; set CURRY_CLIENTS_DIR"
-        ) from None
+    except (OSError, subprocess.SubprocessError) as error:
+        raise Unavailable(f"npm did not bring {spec} into {folder.parent}: {error}") from None
     return folder
 
 
