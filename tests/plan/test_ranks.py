@@ -17,6 +17,7 @@ from curry_train.plan import Infeasible, Sharding, Sketch, plan
 from curry_train.plan.costs import drop_saved_tensors
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.rank_step import one_rank
+from curry_train.plan.record import RankStorages
 from curry_train.workloads.models import mlp
 from ranks import predict, small
 
@@ -216,3 +217,14 @@ def test_a_forward_that_fails_after_parallelize_is_one_line():
     with failed, Sketch(mlp(depth=2, width=4), sharding=shared) as sketch:
         sketch.step(1)
     assert not torch.distributed.is_initialized()
+
+
+def test_a_storage_at_the_address_of_one_that_gave_up_its_bytes_counts(pair_of_four_ranks):
+    with RankStorages() as storages:
+        gathered = torch.ones(8)
+        address = gathered.untyped_storage()._cdata
+        gathered.untyped_storage().resize_(0)
+        del gathered
+        others = [torch.ones(8) for _ in range(99)]
+        assert address in {one.untyped_storage()._cdata for one in others}
+        assert storages.bytes_alive == 99 * 32
