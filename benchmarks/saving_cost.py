@@ -240,13 +240,14 @@ def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) ->
 def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> dict[str, Any]:
     """Compare the loop with saves with the loop alone, in turns."""
     loop = functools.partial(small_loop, num_steps=options.small_steps, every=50, rows=rows)
-    plain = []
-    ours = []
-    for number in range(options.rounds + 1):
-        plain.append(loop(None))
-        ours.append(loop(folder / f"small-{rows}-{number}"))
-    ratio = paired_ratio(ours[1:], plain[1:]).median
-    step_seconds = statistics.median(plain[1:]) / options.small_steps
+    pairs = [
+        (loop(None), loop(folder / f"small-{rows}-{number}"))
+        for number in range(options.rounds + 1)
+    ]
+    # The first pair warms up.
+    plain, ours = zip(*pairs[1:], strict=True)
+    ratio = paired_ratio(ours, plain).median
+    step_seconds = statistics.median(plain) / options.small_steps
     return {"loop": ratio, "batch": rows, "step_seconds": step_seconds}
 
 

@@ -11,6 +11,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from . import foreign_recompute
+from .foreign_recompute import around_blocks
+
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 ATTENTION = (
@@ -22,17 +25,12 @@ ATTENTION = (
 
 
 def checkpointed(model, blocks, context_fn, **options):
-    for name in blocks:
-        block = model.get_submodule(name)
+    def run(forward, *args):
+        if not (forward.__self__.training and torch.is_grad_enabled()):
+            return forward(*args)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **options)
 
-        def forward(*args, block=block, own=block.forward, **kwargs):
-            if not (block.training and torch.is_grad_enabled()):
-                return own(*args, **kwargs)
-            return checkpoint(
-                own, *args, use_reentrant=False, context_fn=context_fn, **options, **kwargs
-            )
-
-        block.forward = forward
+    around_blocks(model, blocks, run)
 
 
 def answer(keep):
@@ -55,10 +53,7 @@ def save_products(model, *, blocks):
 
 def by_checkpoint(model, *, blocks):
     """Checkpoint in eval mode too, as torch does where nobody asks for the mode."""
-    for name in blocks:
-        block = model.get_submodule(name)
-        contexts = saving(PRODUCTS + ATTENTION)
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    foreign_recompute.by_checkpoint(model, blocks=blocks, context_fn=saving(PRODUCTS + ATTENTION))
 
 
 def every_second_product(model, *, blocks):
@@ -88,10 +83,6 @@ def by_wrapper(model, *, blocks):
 
 
 # Wrong twins.
-
-
-def does_nothing(model, *, blocks):
-    pass
 
 
 def names_what_never_runs(model, *, blocks):

@@ -3,6 +3,8 @@
 python -m pytest tests/runs/test_saving_policy.py
 """
 
+import contextlib
+
 import pytest
 import torch
 
@@ -68,53 +70,51 @@ def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
     assert steps(tmp_path, "best-k") == [19]
 
 
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_background):
     """Resume at 6 of 10, and stop before, in the middle of and after the first save."""
-    state = new_state()
     with Store(tmp_path) as store:
-        policy = SavingPolicy(store, OFTEN)
-        train_on(policy, state, 10)
+        train_on(SavingPolicy(store, OFTEN), new_state(), 10)
     names = [f"rollback/step-{step:08d}.dcp" for step in (8, 10)]
     before = [*map(SavedRun(tmp_path).verify, names)]
 
+    @contextlib.contextmanager
     def resumed(number):
-        store = Store(tmp_path)
-        saver = BackgroundSaver(store) if in_background else None
-        policy = SavingPolicy(store, OFTEN, saver=saver)
-        state = new_state(1)
-        assert policy.resume(state, number).saved.step == number
-        return store, policy, state
+        with Store(tmp_path) as store:
+            saver = BackgroundSaver(store) if in_background else None
+            policy = SavingPolicy(store, OFTEN, saver=saver)
+            state = new_state(1)
+            assert policy.resume(state, number).saved.step == number
+            yield store, policy, state
 
-    store, policy, state = resumed(6)
-    train_on(policy, state, 7, dev={7: 0.1})
-    policy.finish()
-    store.close()
+    with resumed(6) as (_, policy, state):
+        train_on(policy, state, 7, dev={7: 0.1})
+        policy.finish()
     assert steps(tmp_path, "best-k") == [7]
     assert load_chosen(tmp_path, new_state(1)).saved.step == 10
 
-    store, policy, state = resumed(6)
-    store.begin = lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with resumed(6) as (store, policy, state), contextlib.suppress(KeyboardInterrupt):
+        store.begin = interrupt
         train_on(policy, state, 8)
-    store.close()
     assert load_chosen(tmp_path, new_state(1)).saved.step == 10
     assert [*map(SavedRun(tmp_path).verify, names)] == before
 
-    store, policy, state = resumed(6)
-    store.discard = lambda folder: (_ for _ in ()).throw(KeyboardInterrupt)
-    with torch.no_grad():
-        state.model[0].weight.add_(1)
-    with pytest.raises(KeyboardInterrupt):
-        policy.finish() if train_on(policy, state, 8) == [] else None
-    store.close()
+    with resumed(6) as (store, policy, state), contextlib.suppress(KeyboardInterrupt):
+        store.discard = interrupt
+        with torch.no_grad():
+            state.model[0].weight.add_(1)
+        train_on(policy, state, 8)
+        policy.finish()
     assert load_chosen(tmp_path, new_state(1)).saved.step == 8
     assert SavedRun(tmp_path).verify(names[0]) != before[0]
 
-    store, policy, state = resumed(8)
-    train_on(policy, state, 12)
-    policy.finish()
-    store.close()
+    with resumed(8) as (_, policy, state):
+        train_on(policy, state, 12)
+        policy.finish()
     assert steps(tmp_path, "rollback") == [8, 10]
     assert SavedRun(tmp_path).latest().step == 12
 

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from curry_train.core.blocks import find_blocks
 from curry_train.primitives import apply_regions, apply_sac
 
+from ..gates.foreign_recompute import nothing
 from ..gates.foreign_sac import (
     PRODUCTS,
     checkpointed,
-    does_nothing,
     draws_again,
     names_what_never_runs,
     saving,
@@ -94,7 +94,7 @@ FAULTS = [
         apply_sac=first_block_alone,
         hint="did not run again",
     ),
-    planted("sac.policy-parity", "does-nothing", apply_sac=does_nothing, hint="nothing ran twice"),
+    planted("sac.policy-parity", "does-nothing", apply_sac=nothing, hint="nothing ran twice"),
     planted(
         "sac.policy-parity",
         "draws-again",
@@ -124,8 +124,8 @@ FAULTS = [
         apply_sac=names_what_never_runs,
         hint="such as aten.linear",
     ),
-    planted("sac.products", "does-nothing", apply_sac=does_nothing, hint="is not applied"),
-    planted("sac.regions", "does-nothing", apply=does_nothing, hint="nothing is freed"),
+    planted("sac.products", "does-nothing", apply_sac=nothing, hint="is not applied"),
+    planted("sac.regions", "does-nothing", apply=nothing, hint="nothing is freed"),
     planted("sac.regions", "everything", apply=regions_of_everything, hint="a product runs again"),
     planted(
         "sac.off",
