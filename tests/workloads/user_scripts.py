@@ -259,6 +259,33 @@ optimizer.step()
 torch.save(model.state_dict(), "trained.pt")
 """
 
+# The loss needs tensors in containers of a dataclass.
+DATACLASS_OUTPUT = """
+from dataclasses import dataclass
+from shared import *
+
+@dataclass
+class Output:
+    layers: list
+    by_name: dict
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = net(), nn.Linear(4, 4)
+    def forward(self, inputs):
+        hidden = self.body(inputs)
+        return Output([hidden, self.head(hidden)], {"hidden": hidden})
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+inputs, targets = next(iter(loader()))
+output = model(inputs)
+(F.cross_entropy(output.layers[-1], targets) + output.by_name["hidden"].abs().mean()).backward()
+optimizer.step()
+torch.save(model.state_dict(), "trained.pt")
+"""
+
 DDP_UNDER_TORCHRUN = """
 import os
 import torch.distributed as dist
@@ -624,6 +651,7 @@ SCRIPTS = {
     "own_batches": (OWN_BATCHES, ()),
     "two_modules": (TWO_MODULES, ()),
     "method_of_the_model": (METHOD_OF_THE_MODEL, ()),
+    "dataclass_output": (DATACLASS_OUTPUT, ()),
     "ddp_under_torchrun": (DDP_UNDER_TORCHRUN, ()),
     "model_with_own_loss": (MODEL_WITH_OWN_LOSS, ()),
     "hugging_face_trainer": (HUGGING_FACE_TRAINER, ()),

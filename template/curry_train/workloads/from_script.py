@@ -20,8 +20,8 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.blocks import inside_wrappers
 from ..core.replaced_calls import replaced_calls
+from ..primitives.regions import autocast_now
 from .from_trainer import (
     Autocast,
     is_sum_over_samples,
@@ -40,7 +41,7 @@ from .from_trainer import (
     workload_of,
 )
 from .optimizers import OptimizerLike, optimizers_together, parameters_of, stepped_on_host
-from .workload import Workload, WorkloadError, batch_size
+from .workload import Workload, WorkloadError, batch_size, items_of
 
 # Record what happens between a module's call and the optimizer step.
 
@@ -75,71 +76,13 @@ class BackwardCall:
     count: int = 0
 
 
-@dataclass
-class Recording:
-    """Calls that a script made until its first optimizer step, and objects that it has."""
-
-    made: dict[Tensor, MadeTensor] = field(default_factory=dict)
-    backward: dict[tuple[str, int], BackwardCall] = field(default_factory=dict)
-    notes: dict[str, None] = field(default_factory=dict)
-    optimizer: torch.optim.Optimizer | None = None
-    # The optimizer steps in a hook of a gradient.
-    is_in_backward: bool = False
-
-    # A Trainer that calls the model, with its module and data where it has them apart.
-    trainer: tuple[Any, ...] | None = None
-    place: str = ""
-
-    # Objects of the script's local and global variables.
-    variables: list[Any] = field(default_factory=list)
-    # Memory of the tensors that something of the script holds at the step.
-    held: set[int] = field(default_factory=set)
-
-    def add(self, function: Any, args: Any, options: dict[str, Any], output: Any) -> None:
-        """Add a call, unless its output needs no gradients."""
-        found = [(place, one) for place, one in _tensors(output) if one.requires_grad]
-        if not found or not torch.is_grad_enabled():
-            return
-        dtypes = [
-            torch.get_autocast_dtype(device)
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        ]
-        operation = Operation(
-            function, self.linked(args), self.linked(options), next(iter(dtypes), None)
-        )
-        for place, tensor in found:
-            self.made[tensor] = MadeTensor(operation, place)
-
-    def called(self) -> list[nn.Module]:
-        """Return the modules among the operations."""
-        functions = [made.operation.function for made in self.made.values()]
-        return [one for one in functions if isinstance(one, nn.Module)]
-
-    def linked(self, value: Any) -> Any:
-        """Replace tensors that operations have made by their `MadeTensor`."""
-        if isinstance(value, Tensor):
-            return self.made.get(value, value)
-        if isinstance(value, dict):
-            return {key: self.linked(one) for key, one in value.items()}
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            linked = map(self.linked, value)
-            return tuple(linked) if isinstance(value, tuple) else list(linked)
-        return value
-
-
 def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested output, with their places."""
     if isinstance(value, Tensor):
         yield place, value
-    elif isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, one in items:
-            yield from _tensors(one, f"{place}[{key!r}]")
-    elif hasattr(value, "__dict__") and not isinstance(value, nn.Module | type):
-        for name, one in vars(value).items():
-            if isinstance(one, Tensor):
-                yield f"{place}.{name}", one
+        return
+    for key, one in items_of(value):
+        yield from _tensors(one, place + key)
 
 
 class FunctionsOnTape(TorchFunctionMode):
@@ -154,7 +97,7 @@ class FunctionsOnTape(TorchFunctionMode):
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         if self.script.depth == 0:
-            self.script.recording.add(function, args, kwargs or {}, output)
+            self.script.record(function, args, kwargs or {}, output)
         return output
 
 
@@ -204,20 +147,57 @@ NO_CUDA_ADVICE = (
 
 
 class RunningScript:
-    """A script with torch's calls replaced by those that record them."""
+    """A script with torch's calls replaced by those that record them, until its first step."""
 
     def __init__(self, path: Path, arguments: Sequence[str]) -> None:
         self.path = path
         self.arguments = arguments
-        self.recording = Recording()
+        self.made: dict[Tensor, MadeTensor] = {}
+        self.backward: dict[tuple[str, int], BackwardCall] = {}
+        self.notes: dict[str, None] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
+        # The optimizer steps in a hook of a gradient.
+        self.is_in_backward = False
+        # A Trainer that calls the model, with its module and data where it has them apart.
+        self.trainer: tuple[Any, ...] | None = None
+        self.place = ""
+        # Objects of the script's local and global variables.
+        self.variables: list[Any] = []
+        # Memory of the tensors that something of the script holds at the step.
+        self.held: set[int] = set()
         # Calls of modules that are running, one inside of the other.
         self.depth = 0
         self.error: BaseException | None = None
         self._ended = threading.Event()
-        self._at_exit: list[Any] = []
         self._has_made_group = False
 
-    def run(self) -> Recording:
+    def record(self, function: Any, args: Any, options: Any, output: Any) -> None:
+        """Add a call, unless its output needs no gradients."""
+        found = [(place, one) for place, one in _tensors(output) if one.requires_grad]
+        if not found or not torch.is_grad_enabled():
+            return
+        autocast = next((dtype for _, dtype in autocast_now()), None)
+        operation = Operation(function, self.linked(args), self.linked(options), autocast)
+        for place, tensor in found:
+            self.made[tensor] = MadeTensor(operation, place)
+
+    def linked(self, value: Any) -> Any:
+        """Replace tensors that operations have made by their `MadeTensor`."""
+        if isinstance(value, Tensor):
+            return self.made.get(value, value)
+        if isinstance(value, dict):
+            return {key: self.linked(one) for key, one in value.items()}
+        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+            linked = map(self.linked, value)
+            return tuple(linked) if isinstance(value, tuple) else list(linked)
+        return value
+
+    def called(self) -> list[nn.Module]:
+        """Return the modules among the operations."""
+        functions = [made.operation.function for made in self.made.values()]
+        return [one for one in functions if isinstance(one, nn.Module)]
+
+    def run(self) -> None:
         """Run it until its first optimizer step; raises WorkloadError if there is none."""
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv, sys.stdout
@@ -236,9 +216,8 @@ class RunningScript:
             raise self.error
         more = [one.name for one in threading.enumerate() if one not in {*running, thread}]
         if more:
-            self.recording.notes[f"threads that it has started run on: {', '.join(more)}"] = None
+            self.notes[f"threads that it has started run on: {', '.join(more)}"] = None
         self._leave()
-        return self.recording
 
     def _run(self) -> None:
         """Run the script; only an error or its end come back from it."""
@@ -267,8 +246,6 @@ class RunningScript:
 
     def _leave(self) -> None:
         """End what the waiting script has left running in this process."""
-        for function in self._at_exit:
-            atexit.unregister(function)
         for one in gc.get_objects():
             if type(one).__name__ == "_MultiProcessingDataLoaderIter":
                 one._shutdown_workers()
@@ -277,32 +254,29 @@ class RunningScript:
 
     def stop(self, frame: Any) -> None:
         """Hand the recording over, and wait for ever."""
-        made = [one for one in self.recording.made if one.layout is torch.strided]
+        made = [one for one in self.made if one.layout is torch.strided]
         # Nothing of the script holds the last one: a variable stands for the place in the record.
         alone = torch.empty(0)
         made.append(alone)
         counts = [sys.getrefcount(one) for one in made]
-        self.recording.held = {
+        self.held = {
             one.data_ptr() for one, count in zip(made, counts, strict=True) if count > counts[-1]
         }
         while frame:
             is_of_script = Path(frame.f_code.co_filename) == self.path
-            if self.recording.place and not is_of_script:
+            if self.place and not is_of_script:
                 break
-            self._look_at(frame)
+            # Local variables, and the attributes of an object whose method runs.
+            self.variables += frame.f_locals.values()
+            this = frame.f_locals.get("self")
+            if hasattr(this, "__dict__") and not isinstance(this, nn.Module):
+                self.variables += vars(this).values()
             if is_of_script:
-                self.recording.place = self.recording.place or f"{self.path.name}:{frame.f_lineno}"
-                self.recording.variables += frame.f_globals.values()
+                self.place = self.place or f"{self.path.name}:{frame.f_lineno}"
+                self.variables += frame.f_globals.values()
             frame = frame.f_back
         self._ended.set()
         threading.Event().wait()
-
-    def _look_at(self, frame: Any) -> None:
-        """Collect local variables, and the attributes of an object whose method runs."""
-        self.recording.variables += frame.f_locals.values()
-        this = frame.f_locals.get("self")
-        if this is not None and not isinstance(this, nn.Module) and hasattr(this, "__dict__"):
-            self.recording.variables += vars(this).values()
 
     def _replaced(self) -> contextlib.AbstractContextManager[None]:
         """Replace torch's calls, and those that a thread must not make."""
@@ -342,7 +316,7 @@ class RunningScript:
         finally:
             self.depth -= 1
         if self.depth == 0:
-            self.recording.add(inside_wrappers(module), args, options, output)
+            self.record(inside_wrappers(module), args, options, output)
         return output
 
     def _find_trainer(self, frame: Any) -> None:
@@ -352,12 +326,12 @@ class RunningScript:
             one = caller.f_locals.get("self")
             names = {base.__module__.partition(".")[0] for base in type(one).__mro__}
             if "transformers" in names and hasattr(one, "get_train_dataloader"):
-                self.recording.trainer = (one,)
+                self.trainer = (one,)
             elif names & {"lightning", "pytorch_lightning"} and hasattr(one, "fit_loop"):
                 source = one.fit_loop._data_source.instance
                 module = one.lightning_module
-                self.recording.trainer = (one, module, None if source is module else source)
-            if self.recording.trainer is not None:
+                self.trainer = (one, module, None if source is module else source)
+            if self.trainer is not None:
                 self.stop(frame)
             caller = caller.f_back
 
@@ -367,22 +341,22 @@ class RunningScript:
             frame = frame.f_back
         place = frame.f_code.co_filename, frame.f_lineno
         given = tensors if isinstance(tensors, list | tuple) else [tensors]
-        linked = self.recording.linked(list(given))
-        call = self.recording.backward.setdefault(place, BackwardCall(linked))
+        linked = self.linked(list(given))
+        call = self.backward.setdefault(place, BackwardCall(linked))
         call.count += 1
-        self.recording.is_in_backward = True
+        self.is_in_backward = True
         try:
             backward(tensors, *args, **options)
         finally:
-            self.recording.is_in_backward = False
+            self.is_in_backward = False
 
     def _optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         closures = [one for one in (*args[1:], *options.values()) if callable(one)]
-        if closures and not self.recording.backward:
+        if closures and not self.backward:
             closures[0]()
-        if not self.recording.backward:
+        if not self.backward:
             return
-        self.recording.optimizer = optimizer
+        self.optimizer = optimizer
         self.stop(sys._getframe(1))
 
     def _scaler_step(self, _: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> None:
@@ -392,13 +366,13 @@ class RunningScript:
         """Return a method that does nothing; `returned` is the place of the argument it returns."""
 
         def run(_: Any, *args: Any, **options: Any) -> Any:
-            self.recording.notes[f"it uses {what}"] = None
+            self.notes[f"it uses {what}"] = None
             return None if returned is None else args[returned]
 
         return run
 
     def _uncompiled(self, _: Any, model: Any = None, **options: Any) -> Any:
-        self.recording.notes["it uses compile, which is left out"] = None
+        self.notes["it uses compile, which is left out"] = None
         return (lambda function: function) if model is None else model
 
     def _spawn(self, _: Any, function: Any, args: Any = (), nprocs: int = 1, **options: Any) -> Any:
@@ -409,15 +383,16 @@ class RunningScript:
         return function(0, *args)
 
     def _register(self, register: Any, function: Any, *args: Any, **options: Any) -> Any:
+        """Leave out what the script would do at its exit, which does not come."""
         owner = str(getattr(function, "__module__", "")).partition(".")[0]
-        if owner == "__main__" or owner not in {*sys.stdlib_module_names, "torch"}:
-            self._at_exit.append(function)
-        return register(function, *args, **options)
+        if owner in {*sys.stdlib_module_names, "torch"}:
+            register(function, *args, **options)
+        return function
 
     def _group(self, start: Any, backend: Any = None, *args: Any, **options: Any) -> None:
         if backend is not None and "nccl" in str(backend) and not torch.cuda.is_available():
             backend = "gloo"
-        self.recording.notes["it trains on ranks: this is one, without its wrapper"] = None
+        self.notes["it trains on ranks: this is one, without its wrapper"] = None
         # The group of a gate that runs on several ranks stays.
         if not torch.distributed.is_initialized():
             start(backend, *args, **options)
@@ -649,52 +624,53 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         raise WorkloadError(f"there is no file {file}")
-    recording = RunningScript(path, arguments).run()
+    script = RunningScript(path, arguments)
+    script.run()
     words = (file, *arguments)
-    if recording.trainer is not None:
-        return ScriptTraining(words, take_training(recording.trainer))
-    return _training_of(recording, words)
+    if script.trainer is not None:
+        return ScriptTraining(words, take_training(script.trainer))
+    return _training_of(script, words)
 
 
-def _training_of(recording: Recording, words: tuple[str, ...]) -> ScriptTraining:
-    assert recording.optimizer is not None
-    called = set[Tensor]().union(*(one.parameters() for one in recording.called()))
+def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTraining:
+    assert script.optimizer is not None
+    called = set[Tensor]().union(*(one.parameters() for one in script.called()))
     optimizers, notes = optimizers_together(
-        recording.optimizer, called, is_in_backward=recording.is_in_backward
+        script.optimizer, called, is_in_backward=script.is_in_backward
     )
     trained = set[Tensor]().union(*map(parameters_of, optimizers))
-    calls = [call for call in recording.backward.values() if _reaches(call.loss, trained)]
+    calls = [call for call in script.backward.values() if _reaches(call.loss, trained)]
     if not calls:
         raise WorkloadError(
             "no call of a module leads from the parameters of its "
             f"{type(optimizers[0]).__name__} to a loss whose backward it calls: write a factory"
         )
-    root = _root_of(recording, trained, notes)
-    precision = precision_around(root, recording.variables)
+    root = _root_of(script, trained, notes)
+    precision = precision_around(root, script.variables)
     count = max(call.count for call in calls)
     source = LossSource(root)
     losses = [_undivided(loss, count) for call in calls for loss in call.loss]
     returned = " + ".join(source.expression(loss, "loss") for loss in losses)
     root.zero_grad()
     taken = workload_of(
-        f"{words[0]}, at {recording.place or 'its first step'}",
+        f"{words[0]}, at {script.place or 'its first step'}",
         root,
         source.batch,
         lambda module, batch: module(batch),
         optimizer=OptimizerLike(optimizers, root),
         accumulation=count,
-        notes=[*notes, *recording.notes],
-        output_until="next step" if _is_held(recording, root) else "loss",
+        notes=[*notes, *script.notes],
+        output_until="next step" if _is_held(script, root) else "loss",
     )
     lines = (*source.lines, f"return {returned}")
-    return ScriptTraining(words, taken, lines, tuple(source.others), precision, recording.place)
+    return ScriptTraining(words, taken, lines, tuple(source.others), precision, script.place)
 
 
-def _is_held(recording: Recording, root: nn.Module) -> bool:
+def _is_held(script: RunningScript, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it."""
-    made = (one for one, by in recording.made.items() if by.operation.function is root)
+    made = (one for one, by in script.made.items() if by.operation.function is root)
     # Of sparse and nested tensors it is not known.
-    return any(one.layout is not torch.strided or one.data_ptr() in recording.held for one in made)
+    return any(one.layout is not torch.strided or one.data_ptr() in script.held for one in made)
 
 
 def _reaches(value: Any, trained: set[Tensor]) -> bool:
@@ -712,11 +688,11 @@ def _reaches(value: Any, trained: set[Tensor]) -> bool:
     return False
 
 
-def _root_of(recording: Recording, trained: set[Tensor], notes: list[str]) -> nn.Module:
+def _root_of(script: RunningScript, trained: set[Tensor], notes: list[str]) -> nn.Module:
     """Return the smallest module of the script that has all parameters of its optimizers."""
-    called = recording.called()
+    called = script.called()
     found = dict.fromkeys(called)
-    for one in recording.variables:
+    for one in script.variables:
         if isinstance(one, nn.Module):
             found.setdefault(inside_wrappers(one))
     whole = [one for one in found if trained.issubset(one.parameters())]

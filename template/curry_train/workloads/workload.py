@@ -484,8 +484,8 @@ def without_cache(module: nn.Module) -> nn.Module:
     return module
 
 
-# Ends the place of a tensor that is one sample of an output with samples of different lengths.
-ONE_SAMPLE = "one sample"
+# Is in the place of a tensor that is one sample of an output with samples of different lengths.
+ONE_SAMPLE = "[sample "
 
 
 class OutputLoss:
@@ -498,7 +498,7 @@ class OutputLoss:
 
     def __init__(self) -> None:
         # The dimension that counts samples, by the place of an output; None if there is none.
-        self.sample_dims: dict[tuple[Any, ...], int | None] = {}
+        self.sample_dims: dict[str, int | None] = {}
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
         return self._loss_of(call(module, batch), batch_size(batch))
@@ -540,7 +540,7 @@ class OutputLoss:
             return torch.stack(losses).sum() * size
         return torch.stack([self._distance(*one, size) for one in outputs]).sum()
 
-    def _distance(self, place: tuple[Any, ...], value: Tensor, size: int) -> Tensor:
+    def _distance(self, place: str, value: Tensor, size: int) -> Tensor:
         """Sum over samples the mean squared distance of an output from fixed targets."""
         if ONE_SAMPLE in place:
             return F.mse_loss(value, _targets(list(value.shape), value))
@@ -564,36 +564,37 @@ def _targets(shape: list[int], like: Tensor) -> Tensor:
     return positions.mul_(GOLDEN_RATIO_INT32).to(like.dtype).div_(2.0**31).view(shape)
 
 
-def _floating_tensors(
-    output: Any, place: tuple[Any, ...] = ()
-) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    """Yield the floating tensors of a nested output in at least float32, with their places.
-
-    Of an object that is no container, its attributes that are tensors count.
-    """
+def _floating_tensors(output: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating tensors of a nested output in at least float32, with their places."""
     if isinstance(output, Tensor) and not output.is_nested:
         if output.is_complex():
             output = torch.view_as_real(output)
         if output.is_floating_point():
             yield place, output if output.dtype is torch.float64 else output.float()
         return
-    for key, value in _items(output):
-        yield from _floating_tensors(value, (*place, *key))
-
-
-def _items(output: Any) -> Iterable[tuple[tuple[Any, ...], Any]]:
-    """Return the values in one level of an output, with their keys."""
+    items = items_of(output)
     if isinstance(output, PackedSequence | Tensor):
         # Those of a nested tensor are what it iterates over.
         samples = unpack_sequence(output) if isinstance(output, PackedSequence) else output
-        return (((index, ONE_SAMPLE), sample) for index, sample in enumerate(samples))
-    if isinstance(output, tuple | list):
-        output = dict(enumerate(output))
-    elif not isinstance(output, Mapping):
-        attributes = getattr(output, "__dict__", {})
-        whole = is_dataclass(output) or isinstance(output, SimpleNamespace)
-        output = {key: one for key, one in attributes.items() if whole or isinstance(one, Tensor)}
-    return (((key,), value) for key, value in output.items())
+        items = ((f"{ONE_SAMPLE}{index}]", sample) for index, sample in enumerate(samples))
+    for key, value in items:
+        yield from _floating_tensors(value, place + key)
+
+
+def items_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in one level of an output, with its place there, such as `[0]` or `.logits`.
+
+    Of an object that is no container, its attributes that are tensors count.
+    """
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{index}]", one) for index, one in enumerate(value))
+    else:
+        whole = is_dataclass(value) or isinstance(value, SimpleNamespace)
+        for name, one in getattr(value, "__dict__", {}).items():
+            if whole or isinstance(one, Tensor):
+                yield f".{name}", one
 
 
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
