@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from ..core.generators import seeded
 from ..core.measure import as_trained
-from ..primitives.cross_entropy import IGNORED_TARGET
 from .optimizers import OptimizerLike, stepped_on_host
 from .workload import (
+    LabelCount,
     Workload,
     WorkloadError,
     batch_size,
@@ -36,7 +36,7 @@ from .workload import (
     call,
     dtype_of,
     map_tensors,
-    mask_tails,
+    own_loss,
     take,
     without_cache,
 )
@@ -187,7 +187,7 @@ def _of_hugging_face(trainer: Any) -> Workload:
     counts = "labels" in batch and (
         trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     )
-    count = LabelCount(module) if counts else batch_size
+    count = LabelCount(_shifts_labels(module)) if counts else batch_size
     autocast = autocast_of(trainer.accelerator)
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
@@ -216,25 +216,11 @@ def _of_hugging_face(trainer: Any) -> Workload:
     )
 
 
-class LabelCount:
-    """Count the targets of a batch as Hugging Face's Trainer does, to divide the loss by."""
-
-    def __init__(self, module: nn.Module) -> None:
-        name = str(getattr(module, "loss_type", "") or type(module).__name__)
-        decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        self.shifts = not decodes and "ForCausalLM" in name
-
-    def __call__(self, batch: Any) -> int:
-        labels = batch["labels"]
-        if "shift_labels" in batch:
-            labels = batch["shift_labels"]
-        elif self.shifts:
-            labels = labels[..., 1:]
-        return int((labels != IGNORED_TARGET).sum())
-
-    def mask(self, batch: Any) -> Any:
-        """Ignore a part of the targets of each row, for gates that need uneven rows."""
-        return {**batch, "labels": mask_tails(batch["labels"])}
+def _shifts_labels(module: nn.Module) -> bool:
+    """Return whether Hugging Face's loss of a model takes each label for the token before it."""
+    name = str(getattr(module, "loss_type", "") or type(module).__name__)
+    decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    return not decodes and "ForCausalLM" in name
 
 
 def _lightning_hook(name: str, module: Any, data: Any) -> Callable[..., Any]:
@@ -354,10 +340,7 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
         with autocast(model):
-            found = call(model, inputs) if loss is None else loss(model, inputs)
-        if loss is None:
-            is_mapping = isinstance(found, Mapping)
-            found = found.get("loss") if is_mapping else getattr(found, "loss", None)
+            found = own_loss(call(model, inputs)) if loss is None else loss(model, inputs)
         if not isinstance(found, Tensor):
             raise WorkloadError(
                 f"{type(model).__name__} returns no loss: return (accelerator, loss) with a "

@@ -420,8 +420,8 @@ def default_workload(
         build,
         batch,
         loss=_causal_loss if is_causal else OutputLoss(),
-        count=_count_labels if is_causal else batch_size,
-        mask=_mask_labels if is_causal else None,
+        count=SHIFTED_LABELS if is_causal else batch_size,
+        mask=SHIFTED_LABELS.mask if is_causal else None,
         spec=spec,
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
@@ -473,6 +473,11 @@ def call(module: nn.Module, batch: Any) -> Any:
     return module(batch)
 
 
+def own_loss(output: Any) -> Any:
+    """Return the loss that a model returns with its output, or None."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+
+
 def without_cache(module: nn.Module) -> nn.Module:
     """Switch the key-value cache of Hugging Face's modules off, and return the module."""
     for submodule in module.modules():
@@ -521,7 +526,7 @@ class OutputLoss:
         return self._loss_of(output, size)
 
     def _loss_of(self, output: Any, size: int) -> Tensor:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        own = own_loss(output)
         if isinstance(own, Tensor):
             return (own.mean() if own.dim() else own) * size
 
@@ -597,6 +602,28 @@ def items_of(value: Any) -> Iterator[tuple[str, Any]]:
                 yield f".{name}", one
 
 
+@dataclass(frozen=True)
+class LabelCount:
+    """Count the targets of a batch, which `shifts` if each token is to predict the next one."""
+
+    shifts: bool
+
+    def __call__(self, batch: Any) -> int:
+        labels = batch["labels"]
+        if "shift_labels" in batch:
+            labels = batch["shift_labels"]
+        elif self.shifts:
+            labels = labels[..., 1:]
+        return int((labels != IGNORED_TARGET).sum())
+
+    def mask(self, batch: Any) -> Any:
+        """Ignore a part of the targets of each row, for gates that need uneven rows."""
+        return {**batch, "labels": mask_tails(batch["labels"])}
+
+
+SHIFTED_LABELS = LabelCount(shifts=True)
+
+
 def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
     """Sum the cross-entropy over the tokens, with a router's loss for each of them."""
     output = module(**{key: value for key, value in batch.items() if key != "labels"})
@@ -608,7 +635,7 @@ def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
     coefficients = [getattr(one, "router_aux_loss_coef", None) for one in module.modules()]
     coefficient = next((found for found in coefficients if found is not None), None)
     if isinstance(routers, Tensor) and coefficient:
-        loss = loss + coefficient * _count_labels(batch) * routers
+        loss = loss + coefficient * SHIFTED_LABELS(batch) * routers
     return loss
 
 
@@ -620,14 +647,6 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
         ignore_index=IGNORED_TARGET,
         reduction="sum",
     )
-
-
-def _count_labels(batch: Any) -> int:
-    return int((batch["labels"][:, 1:] != IGNORED_TARGET).sum())
-
-
-def _mask_labels(batch: Any) -> Any:
-    return {**batch, "labels": mask_tails(batch["labels"])}
 
 
 def mask_tails(targets: Tensor) -> Tensor:
