@@ -216,13 +216,15 @@ def plan_command(
         meshes, gpu, kind = (shared.pop(name) for name in ("meshes", "fits", "parallel"))
         settings |= {name: shared.pop(name) for name in ("links", "context_bytes")}
         settings["margin"] = shared.pop("margin_percent") / 100
+        way = kind if gpu is None else kind or "fsdp2"
+        shardings = [Sharding(way, mesh=mesh, **shared) for mesh in meshes or [{}]]
         if gpu is not None:
-            fewest = _find_fewest(spec, gpu, kind or "fsdp2", meshes, shared, size, settings)
+            fewest = _find_fewest(spec, gpu, shardings, size, settings)
             click.echo(fewest.table())
             return provenance() | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
-        sharding = Sharding(kind, mesh=meshes[0] if meshes else {}, **shared)
+        (sharding,) = shardings
         if kind is not None and not sharding.is_shared and not meshes:
             raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
         if verify and sharding.is_shared:
@@ -280,9 +282,7 @@ OPTIONS_OF_BUDGET = (
 def _find_fewest(
     spec: str,
     gpu: str,
-    kind: str,
-    meshes: list[dict[str, int]],
-    shared: dict[str, Any],
+    shardings: list[Sharding],
     global_batch: int | None,
     settings: dict[str, Any],
 ) -> FewestGpus:
@@ -295,7 +295,7 @@ def _find_fewest(
             spec,
             find_profile(gpu),
             global_batch=global_batch or 1,
-            sharding=[Sharding(kind, mesh=mesh, **shared) for mesh in meshes or [{}]],
+            sharding=shardings,
             tell=show_message,
             **settings,
         )
