@@ -94,6 +94,15 @@ def test_wrappers_leave_no_trace_in_the_names(tmp_path):
     assert [(one["path"], one["call"]) for one in calls[:2]] == [("model", 0), ("model.h.0", 0)]
 
 
+def test_the_first_call_of_lazy_modules_is_left_out(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.LazyLinear(4))
+    with record_run(tmp_path / "a"):
+        for _ in "ab":
+            model(torch.randn(2, 16))
+    entered = [one["path"] for one in read_fingerprints(tmp_path / "a") if one["kind"] == "enter"]
+    assert entered == ["model", "model.0", "model.1"]
+
+
 def test_compiled_models_are_recorded_from_outside(tmp_path):
     model = torch.compile(Model(""), backend="eager")
     with record_run(tmp_path / "a"):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -227,6 +228,10 @@ class Recorder:
         # Compiled code has no calls of modules; its own call is recorded from outside.
         if torch.compiler.is_compiling() or not self.is_on:
             return call(module, *args, **options)
+        # The first call of lazy modules makes their parameters.
+        if any(map(nn.parameter.is_lazy, module.parameters())):
+            with mock.patch.object(self, "is_on", False):
+                return call(module, *args, **options)
         inner = inside_wrappers(module)
         if inner is not module and not hasattr(module, "_orig_mod"):
             return call(module, *args, **options)
