@@ -1581,6 +1581,12 @@ def input_of_a_network_learned():
     fit(lambda _: network(code), SGD([code], 0.1))
 
 
+def lazy_layers():
+    model = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 5))
+    model(torch.randn(2, 8))
+    fit(model)
+
+
 def loss_weighted_by_the_microbatch(weights=(0.3, 0.9, 2, 0.1)):
     by = itertools.cycle(weights)
     accumulate(loss=lambda *one: next(by) * half(*one))

@@ -237,9 +237,10 @@ class Observer(Recording):
         if module not in ran or (module.training and not ran[module]):
             ran[module] = users_line("checkpoint") if module.training else ""
         event = None
-        # A loss is a module too, without parameters.
-        is_model = next(module.parameters(), None) is not None
-        if is_model and not self.depth and not in_backward():
+        # A loss is a module too, without parameters. The first call of lazy ones makes them.
+        parameters = [*module.parameters()]
+        is_model, is_lazy = bool(parameters), any(map(nn.parameter.is_lazy, parameters))
+        if is_model and not (is_lazy or self.depth or in_backward()):
             self.given = call
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
