@@ -1302,6 +1302,10 @@ def dictionary_of_arrays():
     fit(after=keep)
 
 
+def statistics_that_never_move():
+    fit(nn.Sequential(nn.BatchNorm1d(8, momentum=0), classifier()))  # here: sample
+
+
 def average_with_its_graph():
     model = classifier()
     shadow = {name: one.clone() for name, one in model.named_parameters()}
@@ -1403,7 +1407,7 @@ FAULTY = {
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
-        dropout_made_in_forward, average_with_new_statistics,
+        dropout_made_in_forward, average_with_new_statistics, statistics_that_never_move,
     ],
     "data": [
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
