@@ -187,9 +187,9 @@ def without_statistics(trace: Trace) -> Faults:
             yield forwards[0], "an average of weights has the statistics of a new BatchNorm", hint
     for forward in trace.trained_forwards:
         for one in forward.module.modules():
-            buffers = dict(one.named_buffers(recurse=False))
-            has_run = one.training and buffers.get("num_batches_tracked")
-            if has_run and not buffers["running_mean"].any():
+            own = dict(one.named_buffers(recurse=False))
+            has_run = one.training and own.get("num_batches_tracked")
+            if has_run and not own["running_mean"].any():
                 hint = "in torch momentum is the share of the newest batch: 0.1 is usual"
                 yield forward, "the statistics of a BatchNorm never move", hint
 
