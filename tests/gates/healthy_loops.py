@@ -1581,6 +1581,16 @@ def input_of_a_network_learned():
     fit(lambda _: network(code), SGD([code], 0.1))
 
 
+def samples_drawn_by_gradients_in_eval_mode():
+    model, optimizer = started(classifier(classes=1))
+    for inputs, _ in loader():
+        drawn = torch.randn(8, 8, requires_grad=True)
+        model.eval().requires_grad_(False)(drawn).sum().backward()
+        both = torch.cat([inputs, drawn.detach() - drawn.grad])
+        ours, others = model.train().requires_grad_(True)(both).chunk(2)
+        step(optimizer, others.mean() - ours.mean() + both.square().mean())
+
+
 def lazy_layers():
     model = nn.Sequential(nn.LazyLinear(16), nn.Linear(16, 5))
     model(torch.randn(2, 8))

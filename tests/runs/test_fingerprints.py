@@ -103,6 +103,16 @@ def test_the_first_call_of_lazy_modules_is_left_out(tmp_path):
     assert entered == ["model", "model.0", "model.1"]
 
 
+def test_a_module_in_a_transform_and_one_without_values_run_as_they_do(tmp_path):
+    model, given = torch.nn.Linear(4, 1), torch.randn(2, 4)
+    with record_run(tmp_path / "a"):
+        slopes = torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(given)
+        torch.nn.Linear(4, 2, device="meta")(given.to("meta"))
+    assert slopes.equal(model.weight.expand(2, -1))
+    record = read_fingerprints(tmp_path / "a")
+    assert [one["path"] for one in record if one["kind"] == "enter"] == ["model"]
+
+
 def test_compiled_models_are_recorded_from_outside(tmp_path):
     model = torch.compile(Model(""), backend="eager")
     with record_run(tmp_path / "a"):

@@ -317,6 +317,11 @@ WRAPPED_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_
 PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
+def in_transform() -> bool:
+    """Return whether a `torch.func` transform runs; its tensors must not escape from it."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Return the module that wrappers such as DDP and `torch.compile` hold."""
     inner: Any = module

@@ -52,7 +52,8 @@ def digest(tensor: Tensor) -> str:
 def digest_rows(tensor: Tensor) -> list[str]:
     """Return a digest for each entry of the first dimension, as for the samples of a batch."""
     with unwatched():
-        return [_hash_bits(row) for row in tensor.detach()] if is_plain(tensor) else []
+        has_values = is_plain(tensor) and not tensor.is_meta
+        return [_hash_bits(row) for row in tensor.detach()] if has_values else []
 
 
 def _hash_bits(tensor: Tensor) -> str:

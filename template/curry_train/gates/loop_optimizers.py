@@ -78,9 +78,12 @@ def zeroed(trace: Trace) -> Faults:
                     "gradients of an attack on the inputs are in the step",
                     "take them by torch.autograd.grad(loss, inputs), or call zero_grad() after it",
                 )
-        modes = {one.training for one in window.forwards if one.module is window.first.module}
+        modes = {(one.module, one.training) for one in window.forwards}
+        is_several = len(modes) > len({module for module, _ in modes})
         is_attack = any(call.of_inputs for call in calls)
-        if len(modes) > 1 and calls == window.all_calls and not is_attack:
+        # What an attack or a sampler runs has no backward call of these parameters.
+        has_one_each = calls == window.all_calls and len(calls) == len(window.forwards)
+        if is_several and has_one_each and not is_attack:
             hint = "evaluate under torch.no_grad(), without backward"
             yield calls[0], "gradients of an evaluation are in the step", hint
         yield from _lost(window)

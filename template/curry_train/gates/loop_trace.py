@@ -26,10 +26,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
+from ..core.blocks import in_transform
 from ..core.digest import is_plain
 from ..core.measure import heap_kept
 from ..core.replaced_calls import Call, replaced_calls, watched
-from ..primitives.grad_flow_probe import in_backward, in_transform
+from ..primitives.grad_flow_probe import in_backward
 from ..runs.fingerprints import LoaderIterator
 from ..workloads.models import LIBRARIES
 from ..workloads.optimizers import parameters_of

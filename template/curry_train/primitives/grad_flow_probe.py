@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import blocks_if_any, match_names, tensors_in
+from ..core.blocks import blocks_if_any, in_transform, match_names, tensors_in
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
@@ -236,11 +236,6 @@ def sums_of(tensor: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Return whether this thread runs backward, where checkpointing reruns forwards."""
     return torch._C._current_graph_task_id() != -1
-
-
-def in_transform() -> bool:
-    """Return whether a `torch.func` transform runs; its tensors must not escape from it."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 # Statistics of each layer's outputs, from hooks attached during probed steps only.

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from ..core.blocks import inside_wrappers
+from ..core.blocks import in_transform, inside_wrappers
 from ..core.digest import digest, digest_rows, is_plain
 from ..core.generators import generator_digests, hash_of, unwatched
 from ..core.measure import backward_node
@@ -225,8 +225,9 @@ class Recorder:
     # The forward pass.
 
     def _module(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
-        # Compiled code has no calls of modules; its own call is recorded from outside.
-        if torch.compiler.is_compiling() or not self.is_on:
+        # Compiled code has no calls of modules; its own call is recorded from outside. Tensors of a
+        # transform must not escape from it.
+        if torch.compiler.is_compiling() or in_transform() or not self.is_on:
             return call(module, *args, **options)
         # The first call of lazy modules makes their parameters.
         if any(map(nn.parameter.is_lazy, module.parameters())):
