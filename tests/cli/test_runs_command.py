@@ -52,10 +52,8 @@ def test_verify_reads_every_byte(runs):
     output = call("verify", runs / "first-001", status=1)
     assert "damaged: rollback/step-00000200.dcp" in output
     assert "3 of 4 checkpoints intact" in output
-    assert call("verify", runs / "first-001", "latest") == "1 of 1 checkpoints intact\n"
+    assert call("verify", runs / "first-001", "best") == "1 of 1 checkpoints intact\n"
     call("verify", runs / "first-001", "rollback/step-00000200.dcp", status=1)
-    for asked in ("best", "200"):  # of this step the recovery
-        assert call("verify", runs / "first-001", asked) == "1 of 1 checkpoints intact\n"
     output = call("verify", runs / "first-001", "step-3", status=2)
     assert "is neither a checkpoint nor a run" in flat(output)
 

