@@ -116,32 +116,38 @@ def test_a_layer_that_is_recomputed_already_is_not_recommended():
 # How a model may be built and called.
 
 
-def test_a_loop_holds_bytes_in_proportion_to_its_turns():
-    class Loop(Tower):
-        def forward(self, x, turns):
-            for _ in range(turns):
-                x = self.blocks[0](x)
-            return x
-
-    once, thrice = (profile(Loop(), (torch.randn(4, 8), turns)).layers[0] for turns in (1, 3))
-    assert (once.name, once.calls, once.bytes) == ("blocks.0", 1, 256)
-    assert (thrice.name, thrice.calls, thrice.bytes) == ("blocks.0", 3, 3 * 256 + 2 * 128)
+def three_turns(inner, x):
+    for _ in range(3):
+        x = inner[0](x)
+    return x
 
 
-def test_bytes_belong_to_the_innermost_layer():
+def borrowing():
+    """Return a model with a layer that runs a module which is registered elsewhere."""
     model = nn.Sequential(activated(8, nn.Sigmoid), nn.Identity())
-    # A layer that runs a module which is registered elsewhere.
     model.append(Runs(lambda own, x: torch.sigmoid(own[0](model[0](x))), nn.Linear(8, 8)))
-    held = {name: held for name, (held, _) in figures(profile(model, torch.randn(4, 8))).items()}
-    assert held == {"0": 2 * 128, "2": 128, "1": 0, "(rest)": 4}
+    return model
 
 
-def test_a_layer_that_blocks_share_counts_for_the_block_that_runs():
+def sharing():
+    """Return a model with a layer that its blocks run, too."""
     shared = activated(8, nn.Sigmoid)
     blocks = stacked(lambda: nn.Sequential(shared, nn.Sigmoid()), 2)
-    model = Runs(lambda inner, x: inner[0](inner[1](x)), shared, blocks)
-    held = {layer.name: layer.bytes for layer in profile(model, torch.randn(4, 8)).layers}
-    assert held == {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, "(rest)": 4}
+    return Runs(lambda inner, x: inner[0](inner[1](x)), shared, blocks)
+
+
+@pytest.mark.parametrize(
+    ("build", "calls", "held"),
+    [
+        (lambda: Runs(three_turns, Residual()), 3, {"inner.0": 3 * 256 + 2 * 128, "(rest)": 4}),
+        (borrowing, 2, {"0": 2 * 128, "2": 128, "1": 0, "(rest)": 4}),
+        (sharing, 1, {"inner.1.0": 256, "inner.1.1": 256, "inner.0": 128, "(rest)": 4}),
+    ],
+)
+def test_bytes_belong_to_the_innermost_layer_that_runs(build, calls, held):
+    layers = profile(build(), torch.randn(4, 8)).layers
+    assert {layer.name: layer.bytes for layer in layers} == held
+    assert layers[0].calls == calls
 
 
 def test_an_input_that_experts_share_is_held_once():
