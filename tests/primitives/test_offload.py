@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.measure import OperationMode, measure_memory
+from curry_train.core.measure import LiveStorages, measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import offload, offload_blocks, offload_report, recompute_blocks
 from curry_train.primitives.offload import OffloadReport
@@ -281,26 +281,14 @@ def test_backward_brings_back_two_storages_at_most_ahead_of_the_one_in_use(batch
     assert max(counts) == 3
 
 
-class CastsOfWeights(OperationMode):
-    """Weak references to the storages of all casts of a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.storages = []
-
-    def run(self, function, args, kwargs):
-        result = function(*args, **kwargs)
-        if function.overloadpacket is torch.ops.aten._to_copy and isinstance(args[0], nn.Parameter):
-            self.storages.append(weakref.ref(result.untyped_storage()))
-        return result
-
-
 def test_no_cast_of_a_weight_stays_alive_until_backward(batch):
     _, model = twins(block, min_bytes=256)
-    with CastsOfWeights() as casts, torch.autocast("cpu", torch.bfloat16):
+    with LiveStorages() as storages, torch.autocast("cpu", torch.bfloat16):
         loss = square_sum(model, batch)
-    assert len(casts.storages) >= 3
-    assert [cast() for cast in casts.storages if cast() is not None] == []
+    # Nothing else has the bytes of a weight in half precision.
+    casts = [life for life in storages.lives if life.nbytes == 2 * 32 * 32]
+    assert len(casts) == 3
+    assert all(life.died for life in casts)
     loss.backward()
 
 
