@@ -6,6 +6,7 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from curry_train.core.measure import OperationMode
 from curry_train.plan import Sketch, measure_timeline
@@ -210,3 +211,11 @@ class Coded(torch.Tensor):
     @classmethod
     def __tensor_unflatten__(cls, tensors, context, size, stride):
         return cls(*(tensors[name] for name in cls.inner))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        """Compute with the values."""
+        if func is torch.ops.aten.detach.default:
+            return cls(*(getattr(args[0], name) for name in cls.inner))
+        opened = tree_map(lambda one: one.values() if isinstance(one, cls) else one, args)
+        return func(*opened, **(kwargs or {}))

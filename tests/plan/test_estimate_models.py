@@ -123,12 +123,8 @@ class CodedWeight(Coded):
 
     inner = ("codes", "scale", "table")
 
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].codes, args[0].scale, args[0].table)
-        opened = [one.table[one.codes] * one.scale if isinstance(one, cls) else one for one in args]
-        return func(*opened, **(kwargs or {}))
+    def values(self):
+        return self.table[self.codes] * self.scale
 
 
 class OnCodes(nn.Module):

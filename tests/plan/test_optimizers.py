@@ -7,8 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
-from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map
 
 from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.optimizers import make_optimizer
@@ -38,8 +36,7 @@ class ByteState(Coded):
             target.scale.copy_(source.abs().max() / 127)
             target.codes.copy_(source / target.scale)
             return target
-        opened = tree_map(lambda one: one.values() if isinstance(one, cls) else one, args)
-        return return_and_correct_aliasing(func, args, kwargs, func(*opened, **(kwargs or {})))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class SmallMomentum(ByParameter):
