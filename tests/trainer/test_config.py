@@ -64,6 +64,17 @@ def test_warm_up_defaults_to_a_twentieth_of_the_steps():
     assert load_config(None, ["schedule.warmup_steps=7"]).schedule.warmup(300) == 7
 
 
+CHECKPOINT_BLOCK = """
+checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
+             best_k_direction: minimize, retention: {rollback_keep: 5, recovery_keep: 3},
+             overhead: 0.035}
+"""
+
+
+def test_the_documented_block_of_checkpoints_is_the_default(tmp_path):
+    assert load_config(write(tmp_path / "c.yaml", CHECKPOINT_BLOCK)) == Config()
+
+
 MISTAKES = """
 stpes=3                    | stpes is no key; did you mean 'steps'?
 learning_rate=3            | learning_rate is no key; did you mean 'optimizer.learning_rate'?
@@ -97,6 +108,18 @@ steps=48 batch_size=4 microbatch=2 'data.skip=[[400, 500]]' \
 data.skip=[[5,5]]          | data.skip must be pairs such as [[5760, 5888]]
 data=5 data.length=3       | data is 5, so that data.length can't be set
 data.length=3 data=5       | data must be a block of keys, got 5
+'checkpoint={rollback_evry: 5}'     | checkpoint.rollback_evry is no key; did you mean
+checkpoint.rollback_every=0 \
+                 | checkpoint.rollback_every must be 1 or more, or null for none; got 0
+checkpoint.rollback_every=true      | checkpoint.rollback_every must be
+checkpoint.overhead=0               | checkpoint.overhead must be above 0, at most 1; got 0
+checkpoint.recovery_every=auto      | checkpoint.recovery_every must be a whole number or null
+'checkpoint.best_k_metric=dev loss' | letters, digits and _, such as dev_loss
+checkpoint.best_k_direction=min \
+                 | checkpoint.best_k_direction must be minimize or maximize; got 'min'
+checkpoint.retention=5              | checkpoint.retention must be a block of keys, got 5
+'checkpoint.retention={keep_every: 0}' \
+                       | checkpoint.retention.keep_every must be 1 or more, or null for none
 """
 
 

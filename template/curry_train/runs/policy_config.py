@@ -3,7 +3,7 @@
     checkpoint: {rollback_every: 100, recovery_every: 1000, best_k: 3, best_k_metric: dev_loss,
                  best_k_direction: minimize, retention: {rollback_keep: 5, recovery_keep: 3}}
 
-Proof: `python -m pytest tests/runs/test_policy_config.py tests/trainer/test_config.py`.
+Proof: `python -m pytest tests/trainer/test_config.py`.
 """
 
 import contextlib
