@@ -3,12 +3,15 @@
 python -m pytest tests/cli/test_wrong_usage.py
 """
 
+import importlib.util
 import json
 import shlex
 import sys
 
 import pytest
 import torch
+
+from curry_train.cli.main import main
 
 from ..command_runs import finished, flat, ran, read_json
 from ..warm_python import warm_python
@@ -204,6 +207,11 @@ validate --impl made                        | give package.module:function
 validate --impl aply_sac=made.py:blocks     | what it implements: did you mean 'apply_sac'?
 validate --impl math:sqrt                   | write NAME=math:sqrt, where NAME tells
 validate --no-such-option                   | No such option
+bench --plot x.xyz                          | x.xyz: a picture is a PNG, name it x.png
+grad-flow --plot x.xyz                      | x.xyz: a picture is a PNG, name it x.png
+memory --plot x.xyz                         | x.xyz: a picture is a PNG, name it x.png
+plan --plot x.xyz                           | x.xyz: a picture is a PNG, name it x.png
+runs plot nowhere                           | there is no run nowhere
 --no-such-option                            | No such option
 validate --modle mlp                        | No such option '--modle'. Did you mean '--model'?
 validate --model mlp --json absent/x.json   | does not exist: create it first
@@ -269,3 +277,12 @@ def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder,
 def test_a_missing_device_ends_with_status_3(command):
     ended = ran(*shlex.split(f"{QUICK[command]} --device cuda"), status=3)
     assert "no CUDA device" in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["bench", "grad-flow", "memory", "plan"])
+def test_a_missing_matplotlib_is_reported_before_the_work_begins(name, monkeypatch):
+    command = main.load(name)
+    # Finding a command calls `find_spec`, too.
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    refused = ran("--model", "mlp", "--plot", "x.png", command=command, status=2)
+    assert "pip install 'matplotlib" in flat(refused.stderr)
