@@ -54,11 +54,11 @@ from ..trainer import (
 from ..workloads.models import load_object, load_workload
 from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
-    DTYPES,
     RESULTS_OPTION,
     WORDS_ARGUMENT,
     DeviceMissing,
     choose_device,
+    dtype_option,
     model_option,
     number_option,
 )
@@ -162,7 +162,7 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 )
 @model_option("model", more=". Same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
+@dtype_option(help="Same as dtype=.")
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
 @RESULTS_OPTION
