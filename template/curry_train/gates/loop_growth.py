@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -28,12 +28,8 @@ FIRST_STEP = 2
 LAST_STEP = 8
 # Growth over so many steps is taken for one that has no end.
 FEWEST_INTERVALS = 4
-# A graph that was made so many steps ago is kept.
-AGE_OF_A_GRAPH = 3
 # Objects other than tensors may grow by so much in a step, as texts of a log do.
 FEWEST_BYTES = 2**16
-# Name of the note on an output or a loss: after how many steps it was made, and where.
-MADE_AT = "preflight step"
 CONTAINERS = (list, dict, set, deque)
 HOLDERS = (dict, types.CellType)
 
@@ -58,7 +54,6 @@ class Growth:
         is_late = num_steps > LAST_STEP and not self.found
         if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
-        self.graphs = self.graphs or _lines_that_keep_graphs(num_steps - AGE_OF_A_GRAPH)
         objects = gc.get_objects()
         # A dictionary of arrays alone is not tracked.
         objects += gc.get_referents(*(one for one in objects if type(one) in HOLDERS))
@@ -77,14 +72,16 @@ class Growth:
             for key, before in self.sizes.items()
             if key in containers and (not before or len(containers[key]) >= before[-1] + by_least)
         }
-        graphs = [one for one in objects if issubclass(type(one), Tensor) and one.grad_fn]
-        self.num_nodes.append(len(nodes_behind(*graphs)))
+        self.num_nodes.append(len(nodes_behind(*_with_graphs(objects))))
         self.num_steps = num_steps
         self.found = {key: found for key, found in self.found.items() if key in self.sizes}
         if num_steps == FIRST_STEP + FEWEST_INTERVALS:
             if all(itertools.starmap(operator.lt, itertools.pairwise(self.num_nodes))):
-                largest = max(graphs, key=lambda one: len(nodes_behind(one)))
-                self.graphs = self.graphs or _lines_of_holders(largest)
+                # Not of what waits to be collected.
+                gc.collect()
+                graphs = _with_graphs(gc.get_objects())
+                if len(nodes_behind(*graphs)) > self.num_nodes[-2]:
+                    self.graphs = _lines_of_holders(*graphs) or [""]
             for key, (first, *_, last) in self.sizes.items():
                 one = containers[key]
                 measured = _description(one, (last - first) / FEWEST_INTERVALS)
@@ -133,29 +130,8 @@ def _description(container: Any, num_entries: float) -> str:
     )
 
 
-def _with_graphs(last: int) -> tuple[list[Tensor], dict[int, str]]:
-    """Return tensors with graphs that were made up to a step, and the line by the step."""
-    tensors = []
-    lines: dict[int, str] = {}
-    for one in gc.get_objects():
-        if issubclass(type(one), Tensor) and one.grad_fn is not None:
-            marks = [node.metadata.get(MADE_AT, (last + 1, "")) for node in nodes_behind(one)]
-            if old := {step: line for step, line in marks if step <= last}:
-                tensors.append(one)
-                lines |= old
-    return tensors, lines
-
-
-def _lines_that_keep_graphs(last: int) -> list[str]:
-    """Return the lines that add to tensors with graphs of several steps."""
-    tensors, lines = _with_graphs(last)
-    if len(lines) > 1:
-        gc.collect()
-        tensors, lines = _with_graphs(last)
-    # One may wait for the next evaluation.
-    if len(lines) < 2:
-        return []
-    return _lines_of_holders(*tensors) or [*lines.values()]
+def _with_graphs(objects: Iterable[Any]) -> list[Tensor]:
+    return [one for one in objects if issubclass(type(one), Tensor) and one.grad_fn is not None]
 
 
 def _lines_of_holders(*tensors: Tensor) -> list[str]:

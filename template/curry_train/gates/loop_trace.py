@@ -57,7 +57,7 @@ from .loop_events import (
     tensors_of,
     world_size,
 )
-from .loop_growth import MADE_AT, Growth
+from .loop_growth import Growth
 from .loop_lines import later_stage, users_frames, users_line, users_lines
 from .loop_loss import (
     ADDED,
@@ -309,7 +309,6 @@ class Observer(Recording):
             if tokens is not None and one.shape[:-1] == tokens.shape
         ]
         for one in outputs:
-            notes_on(one)[MADE_AT] = self.num_steps_made, users_line()
             self._mark(one, event, "is_trained_on")
         labels = tokens_of(self.given.options.get("labels"))
         if labels is not None and any(
@@ -457,7 +456,6 @@ class Observer(Recording):
         if in_backward() or loss.numel() != 1:
             call.run()
             return
-        notes_on(loss)[MADE_AT] = self.num_steps_made, users_line()
         parameters: list[Tensor] = [one for root in self.roots for one in root.parameters()]
         for optimizer in self.optimizers:
             parameters += parameters_of(optimizer)
@@ -678,7 +676,7 @@ class Observer(Recording):
             self.fault(
                 "graph",
                 place,
-                "a tensor of two steps ago is still held, with its graph",
+                "a tensor keeps the graph of each step",
                 "keep loss.item() or tensor.detach() in place of the tensor",
             )
         for module in self.ran[False] | self.ran[True]:
