@@ -44,7 +44,7 @@ def with_tolerance(tmp_path, kept):
     """Return a function that locates a fault among other sums, which are no difference."""
 
     def locate_again(fault="", **options):
-        # A bias in float32 makes float32 of a sum in bfloat16, which a layer gives back as bfloat16.
+        # With a bias in float32 a sum in bfloat16 is float32; a layer returns it in bfloat16.
         dtype = options.get("dtype", torch.float32)
         options["forward"] = lambda layer, inputs: in_two_sums(layer, inputs).to(dtype)
         values, a, noises = kept
