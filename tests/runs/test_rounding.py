@@ -44,9 +44,10 @@ def with_tolerance(tmp_path, kept):
     """Return a function that locates a fault among other sums, which are no difference."""
 
     def locate_again(fault="", **options):
-        # With a bias in float32 a sum in bfloat16 is float32; a layer returns it in bfloat16.
-        dtype = options.get("dtype", torch.float32)
-        options["forward"] = lambda layer, inputs: in_two_sums(layer, inputs).to(dtype)
+        # With a bias in float32 a sum in bfloat16 is float32.
+        options["forward"] = lambda layer, x: in_two_sums(layer, x).type_as(
+            F.linear(x, layer.weight)
+        )
         values, a, noises = kept
         b = recorded(tmp_path / "b", fault, **options)
         expected = expected_values(a, b, locate(a, b).place["step"])
