@@ -76,6 +76,16 @@ bench                                       | give either --model, --trainer or 
 bench --model mlp --trainer a:b             | give either --model, --trainer or --script
 bench --model bert                          | no workload is called 'bert'
 bench --model mlp --lever ful               | no lever is called 'ful'; did you mean 'full'?
+bench --model mlp --lever zzzz              | no lever is called 'zzzz'; there are none, full,
+bench --model mlp --lever full+regoins      | did you mean 'regions'
+bench --model mlp --lever ''                | no lever is called ''
+bench --model mlp --lever accumulate        | accumulate takes a number of microbatches, such as accumulate=4; got None
+bench --model mlp --lever accumulate=0      | got '0'
+bench --model mlp --lever accumulate=two    | got 'two'
+bench --model mlp --lever full=3            | the lever 'full' takes no value, got '3': leave it out
+bench --model mlp --lever autocast:fp16     | the lever 'autocast' takes no value
+bench --model mlp --lever plan=no:file      | Error: plan=no:file is not a file: give one that curry-train plan --out wrote
+bench --model mlp --lever plan              | Error: plan= is not a file
 bench --model mlp --against absent:build    | can't import absent
 bench --model mlp --optimizer adamx         | no optimizer is called 'adamx'
 bench --model mlp --blocks layers.*         | the pattern 'layers.*' matches no module
@@ -83,11 +93,12 @@ bench --model mlp --steps 0                 | 0 is not in the range x>=1
 bench --model mlp --peak fast               | 'fast' is not a peak: give TFLOP/s, such as 989, or 'measured'
 bench --model mlp --peak -3                 | '-3' is not a peak
 bench --model mlp --plot absent/bench.png   | create it first
-bench --model made.py:blocks --against made.py:other | can't take the batch of
+bench --model made.py:blocks --against made.py:other | made.py:other can't take the batch of made.py:blocks, on which both are compared
 bench --model mlp now                       | 'now' is for no script: give --script FILE
 bench --model mlp --factory f.py            | --factory writes what --script has read
 grad-flow --model mlpp                      | no workload is called 'mlpp'
 grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no module; there are 0, 0.0
+grad-flow --model mlp --blocks 9.*          | pattern '9.*' matches no module
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
 train stpes=3                               | Error: stpes is no key; did you mean 'steps'?
@@ -101,7 +112,11 @@ train model=tests.training_models:tiny data.length=20 | data.length=20: transfor
 train model=tests.training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch
 train model=tests.training_models:tiny 'recompute={strategy: selective, memory_threshold_mb: 1000}' | recompute.strategy=selective changes no layer of transformer: lower
 memory                                      | give either --model or --snapshot
-memory --model bert                         | no workload is called 'bert'
+memory --model bert                         | use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory
+memory --model transfomer                   | no workload is called 'transfomer'; did you mean 'transformer'?
+memory --model net/model.py                 | net/model.py names no function: add the one that returns the model, as in net/model.py:build
+memory --model net.model                    | as in net.model:build
+memory --model absent_module:build          | can't import absent_module. Run from the folder that holds it
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
 memory --model mlp --plot absent/step.png   | create it first
 memory --model mlp --snapshot made.py       | give either --model or --snapshot
@@ -114,7 +129,11 @@ memory --model made.py:exits_in_forward     | a forward on the batch raised Syst
 plan --model mlp                            | a plan needs a --budget
 plan --fits h100 --trainer nowhere.py:make  | Error: nowhere.py:make: there is no file
 plan --fits h100 --script nowhere.py        | Error: there is no file nowhere.py
-PLAN --budget 24                            | '24' has no unit: write 24GiB
+PLAN --budget 24                            | '24' has no unit: write 24GiB or 24MiB (2**30 and 2**20 bytes), or 24B
+PLAN --budget 1048575                       | '1048575' has no unit: write 1048575GiB
+PLAN --budget 0.1B                          | must be at least 1 byte
+PLAN --budget GiB                           | 'GiB' is not a memory size: write a number and a unit, such as 24GiB
+PLAN --budget 24G                           | has the unit 'G': use one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB
 PLAN --budget 0                             | must be at least 1 byte
 PLAN --budget -1                            | must be at least 1 byte
 PLAN --budget abc                           | 'abc' is not a memory size
@@ -128,6 +147,11 @@ PLAN --parallel fsdp2                       | --parallel shares a training among
 PLAN --parallel fsdp2 --mesh dp=2 --mesh dp=4 | --fits alone takes several meshes: give --mesh once
 PLAN --parallel ddp --ranks 2 --verify      | --verify runs one rank
 PLAN --target h10                           | there is no profile 'h10'. Use one of: h100
+PLAN --target rtx3060                       | rtx4090, cpu, measured. To plan for an
+PLAN --parallel zero --ranks 2              | parallel must be one of ddp, fsdp2,
+PLAN --parallel hsdp --ranks 4              | hsdp has a mesh of 2 dimensions, such as replicate=2
+PLAN --parallel fsdp2 --ranks 3 --mesh dp=2 | the mesh has 2 ranks, and ranks is 3
+PLAN --parallel fsdp2 --mesh dp:8           | 'dp:8' is no mesh: write its dimensions as dp=8,tp=8
 PLAN --optimizer adam                       | no optimizer is called 'adam'; did you mean 'adamw'?
 PLAN --blocks nothing*                      | the pattern 'nothing*' matches no module
 PLAN --out missing/plan.json                | does not exist: create it first

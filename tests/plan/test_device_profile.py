@@ -64,15 +64,10 @@ def test_a_dtype_without_a_rate_is_refused_with_those_that_have_one():
 # The built-in profiles.
 
 
-def test_names_are_found_in_any_spelling_and_others_get_the_list():
+def test_names_are_found_in_any_spelling():
     assert len(PROFILES) == 6
     assert find_profile("H100") is PROFILES["h100"]
     assert find_profile("RTX 4090") is find_profile("rtx-4090") is PROFILES["rtx4090"]
-    with pytest.raises(
-        ValueError,
-        match=r"no profile 'rtx3060'. Use one of: h100, .*rtx4090, cpu, measured. To plan for an",
-    ):
-        find_profile("rtx3060")
 
 
 # Devices of this machine.

@@ -11,7 +11,6 @@ from torch import nn
 
 from curry_train.core.blocks import Derived
 from curry_train.plan import Infeasible, Plan, PlanMismatch, Planner, Sharding, find_profile, plan
-from curry_train.plan.parallel import parse_mesh
 from curry_train.plan.saved import Option, apply_options
 
 from ..plan_models import Net, net, squares
@@ -209,12 +208,8 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
         ),
         (lambda: Option("sac"), "'sac' needs keep"),
         (lambda: Option("full", frozenset({("matmul", 0)})), "other kinds take none"),
-        (lambda: Sharding("zero", 2), r"parallel must be one of ddp, fsdp2, .*, got 'zero'"),
-        (lambda: Sharding("hsdp", 4), "hsdp has a mesh of 2 dimensions, such as replicate=2"),
         (lambda: Sharding("ddp", 2, precision="bfloat16"), "are options of fsdp2, hsdp and"),
-        (lambda: Sharding("fsdp2", 3, mesh={"dp": 2}), "the mesh has 2 ranks, and ranks is 3"),
         (lambda: Sharding("fsdp2", 2, rank=2), "rank 2 is none of 2 ranks: use 0 to 1"),
-        (lambda: parse_mesh("dp:8"), "'dp:8' is no mesh: write its dimensions as dp=8,tp=8"),
         (lambda: Sharding("ddp", 0), "ranks must be a whole number of at least 1, got 0"),
     ],
 )

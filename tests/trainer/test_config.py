@@ -87,6 +87,21 @@ clip_norm=0                | clip_norm must be above 0, or null; got 0
 name=a/b                   | name must be the name of a folder; got 'a/b'
 batch_size=30              | batch_size must be a multiple of microbatch, 16; got 30
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?
+recompute.strategy=sequental       | did you mean 'sequential'
+recompute.memory_threshold_mb=-1   | memory_threshold_mb must be a number of MB from 0 up
+recompute.snn_chunk_size=0         | snn_chunk_size must be a whole number from 1 up
+recompute.sequential_segments=0    | or None to choose it by measured bytes
+'recompute.include_patterns=layers.*' \
+                       | a list of globs over module names, such as ['layers
+'recompute={use_reentrant: true, strategy: sequential}' \
+                       | use_reentrant=True has no effect with sequential, only with full, selective
+'recompute={preserve_rng_state: false, strategy: regions}' | has no effect with regions
+'recompute={sequential_segments: 2, strategy: full}'       | only with sequential: leave it out
+recompute.snn_chunk_size=2         | only with snn_timestep_checkpoint
+recompute.memory_treshold_mb=3     | did you mean 'memory_threshold_mb'
+recompute.strategy=plan \
+                 | plan must be the path of a plan with strategy 'plan', None with others; got None
+'recompute={strategy: full, plan: plan.json}'              | None with others; got 'plan.json'
 data.source=tokens         | data.path must be a glob where source is tokens; got None
 checkpoint.best_k_metric=accuracy \
   | checkpoint.best_k_metric must be dev_loss or loss, the metrics that this loop \

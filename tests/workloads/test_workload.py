@@ -253,21 +253,6 @@ def test_a_line_outside_of_the_folder_is_named_in_full(factory, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("transfomer", r"no workload is called 'transfomer'; did you mean 'transformer'\?"),
-        ("bert", "use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory"),
-        ("net/model.py", "net/model.py names no function: .* as in net/model.py:build"),
-        ("net.model", "net.model names no function: .* as in net.model:build"),
-        ("absent_module:build", "can't import absent_module. Run from the folder that holds it"),
-    ],
-)
-def test_an_unknown_model_name_is_reported(spec, message):
-    with pytest.raises(WorkloadError, match=message):
-        load_workload(spec)
-
-
-@pytest.mark.parametrize(
     ("source", "message"),
     [
         (
