@@ -160,6 +160,14 @@ PLAN --chunked-loss                         | has no output layer
 PLAN --without half                         | is not one of
 PLAN --parallel a:b --mesh pp=2             | stages of a pipeline are not planned
 PLAN --link fast                            | fast
+PLAN --link 450GB                           | are no links
+PLAN --link 450GB,50GB,x                    | are no links
+PLAN --link 450,50                          | has no unit
+PLAN --link 450GB,50GB,0                    | are no links
+PLAN --parallel ddp --ranks 2 --gather-in bfloat16 | are options of fsdp2, hsdp and
+PLAN --parallel fsdp2 --ranks 2 --rank 2    | rank 2 is none of 2 ranks: use 0 to 1
+plan --model mlp --fits cpu --global-batch 4 | the memory of cpu is not known
+plan --model mlp --fits h100 --global-batch 3 --parallel hsdp --mesh replicate=1,shard=2 | a global batch of 3 can't be shared
 PLAN --reshard-after-forward 1              | '1' is neither yes, no, nor a number of ranks
 PLAN --model nothing                        | no workload is called 'nothing'
 PLAN --model made.py:none                   | has no callable 'none'

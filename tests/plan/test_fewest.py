@@ -88,22 +88,3 @@ def test_what_blocks_hold_with_the_whole_loss_is_a_floor_for_the_loss_in_chunks(
     memory = cuda_memory(chunked.trace, workspace_bytes=workspace_of("h100"))
     assert floor <= memory.allocated_bytes + CONTEXT_BYTES
     assert floor > 0.7 * (chunked.peak_bytes + CONTEXT_BYTES)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"device": find_profile("cpu"), "global_batch": 4}, "the memory of cpu is not known"),
-        (
-            {
-                "device": card(MIB),
-                "global_batch": 3,
-                "sharding": Sharding("hsdp", mesh={"replicate": 1, "shard": 2}),
-            },
-            "a global batch of 3 can't be shared",
-        ),
-    ],
-)
-def test_what_cannot_be_searched_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        fewest_gpus(MODEL, **settings)

@@ -208,8 +208,6 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
         ),
         (lambda: Option("sac"), "'sac' needs keep"),
         (lambda: Option("full", frozenset({("matmul", 0)})), "other kinds take none"),
-        (lambda: Sharding("ddp", 2, precision="bfloat16"), "are options of fsdp2, hsdp and"),
-        (lambda: Sharding("fsdp2", 2, rank=2), "rank 2 is none of 2 ranks: use 0 to 1"),
         (lambda: Sharding("ddp", 0), "ranks must be a whole number of at least 1, got 0"),
     ],
 )

@@ -200,6 +200,3 @@ def test_links_are_read_as_they_are_written_and_known_by_gpu():
     assert parse_links("32GB, 1.5GB, 4") == Links(32e9, 1.5e9, 4)
     assert links_of("h100") == LINKS_OF_PROFILES["h100"]
     assert "PCIe" in links_of("NVIDIA of another kind").source
-    for text in ("450GB", "450GB,50GB,x", "450,50", "450GB,50GB,0"):
-        with pytest.raises(ValueError, match=r"are no links|has no unit"):
-            parse_links(text)
