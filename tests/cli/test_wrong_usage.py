@@ -88,6 +88,7 @@ bench --model mlp --lever plan=no:file      | Error: plan=no:file is not a file:
 bench --model mlp --lever plan              | Error: plan= is not a file
 bench --model mlp --against absent:build    | can't import absent
 bench --model mlp --optimizer adamx         | no optimizer is called 'adamx'
+bench --model mlp --optimizer lion_32bit    | 'lion_32bit'; use one of
 bench --model mlp --blocks layers.*         | the pattern 'layers.*' matches no module
 bench --model mlp --steps 0                 | 0 is not in the range x>=1
 bench --model mlp --peak fast               | 'fast' is not a peak: give TFLOP/s, such as 989, or 'measured'
@@ -110,6 +111,9 @@ train model=mlp                             | this one takes a tuple: use data.s
 train model=tests.training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
 train model=tests.training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
 train model=tests.training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch
+train model=tests.training_models:tiny 'recompute={strategy: full, exclude_patterns: [nothing]}' | exclude_patterns 'nothing' matches no module; there are
+train model=tests.training_models:tiny 'recompute={strategy: full, include_patterns: [nothing]}' | include_patterns 'nothing' matches no module; there are
+train model=tests.training_models:tiny 'recompute={strategy: plan, plan: none.json}' | can't read the plan none.json
 train model=tests.training_models:tiny 'recompute={strategy: selective, memory_threshold_mb: 1000}' | recompute.strategy=selective changes no layer of transformer: lower
 memory                                      | give either --model or --snapshot
 memory --model bert                         | use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory
@@ -152,6 +156,7 @@ PLAN --parallel zero --ranks 2              | parallel must be one of ddp, fsdp2
 PLAN --parallel hsdp --ranks 4              | hsdp has a mesh of 2 dimensions, such as replicate=2
 PLAN --parallel fsdp2 --ranks 3 --mesh dp=2 | the mesh has 2 ranks, and ranks is 3
 PLAN --parallel fsdp2 --mesh dp:8           | 'dp:8' is no mesh: write its dimensions as dp=8,tp=8
+PLAN --optimizer adam-8bit                  | did you mean 'adamw-8bit'
 PLAN --optimizer adam                       | no optimizer is called 'adam'; did you mean 'adamw'?
 PLAN --blocks nothing*                      | the pattern 'nothing*' matches no module
 PLAN --out missing/plan.json                | does not exist: create it first

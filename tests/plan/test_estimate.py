@@ -202,8 +202,6 @@ def test_optimizer_state_by_arithmetic():
         assert step.timeline.owners["optimizer state"][0] == state
         assert (step.gradients, step.fixed) == (parameters, parameters + state + 3 * 32 * 4 + 3 * 8)
     assert isinstance(make_optimizer("6.5", nn.Linear(2, 2)), BytesForEach)
-    with pytest.raises(ValueError, match="did you mean 'adamw-8bit'"):
-        make_optimizer("adam-8bit", nn.Linear(2, 2))
     assert all(make_optimizer(name, nn.Linear(2, 2)) for name in OPTIMIZERS)
 
 

@@ -134,13 +134,9 @@ def test_selective_takes_the_layers_above_the_threshold(batch):
     assert apply(model, report, memory_threshold_mb=0, exclude_patterns=["1"]) == ["0", "2"]
 
 
-def test_selective_patterns_choose_blocks_and_one_without_a_match_is_an_error(batch):
+def test_selective_patterns_choose_blocks():
     model = chain(3)
     assert apply(model, strategy="full", include_patterns=["[01]"], exclude_patterns=["0"]) == ["1"]
-    with pytest.raises(
-        ValueError, match=r"exclude_patterns 'layers.\*' matches no module; there are 0, 1, 2"
-    ):
-        apply(chain(3), strategy="full", exclude_patterns=["layers.*"])
 
 
 @pytest.mark.parametrize(
@@ -148,7 +144,6 @@ def test_selective_patterns_choose_blocks_and_one_without_a_match_is_an_error(ba
     [
         ({"strategy": "selective"}, "needs a profile"),
         ({"strategy": "sequential"}, "needs a batch"),
-        ({"strategy": "plan", "plan": "none.json"}, "can't read the plan none.json"),
     ],
 )
 def test_selective_without_its_inputs_is_refused(config, message):
