@@ -164,7 +164,7 @@ def test_blocks_that_run_lower_the_peak_with_equal_bits(kind):
 
 def test_a_norm_that_saves_hardly_more_than_its_input_is_no_block():
     model = nn.Sequential(Block(), Block(), nn.Dropout(0.1), nn.LayerNorm(WIDTH))
-    assert chosen(model).names == ("0.attend", "0.feed", "1.attend", "1.feed")
+    assert "3" not in chosen(model).names
 
 
 def test_a_model_of_the_class_of_its_block_is_no_block_itself():
