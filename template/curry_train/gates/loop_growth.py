@@ -55,6 +55,7 @@ class Growth:
         if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
         objects = gc.get_objects()
+        self.num_nodes.append(len(nodes_behind(*_with_graphs(objects))))
         # A dictionary of arrays alone is not tracked.
         objects += gc.get_referents(*(one for one in objects if type(one) in HOLDERS))
         objects += [one for _, one, _ in _variables()]
@@ -72,7 +73,6 @@ class Growth:
             for key, before in self.sizes.items()
             if key in containers and (not before or len(containers[key]) >= before[-1] + by_least)
         }
-        self.num_nodes.append(len(nodes_behind(*_with_graphs(objects))))
         self.num_steps = num_steps
         self.found = {key: found for key, found in self.found.items() if key in self.sizes}
         if num_steps == FIRST_STEP + FEWEST_INTERVALS:
