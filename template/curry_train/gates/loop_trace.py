@@ -239,9 +239,9 @@ class Observer(Recording):
             ran[module] = users_line("checkpoint") if module.training else ""
         event = None
         # A loss is a module too, without parameters. The first call of lazy ones makes them.
-        parameters = [*module.parameters()]
-        is_model, is_lazy = bool(parameters), any(map(nn.parameter.is_lazy, parameters))
-        if is_model and not (is_lazy or self.depth or in_backward()):
+        is_model = next(module.parameters(), None) is not None
+        is_inner = self.depth or in_backward()
+        if is_model and not (is_inner or any(map(nn.parameter.is_lazy, module.parameters()))):
             self.given = call
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)

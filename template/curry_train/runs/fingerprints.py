@@ -230,7 +230,7 @@ class Recorder:
         if torch.compiler.is_compiling() or in_transform() or not self.is_on:
             return call(module, *args, **options)
         # The first call of lazy modules makes their parameters.
-        if any(map(nn.parameter.is_lazy, module.parameters())):
+        if not self.calls and any(map(nn.parameter.is_lazy, module.parameters())):
             with mock.patch.object(self, "is_on", False):
                 return call(module, *args, **options)
         inner = inside_wrappers(module)
