@@ -130,7 +130,8 @@ def fit_scaled(scaler=None, batches=None, *, dtype=None, every=1, unscale_at=0, 
         if number % every == unscale_at:
             scaler.unscale_(optimizer)  # unscaled
         if number % every == every - 1:
-            clip(model)
+            # With a part that is frozen, and in no optimizer.
+            clip(nn.ModuleList([model, nn.Linear(1, 1)]))
             scaler.step(optimizer)
             (update or scaler.update)()
             schedule.step()

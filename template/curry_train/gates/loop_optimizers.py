@@ -202,9 +202,9 @@ def _missing(trace: Trace) -> set[Tensor]:
         calls = [one for one in trace.trained_forwards if one.module is root]
         # A network of which nothing is trained may only pass gradients on, as in a perceptual loss.
         # A head gets all that it is given from trained layers, and is not much larger than these.
-        most = _size(root.parameters()) / MOST_OF_HEAD
+        most = sum(map(Tensor.numel, root.parameters())) / MOST_OF_HEAD
         is_head = all(
-            one.behind <= known and _size(one.behind) > most
+            one.behind <= known and sum(map(Tensor.numel, one.behind)) > most
             for one in trace.of(Forward)
             if one.module is root and one.training
         )
@@ -216,10 +216,6 @@ def _missing(trace: Trace) -> set[Tensor]:
         if (is_first and not is_moved) or not trace.held.isdisjoint(own):
             found |= own | alone
     return found & trace.with_gradient - trace.held
-
-
-def _size(parameters: Iterable[Tensor]) -> int:
-    return sum(map(Tensor.numel, parameters))
 
 
 def never_steps(trace: Trace) -> Faults:

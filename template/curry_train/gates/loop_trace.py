@@ -530,8 +530,8 @@ class Observer(Recording):
             self.fault("clipping", event, "gradients are clipped to 0", hint)
         is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
         since = itertools.takewhile(lambda one: one.call != "scale", reversed(self.of(Scaling)))
-        unscaled = (parameters_of(one.optimizer) for one in since if one.optimizer)
-        if is_scaled and not event.parameters.issubset(itertools.chain.from_iterable(unscaled)):
+        unscaled = {it for one in since if one.optimizer for it in parameters_of(one.optimizer)}
+        if is_scaled and any(one.grad is not None for one in event.parameters - unscaled):
             hint = "call scaler.unscale_(optimizer) before it"
             self.fault("clipping", event, "gradients are clipped while they are scaled", hint)
         return call.run()
