@@ -419,7 +419,7 @@ class Trace(Events):
     later: str = ""
     # Whether ranks may have different numbers of batches.
     joins: bool = False
-    # What ended the loop.
+    # The error that ended the loop, if one did.
     error: Exception | None = None
 
     def named(self, parameters: Iterable[Tensor]) -> str:

@@ -81,7 +81,7 @@ def zeroed(trace: Trace) -> Faults:
         modes = {(one.module, one.training) for one in window.forwards}
         is_several = len(modes) > len({module for module, _ in modes})
         is_attack = any(call.of_inputs for call in calls)
-        # What an attack or a sampler runs has no backward call of these parameters.
+        # An attack or a sampler runs the model more often than backward reaches its parameters.
         has_one_each = calls == window.all_calls and len(calls) == len(window.forwards)
         if is_several and has_one_each and not is_attack:
             hint = "evaluate under torch.no_grad(), without backward"

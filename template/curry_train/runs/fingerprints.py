@@ -319,7 +319,7 @@ class Recorder:
                 outputs.append((one.grad_fn._sequence_nr(), metadata[key]))
             else:
                 metadata[key]["consumers"].append((path, number))
-        # Of several outputs the last one may be computed from the others: by this call itself.
+        # The last of several outputs may be computed from the others, within this very call.
         latest = max((time for time, _ in outputs), default=0)
         for time, flow in outputs:
             if time < latest:

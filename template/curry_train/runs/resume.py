@@ -68,8 +68,7 @@ def load_chosen(
 
     `what` is `latest`, `best`, a step, `before-180` for the newest state before that step, the
     folder of a run, or the folder of a checkpoint, from here or in the run's. All ranks call
-    together. Raises
-    DamagedCheckpoint, which names every candidate, if none of them is intact.
+    together. Raises DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
     root, candidates, damaged = Ranks().agree(lambda: choose(own, what, config=config))
