@@ -269,7 +269,7 @@ class SavingPolicy:
         return resumed
 
     def begin(self, state: TrainingState) -> None:
-        """Call before a run trains that does not resume."""
+        """Call before a run trains, unless it resumes: `resume` calls it."""
         try:
             self._by_design = {*unsound_tensors(state.snapshot())}
         except Exception as error:  # noqa: BLE001 - the first save raises it, unless it succeeds then
