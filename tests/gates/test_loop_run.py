@@ -126,6 +126,8 @@ if __name__ == "__main__":
 """
 
 SHARDED = """\
+import sys
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -137,11 +139,14 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 5))
 for layer in (model[0], model[2], model):
     fully_shard(layer, mesh=mesh)
+if "divides" in sys.argv:
+    model.set_gradient_divide_factor(1.0)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 torch.manual_seed(torch.distributed.get_rank())
 for number in range(40):
     model.set_requires_gradient_sync(number % 2 == 1)
-    (F.cross_entropy(model(torch.randn(4, 8)), torch.randint(5, (4,))) / 2).backward()
+    loss = F.cross_entropy(model(torch.randn(4, 8)), torch.randint(5, (4,)), reduction="sum")
+    (loss / (8 if "mean" in sys.argv else 16)).backward()  # backward
     if number % 2:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -412,9 +417,13 @@ def test_a_script_that_starts_its_ranks_has_to_be_given_their_number(folder):
         failed("script", "ranks.py", "summed")
 
 
-def test_a_sharded_model_is_checked_on_two_ranks(folder):
+@pytest.mark.parametrize("kind", ["mean", "divides", "terms"])
+def test_a_sharded_model_is_checked_on_two_ranks(folder, kind):
+    """FSDP2 averages, so that a loss divided by the terms of all ranks is divided twice."""
     Path("sharded.py").write_text(SHARDED)
-    assert failed("script", "sharded.py", num_ranks=2) == {}
+    measured = "gradients are averaged over the ranks twice"
+    expected = {"loop/ranks": f"sharded.py:21: {measured}"} if kind == "terms" else {}
+    assert failed("script", "sharded.py", kind, num_ranks=2) == expected
 
 
 def test_a_script_of_a_package_has_its_relative_imports(folder):

@@ -419,6 +419,8 @@ class Trace(Events):
     later: str = ""
     # Whether ranks may have different numbers of batches.
     joins: bool = False
+    # Whether the loop sets what a sharded model divides gradients by.
+    divides: bool = False
     # The error that ended the loop, if one did.
     error: Exception | None = None
 

@@ -22,10 +22,19 @@ from ..core.digest import is_plain
 # probabilities, some of which take logarithms, and on values.
 OF_LOGARITHMS = ("nll_loss", "kl_div", "ctc_loss")
 ON_CLASSES = ("cross_entropy", "binary_cross_entropy_with_logits", *OF_LOGARITHMS)
-ON_VALUES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy")
+# Whose targets are numbers of labels and have another shape.
+ON_LABELS = ("multi_margin_loss", "multilabel_margin_loss")
+ON_VALUES = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "soft_margin_loss",
+    "binary_cross_entropy",
+    *ON_LABELS,
+)
 # Sums of probabilities and weights of terms may differ by rounding, in half precision at worst.
 TOLERANCE = 0.02
-REDUCTIONS = {1: "mean", 2: "sum"}
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,7 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
         if _is_scrambled(given):
             hint = "give it logits.transpose(1, 2), or flatten positions of logits and targets"
             yield "classes and positions are mixed up by a view", hint
-    elif name != "ctc_loss":
+    elif name not in ("ctc_loss", *ON_LABELS):
         sizes = given.numel(), target.numel()
         together = torch.broadcast_shapes(given.shape, target.shape).numel()
         if 1 not in sizes and together > max(sizes):
@@ -416,13 +425,7 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
             in_mean = masked if is_mean else 0
             return Term(name, "sum", counted, factor, divisors, in_mean)
         return Term(name, "mean", num_terms, factor, divisors, masked)
-    reduction = REDUCTIONS.get(getattr(node, "_saved_reduction", 0), "")
-    weight, given = _saved(node, "total_weight"), _saved(node, "self")
-    if not reduction or given is None:
-        return Term(name, "", math.nan, factor, divisors)
-    return Term(
-        name, reduction, float(given.numel() if weight is None else weight), factor, divisors
-    )
+    return Term(name, "", math.nan, factor, divisors)
 
 
 def _num_filled(node: Any) -> int:

@@ -28,6 +28,8 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
         place = forwards[0].place if forwards else ""
         # Shards differ from rank to rank, as they should.
         is_sharded = any(isinstance(one, DTensor) for one in parameters_of(step.optimizer))
+        # FSDP2 averages them, unless the loop sets what it divides by.
+        gradient = [1.0, 1.0] if is_sharded else [step.made, step.used]
         steps.append(
             {
                 "place": step.place,
@@ -43,7 +45,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
                     [(next((c.place for c in calls if c.at > one.at), ""), one.syncs) for one in of]
                     for of in grouped(last.values(), "module")
                 ],
-                "gradient": None if is_sharded else [step.made, step.used],
+                "gradient": None if trace.divides else gradient,
                 "loss_place": step.calls[-1].place if step.calls else "",
                 "totals": totals(step.calls),
             }

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -191,6 +192,7 @@ class Observer(Recording):
         yield torch, "manual_seed", self._seed
         yield RemovableHandle, "__init__", self._hook
         yield Join, "__enter__", self._join
+        yield FSDPModule, "set_gradient_divide_factor", self._divide
 
     # Data.
 
@@ -212,6 +214,10 @@ class Observer(Recording):
 
     def _join(self, call: Called) -> Any:
         self.joins = True
+        return call.run()
+
+    def _divide(self, call: Called) -> Any:
+        self.divides = True
         return call.run()
 
     def _seed(self, call: Called) -> Any:
