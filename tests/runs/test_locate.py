@@ -174,7 +174,9 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
 
 
-def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path):
+@pytest.mark.parametrize(("is_called", "name"), [(True, "model-1.weight"), (False, "SGD.2")])
+def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path, is_called, name):
+    """Those of a module that is not called are named when the optimizer first has them."""
     records = []
     for seed in (0, 1):
         torch.manual_seed(0)
@@ -184,10 +186,12 @@ def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path):
             second = nn.Linear(4, 1)
             optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
             for rows in DataLoader(torch.eye(64, 4), 4, shuffle=True):
-                second(first(rows)).sum().backward()
+                hidden = first(rows)
+                output = second(hidden) if is_called else hidden @ second.weight.T
+                output.sum().backward()
                 optimizer.step()
         records.append(read_fingerprints(tmp_path / str(seed)))
-    assert locate(*records).headline.startswith("step 1, state: model-1.weight")
+    assert locate(*records).headline.startswith(f"step 1, state: {name}")
 
 
 def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):

@@ -180,7 +180,7 @@ class Recorder:
             one["digests"] = digests
             if kind in ("enter", "exit"):
                 one["generator"] = _generator()
-            elif kind == "state":
+            elif kind == "state" and not self.stepping:
                 one["generators"] = dict(generator_digests().items() - self.undrawn)
             if self.in_replay:
                 one["ranges"] = ranges_of(tensors)
@@ -403,6 +403,10 @@ class Recorder:
             found |= {f"{name} of group {number}": one for name, one in leaves_of(settings).items()}
         if self.records_all:
             parameters, state = self._of_optimizer(optimizer, path)
+            # Those of no module have not been noted at its first call.
+            own = {name: one for name, one in parameters.items() if name.startswith(f"{path}.")}
+            if own and self.step == 1:
+                self._note("state", path, own)
             found |= {
                 f"gradient of {name}": one.grad
                 for name, one in parameters.items()
