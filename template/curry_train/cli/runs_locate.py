@@ -185,7 +185,8 @@ class Again:
             if not (repeated := locate(pair["AB".index(which)], one)).is_equal:
                 raise UnusableInput(
                     f"{which} does not repeat itself ({repeated.headline}): give it the files, "
-                    "variables and versions with which it was recorded, and a seed"
+                    "variables and versions with which it was recorded, and a seed; compiled "
+                    "code may need one thread, OMP_NUM_THREADS=1"
                 )
         return again
 
