@@ -19,16 +19,8 @@ FAILED = {
     "rewarding": set(),
     "group_relative": set(),
     "ignores_the_window": {"accumulation"},
-    "not_shifted": {"targets"},
-    "shifted_twice": {"targets"},
     "padding_counts": {"targets"},
-    "divides_twice": {"accumulation"},
-    "schedules_each_microbatch": {"schedule"},
-    "undivided": {"accumulation"},
     "trains_its_reference": {"moves"},
-    "is_its_reference": {"moves"},
-    "drops_in_its_reference": {"mode"},
-    "same_rewards": {"moves"},
 }
 
 

@@ -6,7 +6,6 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -67,11 +66,11 @@ def num_words(completions, **_):
     return [float(len({*one.split()})) for one in completions]
 
 
-def group_relative(reward=num_words):
+def group_relative():
     def arguments(*args, **options):
         return trl.GRPOConfig(*args, num_generations=2, max_completion_length=8, **options)
 
-    return trainer(trl.GRPOTrainer, arguments, ("prompt",), reward_funcs=reward)
+    return trainer(trl.GRPOTrainer, arguments, ("prompt",), reward_funcs=num_words)
 
 
 class IgnoresTheWindow(trl.SFTTrainer):
@@ -81,27 +80,6 @@ class IgnoresTheWindow(trl.SFTTrainer):
 
 def ignores_the_window():
     return tuned(IgnoresTheWindow)
-
-
-class NotShifted(trl.SFTTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        labels = inputs.pop("labels").flatten()
-        logits = model(**inputs).logits.flatten(0, 1)
-        return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
-
-
-def not_shifted():
-    return tuned(NotShifted)
-
-
-class ShiftedTwice(trl.SFTTrainer):
-    def compute_loss(self, model, inputs, *args, **options):
-        inputs["labels"] = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-        return super().compute_loss(model, inputs, *args, **options)
-
-
-def shifted_twice():
-    return tuned(ShiftedTwice)
 
 
 def with_padding(rows):
@@ -115,37 +93,6 @@ def padding_counts():
     return tuned(columns=("text",), data_collator=with_padding)
 
 
-class DividesTwice(trl.SFTTrainer):
-    def compute_loss(self, *args, **options):
-        return super().compute_loss(*args, **options) / self.args.gradient_accumulation_steps
-
-
-def divides_twice():
-    return tuned(DividesTwice)
-
-
-class SchedulesEachMicrobatch(trl.SFTTrainer):
-    def training_step(self, *args, **options):
-        loss = super().training_step(*args, **options)
-        self.lr_scheduler.step()
-        return loss
-
-
-def schedules_each_microbatch():
-    return tuned(SchedulesEachMicrobatch)
-
-
-class Undivided(trl.DPOTrainer):
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        loss = self.compute_loss(model.train(), self._prepare_inputs(inputs))
-        loss.backward()
-        return loss.detach()
-
-
-def undivided():
-    return preferring(Undivided)
-
-
 class TrainsItsReference(trl.DPOTrainer):
     def create_optimizer(self, *args, **options):
         self.ref_model.requires_grad_(True)
@@ -155,27 +102,3 @@ class TrainsItsReference(trl.DPOTrainer):
 
 def trains_its_reference():
     return preferring(TrainsItsReference)
-
-
-class IsItsReference(trl.DPOTrainer):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.ref_model = self.model
-
-
-def is_its_reference():
-    return preferring(IsItsReference)
-
-
-class DropsInItsReference(trl.DPOTrainer):
-    def compute_loss(self, *args, **options):
-        self.ref_model.train()
-        return super().compute_loss(*args, **options)
-
-
-def drops_in_its_reference():
-    return preferring(DropsInItsReference, dropout=0.1)
-
-
-def same_rewards():
-    return group_relative(lambda completions, **_: [1.0] * len(completions))
