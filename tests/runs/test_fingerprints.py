@@ -19,6 +19,10 @@ def kinds(record):
     return {one["kind"] for one in record}
 
 
+def entered(record):
+    return [one["path"] for one in record if one["kind"] == "enter"]
+
+
 def test_recording_changes_nothing(tmp_path):
     plain = train()
     with record_run(tmp_path / "a", steps=9):
@@ -90,8 +94,7 @@ def test_wrappers_leave_no_trace_in_the_names(tmp_path):
         model(torch.randn(2, 16))
         # While the training runs the lines are in the file.
         assert read_fingerprints(tmp_path / "a")[-1]["kind"] == "exit"
-    calls = [one for one in read_fingerprints(tmp_path / "a") if one["kind"] == "enter"]
-    assert [(one["path"], one["call"]) for one in calls[:2]] == [("model", 0), ("model.h.0", 0)]
+    assert entered(read_fingerprints(tmp_path / "a"))[:2] == ["model", "model.h.0"]
 
 
 def test_the_first_call_of_lazy_modules_is_left_out(tmp_path):
@@ -99,8 +102,7 @@ def test_the_first_call_of_lazy_modules_is_left_out(tmp_path):
     with record_run(tmp_path / "a"):
         for _ in "ab":
             model(torch.randn(2, 16))
-    entered = [one["path"] for one in read_fingerprints(tmp_path / "a") if one["kind"] == "enter"]
-    assert entered == ["model", "model.0", "model.1"]
+    assert entered(read_fingerprints(tmp_path / "a")) == ["model", "model.0", "model.1"]
 
 
 def test_a_module_in_a_transform_and_one_without_values_run_as_they_do(tmp_path):
@@ -109,8 +111,7 @@ def test_a_module_in_a_transform_and_one_without_values_run_as_they_do(tmp_path)
         slopes = torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(given)
         torch.nn.Linear(4, 2, device="meta")(given.to("meta"))
     assert slopes.equal(model.weight.expand(2, -1))
-    record = read_fingerprints(tmp_path / "a")
-    assert [one["path"] for one in record if one["kind"] == "enter"] == ["model"]
+    assert entered(read_fingerprints(tmp_path / "a")) == ["model"]
 
 
 def test_compiled_models_are_recorded_from_outside(tmp_path):
@@ -118,7 +119,7 @@ def test_compiled_models_are_recorded_from_outside(tmp_path):
     with record_run(tmp_path / "a"):
         model(torch.randn(2, 16)).sum().backward()
     record = read_fingerprints(tmp_path / "a")
-    assert [one["path"] for one in record if one["kind"] == "enter"] == ["model"]
+    assert entered(record) == ["model"]
     assert "gradient" in kinds(record)
 
 

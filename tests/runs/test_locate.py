@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.utils.data import DataLoader
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -46,6 +45,16 @@ same samples   | 2 | data      | loop           | has the same samples in anothe
 drawn          | 2 | forward   | model.h.0.drop | draws from a random generator that differs
 drawn          | 2 | forward   | model.h.0.drop | generator of torch differs after the batch of
 """
+
+
+def records_of(tmp_path, train, *variants):
+    """Record a training once for each variant."""
+    records = []
+    for number, variant in enumerate(variants):
+        with record_run(tmp_path / f"run {number}"):
+            train(variant)
+        records.append(read_fingerprints(tmp_path / f"run {number}"))
+    return records
 
 
 def cells_of(table):
@@ -121,34 +130,32 @@ class Stale(nn.BatchNorm1d):
         return output
 
 
-def odd_record(folder, fault):
+def train_odd(fault):
     """Train by closures, as Lightning does, with two backward calls on each graph."""
-    with record_run(folder):
-        torch.manual_seed(0)
-        model = Odd(fault)
-        if fault == "stale":
-            model.norm.__class__ = Stale
-        if fault == "inserted":
-            model.mlp.insert(0, nn.Identity())
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        criterion = nn.MSELoss()
+    torch.manual_seed(0)
+    model = Odd(fault)
+    if fault == "stale":
+        model.norm.__class__ = Stale
+    if fault == "inserted":
+        model.mlp.insert(0, nn.Identity())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    criterion = nn.MSELoss()
 
-        def closure():
-            optimizer.zero_grad()
-            output = model(torch.randn(8, 4))
-            output = output * 1.01 if fault == "scaled" else output
-            loss = criterion(output, torch.ones(8, 4))
-            loss.backward(retain_graph=True)
-            loss.backward()
-            if fault == "clipped":
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            return loss
+    def closure():
+        optimizer.zero_grad()
+        output = model(torch.randn(8, 4))
+        output = output * 1.01 if fault == "scaled" else output
+        loss = criterion(output, torch.ones(8, 4))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        if fault == "clipped":
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        return loss
 
-        # It makes a step of zeros for the state.
-        get_optimizer_state_dict(model, optimizer)
-        for _ in range(3):
-            optimizer.step(closure)
-    return read_fingerprints(folder)
+    # It makes a step of zeros for the state.
+    get_optimizer_state_dict(model, optimizer)
+    for _ in range(3):
+        optimizer.step(closure)
 
 
 ODD_FAULTS = """
@@ -165,93 +172,52 @@ scaled    | loop      | loop              | own code after model, call 0: anothe
 
 @pytest.mark.parametrize(("fault", "phase", "path", "text"), cells_of(ODD_FAULTS))
 def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, path, text):
-    pair = [odd_record(tmp_path / name, name) for name in ("none", fault)]
-    found = locate(*pair)
+    first, other, again = records_of(tmp_path, train_odd, "none", fault, "none")
+    found = locate(first, other)
     place = found.place
     assert (place["phase"], place["path"], place["call"]) == (phase, path, 0), found
     assert text in found.headline
-    assert sum(one["kind"] == "loss" for one in pair[0]) == 6
-    assert locate(pair[0], odd_record(tmp_path / "again", "none")).is_equal
-
-
-@pytest.mark.parametrize(("is_called", "name"), [(True, "model-1.weight"), (False, "SGD.2")])
-def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path, is_called, name):
-    """Those of a module that is not called are named when the optimizer first has them."""
-    records = []
-    for seed in (0, 1):
-        torch.manual_seed(0)
-        with record_run(tmp_path / str(seed)):
-            first = nn.Linear(4, 4)
-            torch.manual_seed(seed)
-            second = nn.Linear(4, 1)
-            optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
-            for rows in DataLoader(torch.eye(64, 4), 4, shuffle=True):
-                hidden = first(rows)
-                output = second(hidden) if is_called else hidden @ second.weight.T
-                output.sum().backward()
-                optimizer.step()
-        records.append(read_fingerprints(tmp_path / str(seed)))
-    assert locate(*records).headline.startswith(f"step 1, state: {name}")
+    assert sum(one["kind"] == "loss" for one in first) == 6
+    assert locate(first, again).is_equal
 
 
 def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):
-    records = []
-    for steps in (1, 2):
+    def train_two(more_steps):
         torch.manual_seed(0)
         models = nn.Linear(4, 1), nn.Linear(4, 1)
-        with record_run(tmp_path / str(steps)):
-            first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in models)
-            for number in range(4):
-                for model, optimizer in zip(models, (first, second), strict=True):
-                    model(torch.ones(2, 4)).sum().backward()
-                    optimizer.step()
-                if number == 1 and steps == 2:
-                    second.step()
-        records.append(read_fingerprints(tmp_path / str(steps)))
-    assert locate(*records).headline == "step 3, optimizer: SGD-1 makes more steps in B than in A"
+        first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in models)
+        for number in range(4):
+            for model, optimizer in zip(models, (first, second), strict=True):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            if number == 1 and more_steps:
+                second.step()
 
-
-def test_a_microbatch_without_backward_is_no_other_loss(tmp_path):
-    records = []
-    for lost in (0, 1):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        with record_run(tmp_path / str(lost)):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            for number in range(6):
-                loss = model(torch.full((2, 4), float(number))).sum()
-                if number != 2 or not lost:
-                    loss.backward()
-                if number % 2:
-                    optimizer.step()
-        records.append(read_fingerprints(tmp_path / str(lost)))
-    expected = "step 2, backward: there are more backward calls in A than in B"
-    assert locate(*records).headline == expected
+    found = locate(*records_of(tmp_path, train_two, False, True))
+    assert found.headline == "step 3, optimizer: SGD-1 makes more steps in B than in A"
 
 
 def test_settings_of_an_optimizer_with_several_closures_in_a_step_are_named(tmp_path):
-    records = []
-    for rate in (0.5, 1.0):
+    def step(rate):
         model = nn.Linear(4, 1, bias=False)
         nn.init.ones_(model.weight)
         optimizer = torch.optim.LBFGS(model.parameters(), rate, max_iter=3)
 
-        def closure(model=model):
+        def closure():
             model.zero_grad()
             loss = model(torch.ones(1, 4)).square().sum()
             loss.backward()
             return loss
 
-        with record_run(tmp_path / str(rate)):
-            optimizer.step(closure)
-        records.append(read_fingerprints(tmp_path / str(rate)))
-    found = locate(*records)
+        optimizer.step(closure)
+
+    found = locate(*records_of(tmp_path, step, 0.5, 1.0))
     assert "optimizer: LBFGS gets equal gradients and leaves another model.w" in found.headline
     assert "lr of group 0 of LBFGS is 0.5 in A and 1.0 in B" in found.notes
 
 
 def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
-    found = locate(*[odd_record(tmp_path / name, name) for name in ("none", "inserted")])
+    found = locate(*records_of(tmp_path, train_odd, "none", "inserted"))
     assert found.is_equal, found
     assert found.notes == [
         "called in B alone: model.mlp.0 of B",
@@ -279,23 +245,22 @@ def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fa
 
 @pytest.mark.parametrize("fault", ["", "flipped", "scaled"])
 def test_optimizers_that_step_side_by_side_are_in_one_step(tmp_path, fault):
-    records = []
-    for planted in "", fault:
-        with record_run(tmp_path / f"run {len(records)}"):
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
-            sparse = torch.optim.SparseAdam(model[0].parameters())
-            adam = torch.optim.Adam(model[1].parameters())
-            for number in range(1, 5):
-                model(torch.arange(4)).sum().backward()
-                sparse.step()
-                if planted == "scaled" and number == 1:
-                    model[1].weight.grad.mul_(2)
-                adam.step()
-                model.zero_grad()
-                if planted == "flipped" and number == 2:
-                    adam.state[model[1].bias]["exp_avg"].mul_(2)
-        records.append(read_fingerprints(tmp_path / f"run {len(records)}"))
+    def train_both(planted):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+        sparse = torch.optim.SparseAdam(model[0].parameters())
+        adam = torch.optim.Adam(model[1].parameters())
+        for number in range(1, 5):
+            model(torch.arange(4)).sum().backward()
+            sparse.step()
+            if planted == "scaled" and number == 1:
+                model[1].weight.grad.mul_(2)
+            adam.step()
+            model.zero_grad()
+            if planted == "flipped" and number == 2:
+                adam.state[model[1].bias]["exp_avg"].mul_(2)
+
+    records = records_of(tmp_path, train_both, "", fault)
     found = locate(*records)
     places = {"flipped": (3, "optimizer"), "scaled": (1, "gradients")}
     assert found.is_equal == (not fault)
@@ -333,8 +298,8 @@ def test_an_optimizer_that_steps_now_and_then_ends_no_recording(tmp_path):
     assert record[-1]["step"] == 4
 
 
-def deep(name):
-    """Build many equal layers under a name of their list, as a large model has."""
+def run_deep(name):
+    """Run many equal layers under a name of their list, as a large model has."""
 
     def run(inner, x):
         before, lists = inner
@@ -344,17 +309,11 @@ def deep(name):
         return x
 
     layers = nn.ModuleList(nn.Tanh() for _ in range(200))
-    return Runs(run, nn.Identity(), nn.ModuleDict({name: layers}))
+    Runs(run, nn.Identity(), nn.ModuleDict({name: layers}))(torch.ones(1, 2))
 
 
 def test_all_layers_of_a_large_model_are_known_under_another_name(tmp_path):
-    records = []
-    for name in ("one", "other"):
-        model = deep(name)
-        with record_run(tmp_path / name):
-            model(torch.ones(1, 2))
-        records.append(read_fingerprints(tmp_path / name))
-    found = locate(*records)
+    found = locate(*records_of(tmp_path, run_deep, "one", "other"))
     assert found.is_equal
     assert found.num_compared > 400
 
@@ -381,12 +340,6 @@ def test_the_operation_is_named(tmp_path, fault, text):
     assert text in operation
     renamed = json.loads(json.dumps(b).replace("model.h.1", "model.other.1"))
     assert first_operation(a, renamed, locate(a, renamed)) == operation
-
-
-def test_an_operation_of_the_optimizer_is_named_where_no_backward_call_was_seen(tmp_path):
-    _, several = located(tmp_path, "flipped moment", operations_in_step=2)
-    pair = [[one for one in run if one["kind"] not in ("gradients", "update")] for run in several]
-    assert "recorded_training.py:" in first_operation(*pair, locate(*pair))
 
 
 def test_operations_change_nothing_else(tmp_path):
