@@ -137,20 +137,6 @@ def test_two_loops_over_batches_are_refused(tmp_path):
             go(run, "ab")
 
 
-def test_an_error_does_not_save_the_step_that_raised(tmp_path):
-    def breaks(batch):
-        with attach(tmp_path) as run:
-            for each in run.batches("abc"):
-                run.step(loss=1.0)
-                assert each != batch, "the body of the loop breaks"
-
-    with pytest.raises(AssertionError, match="breaks"):
-        breaks("c")
-    assert SavedRun(tmp_path).latest().step == 2
-    with attach(tmp_path) as run:  # the lock was released
-        assert run.steps == 2
-
-
 def test_an_error_runs_no_collective_that_other_ranks_might_not_join(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(

@@ -195,24 +195,16 @@ def test_facts_that_are_not_those_of_a_box_are_refused(changed, message, tmp_pat
 # What makes NaN and infinity.
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "makes"),
-    [
-        ([(0.0, 1.0)], [(0.0, math.inf)], True),
-        # A mask: infinity is passed on. A softmax of nothing else makes NaN.
-        ([(0.0, 1.0), (-math.inf, 0.0)], [(-math.inf, 1.0)], False),
-        ([(-math.inf, 0.0)], [(math.nan, math.nan)], True),
-        ([(math.nan, math.nan)], [(math.nan, math.nan)], False),
-    ],
-)
-def test_only_what_makes_infinity_or_nan_is_a_source(before, after, makes):
-    assert makes_not_finite(before, after) is makes
+def test_only_what_makes_infinity_or_nan_is_a_source():
+    finite, infinite, nan = (0.0, 1.0), (-math.inf, 0.0), (math.nan, math.nan)
+    assert makes_not_finite([finite], [infinite])
+    # A mask: infinity is passed on. A softmax of nothing else makes NaN.
+    assert not makes_not_finite([finite, infinite], [infinite])
+    assert makes_not_finite([infinite], [nan])
+    assert not makes_not_finite([nan], [nan])
 
 
-def test_the_range_of_each_type_is_read():
+def test_the_range_of_a_number_and_of_complex_values_is_read():
     values = torch.tensor([-2.0, 4.0])
-    assert value_range(values.to(torch.float8_e5m2)) == (-2.0, 4.0)
     assert value_range(torch.complex(values, values)) == (-2.0, 4.0)
     assert value_range(3.0) == (3.0, 3.0)
-    for one in (torch.tensor([1]), torch.zeros(0), 3):
-        assert value_range(one) is None

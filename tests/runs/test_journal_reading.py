@@ -3,7 +3,6 @@
 python -m pytest tests/runs/test_journal_reading.py
 """
 
-import json
 import math
 from pathlib import Path
 
@@ -36,25 +35,18 @@ def read(folder, content):
     return [event.step for event in read_events(path, damaged)], damaged
 
 
-def test_a_line_with_nan_or_infinity_is_valid_json():
-    """Write NaN as text: other readers reject JSON's extension, and steps with NaN matter most."""
-    line = encode_event("step", {"loss": math.nan, "norms": [math.inf, {"x": -math.inf}]}, **AT)
-    strict = json.loads(line, parse_constant=lambda word: pytest.fail(word))
-    assert (strict["loss"], strict["norms"]) == ("nan", ["inf", {"x": "-inf"}])
-    assert [event_number(word) for word in ("inf", "-inf")] == [math.inf, -math.inf]
-    assert all(
-        math.isnan(event_number(value)) for value in ("nan", None, "12", [], True and "x", 10**400)
-    )
-    assert event_number(3) == 3.0
-
-
 def test_a_line_accepts_numbers_of_torch_and_numpy_and_writes_the_rest_as_text():
     import numpy
     import torch
 
     facts = {"loss": torch.tensor(math.nan), "a": numpy.float32(2), "n": numpy.int64(3)}
-    line = encode_event("step", facts | {"place": Path("x")}, **AT)
-    assert parse_event(line).facts == {"loss": "nan", "a": 2.0, "n": 3, "place": "x"}
+    line = encode_event("step", facts | {"norms": [math.inf], "place": Path("x")}, **AT)
+    expected = {"loss": "nan", "a": 2.0, "n": 3, "norms": ["inf"], "place": "x"}
+    assert parse_event(line).facts == expected
+
+
+def test_what_is_no_figure_counts_as_nan():
+    assert all(math.isnan(event_number(value)) for value in ("nan", None, "12", [], 10**400))
 
 
 EVENT = b'{"v":1,"time":1,"step":1,"attempt":1,"kind":"step"}\n'
@@ -83,16 +75,10 @@ def test_a_line_of_any_length_is_read_in_bounded_memory(tmp_path):
     assert read(tmp_path, content) == ([1, 4], [2, 3, 4, 5])
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "holds no event: the run died while it started, or is starting just now"),
-        (b'{"v":1,"ti', "holds no event: the run died while it started"),
-    ],
-)
-def test_a_file_without_an_event_is_an_error(tmp_path, content, message):
+def test_a_file_without_an_event_is_an_error(tmp_path):
+    message = "holds no event: the run died while it started, or is starting just now"
     with pytest.raises(JournalError, match=message):
-        read(tmp_path, content)
+        read(tmp_path, b'{"v":1,"ti')
 
 
 def test_a_run_is_found_by_its_path_or_its_name(tmp_path):

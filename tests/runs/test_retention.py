@@ -18,23 +18,6 @@ def saved(kind, step, value=None, *, name="dev_loss"):
     return SavedCheckpoint(kind, step, {}, metric)
 
 
-def test_a_recovery_counts_as_a_rollback_and_outlives_it():
-    every = [
-        saved("recovery" if step % 1000 == 0 else "rollback", step)
-        for step in range(100, 4001, 100)
-    ]
-    gone = to_delete(every, PolicyConfig())
-    assert [one.step for one in every if one not in gone] == [
-        2000,
-        3000,
-        3600,
-        3700,
-        3800,
-        3900,
-        4000,
-    ]
-
-
 # The best two are those of 0.2 and the earlier of 0.4, and with maximize 0.5 and the same 0.4.
 @pytest.mark.parametrize(
     ("direction", "value", "step", "is_best"),

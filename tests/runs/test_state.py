@@ -106,21 +106,11 @@ def test_no_wrapper_is_in_a_name(store, kind):
     store.load(store.save("best-k", 1, state, metric=("dev_loss", 1.0)), new_state(seed=1))
 
 
-SCHEDULERS = {
-    "function": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "in turn": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o, total_iters=2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
-    ),
-    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, o.param_groups[0]["lr"], 30),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_schedule_continues_bit_equal(store, name):
+def test_all_settings_that_a_schedule_changes_are_restored(store):
     def make(seed):
         state = new_state(seed)
-        state.optimizers[0].param_groups[0]["lr"] = 0.1 + seed
-        state.parts["scheduler-0"] = SCHEDULERS[name](state.optimizers[0])
+        (optimizer,) = state.optimizers
+        state.parts["scheduler-0"] = lr_scheduler.OneCycleLR(optimizer, 0.1 + seed, 30)
         return state
 
     goes_on_alike(store, make)
@@ -213,10 +203,6 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
     assert "tensors match" in store.load(saved, other, strict=False)[0]
 
 
-def averaging(model):
-    return lambda state: state.parts.update({"extra-average": model})
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -234,9 +220,7 @@ def averaging(model):
             lambda s: setattr(s, "optimizers", [AdamW([*s.model.parameters()][1:])]),
             "0.weight of optimizer.0 is only in the checkpoint",
         ),
-        (averaging(nn.Linear(2, 3)), "part.extra-average/"),
-        (averaging(nn.Linear(2, 2, bias=False)), "part.extra-average/"),
-        (averaging(nn.Linear(2, 2).double()), "part.extra-average/"),
+        (lambda s: s.parts.update({"extra-average": nn.Linear(2, 3)}), "part.extra-average/"),
     ],
 )
 def test_different_components_than_the_saved_ones_are_refused_and_nothing_changes(

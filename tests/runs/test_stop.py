@@ -133,10 +133,7 @@ def signal_from_outside(process):
     subprocess.run(["/bin/sh", "-c", f"kill -TERM {process.pid}"], check=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"persistent_workers": True}])
-def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
-    tmp_path, later, options
-):
+def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(tmp_path, later):
     """Signal the workers alone: the training would end with their error in the middle of a step."""
     workers = []
 
@@ -147,22 +144,21 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(
             time.sleep(0.2)
 
     own_start = functools.partial(note_worker, tmp_path / "worker")
-    loader = batches(1, worker_init_fn=own_start, **options)
+    loader = batches(1, worker_init_fn=own_start, persistent_workers=True)
     run = run_of(tmp_path / "run")
     assert train(run, loader, after_step=signal_workers) == 0
     assert run.steps == 6
     assert loader.worker_init_fn is own_start
     assert (tmp_path / "worker").read_text() == "0"
-    if options:
-        (worker,) = workers
-        # Only this process, which started the worker, ends it.
-        assert worker.is_alive()
-        before = signal.getsignal(signal.SIGCHLD)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        worker.terminate()
-        worker.join(10)
-        signal.signal(signal.SIGCHLD, before)
-        assert worker.exitcode == 0
+    (worker,) = workers
+    # Only this process, which started the worker, ends it.
+    assert worker.is_alive()
+    before = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    worker.terminate()
+    worker.join(10)
+    signal.signal(signal.SIGCHLD, before)
+    assert worker.exitcode == 0
 
 
 def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):

@@ -125,25 +125,16 @@ def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
         saver.close()
 
 
-def saved_by(store, background):
-    if background:
-        with BackgroundSaver(store) as saver:
-            saver.save("rollback", 1, new_state())
-    else:
-        store.save("rollback", 1, new_state())
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_any_error_of_a_save_leaves_no_folder(store, monkeypatch, background):
-    monkeypatch.setattr(Writing, "write", lambda *_: fail(KeyError("odd"))())
-    with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*odd"):
-        saved_by(store, background)
-    assert not [*store.files.names("rollback")]
-
-
-def test_an_error_before_a_save_leaves_no_folder(store, monkeypatch):
-    monkeypatch.setattr("curry_train.runs.store.Writing", lambda *_, **__: fail(KeyError("odd"))())
-    with pytest.raises(KeyError):
+@pytest.mark.parametrize(
+    ("moment", "error", "message"),
+    [
+        ("__init__", KeyError, "odd"),
+        ("write", SaveError, r"step-00000001.dcp .* was not saved: .*odd"),
+    ],
+)
+def test_any_error_of_a_save_leaves_no_folder(store, monkeypatch, moment, error, message):
+    monkeypatch.setattr(Writing, moment, lambda *_, **__: fail(KeyError("odd"))())
+    with pytest.raises(error, match=message):
         store.save("rollback", 1, new_state())
     assert not [*store.files.names("rollback")]
 

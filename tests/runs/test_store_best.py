@@ -11,9 +11,7 @@ from torch import nn
 from curry_train.runs.format import NOT_IN_SAFETENSORS
 from curry_train.runs.values import PLAIN_DTYPES
 
-from ..store_models import equal, new_state, tensors_of, train
-
-METRIC = ("dev_loss", 0.25)
+from ..store_models import new_state
 
 
 def holding(tensors):
@@ -39,7 +37,7 @@ def of_every_dtype():
 def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
     tensors = of_every_dtype()
     state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), holding(tensors)))
-    saved = store.save("best-k", 1, state, metric=METRIC)
+    saved = store.save("best-k", 1, state, metric=("dev_loss", 0.25))
     path = tmp_path / saved.folder / "model.safetensors"
     found = load_file(path)
     assert found.keys() == {"0.weight", "0.bias", *(f"1.{name}" for name in tensors)}
@@ -51,16 +49,3 @@ def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
         )
     with safe_open(path, "pt") as opened:
         assert opened.metadata() == {"format": "pt"}
-
-
-def test_only_the_model_is_saved_and_loaded(store):
-    state, other = new_state(), new_state(seed=1)
-    train(state, 2)
-    best = store.save("best-k", 2, state, metric=METRIC)
-    whole = store.save("recovery", 2, state)
-    assert best.num_bytes < whole.num_bytes / 2
-    model = {name: one for name, one in tensors_of(state).items() if name.startswith("model.")}
-    expected = tensors_of(other) | model
-    notes = store.load(best, other)
-    assert equal(tensors_of(other), expected)
-    assert notes == ["parameters only: optimizer, generators and position are as they were"]
