@@ -22,25 +22,6 @@ from ..runs.recorded_training import recorded
 from ..tree import ROOT
 from ..warm_python import warm_python
 
-# The commands that README and DESIGN promise.
-PROMISED = (
-    "validate",
-    "plan",
-    "memory",
-    "preflight",
-    "savings",
-    "bench",
-    "grad-flow",
-    "train",
-    "runs",
-    "new",
-    "add",
-    "update",
-    "diff",
-    "list",
-    "agents-md",
-    "gen-tests",
-)
 SCREEN_COLUMNS = 80
 SHARED_OPTIONS = (
     "device",
@@ -78,6 +59,7 @@ def help_of(*path):
 
 
 ALL_PAGES = list(pages())
+assert len(ALL_PAGES) >= 30
 
 
 def faults_of_page(path, text):
@@ -124,11 +106,6 @@ def test_a_long_command_tells_first_what_it_does(name, text, monkeypatch, capsys
         assert printed.startswith(expected) if expected else not printed
 
 
-def test_discovery_finds_every_command():
-    assert list(COMMANDS) == list(PROMISED)
-    assert len(ALL_PAGES) >= len(PROMISED) + 8
-
-
 def test_the_list_of_commands_has_the_summary_of_each_command():
     for name, (_, summary) in COMMANDS.items():
         first = (command_at([name]).help or "").split("\n\n")[0]
@@ -144,7 +121,7 @@ def test_the_lists_of_commands_and_of_techniques_are_shown_without_torch():
     )
     ended = finished(sys.executable, "-c", code)
     assert ended.stdout.splitlines()[-1] == "False False", ended.stderr
-    assert all(f"  {name} " in ended.stdout for name in PROMISED)
+    assert all(f"  {name} " in ended.stdout for name in COMMANDS)
 
 
 def test_the_version_is_an_option_before_the_command():

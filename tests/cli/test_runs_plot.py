@@ -97,13 +97,10 @@ def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     texts = [text.get_text() for text in names.get_texts()]
     assert len(texts) == MOST_NAMED
     assert all(len(text) <= LONGEST_RUN_NAME for text in texts)
-    inside = drawn.bbox
     for legend in drawn.legends:
         box = legend.get_window_extent()
-        assert inside.x0 <= box.x0
-        assert box.x1 <= inside.x1
-        assert inside.y0 <= box.y0
-        assert box.y1 <= inside.y1
+        assert drawn.bbox.contains(*box.min)
+        assert drawn.bbox.contains(*box.max)
     kept = {f"sweep-{number:03d}" for number in range(20) if (number * 7) % 20 < MOST_NAMED}
     assert {text[:9] for text in texts} == kept
 

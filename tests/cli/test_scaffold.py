@@ -10,7 +10,7 @@ import tomllib
 from curry_train.cli.ownership import TECHNIQUES, project_files
 
 from ..tree import ROOT
-from .scaffold_case import REAL, scaffold, tree, write
+from .scaffold_case import REAL, write
 
 SKILLS = sorted((ROOT / "skills").glob("*/SKILL.md"))
 
@@ -68,12 +68,3 @@ def test_real_project_owns_its_rooms_too():
     theirs = tomllib.loads(files["pyproject.toml"].decode())["project"]["dependencies"]
     assert set(theirs) <= set(ours)
     assert {re.split("[>=]", text)[0] for text in theirs} == {"torch", "numpy", "pyyaml", "rich"}
-
-
-def test_new_writes_the_project(bundle, tmp_path):
-    (tmp_path / "my-run").mkdir()  # one without files is taken
-    scaffold(bundle, "new", "my-run")
-    made = tree(tmp_path / "my-run")
-    made.pop("curry-train.lock")
-    assert made.pop("wheels/curry_train-0.2.0-py3-none-any.whl") == b"wheel"
-    assert made == project_files(bundle, name="my_run", own=False)

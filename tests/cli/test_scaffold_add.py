@@ -28,19 +28,6 @@ def repository(tmp_path, monkeypatch):
     return root
 
 
-def test_add_copies_the_closure_flat_and_one_test(bundle, repository):
-    before = tree(repository)
-    scaffold(bundle, "add", "sac", "--into", "src/mylib/training")
-    assert sorted(set(tree(repository)) - set(before)) == [
-        "curry-train.lock",
-        "src/mylib/training/__init__.py",
-        "src/mylib/training/blocks.py",
-        "src/mylib/training/checkpointed.py",
-        "src/mylib/training/sac.py",
-        "tests/test_sac.py",
-    ]
-
-
 @pytest.mark.parametrize(("inside", "tests_init"), [("training", True), ("mylib/training", False)])
 def test_add_into_flat_layout_from_elsewhere_runs_too(bundle, tmp_path, inside, tests_init):
     root = tmp_path / "my repository"
