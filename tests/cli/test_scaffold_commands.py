@@ -16,6 +16,13 @@ from curry_train.cli.ownership import TECHNIQUES
 from .scaffold_case import REAL, edit, refusal, scaffold, tree, write
 
 
+def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
+    done = scaffold(bundle, "new", "run", "--dry-run")
+    assert "train.py" in done.stdout
+    assert "Next:" not in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
 def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle, tmp_path):
     (tmp_path / "here").mkdir()
     assert "name a new folder" in refusal(bundle, "new", ".", cwd=tmp_path / "here")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.data import DataLoader
 
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
@@ -179,6 +180,21 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     assert text in found.headline
     assert sum(one["kind"] == "loss" for one in first) == 6
     assert locate(first, again).is_equal
+
+
+def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path):
+    def train_two(seed):
+        torch.manual_seed(0)
+        first = nn.Linear(4, 4)
+        torch.manual_seed(seed)
+        second = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+        for rows in DataLoader(torch.eye(64, 4), 4, shuffle=True):
+            second(first(rows)).sum().backward()
+            optimizer.step()
+
+    found = locate(*records_of(tmp_path, train_two, 0, 1))
+    assert found.headline.startswith("step 1, state: model-1.weight")
 
 
 def test_a_step_that_one_run_alone_makes_is_no_equal_training(tmp_path):
