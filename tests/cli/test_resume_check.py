@@ -11,7 +11,6 @@ import torch
 
 from curry_train.cli.resume_check import began_after, differences
 from curry_train.cli.resume_watch import PARTS, StateWatch
-from curry_train.cli.screen import UnusableInput
 
 from ..command_runs import call, read_json
 from ..warm_python import warm_python
@@ -81,11 +80,6 @@ def test_an_average_that_no_step_reads_is_compared():
             optimizer.step()
     before, equal, other = (step["after"] for step in watch.steps)
     assert before == equal != other
-
-
-def test_a_start_that_loads_nothing_is_no_resume():
-    with pytest.raises(UnusableInput, match=r"began anew.*--resume-with"):
-        began_after(STRAIGHT, STRAIGHT, 6)
 
 
 @pytest.fixture

@@ -115,10 +115,8 @@ diff hostile                  | hostile/../secret leads out of
 def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
     line, _, message = row.partition("|")
     place = tmp_path / "place"
-    write(place / "full/notes.txt", "")
-    write(place / "file", "")
-    write(place / "root/pyproject.toml", "")
-    write(place / "hole/sac.py/notes.txt", "")
+    for path in ("full/notes.txt", "file", "root/pyproject.toml", "hole/sac.py/notes.txt"):
+        write(place / path, "")
     write(place / "damaged/curry-train.lock", '{"format": 2')
     hostile = Lock("0", files={"../secret": Base("0", b"x")}).to_bytes()
     (write(place / "hostile/curry-train.lock", "")).write_bytes(hostile)

@@ -14,6 +14,8 @@ from curry_train.workloads import Case, load_workload
 
 from .constructs import CONSTRUCTS
 
+# Of the compiler and of torch.jit.
+pytestmark = pytest.mark.filterwarnings("ignore")
 # Gates that need a part which these models have not: experts, an output layer, a loop over time.
 NEED_A_PART = ["recompute/routing", "memory-plan/chunked-*", "snn-timesteps/*"]
 ON_BLOCKS = ["grad-flow/*", "memory-plan/*", "recompute/*", "sac/*"]
@@ -78,7 +80,6 @@ def case_of(name):
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
-@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_the_first_look_finds_the_cause_or_nothing(name):
     findings = look(case_of(name))
     _, found = NEED_NOT_APPLY.get(name, ([], ""))
@@ -107,14 +108,12 @@ def gates_of_one_process():
 
 
 @pytest.mark.parametrize("name", IN_ALL)
-@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_a_gate_of_each_technique_holds_or_does_not_apply_for_a_cause(name):
     gates = {gate.name.partition("/")[0]: gate for gate in gates_of_one_process()}
     assert any(verdict.passed for verdict in verdicts_on(name, gates.values()))
 
 
 @pytest.mark.parametrize("name", CONSTRUCTS)
-@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_all_gates_hold_or_do_not_apply_for_a_cause(name):
     assert any(verdict.passed for verdict in verdicts_on(name, gates_of_one_process()))
 
@@ -123,6 +122,5 @@ def test_all_gates_hold_or_do_not_apply_for_a_cause(name):
     "name",
     [pytest.param(name, marks=[pytest.mark.long][name == "communicates" :]) for name in CONSTRUCTS],
 )
-@pytest.mark.filterwarnings("ignore")  # of the compiler and of torch.jit
 def test_gates_on_two_ranks_hold_or_do_not_apply_for_a_cause(name):
     verdicts_on(name, [gate for gate in discover() if gate.name.endswith("two-ranks")])

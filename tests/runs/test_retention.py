@@ -3,10 +3,6 @@
 python -m pytest tests/runs/test_retention.py
 """
 
-import math
-
-import pytest
-
 from curry_train.runs import PolicyConfig, Retention
 from curry_train.runs.layout import Metric, SavedCheckpoint
 from curry_train.runs.retention import is_among_best, to_delete
@@ -18,23 +14,13 @@ def saved(kind, step, value=None, *, name="dev_loss"):
     return SavedCheckpoint(kind, step, {}, metric)
 
 
-# The best two are those of 0.2 and the earlier of 0.4, and with maximize 0.5 and the same 0.4.
-@pytest.mark.parametrize(
-    ("direction", "value", "step", "is_best"),
-    [
-        ("maximize", 0.6, 9, True),
-        ("minimize", 0.4, 9, False),
-        ("minimize", 0.4, 1, True),
-        ("minimize", -math.inf, 9, False),
-    ],
-)
-def test_a_value_is_among_the_best_before_later_equals(direction, value, step, is_best):
-    config = PolicyConfig(best_k=2, best_k_direction=direction)
+def test_a_value_is_among_the_best_before_later_equals():
+    config = PolicyConfig(best_k=2)
     there = [saved("best-k", 2 * at, kept) for at, kept in enumerate((0.5, 0.4, 0.4, 0.2))]
     there += [saved("best-k", 1, 0.0, name="other"), saved("rollback", 2)]
-    assert is_among_best(value, step, there, config) is is_best
-    gone = [0, 4] if direction == "minimize" else [4, 6]
-    assert [one.step for one in to_delete(there, config)] == gone
+    assert is_among_best(0.4, 1, there, config)
+    assert not is_among_best(0.4, 9, there, config)
+    assert [one.step for one in to_delete(there, config)] == [0, 4]
 
 
 def test_turning_best_k_off_deletes_nothing():
