@@ -258,12 +258,6 @@ def trainer(module, **options):
     return made, module, DataLoader(data, 8, shuffle=True)
 
 
-class OfProbabilities(Module):
-    def training_step(self, batch, index):
-        inputs, labels = batch
-        return F.cross_entropy(self.layer(inputs).softmax(1), labels)
-
-
 class Divided(Module):
     def training_step(self, batch, index):
         return super().training_step(batch, index) / 2
@@ -282,10 +276,6 @@ def right():
 
 def wrong():
     return trainer(ByHand())
-
-
-def probabilities():
-    return trainer(OfProbabilities())
 
 
 def divided():
@@ -462,7 +452,6 @@ PROGRAMS = [
     ("Trainer", "reentrant", {"loop/moves"}),
     ("Lightning", "right", set()),
     ("Lightning", "wrong", {"loop/zeroed"}),
-    ("Lightning", "probabilities", {"loop/logits"}),
     ("Lightning", "divided", {"loop/accumulation"}),
     ("Accelerate", "right", set()),
     ("Accelerate", "divided", {"loop/accumulation"}),
