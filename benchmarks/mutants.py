@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 
 from copies import ROOT
-from process_group import run_module
+from process_group import run_python
 from slips import copy_tree
 
 # The modules of each technique in which mutants are made.
@@ -103,9 +103,9 @@ def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
     path = folder / package / room / f"{module}.py"
     text = path.read_text(encoding="utf-8")
     if mutant:
-        run_module(folder, "mutmut", "apply", mutant)
-    words = ("pytest", "-x", "-k", NO_PROJECT, *ROOMS[room])
-    status, _ = run_module(folder, *words, seconds=MOST_ROOM_SECONDS, PYTHONPATH=str(folder))
+        run_python(folder, "-m", "mutmut", "apply", mutant)
+    words = ("-m", "pytest", "-x", "-k", NO_PROJECT, *ROOMS[room])
+    status, _ = run_python(folder, *words, seconds=MOST_ROOM_SECONDS, PYTHONPATH=str(folder))
     path.write_text(text, encoding="utf-8")
     return status != 0
 
@@ -117,8 +117,8 @@ def count(technique: str, function: str | None) -> tuple[int, int]:
     if not folder.exists():
         copy_checkout(folder, modules, tests_of(technique, modules))
     chosen = [f"*{function}__mutmut_*"] if function else []
-    _, output = run_module(folder, "mutmut", "run", *chosen)
-    _, listed = run_module(folder, "mutmut", "results", "--all", "true")
+    _, output = run_python(folder, "-m", "mutmut", "run", *chosen)
+    _, listed = run_python(folder, "-m", "mutmut", "results", "--all", "true")
     # Killed, survived, timeout or the like, by the name of the mutant.
     found = dict(re.findall(r"^\s+(\S+__mutmut_\d+): (.+)$", listed, re.MULTILINE))
     counts = collections.Counter(found.values())

@@ -38,10 +38,10 @@ def run_group(words: Sequence[str], *, seconds: float | None, **options) -> tupl
         return status, log.read()
 
 
-def run_module(
+def run_python(
     folder: Path, *words: str, seconds: float | None = None, **variables: str
 ) -> tuple[int | None, str]:
-    """Run a module of Python in a folder, with one thread; return its status and output."""
-    command = [sys.executable, "-m", *words]
+    """Run this Python in a folder, with one thread; return its status and output."""
+    command = [sys.executable, *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     return run_group(command, seconds=seconds, cwd=folder, env=environment)

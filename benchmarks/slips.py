@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from copies import ROOT, copy_files
-from process_group import run_module
+from process_group import run_python
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -33,8 +33,8 @@ def copy_tree(folder: Path) -> None:
 
 def run_tests(tests: list[str], folder: Path) -> tuple[int | None, str]:
     """Run tests in the copy until one fails; commands that they start import the copy too."""
-    words = ("pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests)
-    return run_module(folder, *words, PYTHONPATH=str(folder / "template"))
+    words = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests)
+    return run_python(folder, *words, PYTHONPATH=str(folder / "template"))
 
 
 def what_catches(slip: dict[str, Any], folder: Path) -> str:
