@@ -14,13 +14,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boxes_program
 from boxes_program import CHANGING, FAULTS, PLACES, build
 from curry_train.cli.runs_replay import describe, repeat
 from curry_train.runs.box import read_facts
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 PROGRAM = str(Path(boxes_program.__file__).resolve())
 Case = tuple[str, str, int]
@@ -38,7 +37,7 @@ def cases(num_each: int) -> Iterator[Case]:
             yield name, fault, number
 
 
-def replayed(case: Case, folder: str, *, times: int) -> dict[str, Any]:
+def replayed(case: Case, folder: str, *, times: int) -> Figures:
     """Make the box of a case and replay it; return what was said, and whether that is right."""
     name, fault, seed = case
     words = [PROGRAM, *map(str, case)]
@@ -56,7 +55,7 @@ def replayed(case: Case, folder: str, *, times: int) -> dict[str, Any]:
     return {"model": name, "fault": fault, "seed": seed, "right": is_right, "said": lines}
 
 
-def _is_named(case: Case, found: dict[str, Any]) -> bool:
+def _is_named(case: Case, found: Figures) -> bool:
     """Return whether the planted operation is named, or of a spike the planted module."""
     name, fault, seed = case
     *_, path = build(name, fault, seed)

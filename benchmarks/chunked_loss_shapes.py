@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from curry_train.core.measure_compiled import measure_allocated
 from curry_train.core.timing import paired_ratio, time_in_turns
 from curry_train.primitives import chunked_cross_entropy
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 IGNORED_TARGET = -100
 
@@ -95,7 +95,7 @@ def peak_bytes(shape: HeadShape, loss: Callable[[Any, Any], Tensor]) -> int:
     return measure_allocated(head, head.targets, loss).peak_bytes
 
 
-def compare_shape(shape: HeadShape, *, rounds: int) -> dict[str, Any]:
+def compare_shape(shape: HeadShape, *, rounds: int) -> Figures:
     """Compare the two losses on one shape; ratios below 1 are less than torch's.
 
     The ratio of the times is the median of the pairs.

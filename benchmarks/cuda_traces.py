@@ -29,7 +29,7 @@ from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator, Memory
 from curry_train.plan.cuda_step import NUM_STEPS, WORKSPACE_BYTES, cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 ADDRESS_UNIT = 512
 CHECK_MODULUS = 2**61 - 1
@@ -262,7 +262,7 @@ PROGRAMS = (
 )
 
 
-def predict_steps(folder: Path) -> dict[str, Any]:
+def predict_steps(folder: Path) -> Figures:
     """Predict all programs whose trace is in the folder, and summarize the errors."""
     steps = []
     for program in PROGRAMS:

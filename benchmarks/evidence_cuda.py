@@ -32,7 +32,7 @@ from curry_train.plan.estimate import Sketch
 from curry_train.primitives.strategies import Sample
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload
-from recording import write_record
+from recording import Figures, write_record
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_STEPS = 4
@@ -110,7 +110,7 @@ MEMORY_CONFIGS = {
 
 def predicted(
     workload: Workload, config: MemoryConfig, *, card: str, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Any]:
+) -> Figures:
     """Predict the memory of a training from shapes alone; needs no device."""
     sample = Sample(workload.batch(1), workload.mean_loss, None)
 
@@ -126,7 +126,7 @@ def predicted(
     return asdict(found)
 
 
-def measured(config: MemoryConfig) -> dict[str, Any]:
+def measured(config: MemoryConfig) -> Figures:
     """Train some steps on the device; return the peaks, and the trace of the allocator.
 
     As scripts do, the loop keeps output and loss until the next ones are there.
@@ -169,7 +169,7 @@ GIVEN_BACK = ("segment_free", "segment_unmap")
 ACTIONS = ("alloc", "free_completed", *MADE, *GIVEN_BACK)
 
 
-def trace_numbers(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+def trace_numbers(snapshot: Mapping[str, Any]) -> Figures:
     """Turn a recorded history that starts empty into the numbers that `cuda_traces.py` replays.
 
     It has sizes in order of allocation, releases by number, and segments with their addresses. What
@@ -205,7 +205,7 @@ def trace_numbers(snapshot: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare_memory(folder: Path) -> dict[str, Any]:
+def compare_memory(folder: Path) -> Figures:
     """Compare all recorded memory with predictions from shapes, and replay the traces."""
     rows = []
     paths = sorted(folder.glob("memory-*.json"))

@@ -12,7 +12,6 @@ Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +22,8 @@ from curry_train.plan.timeline import measure_timeline
 from curry_train.primitives import apply_sac, keep_routing, recompute_blocks
 from curry_train.workloads.models import load_workload, mlp
 from curry_train.workloads.workload import Case, Workload
-from finetune_models import ADAPTERS, EXPERTS, OPTIMIZERS, SAMPLES
-from recording import record_parser, write_record
+from finetune_models import FACTORIES, OPTIMIZERS, SAMPLES
+from recording import Figures, record_parser, write_record
 
 MODELS = Path(__file__).with_name("finetune_models.py")
 
@@ -50,7 +49,7 @@ TECHNIQUES = {
 
 def main() -> None:
     """Run the rows that were asked for, print each, and record them."""
-    known = [*OPTIMIZERS, *ADAPTERS, *EXPERTS]
+    known = [*OPTIMIZERS, *FACTORIES]
     parser = record_parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", default=known)
     options = parser.parse_args()
@@ -59,15 +58,13 @@ def main() -> None:
     rows = []
     for name in options.only:
         if name in OPTIMIZERS:
-            kind = "optimizer"
             workload = mlp(depth=2, width=128)
             techniques = {"plain": {"optimizer": OPTIMIZERS[name]}}
         else:
-            kind = "experts" if name in EXPERTS else "adapters"
             workload = load_workload(f"{MODELS}:{name}")
             techniques = TECHNIQUES
         for technique, given in techniques.items():
-            row = {"kind": kind, "name": name, "technique": technique}
+            row = {"name": name, "technique": technique}
             rows.append(row | compare(workload, SAMPLES, **given))
             print(*rows[-1].values(), sep=", ", flush=True)
     summary = summary_of(rows)
@@ -83,7 +80,7 @@ def compare(
     dtype: torch.dtype = torch.float32,
     change: Change = leave,
     accumulated: bool = False,
-) -> dict[str, Any]:
+) -> Figures:
     """Predict a step, measure the real one, and compare peak, parameters and optimizer state."""
     with Sketch(workload, optimizer=optimizer, dtype=dtype) as sketch:
         step = sketch.step(samples, accumulated=accumulated, change=change)
@@ -120,7 +117,7 @@ def figures_of(timeline) -> dict[str, int]:
     }
 
 
-def summary_of(rows: list[dict[str, Any]]) -> dict[str, int]:
+def summary_of(rows: list[Figures]) -> dict[str, int]:
     """Count rows by how they were predicted."""
     predicted = [row for row in rows if row["why_real"] is None]
     return {

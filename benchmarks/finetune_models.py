@@ -191,8 +191,11 @@ def lora_on_torchao_nf4() -> Made:
     return adapted(base)
 
 
-def on_bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Made:
-    """A base whose adapted layers and up projections are those of bitsandbytes."""
+def on_bitsandbytes(kind: str, **options) -> Made:
+    """A base whose adapted layers and up projections are layers of bitsandbytes."""
+    import bitsandbytes
+
+    make = getattr(bitsandbytes.nn, kind)
     base = llama(WIDTH)
     for layer in base.model.layers:
         for owner, name in (
@@ -201,34 +204,18 @@ def on_bitsandbytes(make: Callable[[nn.Linear], nn.Module]) -> Made:
             (layer.mlp, "up_proj"),
         ):
             plain = getattr(owner, name)
-            made = make(plain)
+            made = make(plain.in_features, plain.out_features, bias=False, **options)
             made.load_state_dict(plain.state_dict())
             setattr(owner, name, made.to("cpu"))
     return adapted(base)
 
 
 def lora_on_bitsandbytes_int8() -> Made:
-    import bitsandbytes
-
-    return on_bitsandbytes(
-        lambda one: bitsandbytes.nn.Linear8bitLt(
-            one.in_features, one.out_features, bias=False, has_fp16_weights=False
-        )
-    )
+    return on_bitsandbytes("Linear8bitLt", has_fp16_weights=False)
 
 
 def lora_on_bitsandbytes_nf4() -> Made:
-    import bitsandbytes
-
-    return on_bitsandbytes(
-        lambda one: bitsandbytes.nn.Linear4bit(
-            one.in_features,
-            one.out_features,
-            bias=False,
-            compute_dtype=torch.float32,
-            quant_type="nf4",
-        )
-    )
+    return on_bitsandbytes("Linear4bit", compute_dtype=torch.float32, quant_type="nf4")
 
 
 def mixtral() -> Made:
@@ -245,7 +232,7 @@ def mixtral() -> Made:
     return MixtralForCausalLM(config), words()
 
 
-ADAPTERS = (
+FACTORIES = (
     *ON_LLAMA,
     "lora_with_input_gradients",
     "merged_and_adapted_again",
@@ -256,5 +243,5 @@ ADAPTERS = (
     "lora_on_torchao_nf4",
     "lora_on_bitsandbytes_int8",
     "lora_on_bitsandbytes_nf4",
+    "mixtral",
 )
-EXPERTS = ("mixtral",)

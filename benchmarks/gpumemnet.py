@@ -11,7 +11,7 @@ of timm it is unknown too how they trained; what fits is timm's own script: SGD 
 search by cuDNN in the first step, and a loader that holds three batches.
 
 A reading includes the CUDA context and what else the machine used. That is one constant for each
-file, fitted here for the least mean error; its spread and the errors that remain are the result.
+file, fitted here for the least mean error; the errors that remain are the result.
 
 Left out by the readings alone: small MLPs, whose reading is mostly the constant; runs on a card
 that was full; a model of which a run failed although there was room, because it needs no more at a
@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 MIB = 2**20
 SMALLEST_MLP_MIB = 1_800
@@ -50,8 +50,6 @@ CLASSES = 1_000
 # Rows and models that are compared, evenly spaced.
 NUM_MLPS = 300
 NUM_MODELS = 70
-
-Row = dict[str, Any]
 
 
 def build_mlp(row: Mapping[str, str]) -> nn.Sequential:
@@ -150,7 +148,7 @@ def settled(readings: Mapping[int, float]) -> list[int]:
     return near if len(near) >= FEWEST_READINGS else []
 
 
-def summary(rows: list[Row]) -> dict[str, Any]:
+def summary(rows: list[Figures]) -> Figures:
     """Fit the constant of a file, and return the errors that remain."""
     beside = [row["measured_mib"] - row["reserved_mib"] for row in rows]
 
@@ -163,8 +161,6 @@ def summary(rows: list[Row]) -> dict[str, Any]:
     return {
         "num_rows": len(rows),
         "models": len({row["model"] for row in rows}),
-        "constant_mib": round(constant),
-        "standard_deviation_mib": round(statistics.stdev(beside), 1),
         "median_error": round(statistics.median(errors), 4),
         "worst_error": round(max(errors), 4),
         "above_6_percent": sum(error > 0.06 for error in errors),
@@ -176,7 +172,7 @@ def every(items: list[Any], count: int) -> list[Any]:
     return items[:: max(1, len(items) // count)]
 
 
-def measure_mlps(path: Path) -> list[Row]:
+def measure_mlps(path: Path) -> list[Figures]:
     found = csv.DictReader(path.read_text().splitlines())
     read = [row for row in found if float(row["measured_mib"]) > SMALLEST_MLP_MIB]
     rows = []
@@ -187,11 +183,11 @@ def measure_mlps(path: Path) -> list[Row]:
     return rows
 
 
-def row_of(model: str, measured: float, reserved: int) -> Row:
+def row_of(model: str, measured: float, reserved: int) -> Figures:
     return {"model": model, "measured_mib": measured, "reserved_mib": reserved}
 
 
-def measure_timm(path: Path) -> list[Row]:
+def measure_timm(path: Path) -> list[Figures]:
     torch.backends.cudnn.benchmark = True
     readings = defaultdict(dict)
     for row in csv.DictReader(path.read_text().splitlines()):

@@ -1,10 +1,9 @@
-"""Overhead of grad-flow against plain steps, and its counts against hooks by hand.
+"""Overhead of grad-flow against plain steps.
 
 python benchmarks/grad_flow_overhead.py --json evidence/grad_flow.json
 """
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ from torch import nn
 from curry_train.core.measure import LiveStorages
 from curry_train.core.timing import paired_ratio, time_in_turns
 from curry_train.primitives.grad_flow import GradFlow
-from curry_train.primitives.recompute import recompute_blocks
 from curry_train.workloads.models import transformer
 from curry_train.workloads.workload import Case
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
 UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unprobed one
@@ -32,15 +30,6 @@ LLAMA_LIKE = {
     "vocabulary": 2048,
     "length": 128,
 }
-
-
-def count_by_hand(model: nn.Module) -> Counter[str]:
-    """Count the calls of each leaf by hooks, as scripts do."""
-    calls = Counter()
-    for name, module in model.named_modules():
-        if not [*module.children()]:
-            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
-    return calls
 
 
 def _between_probes(model: nn.Module, optimizer: torch.optim.Optimizer) -> GradFlow:
@@ -70,7 +59,7 @@ def _step(case: Case, around: Around, stack: contextlib.ExitStack) -> Callable[[
     return step
 
 
-def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
+def measure_costs(case: Case, *, repeats: int) -> Figures:
     """Count the operations of a step for each way, and time it against the plain one in turns."""
     operations = {}
     with contextlib.ExitStack() as stack:
@@ -88,39 +77,13 @@ def measure_costs(case: Case, *, repeats: int) -> dict[str, Any]:
     }
 
 
-def measure_counting(case: Case) -> dict[str, Any]:
-    """Count the calls of the first block's layers in one step that recomputes.
-
-    Grad-flow and the hand-written hooks count the same step.
-    """
-    module = case.build()
-    batch = case.batch()
-    recompute_blocks(module)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-    flow = GradFlow(module, optimizer, every=1, layers="layers.0.*")
-    by_hand = count_by_hand(module)
-    with flow:
-        case.workload.mean_loss(module, batch).backward()
-        optimizer.step()
-    layers = flow.records[0].layers
-    return {
-        "grad_flow": sum(layers[name].calls for name in by_hand if name in layers),
-        "by_hand": sum(calls for name, calls in by_hand.items() if name in layers),
-    }
-
-
 def main() -> None:
     """Measure the overhead of grad-flow and write the figures."""
     parser = record_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     costs = measure_costs(Case(transformer(**LLAMA_LIKE)), repeats=options.repeats)
-    calls = measure_counting(Case(transformer()))
-    figures = {
-        "repeats": options.repeats,
-        "transformer": {"calls": {"recompute": calls}},
-        "llama_like": {"cost": costs},
-    }
+    figures = {"llama_like": {"cost": costs}}
     print(figures)
     write_record(options.json, figures)
 

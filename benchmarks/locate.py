@@ -35,7 +35,7 @@ from curry_train.runs.rounding import NUM_NOISES, Exchange
 from locate_faults import KINDS, SOUND, Fault, Planter, Training, record
 from locate_models import MODELS, quietly, sized_gpt2
 from locate_ranks import cases, fault_of_rank, record_trainings
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 # Models that compile within a minute.
 COMPILED = ("sampled",)
@@ -45,7 +45,7 @@ COMPILED = ("sampled",)
 
 
 @functools.cache
-def sound(name: str, operations_in_step: int | None = None) -> list[dict[str, Any]]:
+def sound(name: str, operations_in_step: int | None = None) -> list[Figures]:
     return record(name, operations_in_step=operations_in_step)
 
 
@@ -102,7 +102,7 @@ def is_named(found: Located, fault: Fault) -> bool:
     return (is_place or is_listed) and fault.note in "\n".join(found.notes)
 
 
-def of_fault(name: str, kind: str, seed: int) -> dict[str, Any] | None:
+def of_fault(name: str, kind: str, seed: int) -> Figures | None:
     """Plant a fault and locate it; nothing where the training has no place for one."""
     for attempt in range(9):
         operations = sound(name, operations_in_step=2)
@@ -135,7 +135,7 @@ def of_fault(name: str, kind: str, seed: int) -> dict[str, Any] | None:
     }
 
 
-def faults(name: str, count: int) -> list[dict[str, Any]]:
+def faults(name: str, count: int) -> list[Figures]:
     """Plant faults in one training, of each kind in turn."""
     begin = list(MODELS).index(name)
     numbers = range(begin, begin + 20 * count)
@@ -143,7 +143,7 @@ def faults(name: str, count: int) -> list[dict[str, Any]]:
     return list(itertools.islice(filter(None, rows), count))
 
 
-def equal(name: str, count: int) -> list[dict[str, Any]]:
+def equal(name: str, count: int) -> list[Figures]:
     """Record pairs of equal runs, each with a seed of its own."""
     found = [locate(*[record(name, seed=seed) for _ in "AB"]) for seed in range(count)]
     accused = [one.headline for one in found if not one.is_equal]
@@ -206,7 +206,7 @@ ROUNDINGS = {
 }
 
 
-def rounding(name: str, count: int) -> list[dict[str, Any]]:
+def rounding(name: str, count: int) -> list[Figures]:
     """Record pairs that round differently; without an operation of the kind they are equal."""
     rows = []
     for kind, (base, around, fault) in ROUNDINGS.items():
@@ -225,7 +225,7 @@ def rounding(name: str, count: int) -> list[dict[str, Any]]:
 # Ranks, in two processes of their own.
 
 
-def ranks(name: str, count: int) -> list[dict[str, Any]]:
+def ranks(name: str, count: int) -> list[Figures]:
     folder = tempfile.mkdtemp()
     job = functools.partial(record_trainings, Path(folder), count)
     run_ranks(job, ["script"], num_ranks=2, ignored=[folder])
@@ -261,7 +261,7 @@ def small_gpt2() -> Callable[[], None]:
     return step
 
 
-def costs(name: str, count: int) -> list[dict[str, Any]]:
+def costs(name: str, count: int) -> list[Figures]:
     """Time a step with each recorder in turn."""
     step = small_gpt2()
 
@@ -292,7 +292,7 @@ def costs(name: str, count: int) -> list[dict[str, Any]]:
     return [{"seconds": medians, "ratio": ratios, "rounds": count}]
 
 
-def score(found: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def score(found: Figures) -> Iterator[tuple[str, Any]]:
     if rows := found.get("faults"):
         asked = [one["operation_named"] for one in rows if one["operation_named"] is not None]
         yield "faults", len(rows)
@@ -320,7 +320,7 @@ COUNTS = {"faults": 200, "equal": 1000, "rounding": 200, "ranks": 10, "costs": 7
 ALONE = ("ranks", "costs")
 
 
-def work(job: tuple[str, str, int]) -> list[dict[str, Any]]:
+def work(job: tuple[str, str, int]) -> list[Figures]:
     """Record a part on one training, in a process of its own."""
     part, name, count = job
     torch.set_num_threads(1)

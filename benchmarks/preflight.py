@@ -26,7 +26,7 @@ from curry_train.gates.loop import judge
 from curry_train.gates.loop_trace import observe
 from curry_train.workloads.models import transformer
 from locate_models import pooled
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 STEPS = 8
 FAULTY = (loops, faulty_loops, known_bugs)
@@ -79,7 +79,7 @@ def seconds_alone(train: Callable[[], Any], num_steps: int) -> float:
     return time.process_time() - start
 
 
-def row(name: str, train: Callable[[], Any], expected: str = "") -> dict[str, Any]:
+def row(name: str, train: Callable[[], Any], expected: str = "") -> Figures:
     """Run a loop with preflight and alone, and return a row of the record."""
     torch.manual_seed(0)
     start = time.process_time()

@@ -33,7 +33,7 @@ from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac,
 from curry_train.workloads.models import mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
 from finetune_models import OPTIMIZERS
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 BATCH_SIZE = 4
 # Microbatches of a window that accumulates; the middle ones are alike.
@@ -280,7 +280,7 @@ def _program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], None]
     return step
 
 
-def compare(names: list[str], world: int) -> list[dict[str, Any]]:
+def compare(names: list[str], world: int) -> list[Figures]:
     """Return both peaks of the first and of the last rank of each configuration."""
     target = f"{Path(__file__).resolve()}:measure_all"
     with contextlib.closing(RankProcesses(world)) as processes:
@@ -298,7 +298,7 @@ def compare(names: list[str], world: int) -> list[dict[str, Any]]:
     ]
 
 
-def time_llama() -> dict[str, Any]:
+def time_llama() -> Figures:
     """Time the prediction of one rank of 64 that trains Llama 3 with FSDP2 and full recompute."""
     started = time.process_time()
     sizes = {"depth": 80, "dim": 8192, "heads": 64, "kv_heads": 8, "hidden": 28672}

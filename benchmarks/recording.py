@@ -10,6 +10,9 @@ import torch
 
 from curry_train.core.wording import provenance, write_json
 
+# What a record holds, by name.
+Figures = dict[str, Any]
+
 
 def record_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with `--json`, described by the first line of a module's docstring."""
@@ -18,7 +21,7 @@ def record_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def write_record(path: str | None, figures: dict[str, Any], *, device: str = "cpu") -> None:
+def write_record(path: str | None, figures: Figures, *, device: str = "cpu") -> None:
     """Write figures, and the command, device and versions that they are of, if there is a path."""
     if path:
         write_json(path, provenance(torch.device(device)) | figures)

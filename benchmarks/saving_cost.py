@@ -41,7 +41,7 @@ from curry_train.runs.policy import SavingPolicy
 from curry_train.runs.policy_config import PolicyConfig
 from curry_train.runs.state import TrainingState
 from curry_train.runs.store import Store
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 BYTES_PER_PARAMETER = 12  # float32 weights and the two moments of Adam
 LAYER_WIDTH = 1024
@@ -80,7 +80,7 @@ def discard_all(store: Store) -> None:
         store.discard(saved)
 
 
-def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
+def compared(plain: Sequence[float], ours: Sequence[float]) -> Figures:
     """Compare pairs of seconds."""
     return {"ratio": paired_ratio(ours, plain).median, "pairs": len(plain)}
 
@@ -88,7 +88,7 @@ def compared(plain: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 # A commit.
 
 
-def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str, Any]:
+def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> Figures:
     """Compare the stall by a background save with the time of a save in the foreground.
 
     After each background save, forward and backward passes run for as long as a synchronous save
@@ -111,14 +111,14 @@ def measure_stall(state: TrainingState, folder: Path, *, pairs: int) -> dict[str
     return compared(synchronous[1:], stalled[1:])
 
 
-def measure_commit(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_commit(folder: Path, options: argparse.Namespace) -> Figures:
     """Compare the store's save and load with those of torch, of the same tensors.
 
     torch's save syncs its files too. The store's load verifies the files first.
     """
     state = made_state(options.mib)
 
-    def compare(action: str, before: Callable[[], object] = lambda: None) -> dict[str, Any]:
+    def compare(action: str, before: Callable[[], object] = lambda: None) -> Figures:
         ways = [functools.partial(ACTIONS[f"{saver}.{action}"], state, folder) for saver in SAVERS]
         return compared(*time_in_turns(ways, rounds=options.rounds, warmup=1, before=before))
 
@@ -169,7 +169,7 @@ def highest_memory(name: str, folder: Path, mib: int) -> int:
     return 1024 * int(facts["VmHWM"].split()[0])
 
 
-def measure_memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_memory(folder: Path, options: argparse.Namespace) -> Figures:
     found = {}
     for name in ACTIONS:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -199,7 +199,7 @@ def one_round(state: TrainingState, saver: BackgroundSaver | None) -> list[float
     return seconds
 
 
-def measure_rounds(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_rounds(folder: Path, options: argparse.Namespace) -> Figures:
     """Compare each round after a save with the round without one; the first pair warms up."""
     state = made_state(options.mib)
     ratios = []
@@ -237,7 +237,7 @@ def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) ->
         return seconds_of(lambda: [run.step(loss=step(batch)) for batch in run.batches(batches)])
 
 
-def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> dict[str, Any]:
+def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> Figures:
     """Compare the loop with saves with the loop alone, in turns."""
     loop = functools.partial(small_loop, num_steps=options.small_steps, every=50, rows=rows)
     pairs = [
@@ -246,12 +246,10 @@ def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> di
     ]
     # The first pair warms up.
     plain, ours = zip(*pairs[1:], strict=True)
-    ratio = paired_ratio(ours, plain).median
-    step_seconds = statistics.median(plain) / options.small_steps
-    return {"loop": ratio, "batch": rows, "step_seconds": step_seconds}
+    return {"loop": paired_ratio(ours, plain).median, "batch": rows}
 
 
-def measure_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_steps(folder: Path, options: argparse.Namespace) -> Figures:
     small = [measure_small(folder, options, rows=rows) for rows in SMALL_BATCHES]
     return {"savers": {"ours": measure_rounds(folder, options)}, "small": small}
 
@@ -259,9 +257,7 @@ def measure_steps(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 # A cadence with a bound.
 
 
-def train_with_cadence(
-    folder: Path, options: argparse.Namespace, *, background: bool
-) -> dict[str, Any]:
+def train_with_cadence(folder: Path, options: argparse.Namespace, *, background: bool) -> Figures:
     """Train for a time and return the share of the saves' time in that of all steps.
 
     `highest` is the largest share so far, taken after each save.
@@ -290,7 +286,7 @@ def train_with_cadence(
     return {"at_the_end": saving_seconds / stepping_seconds, "highest": highest}
 
 
-def measure_cadence(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure_cadence(folder: Path, options: argparse.Namespace) -> Figures:
     return {
         name: train_with_cadence(folder / name, options, background=name == "background")
         for name in ("foreground", "background")

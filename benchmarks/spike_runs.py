@@ -15,7 +15,7 @@ from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.spike import SpikeWatchdog
 from recording import record_parser, write_record
 
-FAULTS = ("bad samples", "learning rate", "not a number")
+FAULTS = ("bad_samples", "learning_rate", "not_a_number")
 NUM_STEPS = 160
 LASTS = 4  # steps of a planted fault
 
@@ -41,11 +41,11 @@ def small_training(seed, *, fault=None, at=None):
         now = fault if at is not None and at <= step < at + LASTS else None
         rows = torch.randint(256, (size,))
         taken = inputs[rows]
-        if now == "bad samples":
+        if now == "bad_samples":
             taken = taken * 100.0
-        elif now == "not a number":
+        elif now == "not_a_number":
             taken = taken * math.nan
-        optimizer.param_groups[0]["lr"] = rate * (300.0 if now == "learning rate" else 1.0)
+        optimizer.param_groups[0]["lr"] = rate * (300.0 if now == "learning_rate" else 1.0)
         outputs = model(taken)
         if regression:
             loss = (outputs - (inputs @ teacher)[rows]).square().mean()
@@ -98,7 +98,7 @@ def measure(num_healthy, num_planted):
         spikes = [
             held for seed in range(num_planted) if (held := planted_case(seed, fault)) is not None
         ]
-        found[fault.replace(" ", "_")] = {
+        found[fault] = {
             "planted": num_planted,
             "spikes": len(spikes),
             "in_time": sum(spikes),

@@ -43,7 +43,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from curry_train.runs import RunError, SavedRun, saving
 from curry_train.runs.layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 
 EPOCHS = 4
 STEPS_PER_EPOCH = 5
@@ -545,7 +545,7 @@ def straight(*data) -> dict[int, dict[int, str]]:
     return history.losses
 
 
-def strike_many(folder: Path, number: int, wanted: int, world: int) -> dict[str, Any]:
+def strike_many(folder: Path, number: int, wanted: int, world: int) -> Figures:
     """Strike trainings over `world` ranks with a signal until it was sent often enough."""
     generator = random.Random(f"{number}-{world}")
     blows = 0
@@ -565,7 +565,7 @@ def strike_many(folder: Path, number: int, wanted: int, world: int) -> dict[str,
     return {"blows": blows, "wrong": wrong}
 
 
-def kill_at_each_change(folder: Path, every: int) -> dict[str, Any]:
+def kill_at_each_change(folder: Path, every: int) -> Figures:
     """Kill a short training at each nth change of the disk, and train on to its end."""
     setup = Setup(rollback_every=1, recovery_every=2, keep=(1, 1), steps=3)
     wrong = []
@@ -593,7 +593,7 @@ SIGNALS = {"kills": signal.SIGKILL, "signals": signal.SIGTERM}
 PARTS = [("kills", "at_each_change"), *itertools.product(SIGNALS, WORLDS)]
 
 
-def torture(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def torture(options: argparse.Namespace, folder: Path) -> Figures:
     """Run the parts one after the other; return the findings as the record has them."""
     found = {"wrong": []}
     # Import once what each rank would import, without a thread or a process group.

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from curry_train.core.wording import provenance
-from recording import record_parser, write_record
+from recording import Figures, record_parser, write_record
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_shapes import calls
 
@@ -75,7 +75,7 @@ def reports_of(process, pipe) -> tuple[list[Any], int]:
     return reports, process.exitcode
 
 
-def loaded(load: Callable[[], Any]) -> dict[str, Any]:
+def loaded(load: Callable[[], Any]) -> Figures:
     """Load in a process of its own; return the step, or the error, or that it is another state."""
 
     def act(report: Callable[[Any], None]) -> None:
@@ -262,7 +262,7 @@ def _forge_file(path: Path, call) -> None:
 # The whole torture of one library, its record and its table.
 
 
-def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) -> dict[str, Any]:
+def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) -> Figures:
     parts = {
         "kills": partial(kill_many, number=kills, seed=seed),
         "resaves": partial(kill_many, number=resaves, again=True, seed=seed),
