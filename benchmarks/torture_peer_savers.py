@@ -53,14 +53,16 @@ def zeros() -> State:
 
 
 class Peer:
-    """A library that saves and loads, by `save(root, step, state)` and `load_one(path)`.
+    """A library that saves and loads, by `save(path, state)` and `load_one(path)`.
 
-    The step is that in the checkpoint's name; a torture of saves over a save gives always the same.
+    In a torture of saves over a save, each step has the same path.
     What a save needs is imported and built when the peer is, before processes are forked.
     """
 
     name = ""
     distribution = "torch"
+    # The path of the checkpoint of a step, below the folder of all.
+    place = "step-{}"
     # Files that hold pickles, which the torture replaces by hostile ones.
     pickled: tuple[str, ...] = ()
 
@@ -69,7 +71,7 @@ class Peer:
         return self.load_one(self.newest(root))
 
     def path(self, root: Path, step: int) -> Path:
-        return root / f"step-{step}"
+        return root / self.place.format(step)
 
     def newest(self, root: Path) -> Path:
         numbered = [
@@ -90,8 +92,8 @@ class DistributedCheckpoint(Peer):
     name = "dcp"
     pickled = (".metadata", "*.distcp")
 
-    def save(self, root: Path, step: int, state: State) -> None:
-        dcp.save(state, checkpoint_id=self.path(root, step))
+    def save(self, path: Path, state: State) -> None:
+        dcp.save(state, checkpoint_id=path)
 
     def load_one(self, path: Path) -> State:
         state = zeros()
@@ -114,9 +116,9 @@ class TorchCheckpointing(Peer):
         save = SyncCheckpointSaverConfig()
         self._build = CheckpointManager.Config(save=save, storage_config=storage).build
 
-    def save(self, root: Path, step: int, state: State) -> None:
+    def save(self, path: Path, state: State) -> None:
         manager = self._build()
-        manager.save(str(self.path(root, step)), {"model": state})
+        manager.save(str(path), {"model": state})
         manager.close()
 
     def load_one(self, path: Path) -> State:
@@ -136,10 +138,10 @@ class Orbax(Peer):
 
         self._ocp = ocp
 
-    def save(self, root: Path, step: int, state: State) -> None:
+    def save(self, path: Path, state: State) -> None:
         arrays = {name: tensor.numpy() for name, tensor in state.items()}
         with self._ocp.PyTreeCheckpointer() as saver:
-            saver.save(self.path(root, step).absolute(), arrays, force=True)
+            saver.save(path.absolute(), arrays, force=True)
 
     def load_one(self, path: Path) -> State:
         with self._ocp.PyTreeCheckpointer() as saver:
@@ -169,9 +171,9 @@ class Accelerate(Peer):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(4))], momentum=0.9)
         self._model, _ = self._trainer.prepare(self._holder, optimizer)
 
-    def save(self, root: Path, step: int, state: State) -> None:
+    def save(self, path: Path, state: State) -> None:
         self._holder.load_state_dict(state)
-        self._trainer.save_state(str(self.path(root, step)))
+        self._trainer.save_state(str(path))
 
     def load_one(self, path: Path) -> State:
         self._trainer.load_state(str(path))
@@ -181,6 +183,7 @@ class Accelerate(Peer):
 class Lightning(Peer):
     name = "lightning"
     distribution = "lightning"
+    place = "step-{}.ckpt"
     pickled = ("*.ckpt",)
 
     def __init__(self) -> None:
@@ -188,11 +191,8 @@ class Lightning(Peer):
 
         self._io = TorchCheckpointIO()
 
-    def path(self, root: Path, step: int) -> Path:
-        return root / f"{super().path(root, step).name}.ckpt"
-
-    def save(self, root: Path, step: int, state: State) -> None:
-        self._io.save_checkpoint({"state_dict": state}, self.path(root, step))
+    def save(self, path: Path, state: State) -> None:
+        self._io.save_checkpoint({"state_dict": state}, path)
 
     def load_one(self, path: Path) -> State:
         return self._io.load_checkpoint(path)["state_dict"]
@@ -203,6 +203,7 @@ class HuggingFace(Peer):
 
     name = "transformers"
     distribution = "transformers"
+    place = "checkpoint-{}"
     pickled = ("*.pt", "*.pth", "*.bin")
 
     def __init__(self) -> None:
@@ -214,15 +215,12 @@ class HuggingFace(Peer):
         self._trainer = Trainer(self._holder, arguments)
         self._trainer.create_optimizer_and_scheduler(10)
 
-    def path(self, root: Path, step: int) -> Path:
-        return root / f"checkpoint-{step}"
-
-    def save(self, root: Path, step: int, state: State) -> None:
+    def save(self, path: Path, state: State) -> None:
         trainer = self._trainer
         # The weight that the optimizer needs is no part of the state.
         self._holder.load_state_dict(state, strict=False)
-        trainer.args.output_dir = str(root)
-        trainer.state.global_step = step
+        trainer.args.output_dir = str(path.parent)
+        trainer.state.global_step = int(path.name.partition("-")[2])
         events = trainer.callback_handler
         events.on_step_end(trainer.args, trainer.state, trainer.control)
         trainer._save_checkpoint(trainer.model, trial=None)
@@ -238,16 +236,17 @@ class HuggingFace(Peer):
 class Ours(Peer):
     name = "ours"
     distribution = "curry-train"
+    place = "rollback/step-{:08d}.dcp"
     pickled = (".metadata", "*.distcp")
 
     def __init__(self) -> None:
         self._holder = Holder()
         self._state = TrainingState(self._holder)
 
-    def save(self, root: Path, step: int, state: State) -> None:
+    def save(self, path: Path, state: State) -> None:
         self._holder.load_state_dict(state)
-        with Store(root) as store:
-            store.save("rollback", step, self._state)
+        with Store(path.parents[1]) as store:
+            store.save("rollback", int(path.stem.partition("-")[2]), self._state)
 
     def load(self, root: Path) -> State:
         load_chosen(root, self._state)
@@ -256,9 +255,6 @@ class Ours(Peer):
     def load_one(self, path: Path) -> State:
         Store(path.parents[1]).load(f"rollback/{path.name}", self._state)
         return self._holder.state_dict()
-
-    def path(self, root: Path, step: int) -> Path:
-        return root / f"rollback/step-{step:08d}.dcp"
 
     def forge(self, path: Path) -> None:
         manifest = parse_manifest((path / "manifest.json").read_bytes())

@@ -100,7 +100,7 @@ def save_anew(peer: Peer, root: Path, steps: tuple[int, ...]) -> Path:
 
     def act(report: Callable[[Any], None]) -> None:
         for step in steps:
-            peer.save(root, step, state_of(step))
+            peer.save(peer.path(root, step), state_of(step))
 
     _, status = reports_of(*in_a_fork(act))
     if status:
@@ -154,7 +154,7 @@ def _killed_reports(peer: Peer, root: Path, first: int, again: bool, seconds: fl
         report("begin")
         for step in range(first, first + 10_000):
             try:
-                peer.save(root, 0 if again else step, state_of(step))
+                peer.save(peer.path(root, 0 if again else step), state_of(step))
             except Exception as error:  # noqa: BLE001 - a refusal to save over a save is one answer
                 report({"refused": str(error)[:100]})
                 return
@@ -211,7 +211,7 @@ def fill_disks(peer: Peer, folder: Path) -> dict[str, int]:
 
         def act(report: Callable[[Any], None], limit: int = limit) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            peer.save(root, 2, state_of(2))
+            peer.save(peer.path(root, 2), state_of(2))
             report(2)
 
         reports, _ = reports_of(*in_a_fork(act))

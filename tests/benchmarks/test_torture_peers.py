@@ -17,13 +17,11 @@ class InPlace(Peer):
     """A file of torch.save per step, written in place: without a hash, and unpickled."""
 
     name = "in_place"
+    place = "step-{}.ckpt"
     pickled = ("*.ckpt",)
 
-    def path(self, root, step):
-        return root / f"{super().path(root, step).name}.ckpt"
-
-    def save(self, root, step, state):
-        torch.save(state, self.path(root, step))
+    def save(self, path, state):
+        torch.save(state, path)
 
     def load_one(self, path):
         return torch.load(path, weights_only=False)
@@ -58,9 +56,9 @@ def test_the_page_shows_the_recorded_table():
 class Forgetful(InPlace):
     """Reports steps as saved that it never wrote."""
 
-    def save(self, root, step, state):
-        if step == 0:
-            super().save(root, step, state)
+    def save(self, path, state):
+        if path.stem == "step-0":
+            super().save(path, state)
 
 
 def test_steps_that_were_only_reported_count_as_lost(tmp_path):
