@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from finetune_models import llama
+from wrapped import Wrapped
 
 STEPS = 3
 MICROBATCHES = 2
@@ -37,55 +38,51 @@ def of_images(model: nn.Module) -> Made:
     return model, [(torch.randn(3, 8, 8), torch.randint(5, ())) for _ in range(NUM_SAMPLES)]
 
 
-class Tokens(nn.Module):
-    """Embedding, a body and a head."""
+def between_embeddings(body: nn.Module) -> Made:
+    """Put a body between an embedding of tokens and a head."""
 
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.body = body
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+    def forward(own, tokens: Tensor) -> Tensor:
+        hidden = own.body(own.embed(tokens))
+        return own.head(hidden[0] if isinstance(hidden, tuple) else hidden)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.body(self.embed(tokens))
-        return self.head(hidden[0] if isinstance(hidden, tuple) else hidden)
+    embed = nn.Embedding(VOCABULARY, WIDTH)
+    head = nn.Linear(WIDTH, VOCABULARY)
+    return of_tokens(Wrapped(forward, embed=embed, body=body, head=head))
 
 
 def encoder() -> Made:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
-    return of_tokens(Tokens(nn.TransformerEncoder(layer, 2)))
+    return between_embeddings(nn.TransformerEncoder(layer, 2))
 
 
 def lstm() -> Made:
-    return of_tokens(Tokens(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1)))
+    return between_embeddings(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.1))
 
 
-class Experts(nn.Module):
-    """Each token goes to two of four experts."""
+def routed() -> nn.Module:
+    """Make a block in which each token goes to two of four experts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.router = nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(4)
-        )
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        inputs = self.norm(hidden).flatten(0, 1)
-        weights, chosen = self.router(inputs).softmax(-1).topk(2)
+    def forward(own, hidden: Tensor) -> Tensor:
+        inputs = own.norm(hidden).flatten(0, 1)
+        weights, chosen = own.router(inputs).softmax(-1).topk(2)
         output = torch.zeros_like(inputs)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(own.experts):
             rows, place = (chosen == number).nonzero(as_tuple=True)
             mixed = expert(inputs[rows]) * weights[rows, place, None]
             output = output.index_add(0, rows, mixed.to(output.dtype))
-        return hidden + self.drop(output.view_as(hidden))
+        return hidden + own.drop(output.view_as(hidden))
+
+    router = nn.Linear(WIDTH, 4)
+    experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH))
+        for _ in range(4)
+    )
+    norm = nn.LayerNorm(WIDTH)
+    return Wrapped(forward, norm=norm, router=router, experts=experts, drop=nn.Dropout(0.1))
 
 
 def experts() -> Made:
-    return of_tokens(Tokens(nn.Sequential(Experts(), Experts())))
+    return between_embeddings(nn.Sequential(routed(), routed()))
 
 
 def sized_gpt2(**sizes: int) -> nn.Module:
@@ -110,76 +107,81 @@ def convolutions() -> Made:
     return of_images(nn.Sequential(*blocks, nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 5)))
 
 
-class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(2, width)
-        self.convolution = nn.Conv2d(width, width, 3, padding=1)
-        self.drop = nn.Dropout2d(0.1)
+def with_skip(width: int) -> nn.Module:
+    """Make a residual block of images."""
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.drop(F.gelu(self.convolution(self.norm(hidden))))
+    def forward(own, hidden: Tensor) -> Tensor:
+        return hidden + own.drop(F.gelu(own.convolution(own.norm(hidden))))
+
+    convolution = nn.Conv2d(width, width, 3, padding=1)
+    norm = nn.GroupNorm(2, width)
+    return Wrapped(forward, norm=norm, convolution=convolution, drop=nn.Dropout2d(0.1))
 
 
 def residual() -> Made:
-    body = [Residual(8), nn.Conv2d(8, 16, 2, 2), Residual(16), nn.AdaptiveAvgPool2d(1)]
+    body = [with_skip(8), nn.Conv2d(8, 16, 2, 2), with_skip(16), nn.AdaptiveAvgPool2d(1)]
     return of_images(nn.Sequential(nn.Conv2d(3, 8, 1), *body, nn.Flatten(), nn.Linear(16, 5)))
 
 
-class Hourglass(nn.Module):
-    """A U-Net with one skip."""
+def hourglass() -> Made:
+    """Make a U-Net with one skip."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.begin = nn.Conv2d(3, 8, 3, padding=1)
-        self.down = nn.Conv2d(8, 16, 2, 2)
-        self.norm = nn.InstanceNorm2d(16, affine=True)
-        self.up = nn.ConvTranspose2d(16, 8, 2, 2)
-        self.end = nn.Conv2d(16, 5, 1)
+    def forward(own, images: Tensor) -> Tensor:
+        begun = own.begin(images)
+        deep = F.silu(own.norm(own.down(begun)))
+        return own.end(torch.cat([begun, own.up(deep)], 1)).mean((2, 3))
 
-    def forward(self, images: Tensor) -> Tensor:
-        begun = self.begin(images)
-        deep = F.silu(self.norm(self.down(begun)))
-        return self.end(torch.cat([begun, self.up(deep)], 1)).mean((2, 3))
+    model = Wrapped(
+        forward,
+        begin=nn.Conv2d(3, 8, 3, padding=1),
+        down=nn.Conv2d(8, 16, 2, 2),
+        norm=nn.InstanceNorm2d(16, affine=True),
+        up=nn.ConvTranspose2d(16, 8, 2, 2),
+        end=nn.Conv2d(16, 5, 1),
+    )
+    return of_images(model)
 
 
-class Spiking(nn.Module):
-    """Two layers of leaky neurons over five timesteps."""
+def spiking() -> Made:
+    """Make two layers of leaky neurons over five timesteps."""
+    import snntorch
 
-    def __init__(self) -> None:
-        super().__init__()
-        import snntorch
-
-        self.first = nn.Linear(192, 32)
-        self.neurons = snntorch.Leaky(beta=0.9)
-        self.second = nn.Linear(32, 5)
-        self.readout = snntorch.Leaky(beta=0.8, reset_mechanism="none")
-
-    def forward(self, images: Tensor) -> Tensor:
-        current = self.first(images.flatten(1))
-        membrane, output = self.neurons.init_leaky(), self.readout.init_leaky()
+    def forward(own, images: Tensor) -> Tensor:
+        current = own.first(images.flatten(1))
+        membrane, output = own.neurons.init_leaky(), own.readout.init_leaky()
         for _ in range(5):
-            spikes, membrane = self.neurons(current * 2, membrane)
-            _, output = self.readout(self.second(spikes), output)
+            spikes, membrane = own.neurons(current * 2, membrane)
+            _, output = own.readout(own.second(spikes), output)
         return output
 
+    model = Wrapped(
+        forward,
+        first=nn.Linear(192, 32),
+        neurons=snntorch.Leaky(beta=0.9),
+        second=nn.Linear(32, 5),
+        readout=snntorch.Leaky(beta=0.8, reset_mechanism="none"),
+    )
+    return of_images(model)
 
-class Sampled(nn.Module):
-    """Draws a hidden vector, as variational autoencoders do, and uses one layer twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(192, WIDTH)
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.decode = nn.Linear(WIDTH, 5)
+def sampled() -> Made:
+    """Draw a hidden vector, as variational autoencoders do, and use one layer twice."""
 
-    def forward(self, images: Tensor) -> Tensor:
-        mean = self.encode(images.flatten(1))
+    def forward(own, images: Tensor) -> Tensor:
+        mean = own.encode(images.flatten(1))
         hidden = mean + torch.randn_like(mean) * 0.1
         for _ in range(2):
-            hidden = self.norm(self.shared(hidden).tanh() + hidden)
-        return self.decode(hidden)
+            hidden = own.norm(own.shared(hidden).tanh() + hidden)
+        return own.decode(hidden)
+
+    model = Wrapped(
+        forward,
+        encode=nn.Linear(192, WIDTH),
+        shared=nn.Linear(WIDTH, WIDTH),
+        norm=nn.LayerNorm(WIDTH),
+        decode=nn.Linear(WIDTH, 5),
+    )
+    return of_images(model)
 
 
 MODELS = {
@@ -190,9 +192,9 @@ MODELS = {
     "experts": experts,
     "convolutions": convolutions,
     "residual": residual,
-    "U-Net": lambda: of_images(Hourglass()),
-    "spiking": lambda: of_images(Spiking()),
-    "sampled": lambda: of_images(Sampled()),
+    "U-Net": hourglass,
+    "spiking": spiking,
+    "sampled": sampled,
     "Hugging Face": gpt2,
     "Lightning": convolutions,
     "Accelerate": encoder,

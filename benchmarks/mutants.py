@@ -6,9 +6,9 @@
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
 in the folder that is printed. The tests are those named after the technique or one of its modules,
-and the files that a module names as its proof; those in `tests/gates` run the gates. mutmut does not
-see which tests reach a mutant in a process of their own, as those of two ranks do, or in compiled
-code: apply what survives there with `mutmut apply NAME`, and run the tests of its room.
+and the files that a module names as its proof; those in `tests/gates` run the gates. mutmut does
+not see which tests reach a mutant in a process of their own, as those of two ranks do, or in
+compiled code: apply what survives there with `mutmut apply NAME`, and run the tests of its room.
 Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 

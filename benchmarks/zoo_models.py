@@ -14,7 +14,10 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
+
+from wrapped import Wrapped
 
 # The library of each model, whose name is that of a factory of this module.
 ZOO: dict[str, str] = {}
@@ -41,19 +44,6 @@ def model(name: str, path: str, batch: Callable[[], Any], *arguments, **options)
     """Add the factory of a call with its batch; the library has the name of the module."""
     ZOO[name] = re.split("[.:]", path)[0].replace("_", "-")
     globals()[name] = lambda: (make(path, *arguments, **options), batch())
-
-
-class Wrapped(torch.nn.Module):
-    """Modules under a forward that is a function of this module and its input."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], **modules: torch.nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *inputs) -> torch.Tensor:
-        return self.function(self, *inputs)
 
 
 def tokens(length: int = 32) -> torch.Tensor:
@@ -761,11 +751,11 @@ model("graph_u_net", "torch_geometric.nn:GraphUNet", edges, 8, 16, 4, depth=2)
 def lambda_layer():
     from lambda_networks import LambdaLayer
 
-    def block() -> torch.nn.Module:
+    def block() -> nn.Module:
         mixer = LambdaLayer(dim=16, dim_out=16, n=8, dim_k=8, heads=2, dim_u=1)
-        return torch.nn.Sequential(torch.nn.BatchNorm2d(16), mixer, torch.nn.GELU())
+        return nn.Sequential(nn.BatchNorm2d(16), mixer, nn.GELU())
 
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3, padding=1), block(), block(), block())
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), block(), block(), block())
     return model, (torch.randn(4, 3, 8, 8),)
 
 
@@ -790,8 +780,8 @@ def equivariant_product():
 
     irreps = o3.Irreps("4x0e + 2x1o")
     layers = [o3.FullyConnectedTensorProduct(irreps, irreps, irreps) for _ in range(3)]
-    radial = FullyConnectedNet([irreps.dim, 16, irreps.dim], torch.nn.functional.silu)
-    product = Wrapped(forward, layers=torch.nn.ModuleList(layers), radial=radial)
+    radial = FullyConnectedNet([irreps.dim, 16, irreps.dim], nn.functional.silu)
+    product = Wrapped(forward, layers=nn.ModuleList(layers), radial=radial)
     return product, (torch.randn(8, 10),)
 
 
@@ -819,7 +809,7 @@ def neural_equation():
         times = torch.linspace(0, 1, 5, dtype=x.dtype)
         return odeint(own.dynamics, x, times, method="rk4")[-1]
 
-    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8))
+    net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
     dynamics = Wrapped(lambda own, time, x: own.net(x), net=net)
     return Wrapped(solve, dynamics=dynamics), (torch.randn(8, 8),)
 
@@ -835,9 +825,9 @@ def snntorch_net():
             total = total + own.last(spike)
         return total
 
-    first = torch.nn.Linear(16, 64)
+    first = nn.Linear(16, 64)
     spikes = snntorch.Leaky(beta=0.9)
-    last = torch.nn.Linear(64, 4)
+    last = nn.Linear(64, 4)
     return Wrapped(forward, first=first, spikes=spikes, last=last), (torch.randn(8, 16),)
 
 
@@ -848,10 +838,8 @@ def spikingjelly_net():
         functional.reset_net(own)
         return torch.stack([own.stages(x) for _ in range(6)]).mean(0)
 
-    stages = [
-        torch.nn.Sequential(layer.Linear(16, 16), neuron.LIFNode(step_mode="s")) for _ in range(3)
-    ]
-    return Wrapped(forward, stages=torch.nn.Sequential(*stages)), (torch.randn(8, 16),)
+    stages = [nn.Sequential(layer.Linear(16, 16), neuron.LIFNode(step_mode="s")) for _ in range(3)]
+    return Wrapped(forward, stages=nn.Sequential(*stages)), (torch.randn(8, 16),)
 
 
 ZOO |= {
