@@ -292,27 +292,30 @@ def costs(name: str, count: int) -> list[Figures]:
     return [{"seconds": medians, "ratio": ratios, "rounds": count}]
 
 
-def score(found: Figures) -> Iterator[tuple[str, Any]]:
-    if rows := found.get("faults"):
-        asked = [one["operation_named"] for one in rows if one["operation_named"] is not None]
-        yield "faults", len(rows)
-        yield "named", sum(one["named"] for one in rows)
-        yield "operations", len(asked)
-        yield "operations_named", sum(asked)
-        yield "named_with_tolerance", sum(one["named_with_tolerance"] for one in rows)
-    if rows := found.get("equal"):
-        yield "equal_pairs", sum(one["pairs"] for one in rows)
-        yield "equal_pairs_accused", sum(len(one["accused"]) for one in rows)
-    for one in found.get("costs", ()):
-        yield "ratio", one["ratio"]["all"]
-        yield "ratio_of_modules", one["ratio"]["modules"]
-        yield "ratio_of_DebugMode", one["ratio"]["DebugMode"]
-    if rows := found.get("rounding"):
-        yield "rounding_pairs", len(rows)
-        yield "rounding_pairs_accused", sum(one["accused"] for one in rows)
-    if rows := [one for one in found.get("ranks", ()) if "named" in one]:
-        yield "faults_of_a_rank", len(rows)
-        yield "faults_of_a_rank_named", sum(one["named"] for one in rows)
+def score(found: Figures) -> Figures:
+    """Count over the parts that were recorded; None stands for a ratio that was not measured."""
+    faults, equal, rounding, ranks = (
+        found.get(part, []) for part in ("faults", "equal", "rounding", "ranks")
+    )
+    asked = [one["operation_named"] for one in faults if one["operation_named"] is not None]
+    of_a_rank = [one["named"] for one in ranks if "named" in one]
+    (ratio,) = [one["ratio"] for one in found.get("costs", [])] or [{}]
+    return {
+        "faults": len(faults),
+        "named": sum(one["named"] for one in faults),
+        "operations": len(asked),
+        "operations_named": sum(asked),
+        "named_with_tolerance": sum(one["named_with_tolerance"] for one in faults),
+        "equal_pairs": sum(one["pairs"] for one in equal),
+        "equal_pairs_accused": sum(len(one["accused"]) for one in equal),
+        "ratio": ratio.get("all"),
+        "ratio_of_modules": ratio.get("modules"),
+        "ratio_of_DebugMode": ratio.get("DebugMode"),
+        "rounding_pairs": len(rounding),
+        "rounding_pairs_accused": sum(one["accused"] for one in rounding),
+        "faults_of_a_rank": len(of_a_rank),
+        "faults_of_a_rank_named": sum(of_a_rank),
+    }
 
 
 # So many of each part, spread over the trainings; of costs, rounds.
@@ -359,7 +362,7 @@ def main() -> None:
                 rows += made
                 print(f"{part}: {job[1]}, {len(made)} recorded", file=sys.stderr)
             found[part] = rows
-    summary = dict(score(found))
+    summary = score(found)
     for name, value in summary.items():
         print(f"{name}: {value}")
     write_record(options.json, {"score": summary, **found})

@@ -122,7 +122,7 @@ class Training:
         return self.model.state_dict(keep_vars=True)[path.removeprefix("model.")]
 
     def around(
-        self, path: str, change: Callable[..., Any], call: int = 0, step: int | None = None
+        self, change: Callable[..., Any], path: str, call: int = 0, step: int | None = None
     ) -> None:
         """Let `change(forward, *args)` take the place of a call of a module, or of all calls."""
         module = self.module(path)
@@ -242,11 +242,15 @@ class Planter:
         path = self._parameter("exp_avg of ")
         where = self._where()
         step = self.random.randint(2, STEPS)
-
-        def plant(training: Training) -> None:
-            flip(training.optimizer.state[training.tensor(path)]["exp_avg"], *where)
-
-        return Fault(step, "optimizer", path, None, plant, before=step)
+        return Fault(
+            step,
+            "optimizer",
+            path,
+            plant=lambda training: flip(
+                training.optimizer.state[training.tensor(path)]["exp_avg"], *where
+            ),
+            before=step,
+        )
 
     def stale_buffer(self) -> Fault:
         parameters = self._observed("step", step=1)[0]["digests"]
@@ -271,12 +275,13 @@ class Planter:
         return self._at_call(call, "forward", stale)
 
     def _at_call(self, call, phase: str, change: Callable[..., Any]) -> Fault:
-        path, number = call["path"], call["call"]
-
-        def plant(training: Training) -> None:
-            training.around(path, change, number, self.step)
-
-        return Fault(self.step, phase, path, number, plant)
+        place = call["path"], call["call"]
+        return Fault(
+            self.step,
+            phase,
+            *place,
+            lambda training: training.around(change, *place, self.step),
+        )
 
     # Forward and backward.
 
@@ -317,10 +322,15 @@ class Planter:
             mode.remaining = number
             return forward(*args, **options)
 
-        def plant(training: Training) -> None:
-            training.around(path, change, call, 2)
-
-        return Fault(2, "forward", path, call, plant, (mode.name,), mode=mode)
+        return Fault(
+            2,
+            "forward",
+            path,
+            call,
+            lambda training: training.around(change, path, call, 2),
+            (mode.name,),
+            mode=mode,
+        )
 
     def update(self) -> Fault:
         """A flip in the result of an operation of the optimizer, in the second step."""
@@ -360,11 +370,13 @@ class Planter:
 
     def frozen(self) -> Fault:
         path = self._parameter("gradient of ")
-
-        def plant(training: Training) -> None:
-            training.tensor(path).requires_grad_(False)
-
-        return Fault(1, "gradients", path, plant=plant, operations=())
+        return Fault(
+            1,
+            "gradients",
+            path,
+            plant=lambda training: training.tensor(path).requires_grad_(False),
+            operations=(),
+        )
 
     def hooked(self) -> Fault:
         """A gradient that a hook makes longer."""
@@ -373,10 +385,12 @@ class Planter:
         def longer(parameter: Tensor) -> None:
             parameter.grad.mul_(1.01)
 
-        def plant(training: Training) -> None:
-            training.tensor(path).register_post_accumulate_grad_hook(longer)
-
-        return Fault(1, "gradients", path, plant=plant)
+        return Fault(
+            1,
+            "gradients",
+            path,
+            plant=lambda training: training.tensor(path).register_post_accumulate_grad_hook(longer),
+        )
 
     def kernel(self) -> Fault:
         """A matrix product or convolution of inputs with a mantissa of 10 bits, as in TF32."""
@@ -386,7 +400,7 @@ class Planter:
             short = (inputs.detach().view(torch.int32) & -(1 << 13)).view(torch.float32)
             return forward(inputs + (short - inputs).detach(), *args, **options)
 
-        return Fault(1, "forward", path, 0, lambda training: training.around(path, change))
+        return Fault(1, "forward", path, 0, lambda training: training.around(change, path))
 
     def drawn(self) -> Fault:
         """One more number from the generator, between two steps."""
@@ -412,11 +426,15 @@ class Planter:
     # Settings.
 
     def _changed(self, path: str, name: str, value, operations: tuple[str, ...]) -> Fault:
-        def plant(training: Training) -> None:
-            setattr(training.module(path), name, value)
-
-        note = f"{name} of {path} is {self.model[path].get(name)} in A and {value} in B"
-        return Fault(1, "forward", path, 0, plant, operations, note=note)
+        return Fault(
+            1,
+            "forward",
+            path,
+            0,
+            lambda training: setattr(training.module(path), name, value),
+            operations,
+            note=f"{name} of {path} is {self.model[path].get(name)} in A and {value} in B",
+        )
 
     def epsilon(self) -> Fault:
         path = self._one(self._of_class("Norm"))
@@ -448,10 +466,10 @@ class Planter:
 
         def plant(training: Training) -> None:
             drop = functools.partial(nn.functional.dropout, p=training.module(path).p)
-            training.around(path, lambda forward, inputs: inputs)
+            training.around(lambda forward, inputs: inputs, path)
             training.around(
-                other,
                 lambda forward, *args, **options: _first_changed(drop, forward(*args, **options)),
+                other,
             )
 
         return Fault(1, "forward", first, 0, plant, (HERE, *OF_DROPOUT))
@@ -460,25 +478,22 @@ class Planter:
         name, value = self._one(
             [("eps", 1e-6), ("weight_decay", 0.1), ("lr", 2e-3), ("amsgrad", True)]
         )
-
-        def plant(training: Training) -> None:
-            training.optimizer.param_groups[0][name] = value
-
-        note = f"{name} of group 0 of AdamW is"
-        # The first step has no other largest moment than the others.
-        step = 2 if name == "amsgrad" else 1
-        return Fault(step, "optimizer", "", None, plant, ("aten.",), note=note)
+        return Fault(
+            # The first step has no other largest moment than the others.
+            2 if name == "amsgrad" else 1,
+            "optimizer",
+            plant=lambda training: training.optimizer.param_groups[0].update({name: value}),
+            operations=("aten.",),
+            note=f"{name} of group 0 of AdamW is",
+        )
 
     # Data.
 
     def _data(self, first: int, change: Callable[[list[Any]], None]) -> Fault:
         """A fault from the sample of this number on."""
         batch = self._observed("batch")[first // BATCH_SIZE]
-
-        def plant(training: Training) -> None:
-            change(training.samples)
-
-        return Fault(batch["step"], "data", batch["path"], batch["call"], plant, ())
+        place = batch["step"], "data", batch["path"], batch["call"]
+        return Fault(*place, lambda training: change(training.samples), ())
 
     def data(self) -> Fault:
         """Two samples, of any batches, in each other's place."""
