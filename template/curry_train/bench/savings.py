@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,15 +29,17 @@ from ..core.measure_compiled import count_executed_flops, holds_compiled_code, m
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..primitives.strategies import STRATEGIES, Sample
+from ..primitives.strategies import STRATEGIES
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
 from .steps import (
     FAILED_OUTCOME,
     MEASURED_OUTCOME,
     OUT_OF_MEMORY_OUTCOME,
+    Lever,
     SetupRow,
     Tell,
+    TrainingStep,
     failure,
     require_plain,
     time_setups,
@@ -193,14 +196,14 @@ def measure_savings(
         SavingsRow(name, workload=case.workload.name, batch_size=case.batch_size, depth=depth)
         for name in choose_strategies(strategies)
     ]
-    weights = case.build()
-    models = list[nn.Module | None]()
+    batch = case.batch()
+    steps = list[TrainingStep | None]()
     plain: StepRecord | None = None
     with seeded(case.seed):
         for row in rows:
             tell(f"{row.name}: memory, FLOPs, parity")
-            model, record = _measure(row, case, weights)
-            models.append(model)
+            step, record = _measure(row, case, batch, steps[0] if steps else None)
+            steps.append(step)
             if row is rows[0]:
                 plain = record
                 _check(plain, row, case)
@@ -210,13 +213,13 @@ def measure_savings(
                 row.worst_error = parity.worst if math.isfinite(parity.worst) else None
                 description = parity.describe(most=1)
                 row.parity = description if parity.holds else f"differs: {description}"
-        _time(rows, models, case, repeats, tell)
-    for row, model in zip(rows, models, strict=True):
+        _time(rows, steps, case, batch, repeats, tell)
+    for row, step in zip(rows, steps, strict=True):
         if limit is not None:
             tell(f"{row.name}: largest batch")
-            if model is not None:
+            if step is not None:
                 try:
-                    row.largest_batch = largest_batch(case, model, limit)
+                    row.largest_batch = largest_batch(case, step.model, limit)
                 except ValueError as error:
                     row.why = str(error)
     return rows
@@ -267,25 +270,23 @@ def _figures(row: SavingsRow, case: Case, model: nn.Module) -> StepRecord:
 
 
 def _measure(
-    row: SavingsRow, case: Case, weights: nn.Module
-) -> tuple[nn.Module | None, StepRecord | None]:
-    """Fill in what is not relative to the plain step; return the model, if it can be trained."""
-    model = case.build()
-    for parameter, shared in zip(model.parameters(), weights.parameters(), strict=True):
-        parameter.data = shared.data
-    applied = None
+    row: SavingsRow, case: Case, batch: Any, like: TrainingStep | None
+) -> tuple[TrainingStep | None, StepRecord | None]:
+    """Fill in what is not relative to the plain step; return the step, if it can be trained."""
+    strategy = STRATEGIES[row.name]
+    step = None
     try:
         with seeded(case.seed):
-            row.modules = _apply(row.name, model, case)
-        applied = model
-        record = _figures(row, case, model)
-        facts = STRATEGIES[row.name].facts
-        row.facts = {} if facts is None else facts(model)
+            lever = Lever(row.name, (strategy.apply,))
+            step = TrainingStep(case, lever, batch=batch, like=like)
+        row.modules = step.changed
+        record = _figures(row, case, step.model)
+        row.facts = {} if strategy.facts is None else strategy.facts(step.model)
         row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
     except (ValueError, RuntimeError) as error:
         row.outcome, row.why = failure(error, case)
-        return applied if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None
-    return model, record
+        return step if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None
+    return step, record
 
 
 def _compare(row: SavingsRow, plain: SavingsRow) -> None:
@@ -296,31 +297,26 @@ def _compare(row: SavingsRow, plain: SavingsRow) -> None:
     row.recompute_ratio = _ratio(row.recompute_flops, plain.forward_flops)
 
 
-def _apply(strategy: str, model: nn.Module, case: Case) -> list[str]:
-    sample = Sample(case.batch(), case.workload.mean_loss, case.blocks)
-    return list(STRATEGIES[strategy].apply(model, sample))
-
-
 def _ratio(part: int | None, whole: int | None) -> float | None:
     return part / whole if whole and part is not None else None
 
 
 def _time(
     rows: Sequence[SavingsRow],
-    models: Sequence[nn.Module | None],
+    steps: Sequence[TrainingStep | None],
     case: Case,
+    batch: Any,
     repeats: int,
     tell: Tell,
 ) -> None:
     """Time forward and backward of every measured strategy in turns."""
-    batch = case.batch()
     timed = [
-        (row, model)
-        for row, model in zip(rows, models, strict=True)
-        if model is not None and row.outcome == MEASURED_OUTCOME
+        (row, step.model)
+        for row, step in zip(rows, steps, strict=True)
+        if step is not None and row.outcome == MEASURED_OUTCOME
     ]
 
-    def step(model: nn.Module) -> None:
+    def run(model: nn.Module) -> None:
         case.workload.mean_loss(model, batch).backward()
 
     def drop_gradients() -> None:
@@ -328,7 +324,7 @@ def _time(
             model.zero_grad(set_to_none=True)
 
     time_setups(
-        [(row, functools.partial(step, model)) for row, model in timed],
+        [(row, functools.partial(run, model)) for row, model in timed],
         case,
         rounds=repeats,
         warmup=WARMUP_ROUNDS,
