@@ -134,11 +134,6 @@ def test_selective_takes_the_layers_above_the_threshold(batch):
     assert apply(model, report, memory_threshold_mb=0, exclude_patterns=["1"]) == ["0", "2"]
 
 
-def test_selective_patterns_choose_blocks():
-    model = chain(3)
-    assert apply(model, strategy="full", include_patterns=["[01]"], exclude_patterns=["0"]) == ["1"]
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

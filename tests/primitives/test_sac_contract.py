@@ -173,16 +173,9 @@ def test_compiled_blocks_keep_the_operations_of_the_policy():
     assert compare(bare, changed, tolerance=1e-5).holds
 
 
-def test_operations_are_found_by_text_packet_and_overload_where_torch_has_them():
-    found = {aten.mm.default, aten.mm.dtype}
-    assert sac.find_operations(["aten.mm", "torch.ops.aten.mm.default"]) == found
-    assert sac.find_operations([aten.mm]) == sac._overloads("aten", "mm", "absent") == found
-    # Overloads that write in place are left out, unless all do.
-    assert aten.add.out not in sac.find_operations([aten.add])
-    assert aten.mul_.Tensor in sac.find_operations([aten.mul_])
+def test_operations_are_found_by_text_and_packet_where_torch_has_them():
+    assert sac.find_operations(["torch.ops.aten.mm"]) == sac._overloads("aten", "mm", "absent")
     attend = torch.ops.higher_order.flex_attention
-    assert sac._overloads("higher_order", "flex_attention") == {attend}
-    assert sac.family_of(aten.mm.dtype) == "matmul"
     kernels = [
         getattr(aten, f"_scaled_dot_product_{name}_attention")
         for name in ("flash", "efficient", "cudnn")

@@ -116,32 +116,6 @@ def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
     assert all_equal(gradients(model, x), expected)
 
 
-def pair():
-    """A block that returns a tuple, as attention blocks do."""
-
-    def run(inner, x):
-        x = inner[0](x)
-        return x, x.softmax(-1)
-
-    return Runs(run, nn.Linear(8, 8))
-
-
-def takes_the_weights_too(layers, x):
-    total = 0
-    for layer in layers:
-        x, weights = layer(x)
-        total = total + weights.square().mean()
-    return x + total
-
-
-def test_the_first_element_of_a_tuple_goes_on_to_the_next_block():
-    model = chain(takes_the_weights_too, pair)
-    x = torch.randn(4, 8)
-    expected = gradients(model, x)
-    recompute_segments(model, 2)
-    assert all_equal(gradients(model, x), expected)
-
-
 MASK = torch.linspace(0.5, 1.5, 8)[:, None]
 
 
