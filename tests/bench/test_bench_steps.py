@@ -17,7 +17,6 @@ from curry_train.bench.steps import (
     Lever,
     SetupRow,
     TrainingStep,
-    failure,
     find_lever,
     time_setups,
 )
@@ -212,23 +211,6 @@ def skip_a_block(model, sample):
     return ["layers.1"]
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome", "why"),
-    [
-        (
-            torch.OutOfMemoryError("CUDA"),
-            "out of memory",
-            "4 samples do not fit into the memory of cpu",
-        ),
-        (RuntimeError("\nfirst\nsecond"), "failed", "RuntimeError: first"),
-        (RuntimeError(), "failed", "RuntimeError: "),
-        (ValueError("in two\n  lines"), "refused", "in two lines"),
-    ],
-)
-def test_a_failure_is_named_in_one_line(error, outcome, why):
-    assert failure(error, Case(SMALL)) == (outcome, why)
-
-
 def test_each_step_is_announced_prepared_and_waited_for(monkeypatch):
     events = []
     monkeypatch.setattr(steps, "wait_for", lambda device: events.append(device.type))
@@ -254,7 +236,7 @@ def test_each_step_is_announced_prepared_and_waited_for(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "outcome", "message"),
     [
-        (outgrow_later, "out of memory", "do not fit"),
+        (outgrow_later, "out of memory", "4 samples do not fit into the memory of cpu"),
         (blow_up, "refused", "not finite: microbatch 0 of 1"),
     ],
 )

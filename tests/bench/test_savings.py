@@ -40,15 +40,19 @@ def detach(model, sample):
 
 
 def refuse(model, sample):
-    raise ValueError("not for this model: use full")
+    raise ValueError("not for this model:\n  use full")
 
 
 def break_later(model, sample):
     def fail(*_):
-        raise RuntimeError("two tensors disagree\nand more lines")
+        raise RuntimeError("\ntwo tensors disagree\nand more lines")
 
     model[1].register_forward_hook(fail)
     return ["1"]
+
+
+def break_in_silence(model, sample):
+    raise RuntimeError
 
 
 # The figures.
@@ -100,6 +104,7 @@ def test_weights_are_shared_and_left_as_they_were_and_so_are_the_generators(monk
     [
         (refuse, "refused", "not for this model: use full", False),
         (break_later, "failed", "RuntimeError: two tensors disagree", True),
+        (break_in_silence, "failed", "RuntimeError: ", True),
         (detach, "measured", "", True),
     ],
 )

@@ -139,22 +139,6 @@ def test_one_line_in_an_sft_trainer_of_trl_is_equal_to_the_bit(tmp_path):
     assert newest_whole(tmp_path / "added") is not None
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_the_bit(
-    tmp_path, library
-):
-    plain = weights(getattr(Trained(tmp_path / "plain"), library)())
-    runs = Block.runs
-    added = Trained(tmp_path / "added", journal=tmp_path / "run", **ADDED)
-    assert torch.equal(weights(getattr(added, library)()), plain)
-    # Each block runs again in backward, and its dropout draws the same.
-    assert Block.runs == 2 * runs
-    assert len(column(tmp_path / "run", "step", "loss")) == STEPS
-    assert lines_of(tmp_path / "run")[-1]["kind"] == "stop"
-    assert newest_whole(tmp_path / "added") is not None
-    assert newest_whole(tmp_path / "plain") is None
-
-
 class Planned:
     """A plan of four microbatches of so many samples."""
 
@@ -168,17 +152,26 @@ class Planned:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
+def test_one_line_recomputes_records_and_commits_and_the_weights_are_equal_to_the_bit(
+    tmp_path, library
+):
+    plain = weights(getattr(Trained(tmp_path / "plain"), library)())
+    runs = Block.runs
+    added = Trained(tmp_path / "added", journal=tmp_path / "run", **ADDED | {"apply": Planned(2)})
+    assert torch.equal(weights(getattr(added, library)()), plain)
+    # Each block runs again in backward, and its dropout draws the same.
+    assert Block.runs == 2 * runs
+    assert len(column(tmp_path / "run", "step", "loss")) == STEPS
+    assert lines_of(tmp_path / "run")[-1]["kind"] == "stop"
+    assert newest_whole(tmp_path / "added") is not None
+    assert newest_whole(tmp_path / "plain") is None
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_a_trainer_with_larger_microbatches_than_the_plans_is_refused(tmp_path, library):
     trained = Trained(tmp_path, apply=Planned(1))
     with pytest.raises(ValueError, match=r"4 microbatches of 1 samples, .* microbatches of 2 take"):
         getattr(trained, library)()
-
-
-def test_a_plan_is_applied_as_a_strategy_is(tmp_path):
-    Trained(tmp_path / "plain").accelerate()
-    runs = Block.runs
-    Trained(tmp_path / "planned", apply=Planned(2)).accelerate()
-    assert Block.runs == 2 * runs
 
 
 def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):

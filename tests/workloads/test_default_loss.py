@@ -196,23 +196,16 @@ def test_microbatches_differ_though_the_factory_has_few_samples(rows):
 def test_tokens_of_a_prompt_in_front_have_no_labels():
     """Prompt tuning returns logits for its virtual tokens too."""
 
-    class PromptForCausalLM(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prompt = nn.Parameter(torch.zeros(1, 3, 7))
-            self.embed = nn.Embedding(7, 7)
+    def run(inner, input_ids):
+        words = inner[0](input_ids)
+        return SimpleNamespace(logits=torch.cat([torch.zeros(2, 3, 7), words], 1))
 
-        def forward(self, input_ids):
-            words = self.embed(input_ids)
-            return SimpleNamespace(
-                logits=torch.cat([self.prompt.expand(len(words), 3, 7), words], 1)
-            )
-
-    module = PromptForCausalLM()
+    embedding = nn.Embedding(7, 7)
+    module = type("PromptForCausalLM", (Runs,), {})(run, embedding)
     tokens = torch.randint(7, (2, 5))
     batch = {"input_ids": tokens, "labels": tokens}
-    workload = default_workload("prompt", PromptForCausalLM, (module, batch))
+    workload = default_workload("prompt", lambda: module, (module, batch))
     expected = F.cross_entropy(
-        module.embed(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        embedding(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
     )
     assert torch.equal(workload.loss(module, batch), expected)
