@@ -67,37 +67,44 @@ def test_similar_layers_share_a_line():
     assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
 
 
-def test_the_table_lists_layers_without_figures():
-    rows = flow_table(
-        [
-            record(
-                at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
-                at_1=replace(GOOD, gradient=None, tied=("w",)),
-                at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
-                at_3=replace(GOOD, gradient=None, update=None),
-            )
-        ]
-    ).splitlines()
-    assert [line.split()[1:] for line in rows if line.startswith("layers.0")] == [
-        ["not", "called", "frozen", "-"]
-    ]
-    assert any(line.startswith("layers.1") and " tied " in line for line in rows)
-    assert any(line.startswith("layers.2") and line.endswith("new") for line in rows)
-    assert [line.split()[4:] for line in rows if line.startswith("layers.3")] == [["-", "-"]]
+def rows_of(**layers):
+    """Return the table of layers below the findings."""
+    return flow_table([record(**layers)]).partition("\n\n")[2]
 
 
-def test_the_table_has_each_figure_of_a_layer():
+def test_the_table_has_each_figure_of_a_layer_or_why_it_has_none():
     mixed = replace(
         GOOD,
         activation=ValueSpread(10_000, 9996, 1, 4e4),
         gradient=ValueSpread(1000, 125, 600, 9.0),
         update=Update(1.0, 3e-4),
     )
-    rows = flow_table([record(at_1=mixed)]).splitlines()
-    cells = {line.split()[0]: line.split()[1:] for line in rows if line.startswith("layers.")}
-    # rms, share of zeros and of values that are not finite; norm and the same shares; the update.
-    assert cells["layers.0"] == ["1.0e+00", "10.0%", "0", "1.0e-01", "0", "0", "1.0e-03"]
-    assert cells["layers.1"] == ["2.0e+00", "100%", "1%", "3.0e+00", "12.5%", "60%", "3.0e-04"]
+    without_figures = rows_of(
+        at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
+        at_1=replace(GOOD, gradient=None, tied=("w",)),
+        at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
+        at_3=replace(GOOD, gradient=None, update=None),
+    )
+    assert (
+        rows_of(at_1=mixed)
+        == """\
+layer                                    activation           gradient   update
+                                     rms  zero  bad     norm  zero bad    ratio
+layers.0                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03
+layers.1                         2.0e+00  100%   1%  3.0e+00 12.5% 60%  3.0e-04
+layers.2                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03
+layers.3                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03"""
+    )
+    assert (
+        without_figures
+        == """\
+layer                                    activation           gradient   update
+                                     rms  zero  bad     norm  zero bad    ratio
+layers.0                                 not called             frozen        -
+layers.1                         1.0e+00 10.0%    0               tied  1.0e-03
+layers.2                         1.0e+00 10.0%    0               none      new
+layers.3                         1.0e+00 10.0%    0                  -        -"""
+    )
 
 
 def test_the_head_of_a_report_has_the_steps_and_every_finding():

@@ -183,21 +183,11 @@ def test_equal_blocks_share_code():
         ("half", {}, "between 0 and 1, got 'half'"),
         (0.5, {"backend": "eager"}, "backend must be one of inductor, aot_eager"),
         (0.5, {"batch": rows()}, "batch and loss both"),
-        (
-            0.5,
-            {
-                "blocks": "layers.*",
-                "backend": "aot_eager",
-                "batch": rows(),
-                "loss": lambda m, b: m.embed(b).sum(),
-            },
-            "no comp",
-        ),
     ],
 )
 def test_refused_with_what_to_do(budget, options, message):
     model = build(block_class())
-    with pytest.raises((ValueError, CompileFailed), match=message):
+    with pytest.raises(ValueError, match=message):
         memory_budget(model, budget, **options)
     assert not any(isinstance(module, Budgeted) for module in model.modules())
 
