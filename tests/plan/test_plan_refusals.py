@@ -35,7 +35,6 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     # Other settings are for the reader alone.
     others = {"candidates": [], "own": None}
     assert again.to_json() | others == json.loads(path.read_text()) | others
-    assert again.options == found.options
     changed = again.apply(net(64, 256, 64, 256).build())
     assert changed == [n for n, o in found.options.items() if o.kind != "none"]
     assert (changed.microbatch, changed.steps) == (found.microbatch, found.steps)
@@ -57,8 +56,6 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
     path.write_text(change(half().to_json()))
     with pytest.raises(ValueError, match=message):
         Plan.load(path)
-    with pytest.raises(ValueError, match=r"can't read the plan .* write one with curry-train plan"):
-        Plan.load(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +197,6 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
     ("make", "message"),
     [
         (lambda: plan(net(64, 64), 0), "budget_bytes must be a whole number of at least 1, got 0"),
-        (lambda: plan(net(64, 64), 2.5e9), "budget_bytes must be .* got 2500000000.0"),
         (lambda: plan(net(64, 64), 2**30, global_batch=0), "global_batch must be .* got 0"),
         (
             lambda: plan(net(64, 64), 2**30, without=("half",)),
