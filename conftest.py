@@ -75,6 +75,34 @@ def pair_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def cuda_generators(monkeypatch: pytest.MonkeyPatch) -> dict[int, Any]:
+    """Simulate the generators of two CUDA devices; return their states, which are numbers."""
+    import torch
+
+    states: dict[int, Any] = {0: 3, 1: 5}
+
+    def index_of(device: Any) -> int:
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        assert place.type == "cuda"
+        return place.index or 0
+
+    def set_state(state: Any, device: Any = "cuda") -> None:
+        states[index_of(device)] = state
+
+    stand_ins = {
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "device_count": lambda: len(states),
+        "get_rng_state": lambda device="cuda": states[index_of(device)],
+        "set_rng_state": set_state,
+        "manual_seed_all": lambda seed: states.update(dict.fromkeys(states, seed)),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    return states
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long and shows nearly the same as another test: `make long` runs it."""

@@ -285,34 +285,14 @@ def test_a_step_waits_for_its_device_and_a_record_names_the_card(counted, monkey
 # Random generators of two devices.
 
 
-@pytest.fixture
-def generators(monkeypatch):
-    """The states of the generators of two devices, by index."""
-    states = {index: torch.tensor([index, 0], dtype=torch.uint8) for index in range(2)}
-
-    def index_of(device):
-        return device if isinstance(device, int) else torch.device(device).index or 0
-
-    def set_state(state, device="cuda"):
-        states[index_of(device)] = state.clone()
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(states))
-    get_state = lambda device="cuda": states[index_of(device)].clone()  # noqa: E731
-    monkeypatch.setattr(torch.cuda, "get_rng_state", get_state)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", set_state)
-    return states
-
-
-def test_a_checkpoint_has_the_generators_of_all_devices(generators):
+def test_a_checkpoint_has_the_generators_of_all_devices(cuda_generators):
     taken = take_random_state()
-    saved = {name: tensor.tolist() for name, tensor in taken.items() if "cuda" in name}
-    assert saved == {"cuda-0": [0, 0], "cuda-1": [1, 0]}
-    generators[1] = generators[1] + 1
+    saved = {name: state for name, state in taken.items() if "cuda" in name}
+    assert saved == {"cuda-0": 3, "cuda-1": 5}
+    cuda_generators[1] = 6
     assert restore_random_state(taken) == []
-    assert generators[1].tolist() == [1, 0]
-    del generators[1]
+    assert cuda_generators[1] == 5
+    del cuda_generators[1]
     notes = restore_random_state(taken)
     assert notes == ["the generator cuda-1 was saved, but does not exist here"]
 

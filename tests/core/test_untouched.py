@@ -22,44 +22,22 @@ from curry_train.plan.shapes import KERNEL_DEVICES, pretended
 from curry_train.primitives import regions
 
 
-@pytest.fixture
-def cuda_generators(monkeypatch):
-    """Simulate two CUDA generators, each a number, behind the functions of `torch.cuda`."""
-    states = [3, 5]
-
-    def index_of(device):
-        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        assert place.type == "cuda"
-        return place.index
-
-    stand_ins = {
-        "is_initialized": lambda: True,
-        "device_count": lambda: len(states),
-        "get_rng_state": lambda device="cuda": states[index_of(device)],
-        "set_rng_state": lambda state, device="cuda": states.__setitem__(index_of(device), state),
-        "manual_seed_all": lambda seed: states.__setitem__(slice(None), [seed] * len(states)),
-    }
-    for name, stand_in in stand_ins.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-    return states
-
-
 @pytest.mark.parametrize("kernels", [None, *KERNEL_DEVICES])
 def test_cuda_generators_are_restored_also_where_cuda_is_mapped_to_the_cpu(
     kernels, cuda_generators
 ):
     with pretended(kernels=kernels) if kernels else contextlib.nullcontext():
         with seeded(7):
-            assert cuda_generators == [7, 7]
+            assert cuda_generators == {0: 7, 1: 7}
             if kernels:
                 assert (
                     torch.empty(1, device="cuda").device.type == "cpu"
                 )  # CUDA is still mapped to the CPU
-        assert cuda_generators == [3, 5]
+        assert cuda_generators == {0: 3, 1: 5}
         with contextlib.suppress(KeyError), generators_kept():
             cuda_generators[1] = 9
             raise KeyError
-        assert cuda_generators == [3, 5]
+        assert cuda_generators == {0: 3, 1: 5}
 
 
 def test_a_module_uses_no_cuda_generator_where_cuda_is_mapped_to_the_cpu(cuda_generators):
