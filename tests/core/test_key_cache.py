@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, T5Config, T5ForCondi
 from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.primitives import apply_sac, offload_blocks, recompute, recompute_blocks
+from curry_train.primitives import apply_sac, recompute, recompute_blocks
 from curry_train.workloads import load_workload
 from curry_train.workloads.workload import call, without_cache
 
@@ -138,24 +138,13 @@ def test_a_cache_is_left_out_unless_the_layer_of_the_block_is_filled(cache, is_f
         assert recompute.leave_out_caches(block, (cache,), {}) == ((None,), {})
 
 
-@pytest.mark.parametrize("change", [recompute_blocks, offload_blocks])
-def test_a_cache_that_is_read_is_not_left_out_silently(change):
+def test_a_cache_that_is_read_is_not_left_out_silently():
     """Read the cache in a second call, which continues from the first."""
-    plain, changed = built("llama"), built("llama")
-
-    def two(model):
-        first = model(input_ids=TOKENS[:, :8], labels=TOKENS[:, :8])
-        second = model(
-            input_ids=TOKENS[:, 8:], labels=TOKENS[:, 8:], past_key_values=first.past_key_values
-        )
-        return first.loss + second.loss
-
-    change(changed)
-    if change is offload_blocks:
-        assert torch.equal(two(plain), two(changed))
-        return
+    model = built("llama")
+    recompute_blocks(model)
+    first = model(TOKENS[:, :8])
     with pytest.raises(ValueError, match="gets a cache that it has been given before"):
-        two(changed)
+        model(TOKENS[:, 8:], past_key_values=first.past_key_values)
 
 
 def test_a_block_that_only_reads_a_cache_gets_it():
