@@ -36,15 +36,15 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
     saved(runs[1], 100)
     other = new_run(config(tmp_path, "name=o@ther"))
     saved(other, 5)
-    assert run_to_resume(config(tmp_path), "latest") == (runs[1], "latest")
-    assert run_to_resume(config(tmp_path), "run-001") == (runs[0], "latest")
-    assert run_to_resume(config(tmp_path), str(runs[0])) == (runs[0], "latest")
-    assert run_to_resume(config(tmp_path), "o@ther-001") == (other, "latest")
-    assert run_to_resume(config(tmp_path), f"{runs[0]}@90") == (runs[0], "90")
-    assert run_to_resume(config(tmp_path), str(runs[1] / "recovery/step-00000100.dcp")) == (
-        runs[1],
-        "100",
-    )
+    for text, found in {
+        "latest": (runs[1], "latest"),
+        "run-001": (runs[0], "latest"),
+        str(runs[0]): (runs[0], "latest"),
+        "o@ther-001": (other, "latest"),
+        f"{runs[0]}@90": (runs[0], "90"),
+        str(runs[1] / "recovery/step-00000100.dcp"): (runs[1], "100"),
+    }.items():
+        assert run_to_resume(config(tmp_path), text) == found
 
 
 def test_resuming_from_the_best_parameters_starts_a_new_run(tmp_path):
