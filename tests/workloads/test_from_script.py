@@ -21,7 +21,7 @@ from curry_train.workloads.optimizers import SteppedTogether
 from ..command_runs import ran
 from ..plan_models import measured
 from ..toy_steps import all_equal
-from .user_scripts import DATA, SCRIPTS
+from .user_scripts import ARGUMENTS, DATA, SCRIPTS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -54,9 +54,8 @@ def written(folder, name, monkeypatch):
     """Write a script, and return the text from which its workload is loaded."""
     if "torchrun" in name:
         launch(monkeypatch)
-    text, arguments = SCRIPTS[name]
-    (folder / f"{name}.py").write_text(text)
-    return " ".join((f"script={name}.py", *arguments))
+    (folder / f"{name}.py").write_text(SCRIPTS[name])
+    return " ".join((f"script={name}.py", *ARGUMENTS.get(name, ())))
 
 
 def files(folder):
@@ -87,7 +86,7 @@ def step_of(workload):
 
 def run_to_the_end(folder, name, monkeypatch):
     """Run a script as Python would, and return what it has trained."""
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *SCRIPTS[name][1]])
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *ARGUMENTS.get(name, ())])
     monkeypatch.setattr(torch, "compile", uncompiled)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: None)
     monkeypatch.setattr(atexit, "register", lambda function, *arguments: function)
@@ -126,7 +125,7 @@ def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatc
 
 
 def test_the_factory_that_is_printed_makes_the_same_workload(folder):
-    (folder / "train.py").write_text(SCRIPTS["argparse_main"][0])
+    (folder / "train.py").write_text(SCRIPTS["argparse_main"])
     ended = ran("memory", "--script", "train.py", "--factory", "kept.py", "--", "--lr", "0.5")
     assert "wrote kept.py: use it as --model kept.py:build" in ended.output
     assert "AdamW, lr 0.5" in ended.output
@@ -246,7 +245,7 @@ def test_a_module_of_a_package_runs_with_its_relative_imports(folder):
     for one in (package, package.parent):
         (one / "__init__.py").touch()
     (package / "model.py").write_text("from shared import net\n")
-    text = SCRIPTS["argparse_main"][0].replace("import *", "import *\nfrom .model import net")
+    text = SCRIPTS["argparse_main"].replace("import *", "import *\nfrom .model import net")
     (package / "train.py").write_text(text)
     workload = load_workload("script=project/training/train.py --lr 0.1")
     assert workload.notes[0].startswith("project/training/train.py, at train.py:")
@@ -344,7 +343,7 @@ def test_what_can_not_be_taken_over_is_said(folder, text, monkeypatch):
 
 
 def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
-    (folder / "train.py").write_text(SCRIPTS["two_modules"][0].replace(".mean()", ".sum()"))
+    (folder / "train.py").write_text(SCRIPTS["two_modules"].replace(".mean()", ".sum()"))
     workload = load_workload("script=train.py")
     assert "its loss is a sum over samples" in workload.notes[-1]
     case = Case(workload, batch_size=8)

@@ -250,7 +250,11 @@ class Model(nn.Module):
         return {"cross_entropy": F.cross_entropy(logits, targets, weight=self.weights)}
 
 model = Model()
-optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+# This one makes its state with the optimizer.
+optimizer = torch.optim.Adagrad(
+    [{"params": model.body.parameters(), "weight_decay": 0.5},
+     {"params": [model.scale], "lr": 0.2}],
+    lr=0.1, initial_accumulator_value=0.3)
 inputs, targets = next(iter(loader()))
 losses = model.losses(inputs, targets)
 total = sum(losses.values())
@@ -638,31 +642,36 @@ LIGHTNING_CLI_ARGUMENTS = (
     "false",
 )
 
-# Each script, with its arguments.
+# Each script, and the arguments of those that take some.
 SCRIPTS = {
-    "shifted_targets": (SHIFTED_TARGETS, ()),
-    "argparse_main": (ARGPARSE_MAIN, ("--lr", "0.01")),
-    "class_with_logger": (CLASS_WITH_LOGGER, ()),
-    "amp_scaler": (AMP_SCALER, ()),
-    "accumulation": (ACCUMULATION, ()),
-    "lbfgs_closure": (LBFGS_CLOSURE, ()),
-    "gan": (GAN, ()),
-    "two_losses": (TWO_LOSSES, ()),
-    "own_batches": (OWN_BATCHES, ()),
-    "two_modules": (TWO_MODULES, ()),
-    "method_of_the_model": (METHOD_OF_THE_MODEL, ()),
-    "dataclass_output": (DATACLASS_OUTPUT, ()),
-    "ddp_under_torchrun": (DDP_UNDER_TORCHRUN, ()),
-    "model_with_own_loss": (MODEL_WITH_OWN_LOSS, ()),
-    "hugging_face_trainer": (HUGGING_FACE_TRAINER, ()),
-    "lightning_trainer": (LIGHTNING_TRAINER, ()),
-    "accelerate_loop": (ACCELERATE_LOOP, ()),
-    "compiled_loss": (COMPILED_LOSS, ()),
-    "worker_processes": (WORKER_PROCESSES, ()),
-    "fabric": (FABRIC, ()),
-    "event_writer": (EVENT_WRITER, ()),
-    "matrices_and_others": (MATRICES_AND_OTHERS, ()),
-    "step_in_backward": (STEP_IN_BACKWARD, ()),
-    "run_clm": (RUN_CLM, RUN_CLM_ARGUMENTS),
-    "lightning_cli": (LIGHTNING_CLI, LIGHTNING_CLI_ARGUMENTS),
+    "shifted_targets": SHIFTED_TARGETS,
+    "argparse_main": ARGPARSE_MAIN,
+    "class_with_logger": CLASS_WITH_LOGGER,
+    "amp_scaler": AMP_SCALER,
+    "accumulation": ACCUMULATION,
+    "lbfgs_closure": LBFGS_CLOSURE,
+    "gan": GAN,
+    "two_losses": TWO_LOSSES,
+    "own_batches": OWN_BATCHES,
+    "two_modules": TWO_MODULES,
+    "method_of_the_model": METHOD_OF_THE_MODEL,
+    "dataclass_output": DATACLASS_OUTPUT,
+    "ddp_under_torchrun": DDP_UNDER_TORCHRUN,
+    "model_with_own_loss": MODEL_WITH_OWN_LOSS,
+    "hugging_face_trainer": HUGGING_FACE_TRAINER,
+    "lightning_trainer": LIGHTNING_TRAINER,
+    "accelerate_loop": ACCELERATE_LOOP,
+    "compiled_loss": COMPILED_LOSS,
+    "worker_processes": WORKER_PROCESSES,
+    "fabric": FABRIC,
+    "event_writer": EVENT_WRITER,
+    "matrices_and_others": MATRICES_AND_OTHERS,
+    "step_in_backward": STEP_IN_BACKWARD,
+    "run_clm": RUN_CLM,
+    "lightning_cli": LIGHTNING_CLI,
+}
+ARGUMENTS = {
+    "argparse_main": ("--lr", "0.01"),
+    "run_clm": RUN_CLM_ARGUMENTS,
+    "lightning_cli": LIGHTNING_CLI_ARGUMENTS,
 }
