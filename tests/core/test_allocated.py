@@ -10,15 +10,12 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from curry_train.core.measure import count_flops, measure_memory
 from curry_train.core.measure_compiled import (
     count_executed_flops,
-    current_budget,
     holds_compiled_code,
     measure_allocated,
-    with_own_code,
 )
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads import Case
@@ -132,18 +129,3 @@ def test_a_module_with_compiled_code_inside_is_recognised(make):
     model = activated(4)
     assert not holds_compiled_code(model)
     assert holds_compiled_code(make(model))
-
-
-def test_a_copied_function_is_compiled_separately():
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph
-
-    for name in ("one", "other"):
-        code = with_own_code(F.gelu, name=name)
-        assert code.__name__ == name
-        torch.compile(code, backend=backend)(torch.ones(3))
-    assert len(graphs) == 2
-    assert current_budget() == 1.0

@@ -4,19 +4,14 @@ python -m pytest tests/core/test_untouched.py
 """
 
 import contextlib
-import random
 
-import numpy
 import pytest
 import torch
 from torch import nn
 
 from curry_train.core.generators import (
-    generator_states,
     generators_kept,
-    same_state,
     seeded,
-    set_generator_states,
 )
 from curry_train.plan.shapes import KERNEL_DEVICES, pretended
 from curry_train.primitives import regions
@@ -43,21 +38,3 @@ def test_cuda_generators_are_restored_also_where_cuda_is_mapped_to_the_cpu(
 def test_a_module_uses_no_cuda_generator_where_cuda_is_mapped_to_the_cpu(cuda_generators):
     with pretended():
         assert len(regions.generator_states(nn.Linear(2, 2, device="cuda"))) == 1
-
-
-@pytest.mark.parametrize("draw", [lambda: torch.rand(1).item(), random.random, numpy.random.rand])
-def test_a_snapshot_finds_that_a_generator_moved_and_draws_the_same_again(draw):
-    outside = generator_states()
-    with seeded(0):
-        before = generator_states()
-        assert same_state(before, generator_states())
-        first = draw()
-        assert not same_state(before, generator_states())
-        second = draw()
-        with generators_kept():
-            set_generator_states(before)
-            assert draw() == first
-        third = draw()
-        set_generator_states(before)
-        assert [draw(), draw(), draw()] == [first, second, third]
-    assert same_state(outside, generator_states())

@@ -81,12 +81,16 @@ def predicted(factory, **options):
         return sketch, sketch.step(4)
 
 
+def require_equal(timeline, real):
+    assert (timeline.points, timeline.owners) == (real.points, real.owners)
+
+
 @pytest.mark.parametrize("optimizer", FACTORIES)
 def test_a_step_on_shapes_equals_the_real_one(optimizer):
     sketch, step = predicted(optimizer)
     real = measured(WORKLOAD, 4, optimizer=optimizer)
     assert sketch.why_real is None
-    assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
+    require_equal(step.timeline, real)
     assert step.peak_bytes == real.peak.bytes_alive > 0
 
 
@@ -180,7 +184,7 @@ def test_a_step_in_backward_holds_fewer_gradients_as_predicted(accumulated):
     with Sketch(WORKLOAD, optimizer=in_backward) as sketch:
         step = sketch.step(4, accumulated=accumulated)
     real = measured(WORKLOAD, 4, optimizer=in_backward, accumulated=accumulated)
-    assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
+    require_equal(step.timeline, real)
     _, plain = predicted("adamw")
     assert plain.timeline.after["backward"] - step.timeline.after["backward"] == plain.gradients
     assert real.after["backward"] == real.after["step"]
@@ -227,7 +231,7 @@ def test_a_step_on_the_host_leaves_its_state_there(offload_gradients):
 
     sketch, step = predicted(make)
     real = measured(WORKLOAD, 4, optimizer=make)
-    assert (step.timeline.points, step.timeline.owners) == (real.points, real.owners)
+    require_equal(step.timeline, real)
 
     sizes = [one.numel() for one in WORKLOAD.build().parameters()]
     large = sum(size for size in sizes if size >= LARGE)

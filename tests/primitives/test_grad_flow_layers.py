@@ -129,12 +129,11 @@ def test_wrong_input_is_refused(make, message):
         make()
 
 
-@pytest.mark.parametrize("most", [7, 100_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_are_counted_in_pieces_of_a_strided_tensor(monkeypatch, most, dtype):
+def test_values_are_counted_in_pieces_of_a_strided_tensor(monkeypatch, dtype):
     tensor = torch.randn(9, 30).to(dtype).relu().T  # strided, with zeros
     tensor[3, 5], tensor[4, 5], tensor[20, 1] = float("inf"), float("nan"), -float("inf")
-    monkeypatch.setattr(grad_flow_probe, "CPU_PIECE_ELEMENTS", most)
+    monkeypatch.setattr(grad_flow_probe, "CPU_PIECE_ELEMENTS", 7)
     for part in (tensor, tensor[5:20], tensor[:0]):
         elements, zeros, bad, squares = grad_flow_probe.sums_of(part).tolist()
         assert (elements, zeros) == (part.numel(), (part == 0).sum())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from curry_train.primitives import HiddenState, checkpoint_timesteps, run_timesteps
+from curry_train.primitives import HiddenState, checkpoint_timesteps
 
 from .snn_models import WIDTH, Keeper, Net, build, currents, same, trained
 
@@ -235,18 +235,3 @@ def test_a_wrong_time_dimension_is_mentioned_in_the_error_of_the_step():
     assert raised.value.__notes__ == [
         "step was given an input of shape [(10, 6)]: is time_dim right?"
     ]
-
-
-def test_a_step_without_a_module_is_measured_too():
-    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
-
-    def step(x, state):
-        state = torch.tanh(x @ weight + state)
-        return state, state
-
-    gradients = []
-    for loop in (checkpoint_timesteps, run_timesteps):
-        weight.grad = None
-        loop(step, currents(), torch.zeros(4, WIDTH))[0].sum().backward()
-        gradients.append(weight.grad)
-    assert torch.equal(*gradients)
