@@ -6,9 +6,10 @@
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
 in the folder that is printed. The tests are those named after the technique or one of its modules,
-and the files that a module names as its proof; those in `tests/gates` run the gates. mutmut does
-not see which tests reach a mutant in a process of their own, as those of two ranks do, or in
-compiled code: apply what survives there with `mutmut apply NAME`, and run the tests of its room.
+and the files that a module names as its proof; those in `tests/gates` run the gates. All tests that
+reach a mutant would take minutes for each, so only what survives these meets all tests of its room:
+mutmut does not see which tests reach it in a process of their own, as those of two ranks do, or
+in compiled code.
 Two seconds a mutant on a core. A second run with the same folder goes on where the first stopped.
 """
 
@@ -37,17 +38,26 @@ TECHNIQUES = {
     "checkpoint-policy": ["runs/retention.py", "runs/random_state.py", "runs/lock.py"],
     "bench": ["bench/steps.py"],
 }
+# Tests of whole rooms, where a mutant that has survived the nearer ones may be seen.
+ROOMS = {
+    "primitives": ["tests/primitives", "tests/peers"],
+    "runs": ["tests/runs", "tests/trainer"],
+    "bench": ["tests/bench"],
+}
+# Tests of a room take up to two minutes; with a changed lock some wait without end.
+MOST_ROOM_SECONDS = 300
 # The copy has no project to begin with. The compiler does not trace the function by which mutmut
 # chooses a mutant, and modules with all mutants have more lines than a copy may have.
+NO_PROJECT = "not test_project"
+DESELECTED = f"(bench or not compile) and not closures and {NO_PROJECT}"
+COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
 CONFIGURATION = """
 [tool.mutmut]
 source_paths = ["curry_train"]
 only_mutate = {modules}
-also_copy = [
-  "benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "template", "tests"
-]
+also_copy = {copied}
 pytest_add_cli_args_test_selection = {tests}
-pytest_add_cli_args = ["-k", "(bench or not compile) and not closures and not test_project"]
+pytest_add_cli_args = ["-k", "{deselected}"]
 process_isolation = "forkserver"
 """
 
@@ -76,9 +86,28 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     # mutmut looks at one process.
     text = re.sub(r'"--numprocesses=\d+",', "", text)
     configuration = CONFIGURATION.format(
-        modules=[f"curry_train/{module}" for module in modules], tests=tests
+        modules=[f"curry_train/{module}" for module in modules],
+        copied=[*COPIED, "template"],
+        tests=tests,
+        deselected=DESELECTED,
     )
     (folder / "pyproject.toml").write_text(text + configuration)
+
+
+def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
+    """Run the tests of the room of a mutant's module until one fails, or hangs, with it.
+
+    The mutant stands in the module itself, where compiled code and other processes find it too.
+    """
+    package, room, module, _ = name.split(".")
+    path = folder / package / room / f"{module}.py"
+    text = path.read_text(encoding="utf-8")
+    if mutant:
+        run_python(folder, "-m", "mutmut", "apply", mutant)
+    words = ("-m", "pytest", "-x", "-k", NO_PROJECT, *ROOMS[room])
+    status, _ = run_python(folder, *words, seconds=MOST_ROOM_SECONDS, PYTHONPATH=str(folder))
+    path.write_text(text, encoding="utf-8")
+    return status != 0
 
 
 def count(technique: str, function: str | None) -> tuple[int, int]:
@@ -95,13 +124,17 @@ def count(technique: str, function: str | None) -> tuple[int, int]:
     counts = collections.Counter(found.values())
     run = counts.total() - counts["not checked"]
     seen = ("killed", "timeout", "segfault", "not checked")
-    survived = sorted(name for name, fate in found.items() if fate not in seen)
+    left = sorted(name for name, fate in found.items() if fate not in seen)
+    if left and room_fails(folder, left[0]):
+        sys.exit(f"tests of the room of {technique} fail without a mutant: see {folder}")
+    survived = [name for name in left if not room_fails(folder, name, mutant=name)]
     caught = run - len(survived)
     if not run:
         print(output[-2000:], file=sys.stderr)
     for name in survived:
         print(f"survived: {name}")
-    print(f"{technique}: {caught} of {run} mutants caught, {counts['not checked']} did not run")
+    print(f"{technique}: {caught} of {run} mutants are caught, {len(left) - len(survived)} of them")
+    print(f"by other tests of the room; {counts['not checked']} did not run")
     print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME", flush=True)
     return caught, run
 
