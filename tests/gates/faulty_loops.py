@@ -31,6 +31,7 @@ from torch.utils.data import (
     TensorDataset,
     WeightedRandomSampler,
 )
+from transformers import get_cosine_schedule_with_warmup
 
 from .healthy_loops import (
     low_rank,
@@ -1126,6 +1127,11 @@ def cosine_of_too_few_steps():
     fit(model, optimizer, schedule=CosineAnnealingLR(optimizer, T_max=2))  # here
 
 
+def cosine_of_transformers_of_too_few_steps():
+    model, optimizer = started()
+    fit(model, optimizer, schedule=get_cosine_schedule_with_warmup(optimizer, 1, 3))  # here
+
+
 def cosine_of_too_few_steps_behind_a_warm_up():
     model, optimizer = started()
     parts = [LinearLR(optimizer, 0.1, total_iters=2), CosineAnnealingLR(optimizer, T_max=2)]
@@ -1374,7 +1380,8 @@ FAULTY = {
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
-        rate_as_an_attribute, cosine_of_too_few_steps, cosine_of_too_few_steps_behind_a_warm_up,
+        rate_as_an_attribute, cosine_of_transformers_of_too_few_steps,
+        cosine_of_too_few_steps, cosine_of_too_few_steps_behind_a_warm_up,
         cycle_of_steps_by_epochs, rate_as_a_factor,
         plateau_of_a_measure_that_grows, rates_of_groups_made_equal, decay_of_groups_made_equal,
         schedule_of_the_other_optimizer,

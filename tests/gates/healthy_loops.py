@@ -8,7 +8,7 @@ from collections import deque
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     CosineAnnealingWarmRestarts,
@@ -1620,6 +1620,35 @@ def cosine_to_the_end_of_a_stage():
     model, optimizer = started()
     fit(model, optimizer, loader(1600), schedule=CosineAnnealingLR(optimizer, 200))
     fit(model)
+
+
+def words_embedded_and_predicted_by_one_matrix():
+    class Model(Attention):
+        def forward(self, tokens):
+            return super().forward(tokens, tokens > 0)[:, 0] @ self.embed.weight.T
+
+    model = Model(padding=0)
+    model.head = nn.Linear(16, 16)
+    fit(model, None, padded_batches())
+
+
+def distilled_in_the_other_direction():
+    wanted = torch.ones(8, 5).log_softmax(1)
+    options = {"log_target": True, "reduction": "batchmean"}
+    fit(loss=lambda logits, _: F.kl_div(wanted, logits.log_softmax(1), **options))
+
+
+def updates_rounded_at_random_without_a_rate():
+    class Rounding(Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for one in self.param_groups[0]["params"]:
+                exact = one.float() - 1e-4 * one.grad
+                bits = exact.view(torch.int32) + torch.randint(2**16, one.shape, dtype=torch.int32)
+                one.copy_((bits & -(2**16)).view(torch.float32))
+
+    model = classifier(width=32).bfloat16()
+    fit(model, Rounding(model.parameters(), {}), in_half())
 
 
 def short_sequences_reversed():

@@ -492,7 +492,7 @@ for epoch in range(9):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ("", {"loop/schedule": 5, "loop/scaler": 11}),
+        ("    schedule.step  # lacks its brackets\n", {"loop/schedule": 5, "loop/scaler": 11}),
         ("        assert model.weight.isfinite().all()\n    schedule.step()\n", {}),
     ],
 )

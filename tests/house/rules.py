@@ -29,11 +29,11 @@ BUDGETS = {
     f"{PACKAGE}/workloads": 19,
     f"{PACKAGE}/plan": 48,
     f"{PACKAGE}/bench": 6,
-    f"{PACKAGE}/gates": 56,
+    f"{PACKAGE}/gates": 57,
     f"{PACKAGE}/cli": 48,
     PACKAGE: 289,
-    "tests": 271,
-    "benchmarks": 53,
+    "tests": 265,
+    "benchmarks": 52,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LambdaLR,
@@ -342,11 +343,14 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
     for group in steps[0].optimizer.param_groups:
         # A schedule, or the loop that sets the rates, may let a part of the model wait.
-        if not group["lr"] and group.get("initial_lr", len({sum(it.rates) for it in steps}) > 2):
+        is_set = len({sum(it.rates) for it in steps}) > 2
+        if not group.get("lr", True) and group.get("initial_lr", is_set):
             still -= {*group["params"]}
-    if moved and still and all(any(step.rates) for step in steps):
+    is_half = any(one.itemsize < 4 for one in still)
+    is_known = not is_half or _is_of_torch(steps[0].optimizer)
+    if moved and still and is_known and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
-        if any(one.itemsize < 4 for one in still):
+        if is_half:
             hint = "updates are rounded to nothing: keep them in float32, and use autocast"
         yield last, f"{trace.named(still)} have gradients and do not move", hint
 
@@ -357,6 +361,11 @@ def _why_nothing_moves(steps: Sequence[Step]) -> str:
     if not any(step.has_gradients for step in steps):
         return "its gradients are None or 0"
     return "its updates are 0"
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    """Return whether it rounds as torch does: others may keep what is lost, or round at random."""
+    return type(optimizer).step.__module__.startswith("torch.")
 
 
 def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
@@ -371,7 +380,7 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
             hint = "lower weight_decay, which is multiplied by the learning rate"
             yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
     half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
-    if len(half) > 1 and max(half) < 0.5:
+    if len(half) > 1 and max(half) < 0.5 and _is_of_torch(steps[0].optimizer):
         yield (
             steps[0],
             f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
@@ -480,10 +489,12 @@ def schedule(trace: Trace) -> Faults:
         # Of one that wraps the optimizer that steps, the groups are the same.
         groups = one.optimizer.param_groups
         windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
-        if type(last) is CosineAnnealingLR and last.last_epoch > last.T_max:
+        length = _length_of(last)
+        if last.last_epoch > length:
             place = own_steps[0].place
             hint = f"give it the number of all its steps, which are made at {place}"
-            yield [place, *made][-1], f"T_max={last.T_max} is over, and the rate rises again", hint
+            measured = f"the {length:.0f} steps of a cosine are over, and the rate rises again"
+            yield [place, *made][-1], measured, hint
         if any(made.values()) and len(windows) > 2 * len(own_steps):
             yield (
                 own_steps[0],
@@ -521,6 +532,16 @@ def schedule(trace: Trace) -> Faults:
     yield from _of_another_optimizer(trace, {event.scheduler: None for event in events})
 
 
+def _length_of(scheduler: LRScheduler) -> float:
+    """Return the steps after which a cosine rises again; infinity for another schedule."""
+    if type(scheduler) is CosineAnnealingLR:
+        return scheduler.T_max
+    # Of transformers.
+    way = getattr(scheduler, "lr_lambdas", [None])[0]
+    is_cosine = "_get_cosine_schedule_with_warmup_lr" in repr(way)
+    return way.keywords["num_training_steps"] if is_cosine else math.inf
+
+
 def _of_another_optimizer(trace: Trace, schedulers: Iterable[LRScheduler]) -> Faults:
     """Find two schedules of one optimizer, where another one has none."""
     for first, second in itertools.combinations(schedulers, 2):
@@ -552,7 +573,8 @@ def never_stepped(trace: Trace) -> Faults:
     """Find a schedule without a step, where the code has no call of `step` that did not run."""
     moved = {id(one.scheduler.optimizer.param_groups) for one in trace.of(Schedule)}
     ran = {line for one in [*trace.of(Stepping), *trace.of(Scaling)] for line in one.lines}
-    calls = trace.places(r"\.step\b")
+    # A name in a line of its own is no call.
+    calls = trace.places(r"\.step\b\s*[^\s#]|[=,(].*\.step\s*(#|$)")
     for place, optimizer, _ in trace.schedules if calls and ran.issuperset(calls) else ():
         steps = [one for one in trace.of(Step) if one.optimizer is optimizer]
         if len(steps) >= FEWEST_STEPS and id(optimizer.param_groups) not in moved:

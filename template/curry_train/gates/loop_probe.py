@@ -5,10 +5,11 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import contextlib
 import inspect
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..core.measure import as_trained
 from ..workloads.models import LIBRARIES
@@ -69,7 +70,7 @@ def _of_padding(trace: Recording, forward: Forward) -> Faults:
     kinds = nn.RNNBase | nn.modules.conv._ConvNd
     if tokens is None or any(isinstance(one, kinds) for one in module.modules()):
         return
-    other, weights = tokens, dict[str, Tensor]()
+    other, embeddings = tokens, list[nn.Module]()
     is_known = not inspect.getfile(type(module).forward).startswith(LIBRARIES)
     padded = _padded(tokens, trace.given.tensors)
     if padded is not None:
@@ -77,15 +78,13 @@ def _of_padding(trace: Recording, forward: Forward) -> Faults:
     # A mean over words and padding may be meant, but no attention to padding.
     elif any("Attention" in type(one).__name__ for one in module.modules()):
         is_known = True
-        for name, one in module.named_modules():
-            if isinstance(one, nn.Embedding) and (filler := one.padding_idx) is not None:
-                padded = _padded(tokens, [tokens != filler])
-                changed = one.weight.detach().clone()
-                changed[filler] = changed[filler - 1]
-                weights[f"{name}.weight"] = changed
+        for one in module.modules():
+            if isinstance(one, nn.Embedding) and one.padding_idx is not None:
+                padded = _padded(tokens, [tokens != one.padding_idx])
+                embeddings.append(one)
     if padded is None:
         return
-    outputs, others = _outputs(trace, module, tokens, other, weights)
+    outputs, others = _outputs(trace, module, tokens, other, embeddings)
     if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
         outputs, others = outputs[~padded], others[~padded]
     elif outputs.dim() != 2 or not is_known:
@@ -93,6 +92,12 @@ def _of_padding(trace: Recording, forward: Forward) -> Faults:
     if _differ(outputs, others):
         hint = "give the attention a mask of the padding; which of its values stands for that?"
         yield forward, "the outputs of the model change with the padding", hint
+
+
+def _as_a_word(embedding: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
+    """Embed padding as the word before it; the weights may be the output layer's too."""
+    is_padding = (given[0] == embedding.padding_idx).unsqueeze(-1)
+    return torch.where(is_padding, embedding.weight[embedding.padding_idx - 1], output)
 
 
 def _of_samples(trace: Recording, forward: Forward) -> Faults:
@@ -141,24 +146,27 @@ def _outputs(
     module: nn.Module,
     given: Tensor,
     other: Tensor,
-    weights: dict[str, Tensor] | None = None,
+    embeddings: Sequence[nn.Module] = (),
 ) -> tuple[Tensor, Tensor]:
     """Return the output of a model for a tensor that it was given, and for another one.
 
-    For the other one it may have some other weights.
+    For the other one some embeddings embed padding as a word.
 
     It raises where the same input gives another output.
     """
     call = trace.given
-    outputs = []
+    outputs = list[Tensor]()
+    hooks = []
     trace.depth += 1
     try:
         with torch.no_grad(), torch.random.fork_rng(), as_trained(module):
             module.eval()
-            for value, own in ((given, {}), (given, {}), (other, weights or {})):
+            for value in (given, given, other):
+                if len(outputs) == 2:
+                    hooks = [one.register_forward_hook(_as_a_word) for one in embeddings]
                 words = {k: value if v is given else v for k, v in call.options.items()}
                 args = tuple(value if one is given else one for one in call.args[1:])
-                output = functional_call(module, own, args, words, tie_weights=False)
+                output = module(*args, **words)
                 logits = (
                     one
                     for one in tensors_of(output)
@@ -167,6 +175,8 @@ def _outputs(
                 outputs.append(next(logits, torch.zeros(())))
     finally:
         trace.depth -= 1
+        for hook in hooks:
+            hook.remove()
     first, again, changed = outputs
     if _differ(first, again):
         raise RuntimeError("it draws random numbers that are not torch's")
