@@ -11,7 +11,7 @@ of timm it is unknown too how they trained; what fits is timm's own script: SGD 
 search by cuDNN in the first step, and a loader that holds three batches.
 
 A reading includes the CUDA context and what else the machine used. That is one constant for each
-file, fitted here for the least mean error; the errors that remain are the result.
+file, fitted here for the least mean error; its spread and the errors that remain are the result.
 
 Left out by the readings alone: small MLPs, whose reading is mostly the constant; runs on a card
 that was full; a model of which a run failed although there was room, because it needs no more at a
@@ -161,6 +161,8 @@ def summary(rows: list[Figures]) -> Figures:
     return {
         "num_rows": len(rows),
         "models": len({row["model"] for row in rows}),
+        "constant_mib": round(constant),
+        "standard_deviation_mib": round(statistics.stdev(beside), 1),
         "median_error": round(statistics.median(errors), 4),
         "worst_error": round(max(errors), 4),
         "above_6_percent": sum(error > 0.06 for error in errors),
