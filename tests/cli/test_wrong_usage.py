@@ -128,6 +128,7 @@ memory --snapshot made.py --dtype bfloat16  | --dtype is of a model
 memory --snapshot made.py                   | is no CUDA memory snapshot
 memory --model made.py:exits                | the factory raised SystemExit: 3 (made.py:37)
 memory --model made.py:strange              | the factory raised Strange: no weights (made.py:43)
+preflight --trainer made.py:strange         | no weights (made.py:43): correct your
 memory --model made.py:lines                | the factory raised RuntimeError: no weights in two lines (made.py:46)
 memory --model made.py:exits_in_forward     | a forward on the batch raised SystemExit: in forward (made.py:50)
 plan --model mlp                            | a plan needs a --budget

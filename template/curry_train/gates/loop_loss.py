@@ -22,8 +22,6 @@ from ..core.digest import is_plain
 # probabilities, some of which take logarithms, and on values.
 OF_LOGARITHMS = ("nll_loss", "kl_div", "ctc_loss")
 ON_CLASSES = ("cross_entropy", "binary_cross_entropy_with_logits", *OF_LOGARITHMS)
-# Whose targets are numbers of labels and have another shape.
-ON_LABELS = ("multi_margin_loss", "multilabel_margin_loss")
 ON_VALUES = (
     "mse_loss",
     "l1_loss",
@@ -31,7 +29,8 @@ ON_VALUES = (
     "huber_loss",
     "soft_margin_loss",
     "binary_cross_entropy",
-    *ON_LABELS,
+    "multi_margin_loss",
+    "multilabel_margin_loss",
 )
 # Sums of probabilities and weights of terms may differ by rounding, in half precision at worst.
 TOLERANCE = 0.02
@@ -139,7 +138,8 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
         if _is_scrambled(given):
             hint = "give it logits.transpose(1, 2), or flatten positions of logits and targets"
             yield "classes and positions are mixed up by a view", hint
-    elif name not in ("ctc_loss", *ON_LABELS):
+    # Targets that are numbers of labels have another shape.
+    elif not name.startswith(("ctc", "multi")):
         sizes = given.numel(), target.numel()
         together = torch.broadcast_shapes(given.shape, target.shape).numel()
         if 1 not in sizes and together > max(sizes):

@@ -182,7 +182,8 @@ def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
     if isinstance(error, SyntaxError):
         return f"correct {error.filename}, line {error.lineno}"
-    if own := users_frames(error):
+    # A factory's error is the cause of the one that names the factory.
+    if own := users_frames(error) or (error.__cause__ and users_frames(error.__cause__)):
         return f"correct your {own[-1].filename}, line {own[-1].lineno}: {own[-1].line}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"no line of yours: it was raised in {last.filename}, line {last.lineno}"
