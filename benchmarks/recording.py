@@ -10,7 +10,7 @@ import torch
 
 from curry_train.core.wording import provenance, write_json
 
-# What a record holds, by name.
+# The figures of a record, each under its name.
 Figures = dict[str, Any]
 
 

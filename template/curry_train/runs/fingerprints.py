@@ -403,7 +403,7 @@ class Recorder:
             found |= {f"{name} of group {number}": one for name, one in leaves_of(settings).items()}
         if self.records_all:
             parameters, state = self._of_optimizer(optimizer, path)
-            # Those of no module have not been noted at its first call.
+            # A model notes its parameters when it is first called; these belong to no model.
             own = {name: one for name, one in parameters.items() if name.startswith(f"{path}.")}
             if own and self.step == 1:
                 self._note("state", path, own)
