@@ -8,6 +8,7 @@ import itertools
 import sys
 from types import SimpleNamespace
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -30,6 +31,7 @@ from torch.utils.data import (
     DistributedSampler,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 from transformers import get_cosine_schedule_with_warmup
 
@@ -46,6 +48,7 @@ from .loops import (
     Layers,
     ModelForCausalLM,
     Seeing,
+    Taught,
     accumulate,
     accumulate_language,
     adamw,
@@ -331,6 +334,101 @@ def advantage_of_each_at_each():
         inputs = torch.randn(8, 8)
         advantage = inputs.sum(1) - model(inputs)  # here
         step(optimizer, advantage.square().mean())
+
+
+def advantage_of_targets_at_each():
+    model, optimizer = started(classifier(classes=1))
+    for _ in range(8):
+        inputs = torch.randn(8, 8)
+        wanted = inputs.sum(1) + inputs.sum(1, keepdim=True)
+        step(optimizer, (model(inputs) - wanted).square().mean())  # here
+
+
+def weights_clamped_for_nothing():
+    model, optimizer = started()
+    for batch in loader():
+        step(optimizer, loss_of(model, batch))
+        for one in model.parameters():
+            one.data.clamp(-1, 1)  # here
+
+
+def codes_added_for_nothing():
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            inputs + self.bias.mean()  # here
+            return super().forward(inputs)
+
+    fit(Model(8, 5))
+
+
+def loss_divided_for_nothing():
+    def loss(logits, labels):
+        value = F.cross_entropy(logits, labels)
+        value / 2  # here
+        return value
+
+    accumulate(loss=loss)
+
+
+def rows_normalized_for_nothing():
+    def loss(logits, labels):
+        F.normalize(logits)  # here
+        return F.cross_entropy(logits, labels)
+
+    fit(loss=loss)
+
+
+def mode_named_alone():
+    model, optimizer = started()
+    model.train  # noqa: B018 # here
+    for batch in loader():
+        step(optimizer, loss_of(model, batch))
+
+
+def loss_that_is_one_number_weighted():
+    weights = torch.rand(8)
+    fit(loss=lambda logits, labels: (F.cross_entropy(logits, labels) * weights).mean())  # here
+
+
+def one_layer_many_times():
+    body = nn.Sequential(*[nn.Linear(8, 8)] * 3)  # here
+    fit(nn.Sequential(body, nn.Linear(8, 5)))
+
+
+def trained_on_what_is_set_apart():
+    batches = loader()
+    _, apart = random_split(batches.dataset, [0.75, 0.25])
+    fit_and_evaluate(classifier(), loaders=(batches, DataLoader(apart, 8)))  # here: fetch
+
+
+def betas_swapped():
+    model = classifier()
+    fit(model, Adam(model.parameters(), betas=(0.999, 0.9)))  # here
+
+
+def teacher_inside_set_to_training_mode():
+    model = Taught()
+    model.teacher.eval()
+    model.train()  # here
+    fit(model, adamw(model.student))
+
+
+def same_order_by_hand():
+    inputs, labels = torch.randn(64, 8), torch.randint(5, (64,))
+    model, optimizer = started()
+    for _ in range(3):
+        generator = torch.Generator().manual_seed(0)
+        for rows in torch.randperm(64, generator=generator).split(8):  # here
+            step(optimizer, loss_of(model, (inputs[rows], labels[rows])))
+
+
+def same_order_of_numpy():
+    inputs, labels = torch.randn(64, 8), torch.randint(5, (64,))
+    model, optimizer = started()
+    for _ in range(3):
+        order = numpy.random.default_rng(0).permutation(64)  # here
+        for rows in torch.from_numpy(order).split(8):
+            step(optimizer, loss_of(model, (inputs[rows], labels[rows])))
 
 
 def softmax_over_the_batch():
@@ -1343,7 +1441,12 @@ def filled_sum_divided_twice():
 
 
 FAULTY = {
+    "results": [
+        weights_clamped_for_nothing, codes_added_for_nothing, loss_divided_for_nothing,
+        rows_normalized_for_nothing, mode_named_alone,
+    ],
     "accumulation": [
+        loss_that_is_one_number_weighted,
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
         step_after_the_first_microbatch, mean_over_padding, mean_over_ignored_targets,
         window_over_the_end_of_an_epoch,
@@ -1375,7 +1478,8 @@ FAULTY = {
         chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
-        model_as_its_own_reference, pairs_of_equals, adapter_frozen,
+        model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,
+        one_layer_many_times,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
@@ -1392,7 +1496,7 @@ FAULTY = {
     ],
     "logits": [
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
-        advantage_of_each_at_each, softmax_over_the_batch,
+        advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
         viewed_instead_of_transposed, probabilities_for_ctc, each_with_each_in_a_module,
     ],
@@ -1415,8 +1519,10 @@ FAULTY = {
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
         dropout_made_in_forward, average_with_new_statistics, statistics_that_never_move,
+        teacher_inside_set_to_training_mode,
     ],
     "data": [
+        same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
 )
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
 from .loops import (
     AmongSamples,
@@ -28,6 +28,7 @@ from .loops import (
     Reversed,
     Seeing,
     Signs,
+    Taught,
     accumulate,
     accumulate_language,
     adamw,
@@ -1649,6 +1650,48 @@ def updates_rounded_at_random_without_a_rate():
 
     model = classifier(width=32).bfloat16()
     fit(model, Rounding(model.parameters(), {}), in_half())
+
+
+def results_in_a_given_tensor():
+    model, optimizer = started()
+    for batch in loader():
+        step(optimizer, loss_of(model, batch))
+        for one in model.parameters():
+            torch.clamp(one.data, -1, 1, out=one.data)
+
+
+def weights_of_losses_learned():
+    model, weights = classifier(), nn.Parameter(torch.ones(2))
+    optimizer = SGD([*model.parameters(), weights], 0.01)
+    for batch in loader():
+        step(optimizer, (loss_of(model, batch) * weights.exp() - weights).mean())
+
+
+def mean_teacher_inside():
+    model = Taught()
+    fit(model, adamw(model.student), after=lambda: follow(model.teacher, model.student, 0.1))
+
+
+def batches_mixed_in_one_order():
+    inputs, labels = torch.randn(8, 8, 8), torch.randint(5, (8, 8))
+    model, optimizer = started()
+    for one, wanted in [*zip(inputs, labels, strict=True)] * 3:
+        output = model(one)
+        mixed = (output + output[torch.randperm(8)]) / 2
+        step(optimizer, F.cross_entropy(mixed, wanted))
+
+
+def parts_of_the_data():
+    kept, apart = random_split(loader().dataset, [0.75, 0.25])
+    loaders = DataLoader(kept, 8, shuffle=True), DataLoader(apart, 8)
+    fit_and_evaluate(classifier(), loaders=loaders)
+
+
+def order_drawn_once():
+    order = torch.randperm(64)
+    inputs, labels = torch.randn(64, 8)[order], torch.randint(5, (64,))[order]
+    batches = [*zip(inputs.split(8), labels.split(8), strict=True)]
+    fit(batches=batches * 3)
 
 
 def short_sequences_reversed():

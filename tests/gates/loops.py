@@ -301,6 +301,21 @@ class Seeing(Language):
         return self.head(hidden).movedim(1, self.time)
 
 
+class Taught(nn.Module):
+    """Predicts labels, next to a teacher whose outputs it is compared with."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = classifier(dropout=0.1)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            wanted = self.teacher(inputs)
+        output = self.student(inputs)
+        return output + 0 * F.mse_loss(output, wanted)
+
+
 def recompute(model, tokens, blocks=None, *, is_reentrant=True):
     """Return the logits of a language model whose layers, or these blocks, recompute."""
     hidden = model.embed(tokens)
@@ -410,10 +425,12 @@ def fit_masked(mean):
     fit(Language(), None, texts(12), loss=loss)
 
 
-def fit_and_evaluate(model, *, train=nn.Module.train, evaluate=nn.Module.eval, has_graph=False):
+def fit_and_evaluate(
+    model, *, train=nn.Module.train, evaluate=nn.Module.eval, has_graph=False, loaders=None
+):
     """Train with an evaluation after each epoch, and set the mode before either."""
     optimizer = adamw(model)
-    training, validation = loader(40), loader(16)
+    training, validation = loaders or (loader(40), loader(16))
     for _ in range(8):
         train(model)
         fit(model, optimizer, training)

@@ -430,6 +430,28 @@ def test_a_loop_that_ends_early_is_said_to(folder, capfd):
     assert "the loop ended after 2 of 3 steps" in capfd.readouterr().err
 
 
+WITH_AN_UNUSED_LAYER = """\
+class Model(torch.nn.Linear):
+    def forward(self, inputs):
+        self.unused(inputs)
+        return super().forward(inputs)
+
+
+model = Model(8, 5)
+model.unused = torch.nn.Linear(8, 5)
+"""
+
+
+def test_layers_that_get_no_gradient_are_named(folder, capfd):
+    """The loss of a model may well not depend on all of its layers."""
+    Path("train.py").write_text(
+        SCRIPT.replace("model = torch.nn.Linear(8, 5)\n", WITH_AN_UNUSED_LAYER)
+    )
+    assert failed("script", "train.py", "2") == {}
+    named = "in an optimizer, but without a gradient: unused.bias, unused.weight"
+    assert named in " ".join(capfd.readouterr().err.split())
+
+
 def test_a_later_stage_that_is_not_reached_is_named(folder, capfd):
     with Path("train.py").open("a") as script:
         script.write("finetune(model)\n")

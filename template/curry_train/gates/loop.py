@@ -18,6 +18,7 @@ from .loop_data import (
     mode,
     other_batches,
     recomputed_differently,
+    same_order,
     same_randomness,
     same_samples,
     targets,
@@ -103,6 +104,7 @@ def verdict_of(
 
 
 CHECKS = {
+    "results": Check("each result is used, each method called"),
     "accumulation": Check(
         "a window's gradient is that of the same samples in one batch", (unused, accumulation)
     ),
@@ -145,7 +147,7 @@ CHECKS = {
     ),
     "data": Check(
         "new samples and random numbers at each step",
-        (same_samples, same_randomness, data, other_batches),
+        (same_samples, same_order, same_randomness, data, other_batches),
     ),
     "graph": Check("no graph outlives its step"),
     "growth": Check("nothing large and no hook more in each step"),

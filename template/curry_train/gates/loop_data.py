@@ -20,16 +20,19 @@ from .loop_events import (
     Forward,
     LossCall,
     Seeding,
+    Shuffle,
     Step,
     Targets,
     Trace,
     depends_on_mode,
     grouped,
 )
-from .loop_loss import Doubts
+from .loop_loss import Doubts, digest
 from .verdict import NotApplicable
 
 FEWEST_LABELS = 24
+UNTRAINED = "a model that is not trained is in training mode"
+CALL_EVAL = "call eval() on a teacher or another model that is not trained, after each train()"
 
 
 def targets(trace: Trace) -> Faults:
@@ -168,8 +171,14 @@ def untrained(trace: Trace) -> Faults:
             and len({one.weights for one in forwards}) == 1
             and depends_on_mode(forwards[0].module)
         ):
-            hint = "call eval() on a teacher or another model that is not trained"
-            yield forwards[0], "a model that is not trained is in training mode", hint
+            yield forwards[0], UNTRAINED, CALL_EVAL
+    for part, before in {*trace.frozen.values()}:
+        own = [*part.parameters()]
+        # A teacher that is an average of its student moves.
+        is_frozen = sum(map(digest, own)) == before
+        is_frozen &= (trace.held | trace.with_gradient).isdisjoint(own)
+        if is_frozen and part not in trace.ran[True] and depends_on_mode(part):
+            yield trace.made.get(part, trace.ran[False][part]), UNTRAINED, CALL_EVAL
 
 
 def without_statistics(trace: Trace) -> Faults:
@@ -214,6 +223,10 @@ def data(trace: Trace) -> Faults:
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several, trace.of(Seeding))
+        parts = [getattr(one.loader.dataset, "dataset", None) for one in fetches]
+        if several[0].loader.dataset in parts and trace.places(r"random_split\("):
+            hint = "train on the part that random_split returned for it"
+            yield several[0], "samples that random_split set apart are trained on", hint
         # It draws places in its weights.
         sampler, number = several[0].loader.sampler, length_hint(several[0].loader.dataset)
         if isinstance(sampler, WeightedRandomSampler) and len(sampler.weights) < number:
@@ -233,6 +246,21 @@ def data(trace: Trace) -> Faults:
             "iterate over the loader, which next(iter(loader)) begins anew; shuffle it where a "
             "step takes all of its batches",
         )
+
+
+def same_order(trace: Trace) -> Faults:
+    """Find epochs of one order that the loop draws anew by itself."""
+    order = [one.digests for one in trace.trained_forwards]
+    length = next((n for n in range(1, len(order)) if order[n] == order[0]), len(order))
+    again = order[length : 2 * length]
+    shuffles = trace.of(Shuffle)
+    if not trace.of(Fetch) and len(again) > 2 and again == order[: len(again)]:
+        begun = trace.of(Step)[0].at
+        late = [one for one in shuffles if one.at > begun]
+        # In each step random numbers serve another purpose.
+        if late and len(late) < len(trace.windows) - 1:
+            hint = "make and seed the generator once, before the loop"
+            yield late[0], "two epochs have the same order", hint
 
 
 def same_samples(trace: Trace) -> Faults:

@@ -373,6 +373,10 @@ class Seeding(Event):
     """A call of torch.manual_seed."""
 
 
+class Shuffle(Event):
+    """A call that draws an order, or makes a generator that does."""
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -392,7 +396,7 @@ class Trace(Events):
 
     events: list[Event] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
-    # The call that made an optimizer, and the one that last set a module to eval mode.
+    # The call that made an optimizer, and the one that last set the mode of a module.
     made: WeakKeyDictionary[Any, Event] = field(default_factory=WeakKeyDictionary)
     # The settings that the groups of an optimizer were made with, by their names.
     groups: WeakKeyDictionary[Optimizer, dict[str, list[Any]]] = field(
@@ -403,6 +407,9 @@ class Trace(Events):
     names: dict[Tensor, str] = field(default_factory=dict)
     # Modules that ran, and where, by whether torch recorded gradients.
     ran: dict[bool, dict[nn.Module, str]] = field(default_factory=lambda: {True: {}, False: {}})
+    # Parts of models that ran in training mode without gradients: the outermost one that has it,
+    # and a digest of its parameters then.
+    frozen: dict[nn.Module, tuple[nn.Module, float]] = field(default_factory=dict)
     # Models whose outputs change with later tokens.
     sees_all: list[nn.Module] = field(default_factory=list)
     # Parameters that have had a gradient.

@@ -3,6 +3,9 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+import dis
+import functools
+import itertools
 import linecache
 import os
 import re
@@ -39,6 +42,32 @@ def users_lines(*inside: str) -> tuple[str, ...]:
 def users_line(*inside: str) -> str:
     """Return the innermost one of them."""
     return "".join(users_lines(*inside)[:1])
+
+
+@functools.cache
+def _instructions(code: Any) -> list[Any]:
+    return [*dis.get_instructions(code)]
+
+
+def loses(frame: Any) -> bool:
+    """Return whether a frame of the user's throws the result of its current call away."""
+    if frame.f_code.co_filename.startswith(LIBRARIES):
+        return False
+    following = (one for one in _instructions(frame.f_code) if one.offset > frame.f_lasti)
+    return next(following).opname == "POP_TOP"
+
+
+# Methods that a loop has to call, as in `loss.backward`.
+METHODS = ("backward", "step", "zero_grad", "train", "eval", "update")
+
+
+def only_named(code: Any) -> list[tuple[str, str]]:
+    """Return places and names of methods that stand in a line of their own without a call."""
+    return [
+        (place_of(code.co_filename, one.positions.lineno), one.argval)
+        for one, after in itertools.pairwise(_instructions(code))
+        if after.opname == "POP_TOP" and one.opname == "LOAD_ATTR" and one.argval in METHODS
+    ]
 
 
 # A line that makes another optimizer or Trainer, or calls a function that trains.

@@ -376,6 +376,10 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
             steps[0].optimizer, torch.optim.SGD
         )
         share = float(group["lr"] * group["weight_decay"]) if decays else 0.0
+        first, second, *_ = group.get("betas", (0, 1))
+        if first > second and _is_of_torch(steps[0].optimizer):
+            hint = "the average of gradients comes first, that of squares second: (0.9, 0.999)"
+            yield steps[0].origin, f"the betas are {first:g} and {second:g}", hint
         if share > MOST_DECAY:
             hint = "lower weight_decay, which is multiplied by the learning rate"
             yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
@@ -453,6 +457,11 @@ def alike(trace: Trace) -> Faults:
     if equal := [one for one in living if has_equal_rows(one) and one.any()]:
         measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
         yield trace.of(Step)[-1], measured, "initialize weights by random numbers"
+    made_once = trace.places(r"\[\w[\w.]*\(.*\)\] *\* *\w")
+    for one in (module for root in trace.roots for module in root.modules() if made_once):
+        if isinstance(one, nn.ModuleList | nn.Sequential) and len({*one}) < len(one):
+            hint = "make each: nn.ModuleList(Block() for _ in range(6))"
+            yield made_once[0], "a layer is in a list several times, with one set of weights", hint
 
 
 def same_loss(trace: Trace) -> Faults:

@@ -249,6 +249,8 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             remarks.append(f"the loop ended after {made} of {num_steps} steps")
         if trace.error is not None:
             remarks.append(f"the loop ended with {error_in_a_line(trace.error)}")
+        if idle := trace.idle & trace.names.keys():
+            remarks.append(f"in an optimizer, but without a gradient: {trace.named(idle)}")
         if trace.later:
             remarks.append(
                 f"{trace.later} was not reached; if it trains too, let the stages before it make "

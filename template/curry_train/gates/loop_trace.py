@@ -11,12 +11,14 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import itertools
 import math
+import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
@@ -50,6 +52,7 @@ from .loop_events import (
     Scaling,
     Schedule,
     Seeding,
+    Shuffle,
     Skipped,
     Step,
     Trace,
@@ -59,7 +62,7 @@ from .loop_events import (
     world_size,
 )
 from .loop_growth import Growth
-from .loop_lines import later_stage, users_frames, users_line, users_lines
+from .loop_lines import later_stage, loses, only_named, users_frames, users_line, users_lines
 from .loop_loss import (
     ADDED,
     ON_CLASSES,
@@ -102,6 +105,8 @@ MORE_SECONDS = 10.0
 MOST_STEPS = 50
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
+# Operations that change nothing where their result is not used.
+PURE = ("add", "sub", "mul", "div", "clamp", "masked_fill", "lerp")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
@@ -158,6 +163,27 @@ class Observer(Recording):
 
     def _replacements(self) -> Iterator[tuple[Any, str, Callable[[Called], Any]]]:
         """Yield calls, and what handles each in place of it."""
+        several: list[tuple[Sequence[Any], Sequence[str], Callable[[Called], Any]]] = [
+            ([Tensor], ["detach"], self._detach),
+            ([Tensor, torch], ["argmax"], self._detach),
+            ([Tensor], ["__add__", "__radd__", "__iadd__", "__sub__"], self._add),
+            ([Tensor], ["__mul__", "__truediv__"], self._times),
+            ([Tensor], ["add_", "copy_", "lerp_"], self._into),
+            ([Tensor], PURE, self._pure),
+            ([F], [*ON_CLASSES, *ON_VALUES], self._loss),
+            (
+                [torch.nn.utils, torch.nn.utils.clip_grad],
+                ["clip_grad_norm_", "clip_grad_value_"],
+                self._clip,
+            ),
+            ([Optimizer, nn.Module], ["zero_grad"], self._zero),
+            (_with_own_step(LRScheduler), ["step"], self._schedule),
+            ([torch.amp.GradScaler], ["scale", "unscale_", "step", "update"], self._scaling),
+            ([random, random.Random, numpy.random], ["shuffle"], self._shuffle),
+            ([numpy.random], ["permutation", "default_rng"], self._shuffle),
+        ]
+        for owners, names, handle in several:
+            yield from ((owner, name, handle) for owner in owners for name in names)
         yield nn.Module, "__call__", self._module
         yield Optimizer, "__init__", self._made
         yield Optimizer, "__setattr__", self._set
@@ -165,31 +191,17 @@ class Observer(Recording):
         yield nn.Module, "load_state_dict", self._load
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
-        for owner, name in (Tensor, "detach"), (Tensor, "argmax"), (torch, "argmax"):
-            yield owner, name, self._detach
-        for name in ("__add__", "__radd__", "__iadd__", "__sub__"):
-            yield Tensor, name, self._add
-        for name in ("add_", "copy_", "lerp_"):
-            yield Tensor, name, self._into
         # Compiled code can't be observed; the same code runs uncompiled.
         yield torch, "compile", _uncompiled
         yield nn.Module, "compile", lambda call: None
-        for name in (*ON_CLASSES, *ON_VALUES):
-            yield F, name, self._loss
+        yield torch, "clamp", self._pure
+        yield F, "normalize", self._pure
         yield F, "dropout", self._dropout
         yield F, "scaled_dot_product_attention", self._attention
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-                yield owner, name, self._clip
-        yield Optimizer, "zero_grad", self._zero
-        yield nn.Module, "zero_grad", self._zero
-        for one in _with_own_step(LRScheduler):
-            yield one, "step", self._schedule
-        for name in ("scale", "unscale_", "step", "update"):
-            yield torch.amp.GradScaler, name, self._scaling
         yield DataLoader, "__iter__", self._loader
         yield LoaderIterator, "__next__", self._fetch
         yield torch, "manual_seed", self._seed
+        yield torch, "randperm", self._shuffle
         yield RemovableHandle, "__init__", self._hook
         yield Join, "__enter__", self._join
         yield FSDPModule, "set_gradient_divide_factor", self._divide
@@ -224,6 +236,10 @@ class Observer(Recording):
         self.note(Seeding)
         return call.run()
 
+    def _shuffle(self, call: Called) -> Any:
+        self.note(Shuffle)
+        return call.run()
+
     def _hook(self, call: Called) -> None:
         call.run()
         # A hook that a library adds in each step, as Trainers do, is not for the user to remove.
@@ -251,6 +267,10 @@ class Observer(Recording):
             self.given = call
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
+        is_quiet = self.depth and is_model and module.training and not has_gradients
+        if is_quiet and module not in self.frozen:
+            part = module, sum(map(digest, module.parameters()))
+            self.frozen |= dict.fromkeys(module.modules(), part)
         # A module without parameters is a loss, or a part of another one.
         self.depth += is_model
         try:
@@ -366,7 +386,29 @@ class Observer(Recording):
             note_average(self, one, tensors_of(others), newest)
         return call.run()
 
+    def _pure(self, call: Called) -> Any:
+        self._note_lost(call, call.caller)
+        return call.run()
+
+    def _note_lost(self, call: Called, caller: Any) -> None:
+        if "out" not in call.options and loses(caller):
+            measured = f"the result of {call.function.__name__.strip('_')} is not used"
+            hint = "assign it, or change the tensor in place, as by mul_()"
+            self.fault("results", users_line(), measured, hint)
+
+    def _times(self, call: Called) -> Any:
+        self._note_lost(call, call.caller)
+        value = call.run()
+        both = tensors_of(call.args)
+        is_mean = value.dim() and any(TERM in notes_on(one) for one in both)
+        if is_mean and not all(one.requires_grad for one in both):
+            measured = f"a loss that is one number is multiplied by {value.numel()} weights"
+            hint = 'give the loss reduction="none", multiply, and take the mean then'
+            self.fault("accumulation", users_line(), measured, hint)
+        return value
+
     def _add(self, call: Called) -> Any:
+        self._note_lost(call, call.caller)
         value = call.run()
         one, other = call.args
         if not isinstance(value, Tensor):
@@ -384,8 +426,13 @@ class Observer(Recording):
     def _note_crossed(self, one: Tensor, other: Tensor) -> None:
         """Note a difference of each output with each target, where one of them has a column."""
         column, row = (one, other) if one.dim() == 2 else (other, one)
-        number = 0 if self.depth else row.numel()
-        is_outer = number > 1 and [*column.shape, *row.shape] == [number, 1, number]
+        number = 0 if self.depth or not row.dim() else len(row)
+        shapes = [*column.shape], [*row.shape]
+        # The row may be the result of such a comparison already.
+        is_outer = number > 1 and shapes in (
+            ([number, 1], [number]),
+            ([number, 1], [number, number]),
+        )
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
         if not is_outer or column._base is not None or one.requires_grad == other.requires_grad:
             return
@@ -394,7 +441,7 @@ class Observer(Recording):
             self.fault(
                 "logits",
                 users_line(),
-                f"shapes [{number}, 1] and [{number}] are compared, each value with each",
+                f"shapes {shapes[0]} and {shapes[1]} are compared, each value with each",
                 "give both the same shape, as by squeeze(1) or unsqueeze(1)",
             )
 
@@ -585,8 +632,7 @@ class Observer(Recording):
 
     def _set_mode(self, call: Called) -> Any:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
-        if not call.bound().arguments.get("mode", True):
-            self.made[call.owner] = Event(users_lines(), False)
+        self.made[call.owner] = Event(users_lines(), False)
         return call.run()
 
     def _schedule(self, call: Called) -> Any:
@@ -616,7 +662,10 @@ class Observer(Recording):
         self.stepping.pop()
         if self.stepping:  # an optimizer that steps another one
             return
-        self.files |= {frame.f_code.co_filename for frame in users_frames()}
+        for frame in users_frames():
+            self.files.add(frame.f_code.co_filename)
+            for place, name in only_named(frame.f_code):
+                self.fault("results", place, f"{name} is named, not called", f"write {name}()")
         before = self.before
         parameters = parameters_of(optimizer)
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
