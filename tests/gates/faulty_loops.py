@@ -398,7 +398,7 @@ def one_layer_many_times():
 def trained_on_what_is_set_apart():
     batches = loader()
     _, apart = random_split(batches.dataset, [0.75, 0.25])
-    fit_and_evaluate(classifier(), loaders=(batches, DataLoader(apart, 8)))  # here: fetch
+    fit_and_evaluate(classifier(), loaders=(batches, DataLoader(apart, 16)))  # here: fetch
 
 
 def betas_swapped():

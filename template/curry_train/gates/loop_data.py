@@ -223,7 +223,7 @@ def data(trace: Trace) -> Faults:
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several, trace.of(Seeding))
-        parts = [getattr(one.loader.dataset, "dataset", None) for one in fetches]
+        parts = [getattr(one.loader.dataset, "dataset", None) for one in trace.of(Fetch)]
         if several[0].loader.dataset in parts and trace.places(r"random_split\("):
             hint = "train on the part that random_split returned for it"
             yield several[0], "samples that random_split set apart are trained on", hint
