@@ -27,7 +27,8 @@ from .loop_events import (
     depends_on_mode,
     grouped,
 )
-from .loop_loss import Doubts, digest
+from .loop_loss import Doubts
+from .loop_weights import sum_of_small
 from .verdict import NotApplicable
 
 FEWEST_LABELS = 24
@@ -175,7 +176,7 @@ def untrained(trace: Trace) -> Faults:
     for part, before in {*trace.frozen.values()}:
         own = [*part.parameters()]
         # A teacher that is an average of its student moves.
-        is_frozen = sum(map(digest, own)) == before
+        is_frozen = sum_of_small(own) == before
         is_frozen &= (trace.held | trace.with_gradient).isdisjoint(own)
         if is_frozen and part not in trace.ran[True] and depends_on_mode(part):
             yield trace.made.get(part, trace.ran[False][part]), UNTRAINED, CALL_EVAL

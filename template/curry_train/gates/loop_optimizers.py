@@ -376,10 +376,10 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
             steps[0].optimizer, torch.optim.SGD
         )
         share = float(group["lr"] * group["weight_decay"]) if decays else 0.0
-        first, second, *_ = group.get("betas", (0, 1))
-        if first > second and _is_of_torch(steps[0].optimizer):
+        betas = group.get("betas", (0, 1))
+        if _is_of_torch(steps[0].optimizer) and betas[0] > betas[1]:
             hint = "the average of gradients comes first, that of squares second: (0.9, 0.999)"
-            yield steps[0].origin, f"the betas are {first:g} and {second:g}", hint
+            yield steps[0].origin, f"the betas are {betas}", hint
         if share > MOST_DECAY:
             hint = "lower weight_decay, which is multiplied by the learning rate"
             yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint

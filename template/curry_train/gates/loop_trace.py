@@ -95,6 +95,7 @@ from .loop_weights import (
     leaves_alone,
     note_average,
     state_of,
+    sum_of_small,
     versions_of,
 )
 
@@ -269,8 +270,9 @@ class Observer(Recording):
                 event = self._note_forward(call, has_gradients=has_gradients)
         is_quiet = self.depth and is_model and module.training and not has_gradients
         if is_quiet and module not in self.frozen:
-            part = module, sum(map(digest, module.parameters()))
-            self.frozen |= dict.fromkeys(module.modules(), part)
+            own = [*module.parameters()]
+            if not any(one.requires_grad for one in own):
+                self.frozen |= dict.fromkeys(module.modules(), (module, sum_of_small(own)))
         # A module without parameters is a loss, or a part of another one.
         self.depth += is_model
         try:
@@ -400,7 +402,8 @@ class Observer(Recording):
         self._note_lost(call, call.caller)
         value = call.run()
         both = tensors_of(call.args)
-        is_mean = value.dim() and any(TERM in notes_on(one) for one in both)
+        is_several = isinstance(value, Tensor) and value.dim()
+        is_mean = is_several and any(TERM in notes_on(one) for one in both)
         if is_mean and not all(one.requires_grad for one in both):
             measured = f"a loss that is one number is multiplied by {value.numel()} weights"
             hint = 'give the loss reduction="none", multiply, and take the mean then'
@@ -632,7 +635,8 @@ class Observer(Recording):
 
     def _set_mode(self, call: Called) -> Any:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
-        self.made[call.owner] = Event(users_lines(), False)
+        if call.owner.training != call.bound().arguments.get("mode", True):
+            self.made[call.owner] = Event(users_lines(), False)
         return call.run()
 
     def _schedule(self, call: Called) -> Any:

@@ -142,6 +142,11 @@ def state_of(optimizer: Optimizer) -> float:
     return sum(map(digest, tensors_of(next(iter(optimizer.state.values()), None))))
 
 
+def sum_of_small(parameters: Iterable[Tensor]) -> float:
+    """Return a digest of those of usual sizes."""
+    return sum(digest(one) for one in parameters if one.numel() < MOST_SMALL)
+
+
 def versions_of(parameters: Iterable[Tensor]) -> Versions:
     versions: Versions = {}
     for parameter in parameters:
