@@ -41,6 +41,12 @@ def measured(
     )
 
 
+def estimated(workload, size, *, change=None, accumulated=False, **options):
+    """Estimate a step on shapes."""
+    with Sketch(workload, **options) as sketch:
+        return sketch.step(size, change=change, accumulated=accumulated)
+
+
 def check(sketch, real, size, **options):
     found = sketch.step(size, **options)
     estimated = found.timeline
@@ -66,8 +72,7 @@ def trace_of_sizes(sizes, events, **others):
 
 def trace_of(workload, size=1, **options):
     """Return the trace of a step as CUDA runs it."""
-    with Sketch(workload, kernels="cuda", **options) as sketch:
-        return sketch.step(size).trace
+    return estimated(workload, size, kernels="cuda", **options).trace
 
 
 def built(name, **options):

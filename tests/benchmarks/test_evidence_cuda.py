@@ -10,17 +10,16 @@ import torch
 
 import cuda_traces
 import evidence_cuda
-from curry_train.plan import Sketch
 from curry_train.plan.cuda_step import TrainingReplay, cuda_memory
 
 from ..command_runs import read_json
+from ..plan_models import trace_of
 from ..snapshot_files import Recorder
 from ..tree import ROOT
 
 
 def test_the_numbers_of_a_history_are_replayed_exactly():
-    with Sketch(evidence_cuda.toy(), kernels="cuda") as sketch:
-        trace = sketch.step(1).trace
+    trace = trace_of(evidence_cuda.toy())
     recorder = Recorder()
     training = TrainingReplay(trace, recorder)
     for _ in range(2):

@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from curry_train.plan import Sketch, available
+from curry_train.plan import available
 from curry_train.plan.available import missing_room
 from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
 from ..command_runs import flat, ran, results
-from ..plan_models import ROUTED, net
+from ..plan_models import ROUTED, estimated, net
 
 
 @pytest.fixture
@@ -24,8 +24,7 @@ def no_room(monkeypatch):
 
 @pytest.mark.parametrize("workload", [transformer(depth=2, dim=64), net(64, 64)])
 def test_a_step_is_refused_above_half_of_its_peak_and_not_above_the_peak(monkeypatch, workload):
-    with Sketch(workload) as sketch:
-        peak = sketch.step(8).peak_bytes
+    peak = estimated(workload, 8).peak_bytes
 
     def makes_missing(num_bytes):
         monkeypatch.setattr(available, "available_host_bytes", lambda: num_bytes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.plan import Infeasible, Plan, Planner, Sketch
+from curry_train.plan import Infeasible, Plan, Planner, Sketch, plan
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.cuda_step import (
     CONTEXT_BYTES,
@@ -25,7 +25,14 @@ from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp
 
 from ..command_runs import ran, read_json
-from ..plan_models import MomentsInATuple, MomentsMadeAnew, squares, trace_of, trace_of_sizes
+from ..plan_models import (
+    MomentsInATuple,
+    MomentsMadeAnew,
+    estimated,
+    squares,
+    trace_of,
+    trace_of_sizes,
+)
 from ..toy_steps import stacked
 
 MIB = 2**20
@@ -100,8 +107,7 @@ def test_a_function_that_returns_frees_the_output_it_held(until, held):
     assert allocator.allocated - before - of_both in range(held * logits, held * logits + 1024)
     peaks = []
     for kernels in ("cuda", "cpu"):
-        with Sketch(workload, kernels=kernels) as sketch:
-            peaks.append(sketch.step(1).timeline.after["backward"])
+        peaks.append(estimated(workload, 1, kernels=kernels).timeline.after["backward"])
     assert peaks[0] - peaks[1] == (0 if until == "loss" else logits)
 
 
@@ -149,13 +155,13 @@ def test_a_plan_fits_by_what_is_reserved_and_the_context():
     with Planner(
         mlp(depth=3, width=512), device="rtx4090", chunked_loss=False, without=("sac", "regions")
     ) as planner:
-        plan = planner.plan(2**30, global_batch=4)
-        figures = plan.cuda
-        assert plan.peak_bytes == figures["reserved_bytes"] + CONTEXT_BYTES
+        found = planner.plan(2**30, global_batch=4)
+        figures = found.cuda
+        assert found.peak_bytes == figures["reserved_bytes"] + CONTEXT_BYTES
         assert figures["allocated_bytes"] <= figures["reserved_bytes"]
         assert figures["limit_bytes"] == 2**30
-        assert "reserved" in plan.explain()
-        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).cuda == figures
+        assert "reserved" in found.explain()
+        assert Plan.from_json(json.loads(json.dumps(found.to_json()))).cuda == figures
         with pytest.raises(Infeasible, match="nothing fits"):
             planner.plan(CONTEXT_BYTES + figures["allocated_bytes"] // 2, global_batch=4)
 
@@ -174,12 +180,10 @@ def test_expandable_segments_are_the_first_lever_where_they_make_it_fit():
 
 
 def test_the_budget_of_a_card_is_what_cuda_gives_of_it():
-    with Planner(
-        mlp(depth=2, width=64), device="rtx4090", chunked_loss=False, context_bytes=2**30
-    ) as planner:
-        plan = planner.plan(24 * 2**30, global_batch=2)
-    assert plan.cuda["limit_bytes"] == round(23.6 * 2**30)
-    assert plan.peak_bytes == plan.cuda["reserved_bytes"] + 2**30
+    settings = {"device": "rtx4090", "chunked_loss": False, "context_bytes": 2**30}
+    found = plan(mlp(depth=2, width=64), 24 * 2**30, global_batch=2, **settings)
+    assert found.cuda["limit_bytes"] == round(23.6 * 2**30)
+    assert found.peak_bytes == found.cuda["reserved_bytes"] + 2**30
 
 
 def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, monkeypatch):
@@ -201,6 +205,6 @@ def test_a_gate_plans_by_tensors_alone():
     with Planner(
         mlp(depth=3, width=64), device="h100", chunked_loss=False, by_reserved=False
     ) as planner:
-        plan = planner.plan(2**30, global_batch=2)
-        assert plan.peak_bytes == planner.sketch.step(plan.microbatch).peak_bytes
-    assert plan.cuda is None
+        found = planner.plan(2**30, global_batch=2)
+        assert found.peak_bytes == planner.sketch.step(found.microbatch).peak_bytes
+    assert found.cuda is None

@@ -16,7 +16,7 @@ from curry_train.workloads.models import BUILTIN_WORKLOADS, load_workload, mlp
 from curry_train.workloads.workload import Workload, default_workload
 
 from ..language_models import language_model
-from ..plan_models import Runs, check, check_workload, measured
+from ..plan_models import Runs, check, check_workload, estimated, measured
 from ..toy_steps import activated
 
 
@@ -171,8 +171,7 @@ def test_optimizer_state_by_arithmetic():
         "adamw-8bit": 2 * numbers,
         "6.5": 13 * numbers // 2,
     }.items():
-        with Sketch(mlp(depth=2, width=32), optimizer=optimizer) as sketch:
-            step = sketch.step(3)
+        step = estimated(mlp(depth=2, width=32), 3, optimizer=optimizer)
         assert step.timeline.owners["optimizer state"][0] == state
         assert (step.gradients, step.fixed) == (parameters, parameters + state + 3 * 32 * 4 + 3 * 8)
 

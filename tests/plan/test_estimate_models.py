@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration
 
-from curry_train.plan.planner import EVERY_LAYER_NOTE, Planner
+from curry_train.plan.planner import EVERY_LAYER_NOTE, plan
 from curry_train.workloads.workload import Workload
 
 from ..language_models import language_model
@@ -101,18 +101,18 @@ def kept_by_chance(probability):
 @pytest.mark.parametrize(("make", "runs_all"), [(opt, 1e-12), (kept_by_chance, 1.1)])
 def test_skipped_layers_are_planned_as_if_they_always_ran(make, runs_all):
     real = measured(make(runs_all), SIZE)
-    with Planner(make(0.5), without=["sac", "regions"], chunked_loss=False) as planner:
-        plan = planner.plan(2 * real.peak.bytes_alive, microbatch=SIZE, global_batch=SIZE)
-    assert plan.peak_bytes == real.peak.bytes_alive
-    assert plan.why.endswith(EVERY_LAYER_NOTE)
+    options = {"without": ["sac", "regions"], "chunked_loss": False}
+    sizes = {"microbatch": SIZE, "global_batch": SIZE}
+    found = plan(make(0.5), 2 * real.peak.bytes_alive, **sizes, **options)
+    assert found.peak_bytes == real.peak.bytes_alive
+    assert found.why.endswith(EVERY_LAYER_NOTE)
 
 
 def test_layers_that_run_by_chance_in_some_measurements_alone_do_not_end_the_planner():
     # Each layer is skipped in every fourth call, whatever the seed.
     calls = itertools.count()
-    with Planner(skipping(lambda number: (next(calls) // 6 + number) % 4)) as planner:
-        plan = planner.plan(2**20, global_batch=SIZE)
-    assert plan.peak_bytes <= 2**20
+    workload = skipping(lambda number: (next(calls) // 6 + number) % 4)
+    assert plan(workload, 2**20, global_batch=SIZE).peak_bytes <= 2**20
 
 
 # Weights of other classes.

@@ -25,7 +25,7 @@ from curry_train.workloads.workload import IndivisibleBatch
 from large_models import llama_8b
 
 from ..command_runs import finished
-from ..plan_models import Called, squares
+from ..plan_models import Called, estimated, squares
 from ..warm_python import warm_python
 
 # What CUDA's kernels keep.
@@ -57,8 +57,7 @@ def test_a_block_of_8b_keeps_the_bytes_computed_by_hand():
         + 4 * tokens * hidden * half  # gate, up, silu of gate, and their product, which down takes
     )
     assert kept // 2**19 == 2 * 656.5
-    with Sketch(llama_8b(depth=2), dtype=torch.bfloat16, kernels="cuda") as sketch:
-        step = sketch.step(1)
+    step = estimated(llama_8b(depth=2), 1, dtype=torch.bfloat16, kernels="cuda")
     # And its input, for the first norm.
     assert [block.held for block in step.blocks.values()] == [kept + stream] * 2
     norms, matrices = 2 * width, 2 * width * width + 2 * width * kv_heads * row + 3 * width * hidden

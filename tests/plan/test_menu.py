@@ -20,7 +20,7 @@ from curry_train.plan.saved import Candidate, Option
 from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import Bottleneck, transformer
 
-from ..plan_models import Block, Runs, squares
+from ..plan_models import Block, Runs, estimated, squares
 from ..toy_steps import activated
 
 LLAMA = transformer(depth=2)
@@ -292,8 +292,7 @@ def test_blocks_are_offered_what_they_can_do_in_their_model(error):
 
 def test_calls_that_draw_are_never_offered(monkeypatch):
     def offered():
-        with Sketch(LLAMA) as sketch:
-            expensive = sketch.step(4).blocks["layers.0"].work.expensive
+        expensive = estimated(LLAMA, 4).blocks["layers.0"].work.expensive
         return {call for option in candidates(expensive, offload=False) for call in option.keep}
 
     assert ("attention", 0) in offered()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from curry_train.plan import Infeasible, Planner
+from curry_train.plan import Infeasible, Planner, plan
 from curry_train.plan.saved import OPTION_KINDS
 from curry_train.workloads.models import mlp, resnet, transformer
 
@@ -26,12 +26,11 @@ MODELS = {
 }
 
 
-def step_seconds(workload, budget, batch, *, microbatch=None, by_reserved=False, **options):
-    with Planner(workload, by_reserved=by_reserved, **options) as planner:
-        try:
-            found = planner.plan(budget, global_batch=batch, microbatch=microbatch)
-        except Infeasible:
-            return float("inf")
+def step_seconds(workload, budget, batch, *, by_reserved=False, **options):
+    try:
+        found = plan(workload, budget, global_batch=batch, by_reserved=by_reserved, **options)
+    except Infeasible:
+        return float("inf")
     assert found.peak_bytes <= budget
     return found.step_seconds
 

@@ -16,7 +16,7 @@ from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 from finetune_models import OPTIMIZERS, of
 
-from ..plan_models import ByParameter, Coded, MomentsMadeAnew, measured
+from ..plan_models import ByParameter, Coded, MomentsMadeAnew, estimated, measured
 from ..toy_steps import stacked
 
 WORKLOAD = mlp(depth=2, width=64)
@@ -181,8 +181,7 @@ def in_backward(module):
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_step_in_backward_holds_fewer_gradients_as_predicted(accumulated):
     """Of several microbatches, the gradients of the earlier ones stay until the last backward."""
-    with Sketch(WORKLOAD, optimizer=in_backward) as sketch:
-        step = sketch.step(4, accumulated=accumulated)
+    step = estimated(WORKLOAD, 4, accumulated=accumulated, optimizer=in_backward)
     real = measured(WORKLOAD, 4, optimizer=in_backward, accumulated=accumulated)
     require_equal(step.timeline, real)
     _, plain = predicted("adamw")
@@ -248,13 +247,11 @@ def test_a_step_on_the_host_leaves_its_state_there(offload_gradients):
 
 
 def test_gradients_that_are_moved_away_are_not_added_up():
-    with (
-        pytest.raises(ValueError, match="offload_gradients"),
-        Sketch(
-            WORKLOAD, optimizer=lambda module: on_host(module, offload_gradients=True)
-        ) as sketch,
-    ):
-        sketch.step(4, accumulated=True)
+    def make(module):
+        return on_host(module, offload_gradients=True)
+
+    with pytest.raises(ValueError, match="offload_gradients"):
+        estimated(WORKLOAD, 4, accumulated=True, optimizer=make)
 
 
 def test_the_class_is_replaced_where_it_is_imported_by_the_factory():

@@ -120,8 +120,7 @@ def test_messages_of_a_long_search_name_the_time_left(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr("curry_train.plan.planner.time", clock)
     messages = []
-    with Planner(net(64, 64), chunked_loss=False, tell=messages.append) as planner:
-        planner.plan(2**40, global_batch=2)
+    plan(net(64, 64), 2**40, global_batch=2, chunked_loss=False, tell=messages.append)
     left = [int(found[1]) for one in messages if (found := re.search(r", about (\d+) s left", one))]
     assert len(left) >= 3
     assert left[-1] < max(left)

@@ -27,6 +27,8 @@ from curry_train.plan.rank_time import (
 from curry_train.workloads.models import mlp
 from ranks import small
 
+from ..plan_models import estimated, trace_of
+
 # Every first dimension is a multiple of 64, so that no parameter is padded.
 MODEL = small(depth=2, dim=64, vocabulary=256, hidden=128, heads=2, kv_heads=2)
 BYTES = sum(parameter.nbytes for parameter in MODEL.build().parameters())
@@ -34,8 +36,8 @@ UNITS = 3  # two blocks, and what is outside of them
 
 
 def step_of(kind, *, accumulated=False, kernels="cpu", **options):
-    with Sketch(MODEL, kernels=kernels, sharding=Sharding(kind, **options)) as sketch:
-        return sketch.step(2, accumulated=accumulated)
+    sharding = Sharding(kind, **options)
+    return estimated(MODEL, 2, accumulated=accumulated, kernels=kernels, sharding=sharding)
 
 
 def calls_and_bytes(counts):
@@ -190,9 +192,8 @@ def test_parameters_that_fsdp2_keeps_on_the_host_are_refused():
         fully_shard(model, mesh=mesh)
 
     sharding = Sharding(on_host, 2)
-    refused = pytest.raises(ValueError, match="CPUOffloadPolicy is not planned: plan without it")
-    with refused, Sketch(mlp(depth=2, width=4), kernels="cuda", sharding=sharding) as sketch:
-        sketch.step(1)
+    with pytest.raises(ValueError, match="CPUOffloadPolicy is not planned: plan without it"):
+        trace_of(mlp(depth=2, width=4), sharding=sharding)
 
 
 def test_links_are_read_as_they_are_written_and_known_by_gpu():

@@ -21,7 +21,7 @@ from curry_train.plan.record import RankStorages
 from curry_train.workloads.models import mlp
 from ranks import predict, small
 
-from ..plan_models import Runs, squares
+from ..plan_models import Runs, estimated, squares, trace_of
 from ..rank_calls import run_on_ranks
 
 # Some at two ranks; `benchmarks/ranks.py` compares all of them, at four ranks too.
@@ -64,8 +64,7 @@ def test_uneven_shards_are_those_of_the_rank_that_is_asked_for(real):
 def owners(world, *, rank):
     # Every first dimension is a multiple of 1,024, so that no parameter is padded.
     model = small(depth=1, dim=1024, vocabulary=2048, hidden=2048, heads=8, kv_heads=8)
-    with Sketch(model, sharding=Sharding("fsdp2", world, rank=rank)) as sketch:
-        return sketch.step(1).timeline
+    return estimated(model, 1, sharding=Sharding("fsdp2", world, rank=rank)).timeline
 
 
 def test_state_is_divided_by_64_to_1024_ranks_and_what_is_gathered_stays():
@@ -82,8 +81,8 @@ def test_a_sync_of_each_microbatch_leaves_no_whole_gradients_to_a_rank():
     peaks = []
     for syncs in (False, True):
         sharding = Sharding("fsdp2", 8, sync_each_microbatch=syncs)
-        with Sketch(small(depth=1), sharding=sharding) as sketch:
-            peaks.append(sketch.step(1, accumulated=True).peak_bytes)
+        step = estimated(small(depth=1), 1, accumulated=True, sharding=sharding)
+        peaks.append(step.peak_bytes)
     assert peaks[1] < peaks[0]
 
 
@@ -104,18 +103,15 @@ def test_a_parallelize_of_the_users_own_runs_without_a_name():
         return ranks.root_alone(model, mesh)
 
     workload = replace(small(), parallelize=parallelize)
-    with Sketch(workload, sharding=Sharding(ranks=4)) as sketch:
-        found = sketch.step(2)
+    found = estimated(workload, 2, sharding=Sharding(ranks=4))
     assert seen == [("Transformer", ("dp",), 4)]
     assert found.timeline.owners["collective buffers"]
-    refused = pytest.raises(ValueError, match="4 ranks need a way to share")
-    with refused, Sketch(small(), sharding=Sharding(ranks=4)) as sketch:
-        sketch.step(2)
+    with pytest.raises(ValueError, match="4 ranks need a way to share"):
+        estimated(small(), 2, sharding=Sharding(ranks=4))
 
 
 def test_the_streams_of_fsdp2_have_pools_of_their_own_in_cudas_allocator():
-    with Sketch(small(dim=512), kernels="cuda", sharding=Sharding("fsdp2", 8)) as sketch:
-        trace = sketch.step(2).trace
+    trace = trace_of(small(dim=512), 2, sharding=Sharding("fsdp2", 8))
     # Copy-in of all-gathers and reduce-scatter.
     assert len({*trace.streams}) == 3
     together = cuda_memory(replace(trace, streams=()))
@@ -133,9 +129,8 @@ def sharing():
 
 def test_what_fsdp2_refuses_is_one_line_and_no_way_out_of_a_plan_that_does_not_fit():
     workload = squares(sharing, 16)
-    refused_by_torch = pytest.raises(ValueError, match=r"fsdp2 refuses Sequential: .*share none")
-    with refused_by_torch, Sketch(workload, sharding=Sharding("fsdp2", 2)) as sketch:
-        sketch.step(2)
+    with pytest.raises(ValueError, match=r"fsdp2 refuses Sequential: .*share none"):
+        estimated(workload, 2, sharding=Sharding("fsdp2", 2))
     with pytest.raises(Infeasible, match="nothing fits") as refused:
         plan(workload, 1000, device="cpu")
     assert "FSDP2" not in str(refused.value)
@@ -148,8 +143,7 @@ def test_a_loss_in_chunks_runs_in_chunks_under_fsdp2_too():
         primitives.apply_chunked_loss(module, chunk_tokens=4)
         models.append(module)
 
-    with Sketch(small(depth=1), sharding=Sharding("fsdp2", 2)) as sketch:
-        sketch.step(1, change=change)
+    estimated(small(depth=1), 1, change=change, sharding=Sharding("fsdp2", 2))
     (use,) = primitives.chunked_loss_report(models[0]).values()
     assert str(use) == "1 loss in chunks"
 
@@ -159,8 +153,7 @@ def test_two_ranks_of_one_world_are_predicted_in_one_process():
     peaks = set()
     for rank in (0, 3):
         sharding = Sharding("fsdp2+tp", mesh={"dp": 2, "tp": 2}, rank=rank)
-        with Sketch(small(depth=1), sharding=sharding) as sketch:
-            peaks.add(sketch.step(1).peak_bytes)
+        peaks.add(estimated(small(depth=1), 1, sharding=sharding).peak_bytes)
     assert len(peaks) == 1
 
 
@@ -205,17 +198,15 @@ def test_a_parallelize_that_fails_is_one_line_with_its_place(parallelize, messag
 
 
 def test_a_parallelize_that_shares_nothing_is_named():
-    never = pytest.warns(UserWarning, match="no rank communicates with another")
-    with Sketch(mlp(depth=2, width=4), sharding=Sharding(ranks.keep, 2)) as sketch, never:
-        sketch.step(1)
+    with pytest.warns(UserWarning, match="no rank communicates with another"):
+        estimated(mlp(depth=2, width=4), 1, sharding=Sharding(ranks.keep, 2))
 
 
 def test_a_forward_that_fails_after_parallelize_is_one_line():
     shared = Sharding(lambda model, mesh: Runs(lambda inner, x: inner.gone(x), model), 2)
     message = r"a forward of Runs after parallelize raised AttributeError: .*test_ranks.py"
-    failed = pytest.raises(ValueError, match=message)
-    with failed, Sketch(mlp(depth=2, width=4), sharding=shared) as sketch:
-        sketch.step(1)
+    with pytest.raises(ValueError, match=message):
+        estimated(mlp(depth=2, width=4), 1, sharding=shared)
     assert not torch.distributed.is_initialized()
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from curry_train.plan import Sharding, Sketch
+from curry_train.plan import Sharding
 from curry_train.plan.rank_step import EvenRouting
 
+from ..plan_models import estimated
 from .routed_ranks import WIDTH, moe_net, routed
 
 
@@ -32,9 +33,8 @@ def test_a_rank_whose_shapes_depend_on_other_values_is_refused_in_one_line():
         return rows[rows[:, 0] > 0].square().sum()
 
     workload = replace(routed(), loss=positive)
-    refused = pytest.raises(ValueError, match=r"from shapes alone: aten\.nonzero")
-    with refused, Sketch(workload, sharding=Sharding("fsdp2", 2)):
-        pass
+    with pytest.raises(ValueError, match=r"from shapes alone: aten\.nonzero"):
+        estimated(workload, 4, sharding=Sharding("fsdp2", 2))
 
 
 def late(model, mesh):
@@ -42,7 +42,6 @@ def late(model, mesh):
 
 
 def test_values_that_only_the_wrapped_model_needs_are_refused_in_one_line():
-    needs = pytest.raises(ValueError, match=r"from shapes alone: aten\.nonzero")
-    with Sketch(routed(), sharding=Sharding(late, 2)) as sketch, needs as refused:
-        sketch.step(4)
+    with pytest.raises(ValueError, match=r"from shapes alone: aten\.nonzero") as refused:
+        estimated(routed(), 4, sharding=Sharding(late, 2))
     assert len(str(refused.value).splitlines()) == 1

@@ -16,11 +16,11 @@ from curry_train.bench.steps import find_lever
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.gates import grad_accum
-from curry_train.plan import Planner
 from curry_train.primitives import recompute_blocks, recompute_segments
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
 
+from ..plan_models import estimated
 from ..toy_steps import drawn, square_sum, stacked
 
 ROWS = drawn(32, 16)
@@ -73,16 +73,11 @@ def test_fine_tuning_in_eval_mode_recomputes_nothing():
 
 
 def test_at_a_peak_in_the_optimizers_step_a_plainer_optimizer_helps_and_recompute_does_not():
-    def peak(optimizer, change=None):
-        with Planner(
-            mlp(), optimizer=optimizer, device="cpu", without=["sac"], chunked_loss=False
-        ) as planner:
-            return planner.sketch.step(4, change=change)
-
-    plain = peak("adamw")
+    plain = estimated(mlp(), 4, optimizer="adamw")
     assert plain.timeline.peak.phase == "step"
-    assert peak("adamw", recompute_blocks).peak_bytes == plain.peak_bytes
-    assert peak("adamw-8bit").peak_bytes < 0.8 * plain.peak_bytes
+    recomputed = estimated(mlp(), 4, optimizer="adamw", change=recompute_blocks)
+    assert recomputed.peak_bytes == plain.peak_bytes
+    assert estimated(mlp(), 4, optimizer="adamw-8bit").peak_bytes < 0.8 * plain.peak_bytes
 
 
 # Bench.
