@@ -25,10 +25,11 @@ from .peer_table import (
     limit,
     loss_of,
     pair,
-    require_same,
+    recomputing,
     step,
     train,
     trains,
+    trains_inside,
 )
 
 # Backward in parts, again, and of higher order.
@@ -140,16 +141,15 @@ def no_grad_inputs(model):
 # Early stop, debug, nesting.
 
 
-@step("early stop switched off by torch's context")
-def early_stop(model):
-    with set_checkpoint_early_stop(False):
-        return train(model)
-
-
-@step("torch's debug mode, which logs the operations of both runs")
-def debug_mode(model):
-    with set_checkpoint_debug_enabled(True):
-        return train(model)
+trains_inside(
+    {
+        "early stop switched off by torch's context": lambda: set_checkpoint_early_stop(False),
+        "torch's debug mode, which logs the operations of both runs": (
+            lambda: set_checkpoint_debug_enabled(True)
+        ),
+        "anomaly detection": lambda: torch.autograd.detect_anomaly(check_nan=True),
+    }
+)
 
 
 @trains("torch's checkpoint inside of the block")
@@ -213,21 +213,19 @@ def backward_hooks(model):
     return [train(model), seen]
 
 
-@behaviour("hooks of tensors inside of a block run once")
-def tensor_hooks(change):
-    seen = []
+class Hooked(Block):
+    seen: ClassVar[list] = []
 
-    class Hooked(Block):
-        def forward(self, x):
-            hidden = self.inner(x)
-            hidden.register_hook(seen.append)
-            return x + hidden
+    def forward(self, x):
+        hidden = self.inner(x)
+        hidden.register_hook(self.seen.append)
+        return x + hidden
 
-    def step(model):
-        seen.clear()
-        return [train(model), list(seen)]
 
-    require_same(change, step, Hooked)
+@step("hooks of tensors inside of a block run once", block=Hooked)
+def tensor_hooks(model):
+    Hooked.seen.clear()
+    return [train(model), [*Hooked.seen]]
 
 
 @step("hooks of weights run once, after each gradient is complete")
@@ -285,65 +283,51 @@ class Cubed(Block):
         return Cube.apply(super().forward(x), self.gain, torch.ones_like(x))
 
 
-def cubed(change, *, reads=1, note=None):
-    def step(model):
-        for layer in blocks_of(model):
-            layer.gain.main_grad = torch.zeros(8)
-        Cube.reads = reads
-        Cube.notes.clear()
-        found = train(model)
-        noted = None if note is None else [notes[note] for notes in Cube.notes]
-        return [found, noted]
-
-    require_same(change, step, Cubed)
+def cubed(model, *, reads=1):
+    """Train, and return the results and what backward has found of each block."""
+    for layer in blocks_of(model):
+        layer.gain.main_grad = torch.zeros(8)
+    Cube.reads = reads
+    Cube.notes.clear()
+    return train(model), zip(*Cube.notes, strict=True)
 
 
-@behaviour("a function of one's own saves tensors")
-def own_function(change):
-    cubed(change)
+@step("a function of one's own saves tensors", block=Cubed)
+def own_function(model):
+    return cubed(model)[0]
 
 
-UNPACKED_TWICE = limit("already unpacked once")
-
-
-@behaviour(
+@step(
     "a function reads its saved tensors twice",
-    recompute=UNPACKED_TWICE,
-    sac=UNPACKED_TWICE,
-    segments=UNPACKED_TWICE,
-    torch=UNPACKED_TWICE,
+    block=Cubed,
+    **recomputing(limit("already unpacked once")),
 )
-def reads_twice(change):
-    cubed(change, reads=2)
+def reads_twice(model):
+    return cubed(model, reads=2)[0]
 
 
-@behaviour("a saved tensor without grad is the same object in backward")
-def identity(change):
-    class Kept(Cubed):
-        def forward(self, x):
-            return Cube.apply(Block.forward(self, x), self.gain, mask)
-
+class Kept(Cubed):
     mask = torch.ones(4, 8)
 
-    def step(model):
-        Cube.reads = 1
-        Cube.notes.clear()
-        train(model)
-        return [found for found, _ in Cube.notes]
-
-    require_same(change, step, Kept)
+    def forward(self, x):
+        return Cube.apply(Block.forward(self, x), self.gain, self.mask)
 
 
-NO_ATTRIBUTES = limit("the results differ")
+@step("a saved tensor without grad is the same object in backward", block=Kept)
+def identity(model):
+    is_same, _ = cubed(model)[1]
+    return is_same
 
 
-@behaviour(
+@step(
     "attributes of a saved weight (main_grad) are found in backward",
-    every=NO_ATTRIBUTES,
-    torch=NO_ATTRIBUTES,
+    every=limit("the results differ"),
+    torch=limit("the results differ"),
+    block=Cubed,
 )
-def attributes(change):
-    cubed(change, note=1)
+def attributes(model):
+    _, has_attribute = cubed(model)[1]
+    return has_attribute
 
 
 @trains("writes in place inside of a block", sac=limit("has been mutated"))
@@ -437,12 +421,3 @@ def backward_error(model):
         loss_of(model(X)).backward()
     handle.remove()
     return train(model)
-
-
-@behaviour("anomaly detection")
-def anomaly(change):
-    def step(model):
-        with torch.autograd.detect_anomaly(check_nan=True):
-            return train(model)
-
-    require_same(change, step)

@@ -22,6 +22,7 @@ from .peer_table import (
     limit,
     loss_of,
     pair,
+    recomputing,
     require_same,
     same,
     step,
@@ -42,21 +43,21 @@ def dropout(model):
     return [train(model), torch.get_rng_state()]
 
 
+DIFFERENT = limit("the results differ")
+
+
+def masked(block, x, generator):
+    mask = torch.rand(x.shape, generator=generator) > 0.5
+    return x + block.inner(x * mask) * mask
+
+
+@trains("a generator of the block's own", torch=DIFFERENT)
 class Noisy(Block):
     def add(self):
         self.generator = torch.Generator().manual_seed(3)
 
     def forward(self, x):
-        mask = torch.rand(x.shape, generator=self.generator) > 0.5
-        return x + self.inner(x * mask) * mask
-
-
-DIFFERENT = limit("the results differ")
-
-
-@behaviour("a generator of the block's own", torch=DIFFERENT)
-def own_generator(change):
-    require_same(change, block=Noisy)
+        return masked(self, x, self.generator)
 
 
 class Chance(Block):
@@ -65,39 +66,28 @@ class Chance(Block):
         return x + self.inner(x * scale) * scale
 
 
-@step(
-    "numbers of Python's random in the block",
-    recompute=DIFFERENT,
-    sac=DIFFERENT,
-    segments=DIFFERENT,
-    torch=DIFFERENT,
-    block=Chance,
-)
+@step("numbers of Python's random in the block", block=Chance, **recomputing(DIFFERENT))
 def python_random(model):
     random.seed(3)
     return train(model)
 
 
-@behaviour(
+GENERATOR = torch.Generator()
+
+
+class Elsewhere(Block):
+    def forward(self, x):
+        return masked(self, x, GENERATOR)
+
+
+@step(
     "a generator that is neither the block's nor an argument",
-    recompute=DIFFERENT,
-    sac=DIFFERENT,
-    segments=DIFFERENT,
-    torch=DIFFERENT,
+    block=Elsewhere,
+    **recomputing(DIFFERENT),
 )
-def global_generator(change):
-    generator = torch.Generator()
-
-    class Elsewhere(Block):
-        def forward(self, x):
-            mask = torch.rand(x.shape, generator=generator) > 0.5
-            return x + self.inner(x * mask) * mask
-
-    def step(model):
-        generator.manual_seed(3)
-        return train(model)
-
-    require_same(change, step, Elsewhere)
+def global_generator(model):
+    GENERATOR.manual_seed(3)
+    return train(model)
 
 
 @step("random numbers drawn between forward and backward do not matter", block=Dropping)
@@ -210,28 +200,27 @@ def replaced(model):
     return [weight.grad for weight in first]
 
 
-@behaviour(
+class Shortened(Block):
+    """A block that takes some rows of its input; their number is that of the class."""
+
+    rows = 4
+
+    def forward(self, x):
+        rows = Shortened.rows
+        return x + nn.functional.pad(self.inner(x[:rows]), (0, 0, 0, 4 - rows))
+
+
+@step(
     "a global number that changes the shapes between the two runs",
-    torch=limit("different (metadata|number)"),
-    recompute=limit("different (metadata|number)"),
-    segments=limit("different (metadata|number)"),
-    sac=limit("different (metadata|number)"),
+    block=Shortened,
+    **recomputing(limit("different (metadata|number)")),
 )
-def global_shape(change):
-    rows = [4]
-
-    class Global(Block):
-        def forward(self, x):
-            return x + nn.functional.pad(self.inner(x[: rows[0]]), (0, 0, 0, 4 - rows[0]))
-
-    def step(model):
-        rows[0] = 4
-        loss = loss_of(model(X))
-        rows[0] = 3
-        loss.backward()
-        return gradients(model)
-
-    require_same(change, step, Global)
+def global_shape(model):
+    Shortened.rows = 4
+    loss = loss_of(model(X))
+    Shortened.rows = 3
+    loss.backward()
+    return gradients(model)
 
 
 @trains("spectral norm and weight norm", torch=DIFFERENT)
@@ -400,11 +389,8 @@ def func_grad(model):
 
 
 # Any dispatch mode rounds derivatives of composite operations otherwise.
-@behaviour("forward-mode derivatives", sac=DIFFERENT)
-def forward_mode(change):
-    def step(model):
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-            return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach()
-
-    require_same(change, step)
+@step("forward-mode derivatives", sac=DIFFERENT)
+def forward_mode(model):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
+        return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent.detach()

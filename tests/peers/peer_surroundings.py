@@ -21,6 +21,7 @@ from .peer_table import (
     same,
     step,
     train,
+    trains_inside,
 )
 
 # Threads.
@@ -58,10 +59,14 @@ def two_threads(change):
 # Modes and instruments of others.
 
 
-@step("torch's counter of operations around the step")
-def counted(model):
-    with FlopCounterMode(display=False):
-        return train(model)
+trains_inside(
+    {
+        "torch's counter of operations around the step": lambda: FlopCounterMode(display=False),
+        "torch's profiler around the step": (
+            lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        ),
+    }
+)
 
 
 @step("torch's tracker of modules around the step")
@@ -71,12 +76,6 @@ def tracked(model):
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
-        return train(model)
-
-
-@step("torch's profiler around the step")
-def profiled(model):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         return train(model)
 
 

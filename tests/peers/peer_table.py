@@ -39,9 +39,14 @@ LEVERS = {
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 
 
-def torch_checkpoints(model, **options):
+def around_layers(model, around, **options):
+    """Run each layer through a function, which gets its forward and its arguments."""
     for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        layer.forward = functools.partial(around, layer.forward, **options)
+
+
+def torch_checkpoints(model, **options):
+    around_layers(model, checkpoint, use_reentrant=False, **options)
 
 
 def torch_saves_products(model):
@@ -78,8 +83,7 @@ def saved_on_cpu(forward, *args, **kwargs):
 
 
 def torch_saves_on_cpu(model):
-    for layer in model.layers:
-        layer.forward = functools.partial(saved_on_cpu, layer.forward)
+    around_layers(model, saved_on_cpu)
 
 
 TORCHS_OWN = {
@@ -126,6 +130,11 @@ class Behaviour:
 
 
 BEHAVIOURS = []
+
+
+def recomputing(outcome):
+    """Return the cells of the levers that run a block again, of torch too."""
+    return dict.fromkeys(("recompute", "sac", "segments", "torch"), outcome)
 
 
 def behaviour(name, *, every=HOLDS, torch=HOLDS, on_ranks=False, **outcomes):
@@ -250,6 +259,17 @@ def step(name, *, block=Block, **cells):
         return run
 
     return register
+
+
+def trains_inside(contexts):
+    """Register contexts around a step, by the names of the behaviours."""
+    for name, context in contexts.items():
+
+        def inside(model, context=context):
+            with context():
+                return train(model)
+
+        step(name)(inside)
 
 
 def trains(name, **cells):

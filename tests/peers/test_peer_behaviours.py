@@ -3,7 +3,6 @@
 python -m pytest tests/peers
 """
 
-import functools
 import logging
 import re
 
@@ -19,7 +18,15 @@ from . import (  # noqa: F401 - each adds its behaviours to the table
     peer_state,
     peer_surroundings,
 )
-from .peer_table import BEHAVIOURS, LEVERS, TORCHS_OWN, error_of, rendered, torch_checkpoints
+from .peer_table import (
+    BEHAVIOURS,
+    LEVERS,
+    TORCHS_OWN,
+    around_layers,
+    error_of,
+    rendered,
+    torch_checkpoints,
+)
 
 # Of the compiler, of torch's own rules of derivatives, which are scripted, and of its anomaly mode.
 pytestmark = [*TRACING, pytest.mark.filterwarnings("ignore:Anomaly Detection|.torch.jit.script")]
@@ -88,8 +95,7 @@ def without_generators(model):
 
 
 def with_detached_inputs(model):
-    for layer in model.layers:
-        layer.forward = functools.partial(on_detached_input, layer.forward)
+    around_layers(model, on_detached_input)
 
 
 def on_detached_input(forward, x, *args, **kwargs):

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from curry_train.core.measure import measure_memory
 from curry_train.plan import measure_timeline
@@ -18,6 +17,7 @@ from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 from ..command_runs import ran
+from ..peers.peer_table import torch_checkpoints
 from ..plan_models import built
 from ..toy_steps import square_sum
 from ..unchanged import unchanged
@@ -105,17 +105,10 @@ def test_sparse_gradients_are_gradients():
     assert end["gradients"] == 2 * 8 * 4 + 2 * 8  # two rows, and their numbers
 
 
-@pytest.mark.parametrize("way", ["recompute_blocks", "checkpoint"])
-def test_recomputed_tensors_are_activations_of_their_layer(way):
+@pytest.mark.parametrize("change", [recompute_blocks, torch_checkpoints])
+def test_recomputed_tensors_are_activations_of_their_layer(change):
     module, batch, loss = built("transformer")
-    if way == "recompute_blocks":
-        recompute_blocks(module)
-    else:
-        for layer in module.layers:
-            forward = layer.forward
-            layer.forward = lambda *args, forward=forward: checkpoint(
-                forward, *args, use_reentrant=False
-            )
+    change(module)
     peak = measure_timeline(module, batch, loss).peak
     assert peak.phase == "backward"
     one_block = 2.2 * 2**20
