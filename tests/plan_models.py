@@ -118,6 +118,12 @@ class Runs(nn.Module):
         return self.run(self.inner, *args, **named)
 
 
+def in_turn(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
 class Net(nn.Module):
     """A model with blocks of several widths, all of which run `times` times."""
 
@@ -131,8 +137,7 @@ class Net(nn.Module):
     def forward(self, x):
         x = self.first(x)
         for _ in range(self.times):
-            for block in self.blocks:
-                x = block(x)
+            x = in_turn(self.blocks, x)
         return self.last(x)
 
 

@@ -16,6 +16,12 @@ def stacked(block, number):
     return nn.Sequential(*(block() for _ in range(number)))
 
 
+def seeded_stack(block, number=3):
+    """Return blocks in a row, with the same weights each time."""
+    torch.manual_seed(0)
+    return stacked(block, number)
+
+
 def drawn(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 

@@ -20,7 +20,7 @@ from curry_train.primitives import compile_budget, offload, offload_blocks, stra
 from curry_train.runs import background, state
 from curry_train.runs.random_state import restore_random_state, take_random_state
 
-from ..toy_steps import all_equal, feed_forward, gradients_of, square_sum, stacked
+from ..toy_steps import all_equal, feed_forward, gradients_of, seeded_stack, square_sum
 
 CUDA = torch.device("cuda")
 
@@ -202,8 +202,7 @@ def test_offload_trains_alike_where_copies_are_as_late_as_they_may(
             return target.fill_(0), done
 
     monkeypatch.setattr(offload, "HostCopies", Copies)
-    torch.manual_seed(0)
-    model = stacked(lambda: feed_forward(8, 1024), 4)
+    model = seeded_stack(lambda: feed_forward(8, 1024), 4)
     expected = trained(model)
     model.zero_grad()
     offload_blocks(model, min_bytes=0)

@@ -30,8 +30,8 @@ from ..plan_models import Called
 from ..toy_steps import all_equal
 
 CLASSES = 256
-# Sums of some hundred float32 terms in another order; half precision rounds each product once.
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+# Half precision rounds each product once.
+TOLERANCE = {torch.float64: 1e-14, torch.bfloat16: 1e-2}
 
 
 # The head of a model, without an edit.
@@ -124,16 +124,10 @@ def test_logits_are_made_for(way):
 
 ROWS = torch.tensor([3, 1, 1])
 INDICES = {
-    "slice": (slice(1, None), True),
-    "rows": (ROWS, True),
     "a table of rows": (ROWS[None, None], True),
     "mask of rows": (torch.tensor([True, False, True, True]), True),
-    "rows and a number": ((ROWS, 0), False),
-    "rows and tokens": ((ROWS, torch.tensor([0, 5, 32])), False),
     "mask and all classes": ((TOKENS > 9, slice(None)), False),
 }
-# The index of the targets, where it is not that of the logits.
-TARGETS = {"mask and all classes": TOKENS > 9}
 
 
 @pytest.mark.parametrize("name", INDICES)
@@ -142,7 +136,7 @@ def test_an_index_picks_the_same_logits_and_terms(name):
 
     def loss(model, tokens):
         logits = model(tokens)[where]
-        targets = tokens[TARGETS.get(name, where)]
+        targets = tokens[where[0] if isinstance(where, tuple) else where]
         return F.cross_entropy(logits.reshape(-1, CLASSES), targets.reshape(-1))
 
     use = both(loss)
@@ -420,41 +414,34 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-SINGLE_CLASS = dict(
-    options={"reduction": "mean", "softcap": None, "z_loss": 0.0, "label_smoothing": 0.1},
-    weighted="",
-    tokens=1,
-    width=1,
-    classes=1,
-    ignored=0.0,
-    biased=False,
-    chunk_tokens=1,
-    seed=0,
-    needs=(True, True, True),
+# What `make` is called with.
+DRAWN = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 5),
+        "tokens": st.integers(0, 9),
+        "width": st.integers(1, 6),
+        "classes": st.integers(1, 12),
+        "ignored": st.sampled_from([0.0, 0.4, 1.0]),
+        "biased": st.booleans(),
+    }
 )
+ONE = {"seed": 0, "tokens": 1, "width": 1, "classes": 1, "ignored": 0.0, "biased": False}
 
 
 @settings(max_examples=60, deadline=None)
-@example(**SINGLE_CLASS)
-@example(**SINGLE_CLASS | {"options": {"softcap": 2.0}, "classes": 3, "needs": (False, True, True)})
+@example({"softcap": None, "label_smoothing": 0.1}, "", ONE, 1, (True, True, True))
+@example({"softcap": 2.0}, "", ONE | {"classes": 3}, 1, (False, True, True))
 @given(
-    options=OPTIONS,
-    weighted=st.sampled_from(["", "class", "token", "both", "probability"]),
-    tokens=st.integers(0, 9),
-    width=st.integers(1, 6),
-    classes=st.integers(1, 12),
-    ignored=st.sampled_from([0.0, 0.4, 1.0]),
-    biased=st.booleans(),
-    chunk_tokens=st.sampled_from([1, 4, 100, None]),
-    seed=st.integers(0, 5),
-    needs=st.tuples(*[st.booleans()] * 3),
+    OPTIONS,
+    st.sampled_from(["", "class", "token", "both", "probability"]),
+    DRAWN,
+    st.sampled_from([1, 4, 100, None]),
+    st.tuples(*[st.booleans()] * 3),
 )
 def test_every_combination_of_options_is_the_reference(
-    options, weighted, tokens, width, classes, ignored, biased, chunk_tokens, seed, needs
+    options, weighted, drawn, chunk_tokens, needs
 ):
-    tensors = make(
-        seed, tokens=tokens, width=width, classes=classes, ignored=ignored, biased=biased
-    )
+    tensors = make(**drawn)
     for tensor, need in zip(tensors[:3], needs, strict=True):
         if tensor is not None:
             tensor.requires_grad_(need)
@@ -462,21 +449,20 @@ def test_every_combination_of_options_is_the_reference(
     assert compared(tensors, options, chunk_tokens=chunk_tokens) < 1e-12
 
 
-EACH = [
-    {"label_smoothing": 0.1, "class": True},
-    {"token": True, "reduction": "sum"},
-    {"token_weights": "probability", "reduction": "none", "z_loss": 1e-2, "softcap": 3.0},
-]
+WEIGHTED = {
+    "class": {"label_smoothing": 0.1},
+    "token": {"reduction": "sum"},
+    "probability": {"reduction": "none", "z_loss": 1e-2, "softcap": 3.0},
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("options", EACH, ids=str)
-def test_options_hold_in_low_precision_and_under_autocast(options, autocast, dtype):
-    options = dict(options)
+@pytest.mark.parametrize("weighted", WEIGHTED)
+def test_options_hold_in_low_precision_and_under_autocast(weighted, autocast, dtype):
     tensors = make(3, tokens=40, width=16, classes=70, ignored=0.3, biased=True, dtype=dtype)
-    chosen = [name for name in ("class", "token") if options.pop(name, False)]
-    add_weights(options, "".join(chosen), tensors)
+    options = dict(WEIGHTED[weighted])
+    add_weights(options, weighted, tensors)
     # Half precision rounds logits and their gradients once; float32 sums in another order.
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         error = compared(tensors, options)

@@ -24,7 +24,7 @@ from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_tabl
 from curry_train.primitives.grad_flow_probe import compiled_modules
 
 from ..plan_models import Runs
-from ..toy_steps import activated, drawn, stacked
+from ..toy_steps import activated, drawn, seeded_stack
 
 
 @contextlib.contextmanager
@@ -142,8 +142,7 @@ def test_values_are_counted_in_pieces_of_a_strided_tensor(monkeypatch, dtype):
 
 
 def build(*, width=8):
-    torch.manual_seed(0)
-    return stacked(lambda: activated(width, nn.ReLU), 3)
+    return seeded_stack(lambda: activated(width, nn.ReLU))
 
 
 def batch(rows=4, width=8):

@@ -19,12 +19,7 @@ from curry_train.primitives import offload, offload_blocks, offload_report, reco
 from curry_train.primitives.offload import OffloadReport
 
 from ..plan_models import Runs
-from ..toy_steps import activated, drawn, square_sum, stacked
-
-
-def chain(block, depth=3):
-    torch.manual_seed(0)
-    return stacked(block, depth)
+from ..toy_steps import activated, drawn, seeded_stack, square_sum
 
 
 def block():
@@ -37,7 +32,7 @@ def batch():
 
 
 def twins(block, depth=3, **options):
-    plain, model = chain(block, depth), chain(block, depth)
+    plain, model = (seeded_stack(block, depth) for _ in range(2))
     offload_blocks(model, **{"keep_last": 0} | options)
     return plain, model
 
@@ -179,7 +174,7 @@ def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(batch, bl
 
 
 def test_offload_works_with_recompute_of_inner_blocks(batch):
-    plain = chain(lambda: nn.Sequential(block(), block()))
+    plain = seeded_stack(lambda: nn.Sequential(block(), block()))
     model = copy.deepcopy(plain)
     offload_blocks(model, blocks="[01]", keep_last=0)
     recompute_blocks(model, blocks=["0.*", "1.*"], preserve_rng_state=False)

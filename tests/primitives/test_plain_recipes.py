@@ -23,7 +23,7 @@ from curry_train.primitives import (
 
 from ..peers.peer_state import Dropping
 from ..skills.pages import fenced_blocks
-from ..toy_steps import all_equal, drawn, gradients_of, square_sum, stacked
+from ..toy_steps import all_equal, drawn, gradients_of, seeded_stack, square_sum
 from ..tree import ROOT
 
 
@@ -41,8 +41,7 @@ X = drawn(32, 8)
 
 
 def chain(change=lambda model: None, norm=nn.BatchNorm1d):
-    torch.manual_seed(0)
-    model = stacked(Dropping, 3)
+    model = seeded_stack(Dropping)
     for block in model:
         block.norm = norm(8)
     change(model)

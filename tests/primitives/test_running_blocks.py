@@ -21,7 +21,7 @@ from curry_train.primitives import (
 from curry_train.primitives.running_blocks import ForwardRecord, choose_blocks
 
 from ..peers.peer_table import Block as Half
-from ..plan_models import Runs
+from ..plan_models import Runs, in_turn
 from ..toy_steps import feed_forward, square_sum, stacked
 from ..unchanged import unchanged
 
@@ -52,32 +52,18 @@ class Block(nn.Module):
         return self.feed(self.attend(x))
 
 
-class Stage(nn.Module):
-    def __init__(self, depth):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def stages():
     """Two stages in a container, one of which holds most of the bytes, as in Swin."""
-    return nn.Sequential(Stage(6), Stage(2))
+    return nn.Sequential(*(Runs(in_turn, *(Block() for _ in range(depth))) for depth in (6, 2)))
 
 
 class DoubleConv(nn.Sequential):
     def __init__(self, inside, outside):
-        super().__init__(
-            nn.Conv2d(inside, outside, 3, padding=1),
-            nn.BatchNorm2d(outside),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(outside, outside, 3, padding=1),
-            nn.BatchNorm2d(outside),
-            nn.ReLU(inplace=True),
-        )
+        layers = []
+        for width in (inside, outside):
+            layers += [nn.Conv2d(width, outside, 3, padding=1), nn.BatchNorm2d(outside)]
+            layers += [nn.ReLU(inplace=True)]
+        super().__init__(*layers)
 
 
 class UNet(nn.Module):
@@ -136,7 +122,7 @@ def chosen(model, **given):
 
 
 PAIRS = tuple(f"layers.{layer}.{place}" for layer in range(4) for place in range(2))
-IN_STAGES = (*(f"0.blocks.{n}" for n in range(6)), "1.blocks.0", "1.blocks.1")
+IN_STAGES = (*(f"0.inner.{n}" for n in range(6)), "1.inner.0", "1.inner.1")
 EXPECTED = {
     PairsInLists: PAIRS,
     stages: IN_STAGES,
@@ -190,9 +176,7 @@ def test_the_notes_give_the_reason_and_the_line_what_the_blocks_hold():
         "chosen by bytes: the 2 blocks that the containers give leave 74% of the saved bytes at "
         "the peak, these 19%",
     )
-    assert choice.describe() == (
-        "8 blocks, 0.blocks.0 to 1.blocks.1, hold 99% of what forward saves"
-    )
+    assert choice.describe() == ("8 blocks, 0.inner.0 to 1.inner.1, hold 99% of what forward saves")
     assert chosen(made(Iterated)).notes == ("update runs several times in a step",)
 
 
@@ -243,21 +227,19 @@ class RunsInsideBackward(torch.autograd.Function):
         return x.grad, None
 
 
-class Reversible(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = feed_forward(WIDTH, 64)
-        self.layers = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x):
-        x = self.first(x)
-        for layer in self.layers:
+def reversible():
+    def run(inner, x):
+        first, layers = inner
+        x = first(x)
+        for layer in layers:
             x = RunsInsideBackward.apply(x, layer)
         return x
 
+    return Runs(run, feed_forward(WIDTH, 64), nn.ModuleList(Block() for _ in range(4)))
+
 
 def test_modules_that_recompute_by_themselves_are_no_blocks():
-    choice = chosen(made(Reversible))
+    choice = chosen(made(reversible))
     assert choice.blocks is None
     assert any("run in eval mode or without gradients" in note for note in choice.notes)
 

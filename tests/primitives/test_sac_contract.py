@@ -23,7 +23,7 @@ from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
 from ..plan_models import Called, Runs
-from ..toy_steps import stacked
+from ..toy_steps import seeded_stack
 
 aten = torch.ops.aten
 CASE = Case(transformer(depth=2), batch_size=4)
@@ -219,11 +219,6 @@ def operations_of(model, batch):
     return Counter(kind for name in names for text, kind in COUNTED.items() if text in name)
 
 
-def stack(block, num_blocks=3):
-    torch.manual_seed(0)
-    return stacked(block, num_blocks)
-
-
 # Policies.
 
 
@@ -280,7 +275,7 @@ CHEAP = {"sine": 1, "tanh": 1, "noise": 1, "sum": 1}
 )
 def test_exactly_what_a_policy_leaves_out_runs_again_in_copies_too(policy, again):
     x = torch.ones(8, 8)
-    model = stack(Products)
+    model = seeded_stack(Products)
     plain = operations_of(model, x)
     assert apply_sac(model, policy, blocks="[12]") == ["1", "2"]
     expected = Counter({kind: 2 * number for kind, number in (CHEAP | again).items()})
@@ -291,16 +286,13 @@ def test_exactly_what_a_policy_leaves_out_runs_again_in_copies_too(policy, again
 # Regions.
 
 
-class Chain(nn.Module):
-    """A product, whose output is multiplied by some weights in a row."""
-
-    def __init__(self, length):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.weights = nn.ParameterList(torch.ones(WIDTH) for _ in range(length))
-
-    def forward(self, x):
-        return functools.reduce(torch.mul, self.weights, self.linear(x))
+def chain(length):
+    """Return a product, whose output is multiplied by some weights in a row."""
+    weights = nn.ParameterList(torch.ones(WIDTH) for _ in range(length))
+    product = nn.Linear(WIDTH, WIDTH)
+    return Runs(
+        lambda inner, x: functools.reduce(torch.mul, inner[1], inner[0](x)), product, weights
+    )
 
 
 def total(model, batch):
@@ -316,41 +308,32 @@ def total_by_autocast(model, batch):
 # every fifth factor, and a block the input that the one before it computed. Under autocast the
 # first block keeps its cast batch too, which nothing can compute again.
 @pytest.mark.parametrize(
-    ("block", "loss", "num_tensors"),
+    ("length", "loss", "num_tensors"),
     [
-        (functools.partial(Chain, 5), total_by_autocast, 1.5 + 1 + 0.5),
-        (functools.partial(Chain, 6), total, 3 + 3),
+        (5, total_by_autocast, 1.5 + 1 + 0.5),
+        (6, total, 3 + 3),
     ],
 )
-def test_regions_hold_what_a_count_by_hand_gives(block, loss, num_tensors):
-    model = stack(block)
+def test_regions_hold_what_a_count_by_hand_gives(length, loss, num_tensors):
+    model = seeded_stack(lambda: chain(length))
     apply_regions(model)
     assert round(measure_memory(model, BATCH, loss).held_bytes / BATCH.nbytes, 1) == num_tensors
 
 
-class Returning(nn.Module):
-    def __init__(self, output):
-        super().__init__()
-        self.output = output
+def between(output):
+    """Return two products and a module between them that returns its values in another form."""
 
-    def forward(self, x, factor, shift=None):
+    def act(_, x, factor, shift=None):
         assert (factor, shift) == (2.0, 3)
-        return self.output(x)
+        return output(x)
 
+    def run(inner, x):
+        x = inner[0](x)
+        found = inner[1](x, 2.0, shift=3)
+        return x + inner[2](found[0] if isinstance(found, tuple) else found)
 
-class Between(nn.Module):
-    """A module between two products that returns its values in another form."""
-
-    def __init__(self, output):
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.act = Returning(output)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        x = self.first(x)
-        output = self.act(x, 2.0, shift=3)
-        return x + self.last(output[0] if isinstance(output, tuple) else output)
+    first, last = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    return Runs(run, first, Runs(act), last)
 
 
 OUTPUTS = {
@@ -363,6 +346,6 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_named_module_may_take_and_return_values_in_any_form(output):
-    plain, changed = (stack(lambda: Between(OUTPUTS[output])) for _ in range(2))
-    apply_regions(changed, also=["*.act"])
+    plain, changed = (seeded_stack(lambda: between(OUTPUTS[output])) for _ in range(2))
+    apply_regions(changed, also=["*.inner.1"])
     assert compare(*[record_step(model, BATCH, total) for model in (plain, changed)]).bit_equal

@@ -11,7 +11,7 @@ from torch import nn
 
 from curry_train.primitives import ChainBroken, recompute_segments, remove_segments
 
-from ..plan_models import Runs
+from ..plan_models import Runs, in_turn
 from ..toy_steps import activated, all_equal, stacked
 
 
@@ -21,14 +21,8 @@ def chain(loop, block=lambda: activated(8)):
     return Runs(loop, *(block() for _ in range(8)))
 
 
-def plain(layers, x):
-    for layer in layers:
-        x = layer(x)
-    return x
-
-
 def runs_twice(layers, x):
-    return plain(layers, plain(layers, x))
+    return in_turn(layers, in_turn(layers, x))
 
 
 def adds_between(layers, x):
@@ -83,7 +77,7 @@ def gradients(model, x):
     return [zero if parameter.grad is None else parameter.grad for parameter, zero in pairs]
 
 
-@pytest.mark.parametrize("loop", [plain, runs_twice, leaves_early, collects_hidden_states])
+@pytest.mark.parametrize("loop", [in_turn, runs_twice, leaves_early, collects_hidden_states])
 @pytest.mark.parametrize(("num_segments", "num_blocks"), [(1, 0), (2, 4), (3, 6), (8, 7)])
 def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
     loop, num_segments, num_blocks
@@ -108,7 +102,7 @@ def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
         gradients(model, x)
     with torch.no_grad():
         assert model(x).shape == (4, 8)
-    model.run = plain
+    model.run = in_turn
     gradients(model, x)
     # A segment of one block is right in any loop.
     model = chain(loop)

@@ -10,12 +10,11 @@ from torch import nn
 from curry_train.primitives.strategies import CONFIGURED_STRATEGIES, CheckpointConfig, apply_config
 
 from ..plan_models import Runs
-from ..toy_steps import feed_forward, square_sum, stacked
+from ..toy_steps import feed_forward, seeded_stack, square_sum
 
 
 def chain(depth=4):
-    torch.manual_seed(0)
-    return stacked(lambda: feed_forward(8, 32), depth)
+    return seeded_stack(lambda: feed_forward(8, 32), depth)
 
 
 BATCH = torch.randn(256, 8)

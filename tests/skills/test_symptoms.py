@@ -21,15 +21,16 @@ from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer
 
 from ..plan_models import estimated
-from ..toy_steps import drawn, square_sum, stacked
+from ..toy_steps import drawn, seeded_stack, square_sum
 
 ROWS = drawn(32, 16)
 
 
 def blocks(*layers, depth=8):
     """Build a chain of equal blocks; `layers` build the layers after the linear one."""
-    torch.manual_seed(0)
-    return stacked(lambda: nn.Sequential(nn.Linear(16, 16), *[layer() for layer in layers]), depth)
+    return seeded_stack(
+        lambda: nn.Sequential(nn.Linear(16, 16), *[layer() for layer in layers]), depth
+    )
 
 
 def memory(model):

@@ -14,7 +14,7 @@ from curry_train.workloads import WorkloadError, load_workload
 from curry_train.workloads.shrink import Shrink
 
 from ..language_models import language_model
-from ..plan_models import squares
+from ..plan_models import Runs, in_turn, squares
 from ..toy_steps import stacked
 
 
@@ -35,19 +35,13 @@ class Config:
         self.kinds = ["even", "odd"] * (num_layers // 2)
 
 
-class Configured(nn.Module):
+class Configured(Runs):
     num_built = 0
 
     def __init__(self, config):
-        super().__init__()
+        super().__init__(in_turn, *(Block(4) for _ in config.kinds))
         type(self).num_built += config.num_layers
         self.config = config
-        self.layers = nn.ModuleList(Block(4) for _ in config.kinds)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def test_a_model_with_a_configuration_is_built_with_fewer_layers():
@@ -82,14 +76,14 @@ def test_what_a_factory_does_to_its_model_stays():
         return Configured(Config(num_layers=6)).requires_grad_(False)
 
     module = Shrink(2).factory(factory)()
-    assert len(module.layers) == 2
+    assert len(module.inner) == 2
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
 
 class Indexed(Configured):
     def forward(self, x):
         for number in range(self.config.num_layers):
-            x = self.layers[number](x)
+            x = self.inner[number](x)
         return x
 
 
@@ -102,7 +96,7 @@ def loads_all_weights(module):
 
 def reads_each_layer(module):
     for number in range(6):
-        module.layers[number].requires_grad_(number > 0)
+        module.inner[number].requires_grad_(number > 0)
 
 
 @pytest.mark.parametrize("use", [loads_all_weights, reads_each_layer])
@@ -116,14 +110,14 @@ def test_a_factory_that_needs_all_layers_gets_them_and_the_first_and_last_stay(u
 
     shrink = Shrink(2)
     module = shrink.factory(factory)()
-    assert len(module.layers) == module.config.num_layers == 2
+    assert len(module.inner) == module.config.num_layers == 2
     module(torch.ones(2, 4)).sum().backward()
     assert "2 of 6 Block: the first and last" in shrink.note
 
 
 def test_a_factory_that_raises_anyway_raises_its_own_error():
     def factory():
-        raise KeyError(len(Indexed(Config(num_layers=6)).layers))
+        raise KeyError(len(Indexed(Config(num_layers=6)).inner))
 
     with pytest.raises(KeyError, match="6"):
         Shrink(2).factory(factory)()
