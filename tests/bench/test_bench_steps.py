@@ -127,14 +127,6 @@ def test_a_lever_gets_the_named_blocks_and_a_microbatch():
 # Utilisation.
 
 
-@pytest.fixture
-def card(monkeypatch):
-    def name(text):
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: text)
-
-    return name
-
-
 @pytest.mark.parametrize(
     ("named", "dtype", "tera"),
     [  # from the data sheets
@@ -144,9 +136,9 @@ def card(monkeypatch):
     ],
 )
 def test_the_peak_rate_is_that_of_the_data_sheet_not_the_one_that_products_reach(
-    card, named, dtype, tera
+    monkeypatch, named, dtype, tera
 ):
-    card(named)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: named)
     found = peak_rate.peak_rate(CUDA, dtype)
     assert found.flops_per_second == pytest.approx(tera * 1e12)
     assert "data sheet" in found.source

@@ -243,33 +243,24 @@ def over_time(neurons, x):
     return x
 
 
-class Prepared:
-    """An object that is no plain attribute, which a model sets before each call of its block."""
+def given(error):
+    """Return a block that a model must prepare before each call, which no attribute shows."""
+    prepared = []
 
-    def __init__(self, error):
-        self.error = error
-        self.calls = 0
+    def run(inner, x):
+        if not prepared:
+            raise error("call prepare() first")
+        prepared.pop()
+        return torch.tanh(inner[0](x))
 
-    def use(self):
-        if not self.calls:
-            raise self.error("call prepare() first")
-        self.calls -= 1
-
-
-class Given(nn.Module):
-    def __init__(self, error):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.prepared = Prepared(error)
-
-    def forward(self, x):
-        self.prepared.use()
-        return torch.tanh(self.linear(x))
+    block = Runs(run, nn.Linear(16, 16))
+    block.prepare = lambda: prepared.append(True)
+    return block
 
 
-def prepared(layers, x):
+def prepares_each(layers, x):
     for layer in layers:
-        layer.prepared.calls = 1
+        layer.prepare()
         x = layer(x)
     return x
 
@@ -278,7 +269,7 @@ def prepared(layers, x):
 def test_blocks_are_offered_what_they_can_do_in_their_model(error):
     def build():
         if error:
-            return Runs(prepared, Given(error), Given(error))
+            return Runs(prepares_each, given(error), given(error))
         return Runs(over_time, Neuron(), Neuron())
 
     steps, left_out = measured(squares(build, 16), offload=True)

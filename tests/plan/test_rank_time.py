@@ -44,12 +44,8 @@ def calls_and_bytes(counts):
     return {kind: (count["calls"], count["bytes"]) for kind, count in counts.items()}
 
 
-@pytest.fixture(scope="module")
-def fsdp():
-    return step_of("fsdp2", ranks=8, reshard_after_forward=True, accumulated=True)
-
-
-def test_fsdp2_gathers_all_parameters_twice_and_scatters_their_gradients_once(fsdp):
+def test_fsdp2_gathers_all_parameters_twice_and_scatters_their_gradients_once():
+    fsdp = step_of("fsdp2", ranks=8, reshard_after_forward=True, accumulated=True)
     gathers = {"all-gather": (2 * UNITS, 2 * BYTES)}
     scatters = {"reduce-scatter": (UNITS, BYTES)}
     assert calls_and_bytes(count_window(fsdp, 1)) == gathers | scatters

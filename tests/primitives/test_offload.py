@@ -26,9 +26,7 @@ def block():
     return activated(32, nn.Sigmoid)
 
 
-@pytest.fixture
-def batch():
-    return drawn(64, 32)
+BATCH = drawn(64, 32)
 
 
 def twins(block, depth=3, **options):
@@ -37,7 +35,7 @@ def twins(block, depth=3, **options):
     return plain, model
 
 
-def require_same_step(plain, model, batch, loss=square_sum):
+def require_same_step(plain, model, loss=square_sum, batch=BATCH):
     assert compare(record_step(plain, batch, loss), record_step(model, batch, loss)).bit_equal
 
 
@@ -64,12 +62,12 @@ class Views(torch.autograd.Function):
         return gradient, None
 
 
-def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset(batch):
+def test_views_share_one_copy_and_come_back_with_shape_stride_and_offset():
     seen = {}
     linear = nn.Linear(32, 32)
     model = nn.Sequential(Runs(lambda inner, x: Views.apply(inner[0](x), seen), linear))
     offload_blocks(model, blocks="0", keep_last=0)
-    model(batch).sum().backward()
+    model(BATCH).sum().backward()
     for (value, stride, offset), back in zip(seen["saved"], seen["back"], strict=True):
         assert torch.equal(value, back)
         assert (back.stride(), back.storage_offset()) == (stride, offset)
@@ -115,7 +113,7 @@ def test_no_parameter_and_no_buffer_moves_though_another_module_owns_it(way):
     assert report.moved_bytes == 3 * 64 * 64 * 4
 
 
-def test_small_sliced_and_sparse_tensors_stay(batch):
+def test_small_sliced_and_sparse_tensors_stay():
     def run(inner, x):
         weight, small, complex_weight = inner[0]
         sparse = torch.eye(64).to_sparse()
@@ -162,23 +160,23 @@ def attention():
 
 
 @pytest.mark.parametrize("block", [block, cell, attention])
-def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(batch, block):
+def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(block):
     def loss(model, batch):
         with torch.autocast("cpu", torch.bfloat16):
             return square_sum(model, batch).float()
 
     plain, model = twins(block, min_bytes=256)
-    require_same_step(plain, model, batch, loss)
+    require_same_step(plain, model, loss)
     assert offload_report(model).skipped["cast of a parameter"][0] > 0
-    loss(model, batch).backward(create_graph=False)
+    loss(model, BATCH).backward(create_graph=False)
 
 
-def test_offload_works_with_recompute_of_inner_blocks(batch):
+def test_offload_works_with_recompute_of_inner_blocks():
     plain = seeded_stack(lambda: nn.Sequential(block(), block()))
     model = copy.deepcopy(plain)
     offload_blocks(model, blocks="[01]", keep_last=0)
     recompute_blocks(model, blocks=["0.*", "1.*"], preserve_rng_state=False)
-    require_same_step(plain, model, batch)
+    require_same_step(plain, model)
     assert offload_report(model).num_moved == 4  # the inputs of the recomputed blocks
 
 
@@ -246,13 +244,13 @@ def alive(buffers):
     return [buffer for buffer in buffers if buffer() is not None]
 
 
-def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(batch, buffers):
+def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(buffers):
     _, model = twins(block, keep_last=1)
     gc.collect()
     gc.disable()  # a reference cycle would keep buffers alive
     try:
         for _ in range(2):
-            for _ in steps_that_leave_nothing(model, batch):
+            for _ in steps_that_leave_nothing(model, BATCH):
                 assert buffers
                 assert alive(buffers) == []
     finally:
@@ -260,7 +258,7 @@ def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(batc
     assert model[0]._technique.step() is None
 
 
-def test_backward_brings_back_two_storages_at_most_ahead_of_the_one_in_use(batch, monkeypatch):
+def test_backward_brings_back_two_storages_at_most_ahead_of_the_one_in_use(monkeypatch):
     back = offload.HostCopies.back
     found, counts = [], []
 
@@ -272,14 +270,14 @@ def test_backward_brings_back_two_storages_at_most_ahead_of_the_one_in_use(batch
 
     monkeypatch.setattr(offload.HostCopies, "back", count)
     _, model = twins(block, depth=9)
-    square_sum(model, batch).backward()
+    square_sum(model, BATCH).backward()
     assert max(counts) == 3
 
 
-def test_no_cast_of_a_weight_stays_alive_until_backward(batch):
+def test_no_cast_of_a_weight_stays_alive_until_backward():
     _, model = twins(block, min_bytes=256)
     with LiveStorages() as storages, torch.autocast("cpu", torch.bfloat16):
-        loss = square_sum(model, batch)
+        loss = square_sum(model, BATCH)
     # Nothing else has the bytes of a weight in half precision.
     casts = [life for life in storages.lives if life.nbytes == 2 * 32 * 32]
     assert len(casts) == 3
@@ -291,11 +289,11 @@ def test_no_cast_of_a_weight_stays_alive_until_backward(batch):
 
 
 @pytest.mark.cuda
-def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory(batch):
+def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory():
     plain, model = (one.cuda() for one in twins(block, 6, keep_last=1))
-    batch = batch.cuda().repeat(64, 1)
+    batch = BATCH.cuda().repeat(64, 1)
     for _ in range(3):
-        require_same_step(plain, model, batch)
+        require_same_step(plain, model, batch=batch)
     copies = model[0]._technique.copies(batch.device)
     assert copies.stream not in (None, torch.cuda.current_stream())
     before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))

@@ -15,10 +15,7 @@ from curry_train.workloads.models import snn
 from ..peers.peer_table import Block
 from ..toy_steps import drawn, seeded_stack, square_sum
 
-
-@pytest.fixture
-def batch():
-    return drawn(16, 8)
+BATCH = drawn(16, 8)
 
 
 # Refusals and their messages.
@@ -70,7 +67,7 @@ def test_what_can_not_be_recomputed_is_refused(make, message, pair_of_four_ranks
         make(Block())
 
 
-def test_reentrant_is_refused_if_it_would_lose_gradients(batch):
+def test_reentrant_is_refused_if_it_would_lose_gradients():
     block = Block()
     with pytest.raises(
         ValueError,
@@ -78,15 +75,15 @@ def test_reentrant_is_refused_if_it_would_lose_gradients(batch):
         "parameters would get no gradient at all; leave use_reentrant at False, or call "
         "enable_input_require_grads.. or a similar method$",
     ):
-        Recompute(block, use_reentrant=True)(batch)
+        Recompute(block, use_reentrant=True)(BATCH)
     scale = torch.ones(1, requires_grad=True)
     with pytest.raises(
         ValueError,
         match=r"gets a tensor that requires grad by keyword or inside a container, and with "
         "use_reentrant=True its gradient would be lost; leave use_reentrant at False$",
     ):
-        Recompute(block, use_reentrant=True)(batch.clone().requires_grad_(), scale=scale)
-    Recompute(block.requires_grad_(False), use_reentrant=True)(batch)  # no gradient to lose
+        Recompute(block, use_reentrant=True)(BATCH.clone().requires_grad_(), scale=scale)
+    Recompute(block.requires_grad_(False), use_reentrant=True)(BATCH)  # no gradient to lose
 
 
 # Segments.
@@ -96,14 +93,16 @@ def chain(length=6):
     return seeded_stack(Block, length)
 
 
-def test_the_chosen_count_has_the_lowest_peak(batch):
+def test_the_chosen_count_has_the_lowest_peak():
+    batch = BATCH.repeat(32, 1)
+
     def peak(count):
         model = chain(16)
         recompute_segments(model, count, preserve_rng_state=False)
-        return measure_memory(model, batch.repeat(32, 1), square_sum).peak_bytes
+        return measure_memory(model, batch, square_sum).peak_bytes
 
     peaks = {count: peak(count) for count in (1, 2, 4, 8, 16)}
-    assert peak(choose_segments(chain(16), batch.repeat(32, 1), square_sum)) <= min(peaks.values())
+    assert peak(choose_segments(chain(16), batch, square_sum)) <= min(peaks.values())
     assert peaks[1] > peaks[4]
 
 
@@ -124,9 +123,9 @@ def apply(model, report=None, *, batch=None, loss=None, **config):
     return checkpointer.get_checkpointed_layers()
 
 
-def test_selective_takes_the_layers_above_the_threshold(batch):
+def test_selective_takes_the_layers_above_the_threshold():
     model = chain(3)
-    report = MemoryProfiler(model).profile(batch)
+    report = MemoryProfiler(model).profile(BATCH)
     largest = max(layer.megabytes for layer in report.layers)
     assert apply(model, report, memory_threshold_mb=2 * largest) == []
     assert apply(model, report, enabled=False, memory_threshold_mb=0) == []

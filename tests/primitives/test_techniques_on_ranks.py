@@ -3,6 +3,8 @@
 python -m pytest tests/primitives/test_techniques_on_ranks.py
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,17 +20,17 @@ from curry_train.primitives import (
     offload_blocks,
     offload_report,
     recompute_blocks,
-    recompute_segments,
     recompute_timesteps,
     train_window,
 )
 from curry_train.workloads import Case, load_workload
 from curry_train.workloads.models import transformer
 
-from ..peers.peer_ranks import whole
+from ..peers.peer_ranks import require_same_on_ranks, whole
+from ..peers.peer_table import LEVERS
 from ..plan_models import Called, Runs
 from ..rank_calls import run_on_ranks
-from ..toy_steps import all_equal, drawn, gradients_of, stacked
+from ..toy_steps import all_equal, gradients_of
 
 KINDS = ("ddp", "fsdp2")
 
@@ -78,7 +80,6 @@ def all_on_this_rank():
         "moved": [*map(moved_bytes, KINDS)],
         "timesteps": compare_on_ranks("snn", recompute_timesteps),
         "collectives": collectives_on_ranks(),
-        "parts": sharded_parts_on_ranks(),
         "flow": flow_on_ranks(),
     }
 
@@ -148,38 +149,21 @@ def test_collectives_are_kept_or_repeated_on_all_ranks_alike(answers):
 # Parts of a block may be sharded.
 
 
-def two_parts():
-    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
-    return Runs(lambda parts, x: x + parts[1](torch.tanh(parts[0](x))), up, down)
-
-
-def gradients_with_sharded_parts(technique, *, reshard):
-    torch.manual_seed(0)
-    model = stacked(two_parts, 3)
-    technique(model)
+def require_same_with_sharded_parts():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model:
-        for part in block.inner:
-            fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
-    x = drawn(4, 8, seed=dist.get_rank())
-    found = []
-    for _ in range(2):
-        model(x).square().mean().backward()
-        found += [weight.grad.full_tensor().tolist() for weight in model.parameters()]
-    return found
+    for lever, reshard in itertools.product(("recompute", "segments"), (True, False)):
+
+        def shard(model, reshard=reshard):
+            for block in model.layers:
+                for part in (block.first, block.last):
+                    fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
+            return model
+
+        require_same_on_ranks(LEVERS[lever], shard)
 
 
-def sharded_parts_on_ranks():
-    techniques = id, recompute_blocks, lambda model: recompute_segments(model, 2)
-    steps = [
-        [gradients_with_sharded_parts(technique, reshard=reshard) for technique in techniques]
-        for reshard in (True, False)
-    ]
-    return [[one == plain for one in others] for plain, *others in steps]
-
-
-def test_parts_of_what_is_recomputed_may_be_sharded(answers):
-    assert [found["parts"] for found in answers] == [[[True, True]] * 2] * 2
+def test_parts_of_what_is_recomputed_may_be_sharded():
+    run_on_ranks(f"{__file__}:require_same_with_sharded_parts")
 
 
 # Norms and counts of layers, which the ranks add up.

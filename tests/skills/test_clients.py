@@ -26,17 +26,13 @@ def loaded_by(name, bundle):
         pytest.skip(str(error))
 
 
-@pytest.fixture
-def bundle(tmp_path):
-    return copy_bundle(tmp_path / "a bundle")
-
-
 # These have no option to leave folders of a repository out.
 WHOLE_REPOSITORY = ("Gemini CLI", "Copilot CLI")
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_every_skill_is_loaded(name, bundle):
+def test_every_skill_is_loaded(name, tmp_path):
+    bundle = copy_bundle(tmp_path / "a bundle")
     loaded, output, _ = loaded_by(name, bundle)
     assert problems(loaded, bundle) == [], output
 
