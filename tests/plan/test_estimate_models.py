@@ -15,7 +15,7 @@ from curry_train.workloads.workload import Workload
 
 from ..language_models import language_model
 from ..plan_models import Coded, Runs, check_workload, measured, squares
-from ..toy_steps import activated
+from ..toy_steps import activated, stacked
 
 SIZE = 4
 
@@ -127,22 +127,20 @@ class CodedWeight(Coded):
         return self.table[self.codes] * self.scale
 
 
-class OnCodes(nn.Module):
-    """A linear layer with a coded weight, and an adapter."""
+def on_codes():
+    """Return a linear layer with a coded weight, and an adapter."""
 
-    def __init__(self):
-        super().__init__()
-        drawn = torch.randn(16, 16)
-        codes = (drawn > 0).long() + (drawn > 1).long()
-        weight = CodedWeight(codes, drawn.abs().max(), torch.tensor([-1.0, 0.5, 1.5]))
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.down = nn.Linear(16, 2)
-        self.up = nn.Linear(2, 16)
+    def run(inner, x):
+        (weight,), down, up = inner
+        return (nn.functional.linear(x, weight) + up(down(x))).tanh()
 
-    def forward(self, x):
-        return (nn.functional.linear(x, self.weight) + self.up(self.down(x))).tanh()
+    drawn = torch.randn(16, 16)
+    codes = (drawn > 0).long() + (drawn > 1).long()
+    weight = CodedWeight(codes, drawn.abs().max(), torch.tensor([-1.0, 0.5, 1.5]))
+    frozen = nn.ParameterList([nn.Parameter(weight, requires_grad=False)])
+    return Runs(run, frozen, nn.Linear(16, 2), nn.Linear(2, 16))
 
 
 def test_a_base_of_codes_with_a_table_that_keeps_its_values_is_estimated_from_shapes():
-    workload = squares(lambda: nn.Sequential(OnCodes(), OnCodes()), 16)
+    workload = squares(lambda: stacked(on_codes, 2), 16)
     assert check_workload(workload) is None

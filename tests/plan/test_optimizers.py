@@ -16,7 +16,7 @@ from curry_train.workloads.models import mlp
 from curry_train.workloads.workload import default_workload
 from finetune_models import OPTIMIZERS, of
 
-from ..plan_models import ByParameter, Coded, MomentsMadeAnew, estimated, measured
+from ..plan_models import ByParameter, Coded, MomentsMadeAnew, Runs, estimated, measured
 from ..toy_steps import stacked
 
 WORKLOAD = mlp(depth=2, width=64)
@@ -139,25 +139,22 @@ class ByteWeight(nn.Parameter):
         return made
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer in bytes, and an adapter of low rank."""
+def adapted(width=32, rank=2):
+    """Return a frozen linear layer in bytes, and an adapter of low rank."""
 
-    def __init__(self, width, rank=2):
-        super().__init__()
-        self.weight = ByteWeight(torch.randn(width, width))
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
+    def run(inner, x):
+        (weight,), down, up = inner
+        return torch.relu(x @ (weight.float() * weight.quant_state.scales).T + up(down(x)))
 
-    def forward(self, x):
-        base = self.weight.float() * self.weight.quant_state.scales
-        return torch.relu(x @ base.T + self.up(self.down(x)))
+    adapter = nn.Linear(width, rank, bias=False), nn.Linear(rank, width, bias=False)
+    return Runs(run, nn.ParameterList([ByteWeight(torch.randn(width, width))]), *adapter)
 
 
 def test_a_quantised_base_counts_its_bytes_and_its_scales():
     """Such a parameter is not made without values, so the model is measured."""
 
     def make():
-        return stacked(lambda: Adapted(32), 3), torch.randn(4, 32)
+        return stacked(adapted, 3), torch.randn(4, 32)
 
     workload = default_workload("adapted", lambda: make()[0], make())
     with Sketch(workload) as sketch:

@@ -13,6 +13,8 @@ from torch import nn
 from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_table
 from curry_train.primitives.grad_flow import LayerFlow, StepFlow, Update, ValueSpread
 
+from ..plan_models import Runs
+
 GOOD = LayerFlow(
     ValueSpread(100, 10, 0, 100.0), 1, ValueSpread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True
 )
@@ -126,41 +128,33 @@ def test_a_report_without_records_has_a_message():
     assert "no step was probed" in flow_table([])
 
 
-class Scaled(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return x * self.factor
+def scaled(factor):
+    return Runs(lambda _, x: x * factor)
 
 
-class Chain(nn.Module):
-    """Layers that add to their input, with factors on outputs and on the gradient in between."""
+def chain(*, factors=None, gradient=1.0, detached=None, broken=None):
+    """Return layers that add to their input, with factors on outputs and on the gradient."""
 
-    def __init__(self, *, factors=None, gradient=1.0, detached=None, broken=None):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16, bias=False), Scaled((factors or {}).get(number, 1.0)))
-            for number in range(4)
-        )
-        self.gradient = gradient
-        self.detached = detached
-        self.broken = broken
-
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
+    def run(layers, x):
+        for number, layer in enumerate(layers):
             out = layer(x)
-            x = x + (out.detach() if number == self.detached else out)
-            x = x.detach() * (1 - self.gradient) + x * self.gradient
-            if number == self.broken:
+            x = x + (out.detach() if number == detached else out)
+            x = x.detach() * (1 - gradient) + x * gradient
+            if number == broken:
                 x.register_hook(lambda gradient: gradient * math.inf)
         return x
 
+    factors = factors or {}
+    products = (nn.Linear(16, 16, bias=False) for _ in range(4))
+    return Runs(
+        run,
+        *(nn.Sequential(one, scaled(factors.get(n, 1.0))) for n, one in enumerate(products)),
+    )
 
-def probe(chain, *, rate=1e-3, clip=None, loss=lambda x: x.square().mean()):
+
+def probe(options, *, rate=1e-3, clip=None, loss=lambda x: x.square().mean()):
     torch.manual_seed(0)
-    model = Chain(**chain)
+    model = chain(**options)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with GradFlow(model, optimizer, every=1) as flow:
         for _ in range(3):
@@ -173,32 +167,32 @@ def probe(chain, *, rate=1e-3, clip=None, loss=lambda x: x.square().mean()):
 
 
 @pytest.mark.parametrize(
-    ("chain", "options", "expected"),
+    ("planted", "options", "expected"),
     [
         ({}, {}, []),
-        ({"factors": {2: math.inf}}, {}, [("nonfinite", "layers.2", 1.0)]),
+        ({"factors": {2: math.inf}}, {}, [("nonfinite", "inner.2", 1.0)]),
         # The derivative of this loss is infinite.
-        ({}, {"loss": lambda x: (x * 0).abs().sqrt().sum()}, [("nonfinite", "layers.3.0", 1.0)]),
-        ({"broken": 2}, {}, [("nonfinite", "layers.2.0", 1.0)]),
-        ({"gradient": 0.05}, {}, [("vanishing", "layers.0", 0.05**3)]),
-        ({"gradient": 20.0}, {}, [("exploding", "layers.0", 20.0**3)]),
+        ({}, {"loss": lambda x: (x * 0).abs().sqrt().sum()}, [("nonfinite", "inner.3.0", 1.0)]),
+        ({"broken": 2}, {}, [("nonfinite", "inner.2.0", 1.0)]),
+        ({"gradient": 0.05}, {}, [("vanishing", "inner.0", 0.05**3)]),
+        ({"gradient": 20.0}, {}, [("exploding", "inner.0", 20.0**3)]),
         (
             {"factors": {1: 0.0}},
             {},
             [
-                ("dead", "layers.1", 1.0),
-                ("no-gradient", "layers.1.0", 0.0),
-                ("update", "layers.1.0", 0.0),
+                ("dead", "inner.1", 1.0),
+                ("no-gradient", "inner.1.0", 0.0),
+                ("update", "inner.1.0", 0.0),
             ],
         ),
-        ({"detached": 2}, {}, [("no-gradient", "layers.2.0", 0.0), ("update", "layers.2.0", 0.0)]),
-        ({}, {"rate": 1.0}, [("update", "layers.0.0", None)]),
-        ({}, {"rate": 1e-7}, [("update", "layers.0.0", None)]),
+        ({"detached": 2}, {}, [("no-gradient", "inner.2.0", 0.0), ("update", "inner.2.0", 0.0)]),
+        ({}, {"rate": 1.0}, [("update", "inner.0.0", None)]),
+        ({}, {"rate": 1e-7}, [("update", "inner.0.0", None)]),
         ({}, {"clip": 1e-3}, [("scaled", "", None)]),
     ],
 )
-def test_each_planted_fault_is_found_and_no_other(chain, options, expected):
-    flow = probe(chain, **options)
+def test_each_planted_fault_is_found_and_no_other(planted, options, expected):
+    flow = probe(planted, **options)
     found = sorted(flow_findings(flow.records), key=lambda one: one.kind)
     assert [(one.kind, min(one.layers, default="")) for one in found] == [
         one[:2] for one in expected

@@ -113,19 +113,16 @@ def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
 MASK = torch.linspace(0.5, 1.5, 8)[:, None]
 
 
-class Masked(nn.Module):
-    """A block with a second argument, and a gradient that forward itself takes."""
+def masked():
+    """Return a block with a second argument, and a gradient that forward itself takes."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x, mask=None):
+    def run(inner, x, mask=1.0):
         with torch.enable_grad():
-            inner = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self.linear(inner).square().sum(), inner)
-        x = torch.tanh(self.linear(x))
-        return x + slope if mask is None else x * mask + slope
+            place = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(inner[0](place).square().sum(), place)
+        return torch.tanh(inner[0](x)) * mask + slope
+
+    return Runs(run, nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +142,7 @@ def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused)
             x = layer(x, *arguments(index))
         return x
 
-    model = chain(loop, Masked)
+    model = chain(loop, masked)
     x = torch.randn(4, 8)
     expected = gradients(model, x)
     recompute_segments(model, 2)
@@ -165,7 +162,7 @@ def test_nothing_of_a_forward_stays_alive_behind_it():
         return x
 
     masks = []
-    model = chain(loop, Masked)
+    model = chain(loop, masked)
     recompute_segments(model, 2)
     output = model(torch.randn(4, 8))
     seen = weakref.ref(output)

@@ -32,6 +32,7 @@ from curry_train.primitives.snn_timesteps import OUTPUT_MODES, Costs, best_chunk
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, snn
 
+from ..plan_models import Runs
 from ..toy_steps import all_equal, stacked
 from .snn_models import WIDTH, Net, build, currents, same, trained
 
@@ -60,22 +61,17 @@ def test_state_and_outputs_may_be_nested(outputs):
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
 
 
-class Draws(nn.Module):
-    def __init__(self, draw):
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x):
-        return torch.tanh(x * (1 + self.draw()))
+def draws(draw):
+    return Runs(lambda _, x: torch.tanh(x * (1 + draw())))
 
 
 @pytest.mark.parametrize(
     "between",
     [
         lambda: nn.BatchNorm1d(WIDTH),
-        lambda: Draws(lambda: torch.rand(())),
-        lambda: Draws(random.random),
-        lambda: Draws(lambda: float(numpy.random.rand())),
+        lambda: draws(lambda: torch.rand(())),
+        lambda: draws(random.random),
+        lambda: draws(lambda: float(numpy.random.rand())),
     ],
     ids=["batch_norm", "torch", "python", "numpy"],
 )

@@ -19,26 +19,24 @@ from ..gates.foreign_sac import (
     saving,
     trains_in_eval_mode,
 )
-from ..plan_models import squares
+from ..plan_models import Runs, squares
 from ..toy_steps import stacked
 from .saboteurs import planted
 
 aten = torch.ops.aten
 
 
-class Noisy(nn.Module):
-    """A block that draws before and after a product: saving the first draw shifts the second."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16, bias=False)
-
-    def forward(self, x):
-        noisy = torch.sin(self.linear(x + 0.5 * torch.randn_like(x)))
-        return x + F.dropout(noisy, 0.5) * noisy
+def noisy(inner, x):
+    """Draw before and after a product: saving the first draw shifts the second."""
+    drawn = torch.sin(inner[0](x + 0.5 * torch.randn_like(x)))
+    return x + F.dropout(drawn, 0.5) * drawn
 
 
-NOISY = squares(lambda: stacked(Noisy, 3), 16, name="noisy")
+def noisy_block():
+    return Runs(noisy, nn.Linear(16, 16, bias=False))
+
+
+NOISY = squares(lambda: stacked(noisy_block, 3), 16, name="noisy")
 
 
 def keeps_what_is_drawn(model, *, blocks):

@@ -131,19 +131,13 @@ def test_a_nested_tensor_is_cut_into_its_tensors(layout):
     assert [len(tensor) for tensor in cut.unbind()] == [1, 1, 3]
 
 
-class Reads(nn.Module):
-    """A model that takes its inputs out of an object."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = stacked(lambda: activated(3), 3)
-
-    def forward(self, batch):
-        return self.blocks(batch.get())
+def reading():
+    """Return a model that takes its inputs out of an object."""
+    return Runs(lambda inner, batch: inner[0](batch.get()), stacked(lambda: activated(3), 3))
 
 
 def reads():
-    return Reads(), Movable(torch.randn(8, 3))
+    return reading(), Movable(torch.randn(8, 3))
 
 
 class Applied(Movable):
@@ -156,7 +150,7 @@ class Applied(Movable):
 
 
 def test_the_dtype_reaches_tensors_inside_of_objects_or_is_refused():
-    case = Case(squares(Reads), dtype=torch.bfloat16)
+    case = Case(squares(reading), dtype=torch.bfloat16)
     sequence = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     assert case.place(sequence).data.dtype is torch.bfloat16
     before = Applied(INPUTS)
@@ -169,7 +163,7 @@ def test_the_dtype_reaches_tensors_inside_of_objects_or_is_refused():
 
 
 def empty():
-    return Reads(), Frozen(torch.randn(0, 3))
+    return reading(), Frozen(torch.randn(0, 3))
 
 
 def test_an_object_that_can_not_be_cut_is_taken_whole():

@@ -9,6 +9,7 @@ import importlib.util
 import runpy
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,12 @@ def written(folder, name, monkeypatch):
         launch(monkeypatch)
     (folder / f"{name}.py").write_text(SCRIPTS[name])
     return " ".join((f"script={name}.py", *ARGUMENTS.get(name, ())))
+
+
+def loaded(text):
+    """Write a script into the current folder, and load its workload."""
+    Path("train.py").write_text(text)
+    return load_workload("script=train.py")
 
 
 def files(folder):
@@ -158,7 +165,7 @@ def test_flattened_targets_belong_to_their_rows(folder, monkeypatch):
     ],
 )
 def test_what_only_happens_to_be_longer_is_no_flattened_target(folder, call):
-    (folder / "train.py").write_text(f"""
+    workload = loaded(f"""
 from shared import *
 
 class Model(nn.Module):
@@ -173,7 +180,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 {call}.backward()
 optimizer.step()
 """)
-    assert "flatten" not in load_workload("script=train.py").factory
+    assert "flatten" not in workload.factory
 
 
 LOOPS = {
@@ -219,8 +226,7 @@ for _ in range(2):
 def test_it_shows_how_long_it_holds_what_the_model_returned(folder, until, loop):
     start = "from shared import *\nmodel, x = nn.Linear(6, 1), torch.randn(5, 6)\n"
     start += "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    (folder / "train.py").write_text(start + loop)
-    assert load_workload("script=train.py").output_until == until
+    assert loaded(start + loop).output_until == until
 
 
 NOTES = {
@@ -280,7 +286,7 @@ def test_optimizers_that_step_together_load_their_state():
 
 
 def test_an_optimizer_that_needs_a_gpu_to_be_made_is_taken_by_its_layout(folder):
-    (folder / "train.py").write_text(
+    workload = loaded(
         """
 import torch
 class CPUOffloadOptimizer(torch.optim.Optimizer):
@@ -293,7 +299,6 @@ layer(torch.ones(2, 64)).square().mean().backward()
 optimizer.step()
 """
     )
-    workload = load_workload("script=train.py")
     layer = workload.build()
     made = workload.optimizer(layer)
     assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.5, 0.1)
@@ -337,14 +342,12 @@ optimizer.step()
 @pytest.mark.parametrize("text", REFUSED)
 def test_what_can_not_be_taken_over_is_said(folder, text, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (folder / "train.py").write_text(text)
     with pytest.raises(WorkloadError, match=f"(?s)train.py: {REFUSED[text]}"):
-        load_workload("script=train.py")
+        loaded(text)
 
 
 def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
-    (folder / "train.py").write_text(SCRIPTS["two_modules"].replace(".mean()", ".sum()"))
-    workload = load_workload("script=train.py")
+    workload = loaded(SCRIPTS["two_modules"].replace(".mean()", ".sum()"))
     assert "its loss is a sum over samples" in workload.notes[-1]
     case = Case(workload, batch_size=8)
     module = case.build()

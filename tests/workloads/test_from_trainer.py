@@ -348,10 +348,9 @@ def test_an_optimizer_like_another_steps_its_own_module_alone():
 class InBits(torch.optim.Optimizer):
     """Keep what decides the size of its state in attributes, as bitsandbytes does."""
 
-    def __init__(self, params, model, bits=32, slow=0.9):
+    def __init__(self, params, model, bits=32):
         super().__init__(params, {"lr": 0.1})
         self.args = SimpleNamespace(bits=bits)
-        self.slow = slow
         self.mng = SimpleNamespace(index2config={})
         self.model = model
 
@@ -369,8 +368,7 @@ class InBits(torch.optim.Optimizer):
 def test_an_optimizer_like_another_keeps_what_its_constructor_took_beside_the_groups():
     """Without it, a state of 8 bits would be counted as 32."""
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    like = OptimizerLike([InBits(first.parameters(), first, bits=8, slow=0.5)], first)(second)
+    like = OptimizerLike([InBits(first.parameters(), first, bits=8)], first)(second)
     like.step()
     assert like.state[second.weight]["moment"].numel() == 16
     assert like.state[second.bias]["moment"].numel() == 4 * 4
-    assert like.slow == 0.5
