@@ -7,8 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from torch.utils import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from curry_train.primitives import (
     CheckpointWrapper,
@@ -23,6 +26,7 @@ from curry_train.primitives import (
 from curry_train.workloads import Case
 from curry_train.workloads.models import snn, transformer
 
+from ..peers.peer_table import around_layers, torch_checkpoints
 from ..toy_steps import all_equal
 
 DROPOUT = transformer(depth=3, dim=32, length=16, vocabulary=64, dropout=0.1)
@@ -59,20 +63,9 @@ def figures(flow):
     ]
 
 
-def each_block(around):
-    def change(model):
-        for block in model.layers:
-            block.forward = partial(around, block.forward)
-
-    return change
-
-
-def replaced(wrap):
-    def change(model):
-        for index, block in enumerate(model.layers):
-            model.layers[index] = wrap(block)
-
-    return change
+def wrap_each(model):
+    for index, block in enumerate(model.layers):
+        model.layers[index] = CheckpointWrapper(block, use_reentrant=True, preserve_rng_state=True)
 
 
 KEPT = ("_to_copy", "count_nonzero", "dot", "sub", "mul", "mm", "bmm", "full_like", "stack")
@@ -84,11 +77,7 @@ def save_what_the_probe_uses(context, operation, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def torch_sac(run, *args):
-    contexts = partial(
-        torch_checkpoint.create_selective_checkpoint_contexts, save_what_the_probe_uses
-    )
-    return checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
+CONTEXTS = partial(create_selective_checkpoint_contexts, save_what_the_probe_uses)
 
 
 def nested(run, *args):
@@ -96,18 +85,16 @@ def nested(run, *args):
 
 
 FORMS = {
-    "CheckpointWrapper reentrant": replaced(
-        partial(CheckpointWrapper, use_reentrant=True, preserve_rng_state=True)
-    ),
+    "CheckpointWrapper reentrant": wrap_each,
     "blocks": recompute_blocks,
     "segments": partial(recompute_segments, num_segments=2),
     "sac": apply_sac,
     "regions": apply_regions,
     "offload": offload_blocks,
-    "torch": each_block(partial(checkpoint, use_reentrant=False)),
-    "torch reentrant": each_block(partial(checkpoint, use_reentrant=True)),
-    "torch nested": each_block(nested),
-    "torch selective": each_block(torch_sac),
+    "torch": torch_checkpoints,
+    "torch reentrant": partial(around_layers, around=checkpoint, use_reentrant=True),
+    "torch nested": partial(around_layers, around=nested),
+    "torch selective": partial(torch_checkpoints, context_fn=CONTEXTS),
 }
 
 

@@ -4,6 +4,7 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import copy
+from collections import Counter
 
 import torch
 import torch._functorch.config as functorch_config
@@ -26,26 +27,15 @@ from .saboteurs import planted
 FROZEN_START = squares(lambda: stacked(lambda: feed_forward(8, 32), 3), 8, name="frozen start")
 
 
-class Later:
-    """A technique whose second run of a block is wrong from some call of the block on."""
+def recomputed_by(wrong, run, *args, **kwargs):
+    """Recompute a block's call by another function of its forward and its arguments."""
+    passes = []
 
-    def __init__(self, first_wrong, wrong):
-        self.first_wrong = first_wrong
-        self.wrong = wrong
-        self.num_calls = {}
+    def again(*args, **kwargs):
+        passes.append(None)
+        return run(*args, **kwargs) if len(passes) == 1 else wrong(run, *args, **kwargs)
 
-    def __call__(self, run, *args, **kwargs):
-        block = run.__self__
-        number = self.num_calls[block] = self.num_calls.get(block, 0) + 1
-        passes = []
-
-        def again(*args, **kwargs):
-            passes.append(None)
-            if len(passes) == 1 or number < self.first_wrong:
-                return run(*args, **kwargs)
-            return self.wrong(run, *args, **kwargs)
-
-        return checkpoint(again, *args, use_reentrant=False, **kwargs)
+    return checkpoint(again, *args, use_reentrant=False, **kwargs)
 
 
 def scaled(run, x, *args, **kwargs):
@@ -53,8 +43,20 @@ def scaled(run, x, *args, **kwargs):
 
 
 def later(first_wrong, wrong=scaled):
-    """Return a new technique, as each check has to begin with the first call."""
-    return lambda model, *, blocks: around_blocks(model, blocks, Later(first_wrong, wrong))
+    """Return a technique whose second run of a block is wrong from some call of the block on."""
+
+    def change(model, *, blocks):
+        num_calls = Counter()
+
+        def around(run, *args, **kwargs):
+            num_calls[run.__self__] += 1
+            if num_calls[run.__self__] < first_wrong:
+                return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return recomputed_by(wrong, run, *args, **kwargs)
+
+        around_blocks(model, blocks, around)
+
+    return change
 
 
 def without_autocast(run, *args, **kwargs):
@@ -68,13 +70,10 @@ def with_the_last_input(model, *, blocks):
 
     def around(run, x, *args, **kwargs):
         last[run] = x
-        passes = []
+        return recomputed_by(from_the_last_input, run, x, *args, **kwargs)
 
-        def again(given, *args, **kwargs):
-            passes.append(None)
-            return run(given if len(passes) == 1 else last[run], *args, **kwargs)
-
-        return checkpoint(again, x, *args, use_reentrant=False, **kwargs)
+    def from_the_last_input(run, x, *args, **kwargs):
+        return run(last[run], *args, **kwargs)
 
     around_blocks(model, blocks, around)
 

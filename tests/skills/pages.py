@@ -10,9 +10,10 @@ import json
 import re
 from dataclasses import dataclass
 
+from markdown_it import MarkdownIt
+
 from ..tree import ROOT
 
-FENCE = re.compile(r"(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)")
 LINK = re.compile(r"\[([^\]]*)\]\((evidence/[\w./-]+\.json) \"([^\"]*)\"\)")
 MARK = re.compile(r"\((evidence/[\w./-]+\.json):\s([^)]*)\)")
 OPENING = re.compile(r"(?<!\])\(evidence/")
@@ -37,22 +38,15 @@ class Block:
 
 def fenced_blocks(page, *, language=None):
     """List the blocks of a page in order, those of one language when it is given."""
+    lines = page.splitlines()
     blocks = []
-    opening = None
-    start, inside = 0, [""]
-    for number, line in enumerate(page.splitlines(), start=1):
-        found = FENCE.fullmatch(line)
-        if opening is None:
-            if found:
-                opening, start, inside = found, number, []
-        elif found and found["fence"].startswith(opening["fence"]) and not found["info"].strip():
-            info = opening["info"].split()
-            blocks.append(Block(info[0] if info else "", start, "".join(inside)))
-            opening = None
-        else:
-            inside.append(line.removeprefix(opening["indent"]) + "\n")
-    if opening is not None:
-        raise ValueError(f"the block that opens on line {start} is never closed")
+    for token in MarkdownIt().parse(page):
+        if token.type != "fence":
+            continue
+        start, end = token.map
+        if not lines[end - 1].lstrip().startswith(token.markup):
+            raise ValueError(f"the block that opens on line {start + 1} is never closed")
+        blocks.append(Block(token.info.partition(" ")[0], start + 1, token.content))
     return [block for block in blocks if language in (None, block.language)]
 
 
