@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from transformers import BartConfig, BartForConditionalGeneration
 
 from curry_train.plan.planner import EVERY_LAYER_NOTE, plan
 from curry_train.workloads.workload import Workload
@@ -24,17 +23,7 @@ def tokens(size):
     return torch.randint(3, 64, (size, 40))
 
 
-BART = BartConfig(
-    vocab_size=64,
-    d_model=32,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=64,
-    decoder_ffn_dim=64,
-    max_position_embeddings=64,
-)
+BART = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
 
 
 def bart(*, padded):
@@ -44,7 +33,7 @@ def bart(*, padded):
         mask = (batch > 9).long() if padded else None
         return module(input_ids=batch, attention_mask=mask, labels=batch).loss
 
-    return Workload("bart", lambda: BartForConditionalGeneration(BART), tokens, loss)
+    return Workload("bart", lambda: language_model("Bart", d_model=32, **BART), tokens, loss)
 
 
 @pytest.mark.parametrize("padded", [False, True])

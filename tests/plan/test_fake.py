@@ -150,7 +150,7 @@ def test_torchs_checkpoint_recomputes_under_the_autocast_of_cuda(use_reentrant):
 
 
 def test_autocast_for_cuda_is_on_where_cuda_is_meant():
-    with pretended(kernels="cuda"), LiveStorages() as storages:
+    with pretended(kernels="cuda"):
         norm = nn.LayerNorm(64)
         linear = nn.Linear(64, 64)
         x = torch.randn(4, 64)
@@ -167,7 +167,6 @@ def test_autocast_for_cuda_is_on_where_cuda_is_meant():
         with torch.autocast("cuda", dtype=torch.float16):
             assert linear(x).dtype == torch.float16
         assert linear(x).dtype == torch.float32
-        assert storages.bytes_alive
     with (
         pretended(kernels="cpu"),
         pytest.warns(UserWarning, match="CUDA|cuda"),

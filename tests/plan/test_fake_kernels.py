@@ -102,9 +102,7 @@ def transposed(*shape):
 
 
 NORM_INPUTS = {
-    "3d": lambda: torch.randn(4, 6, 5),
     "3d transposed": lambda: transposed(4, 6, 5),
-    "4d": lambda: torch.randn(4, 6, 5, 3),
     "4d transposed": lambda: transposed(4, 6, 5, 3),
     "4d channels last": lambda: torch.randn(4, 6, 5, 3).to(memory_format=torch.channels_last),
     "5d channels last": lambda: torch.randn(2, 6, 5, 3, 4).to(memory_format=torch.channels_last_3d),

@@ -83,11 +83,8 @@ LOSSES = {
     "mse": F.mse_loss,
     "smooth_l1": F.smooth_l1_loss,
     "huber": F.huber_loss,
-    "l1": F.l1_loss,
     "soft_margin": F.soft_margin_loss,
     "bce": lambda x, y, **how: F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), **how),
-    "bce_with_logits": F.binary_cross_entropy_with_logits,
-    "kl_div": F.kl_div,
 }
 
 
@@ -97,7 +94,7 @@ def test_a_loss_has_the_storage_of_its_kernel(name, reduction):
     x = torch.randn(4, 7, 5, requires_grad=True)
     kwargs = {"reduction": reduction}
     assert compare(LOSSES[name], (x, torch.randn(4, 7, 5)), kwargs) is None
-    if name in ("mse", "smooth_l1", "huber", "l1"):
+    if name in ("mse", "smooth_l1", "huber"):
         assert compare(LOSSES[name], (x, torch.randn(7, 1)), kwargs) is None
 
 

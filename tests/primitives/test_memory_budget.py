@@ -117,9 +117,6 @@ def test_names_state_copies_and_pickles_are_those_of_the_bare_model():
 DRAWS = {
     "dropout": dropout,
     "normal": lambda h: h + torch.sigmoid(h) * torch.empty_like(h).normal_(),
-    "multinomial": lambda h: h[
-        torch.multinomial(torch.softmax(h.detach().sum(1), 0), len(h), replacement=True)
-    ],
     "attention": lambda h: F.scaled_dot_product_attention(
         *[h.unflatten(1, (4, -1))] * 3, dropout_p=0.5
     ).flatten(1),

@@ -43,8 +43,6 @@ def towers(contain):
 
 
 CONTAINERS = {
-    "tuple": lambda left, right: (left, right),
-    "named tuple": Pair,
     "nested": lambda left, right: {"first": [left, None], "second": ({"third": right}, 3)},
     "dataclass": Output,
     "object": lambda left, right: SimpleNamespace(left=left, right=right, note="a text"),
