@@ -323,15 +323,12 @@ def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(
 
 
 def test_compiled_code_is_for_the_device_of_the_parameters(monkeypatch):
-    class OnCudaModule(nn.Module):
-        def parameters(self, recurse=True):
-            return iter([SimpleNamespace(device=CUDA)])
-
+    on_cuda = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=CUDA)]))
     used = []
     monkeypatch.setattr(
         compile_budget, "memory_budget", lambda model, share, **options: used.append(options) or []
     )
     sample = SimpleNamespace(blocks=None, batch=None)
-    for model in (OnCudaModule(), nn.Linear(1, 1)):
+    for model in (on_cuda, nn.Linear(1, 1)):
         strategies._memory_budget(model, sample)
     assert [options["backend"] for options in used] == ["inductor", "aot_eager"]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
+from .peer_arguments import Embedding
 from .peer_table import (
     Block,
     Chain,
@@ -264,17 +265,14 @@ class Attending(Block):
         return super().inner(attended[0])
 
 
-class Sparse(Block):
+class Sparse(Embedding):
     def add(self):
         self.table = nn.Embedding(5, 8, sparse=True)
-
-    def forward(self, x):
-        return x + self.inner(x + self.table(torch.tensor([0, 3, 3, 1])))
 
 
 @step("sparse gradients of an embedding", block=Sparse)
 def sparse(model):
-    loss_of(model(X)).backward()
+    loss_of(model(X, torch.tensor([0, 3, 3, 1]))).backward()
     return [weight.grad.to_dense() for weight in model.parameters()]
 
 
@@ -312,9 +310,7 @@ class Half(Block):
 def autocast_tied(model):
     for layer in model.layers[1:]:
         layer.first = model.layers[0].first
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model(X).float()
-    return backward(model, output)
+    return autocast(model)
 
 
 @step("weights and inputs in bfloat16 and in double precision")

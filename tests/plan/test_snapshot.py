@@ -16,11 +16,6 @@ from ..snapshot_files import Recorder, trained, write
 MIB = 2**20
 
 
-@pytest.fixture(scope="module")
-def whole():
-    return pickle.dumps(trained(foreach=False).snapshot(), protocol=4)
-
-
 def history_of(snapshot, tmp_path):
     (record,) = read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices
     return BlockHistory(record)
@@ -111,18 +106,19 @@ def wrong_fields():
         yield good | {"segments": [segment | changed]}
 
 
-def hostile_files(whole, folder):
+def hostile_files(folder):
     # Forged pickles are in tests/core/test_unpickle.py.
     yield b""
     yield b"PK\x03\x04" + bytes(100)
     yield pickle.dumps({"segments": [Touch(folder / "made")]})
     yield from (pickle.dumps(value) for value in wrong_fields())
+    whole = pickle.dumps(trained(foreach=False).snapshot(), protocol=4)
     yield from (whole[: len(whole) * part // 8] for part in (1, 4, 7))
 
 
-def test_hostile_files_run_nothing_and_are_refused_in_one_line(tmp_path, whole):
+def test_hostile_files_run_nothing_and_are_refused_in_one_line(tmp_path):
     path = tmp_path / "hostile.pickle"
-    for data in hostile_files(whole, tmp_path):
+    for data in hostile_files(tmp_path):
         path.write_bytes(data)
         with pytest.raises(UnusableSnapshot) as caught:
             read_snapshot(path)

@@ -81,21 +81,19 @@ def model():
     return Runs(run, block(), block(), block())
 
 
-@pytest.fixture
-def mask():
-    return torch.full((4, 16), 2.0)
+MASK = torch.full((4, 16), 2.0)
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_input_overwritten_between_forward_and_backward_is_refused(
-    model, mask, change, named, container
+    model, change, named, container
 ):
     def run(overwritten):
         copied = copy.deepcopy(model)
         form = CONTAINERS[container]
-        return gradients(copied, mask.clone(), form, named=named, overwritten=overwritten)
+        return gradients(copied, MASK.clone(), form, named=named, overwritten=overwritten)
 
     plain = run(False)
     assert all_equal(plain, run(True))  # the plain model accepts it
@@ -127,13 +125,13 @@ def test_overwritten_inputs_of_timesteps_are_refused(form):
         losses[1].backward()
 
 
-def test_an_overwritten_input_is_refused_in_a_compiled_model(model, mask):
+def test_an_overwritten_input_is_refused_in_a_compiled_model(model):
     recompute_blocks(model)
     run = torch.compile(model, backend="aot_eager")
     for container in (CONTAINERS["bare"], CONTAINERS["deep"]):
-        gradients(run, mask, container, named=True, overwritten=False)
+        gradients(run, MASK.clone(), container, named=True, overwritten=False)
         with pytest.raises(RuntimeError, match=WRITTEN):
-            gradients(run, mask.clone(), container, named=True, overwritten=True)
+            gradients(run, MASK.clone(), container, named=True, overwritten=True)
 
 
 def test_a_tensor_of_inference_mode_is_accepted_as_without_recompute(model):

@@ -54,8 +54,12 @@ def test_tied_weights_are_counted_once():
     assert record.layers["1"].calls == 1
 
 
+def named_layers(*names):
+    return nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+
+
 def test_frozen_and_unreached_parameters_are_named_instead_of_counted_as_0():
-    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("frozen", "used", "unused")})
+    model = named_layers("frozen", "used", "unused")
     model["frozen"].requires_grad_(False)
     model.forward = lambda x: model["used"](model["frozen"](x))
     record = probe(model, torch.randn(2, 4))
@@ -73,7 +77,7 @@ def test_frozen_and_unreached_parameters_are_named_instead_of_counted_as_0():
     ("pattern", "names"), [("first", ["first"]), (["f*", "used"], ["first", "frozen", "used"])]
 )
 def test_layers_are_chosen_by_patterns_and_ordered_as_their_forwards_end(pattern, names):
-    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("first", "frozen", "used", "unused")})
+    model = named_layers("first", "frozen", "used", "unused")
     model.forward = lambda x: model["used"](model["first"](model["frozen"](x)))
     record = probe(model, torch.randn(2, 4), layers=pattern)
     assert list(record.layers) == names

@@ -225,26 +225,20 @@ def steps_that_leave_nothing(model, batch):
         yield
 
 
-@pytest.fixture
-def buffers(monkeypatch):
-    """Weak references to the host buffers that were allocated."""
-    found = []
-    plain = offload.host_buffer
-
-    def allocate(nbytes, *, pinned):
-        buffer = plain(nbytes, pinned=pinned)
-        found.append(weakref.ref(buffer))
-        return buffer
-
-    monkeypatch.setattr(offload, "host_buffer", allocate)
-    return found
-
-
 def alive(buffers):
     return [buffer for buffer in buffers if buffer() is not None]
 
 
-def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(buffers):
+def test_nothing_leaks_over_steps_with_and_without_backward_and_with_errors(monkeypatch):
+    plain = offload.host_buffer
+    buffers = []
+
+    def allocate(nbytes, *, pinned):
+        buffer = plain(nbytes, pinned=pinned)
+        buffers.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(offload, "host_buffer", allocate)
     _, model = twins(block, keep_last=1)
     gc.collect()
     gc.disable()  # a reference cycle would keep buffers alive

@@ -189,7 +189,6 @@ def test_modules_are_found_in_all_that_a_function_uses():
 
     bound = functools.partial(Methods.compute, first, used=second)
     for function, depth, found in (
-        (first.forward, 0, [first]),
         (bound, 0, [first, second]),
         (outer, 0, [first]),
         (outer, 1, [first, third, second]),

@@ -5,6 +5,7 @@ Run: `python -m pytest tests/skills/test_clients.py`.
 """
 
 import re
+from unittest import mock
 
 import pytest
 
@@ -37,17 +38,11 @@ def test_every_skill_is_loaded(name, tmp_path):
     assert problems(loaded, bundle) == [], output
 
 
-class Typed(list):
-    """A client stand-in that installs nothing and records the commands."""
-
-    def say(self, *words, answer=""):
-        self.append(words)
-        return ""
-
-
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_readme_has_the_install_commands_that_were_run(name):
-    typed, source = Typed(), re.compile(r"(?:https://github\.com/)?curry-train/curry-train")
+    source = re.compile(r"(?:https://github\.com/)?curry-train/curry-train")
+    # A client that installs nothing.
+    typed = mock.Mock(**{"say.return_value": ""})
     CLIENTS[name].install(typed, "SOURCE")
     row = re.search(
         rf"^\| {'others' if name == 'npx skills' else name} \|(.*\|\n(?:\| \|.*\|\n)*)",
@@ -56,7 +51,7 @@ def test_the_readme_has_the_install_commands_that_were_run(name):
     )[1]
     prefix = "npx skills " if name == "npx skills" else f"{CLIENTS[name].executable} "
     shown = [source.sub("SOURCE", line) for line in re.findall(r"`([^`]+ [^`]+)`", row)]
-    tried = [" ".join(words) for words in typed]
+    tried = [" ".join(call.args) for call in typed.say.call_args_list]
     assert len(shown) == len(tried)
     for line, words in zip(shown, tried, strict=True):
         assert f"{prefix}{words} ".startswith(f"{line} ")
