@@ -141,14 +141,13 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def squares(build, *shape, name="squares"):
+def sum_of_squares(module, x):
+    return module(x).float().square().sum()
+
+
+def squares(build, *shape, name="squares", loss=sum_of_squares):
     """Return a workload of random numbers of a shape, with the sum of squares as loss."""
-    return Workload(
-        name,
-        build,
-        lambda size: torch.randn(size, *shape),
-        lambda module, x: module(x).float().square().sum(),
-    )
+    return Workload(name, build, lambda size: torch.randn(size, *shape), loss)
 
 
 def net(*hidden, **settings):

@@ -72,10 +72,8 @@ def test_a_backend_is_named_or_the_compilers_own():
 
 
 def test_a_plan_from_a_file_is_a_lever(tmp_path):
-    found, path = (
-        plan(mlp(depth=2), 2**30, device="cpu", without=["sac"], chunked_loss=False),
-        tmp_path / "plan.json",
-    )
+    found = plan(mlp(depth=2), 2**30, device="cpu", without=["sac"], chunked_loss=False)
+    path = tmp_path / "plan.json"
     path.write_text(json.dumps(found.to_json()))
     changed = [name for name, option in found.options.items() if option.kind != "none"]
     assert step_with(f"plan={path}", mlp(depth=2)).changed == changed

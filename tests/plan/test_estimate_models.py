@@ -47,8 +47,7 @@ def test_a_mask_that_was_written_to_has_no_known_values():
         mask[:, 4:] = 0
         return (module(x) * mask.bool().float()).square().sum()
 
-    workload = Workload("masked", lambda: nn.Linear(8, 8), lambda size: torch.randn(size, 8), loss)
-    check_workload(workload)
+    check_workload(squares(lambda: nn.Linear(8, 8), 8, loss=loss))
 
 
 # Layers that a model skips at random are planned as if they always ran.

@@ -21,7 +21,6 @@ from curry_train.plan.whole_step import WholeSteps
 from curry_train.workloads.models import Bottleneck, transformer
 
 from ..plan_models import Block, Runs, estimated, squares
-from ..toy_steps import activated
 
 LLAMA = transformer(depth=2)
 OTHERS = ("sac", "regions")  # than full recompute
@@ -32,8 +31,10 @@ def stack(build, number, *shape):
         # The first layer makes the input of every block require grad.
         return nn.Sequential(nn.PReLU(), nn.Sequential(*map(build, range(number))))
 
-    made = squares(build_all, *shape)
-    return replace(made, loss=lambda module, x: module(x).square().flatten(1).mean(1).sum())
+    def loss(module, x):
+        return module(x).square().flatten(1).mean(1).sum()
+
+    return squares(build_all, *shape, loss=loss)
 
 
 def measured(made, *, offload=False, without=()):
@@ -66,7 +67,6 @@ class Gated(Block):
 BLOCKS = {
     "gated": (Gated, (8, 16)),
     "relu": (functools.partial(Bottleneck, 16), (16, 6, 6)),
-    "gelu": (lambda: activated(16), (16,)),
 }
 
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from curry_train.plan import Infeasible, Plan, Planner, plan
 from curry_train.plan.planner import what_microbatches_change
 from curry_train.plan.saved import Candidate
-from curry_train.workloads import Workload
 from curry_train.workloads.models import mlp, transformer
 
 from ..plan_models import Runs, measured, net, squares
@@ -109,7 +108,7 @@ def test_the_loss_runs_in_chunks_of_the_planned_size():
     def loss(head, x):
         return F.cross_entropy(head(x), torch.zeros(len(x), dtype=torch.long))
 
-    workload = Workload("head", lambda: nn.Linear(8, 64), lambda size: torch.randn(size, 8), loss)
+    workload = squares(lambda: nn.Linear(8, 64), 8, loss=loss)
     alone = replace(plans("mlp")[1], options={}, fingerprint={}, chunk_tokens=64, microbatch=64)
     assert peak_of(workload, replace(alone, chunk_tokens=1)) < peak_of(workload, alone)
     assert alone.apply(nn.Sequential(nn.Linear(8, 64))) == ["0"]

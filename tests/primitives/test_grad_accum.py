@@ -17,18 +17,15 @@ from torch.optim import SGD, AdamW
 
 from curry_train.primitives import GradientAccumulation, NonFiniteWindow, Window, train_window
 
-from ..toy_steps import gradients_of, square_sum
+from ..toy_steps import drawn, gradients_of, square_sum
 
 
-def test_from_config_reads_an_omegaconf_node_and_its_missing_value():
+def test_from_config_reads_an_omegaconf_node_and_the_attributes_of_an_object():
     node = OmegaConf.create({"gradient_accumulation_steps": 4, "later": "???"})
     assert GradientAccumulation.from_config(node).steps == 4
     assert GradientAccumulation.from_config(node, key="later").steps == 1
     OmegaConf.set_struct(node, True)
     assert GradientAccumulation.from_config(node, key="absent").steps == 1
-
-
-def test_from_config_reads_the_attributes_of_an_object():
     arguments = SimpleNamespace(gradient_accumulation_steps=4)
     assert GradientAccumulation.from_config(arguments) == GradientAccumulation(4)
     assert GradientAccumulation.from_config(SimpleNamespace()).steps == 1
@@ -139,11 +136,7 @@ def make_model():
 
 
 def make_microbatches():
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(2, size, WIDTH, dtype=torch.float64, generator=generator).unbind()
-        for size in SIZES
-    ]
+    return [drawn(2, size, WIDTH, seed=size).double().unbind() for size in SIZES]
 
 
 def summed_loss(model, microbatch):

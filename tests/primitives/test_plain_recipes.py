@@ -140,10 +140,9 @@ def test_norms_of_layers_are_those_of_the_probe_under_recompute():
 
 def test_the_loss_in_chunks_is_that_of_the_function():
     by_hand = recipe("memory-plan/references/plain-chunked-loss.md")["loss_in_chunks"]
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(2, 50, 8, generator=generator, requires_grad=True)
-    weight = torch.randn(97, 8, generator=generator, requires_grad=True)
-    targets = torch.randint(97, (2, 50), generator=generator)
+    hidden = drawn(2, 50, 8).requires_grad_()
+    weight = drawn(97, 8, seed=2).requires_grad_()
+    targets = torch.arange(100).view(2, 50) % 97
     targets[0, :30] = -100
     found = []
     for loss in (by_hand, chunked_cross_entropy):

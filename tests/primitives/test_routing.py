@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from curry_train.core.generators import seeded
 from curry_train.primitives import (
     CheckpointConfig,
     apply_config,
@@ -22,7 +23,7 @@ from curry_train.primitives import (
 from curry_train.primitives.routing import Choices, has_router
 
 from ..saboteurs.faulty_routing import EXPERTS, WIDTH, Experts
-from ..toy_steps import activated, all_equal, gradients_of, square_sum, stacked
+from ..toy_steps import activated, all_equal, drawn, gradients_of, square_sum, stacked
 
 TOKENS = 12
 
@@ -66,10 +67,8 @@ def test_a_router_is_known_by_its_attribute_alone():
 
 def perturb_bias(model, seed):
     """Update the bias in place between forward and backward, as balancing without a loss does."""
-    generator = torch.Generator().manual_seed(seed)
     for block in model:
-        with torch.no_grad():
-            block.router.bias += torch.randn(EXPERTS, generator=generator)
+        block.router.bias += drawn(EXPERTS, seed=seed)
 
 
 def step_of(model, batch, during=None):
@@ -81,8 +80,7 @@ def step_of(model, batch, during=None):
 
 def example(seed, **options):
     """Return a model whose experts have equal scores, and a batch."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         model = stacked(lambda: Experts(**options), 3)
         for block in model:
             nn.init.ones_(block.router.score.weight)

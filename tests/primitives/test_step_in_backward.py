@@ -17,7 +17,7 @@ from curry_train.primitives import (
     train_window,
 )
 
-from ..toy_steps import all_equal, square_sum
+from ..toy_steps import all_equal, drawn, square_sum
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
@@ -36,8 +36,7 @@ def stepping():
 
 
 def microbatches(count=6):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(3, 4, generator=generator) for _ in range(count)]
+    return [*drawn(count, 3, 4)]
 
 
 def train(module, optimizer, steps=2, *, data=None, **options):

@@ -121,8 +121,7 @@ def jagged(inner, x):
 
 def packed():
     lengths = (5, 3, 3, 1, 2, 2, 4, 1)
-    generator = torch.Generator().manual_seed(1)
-    rows = [torch.randn(length, 6, generator=generator) for length in lengths]
+    rows = [drawn(length, 6, seed=place) for place, length in enumerate(lengths)]
     return nn.LSTM(6, 5, num_layers=2), pack_sequence(rows, enforce_sorted=False)
 
 
