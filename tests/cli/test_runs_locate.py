@@ -74,6 +74,12 @@ for number in range(10):
     optimizer.zero_grad()
 """
 
+# The second rank alone has another rate in its second step.
+SHARDED = RANKS.replace("DistributedDataParallel(torch", "fully_shard(torch").replace(
+    "inputs = inputs * 1.5", "optimizer.param_groups[0]['lr'] = 0.2"
+)
+SHARDED = f"from torch.distributed.fsdp import fully_shard\n{SHARDED}"
+
 TRAINER = """\
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -234,14 +240,21 @@ def test_a_command_that_records_nothing_is_refused(folder, command, text):
     assert text in flat(locate("A", "B", "--bisect", command, status=2).output)
 
 
-def test_the_rank_that_differs_is_named(folder):
-    (folder / "ranks.py").write_text(RANKS)
+@pytest.mark.parametrize(
+    ("script", "first"),
+    [
+        (RANKS, "step 2, data: the loop gives other data: input 0 of model, call 0"),
+        (SHARDED, "step 2, optimizer: SGD gets equal gradients and leaves another model.weight"),
+    ],
+)
+def test_the_rank_that_differs_is_named(folder, script, first):
+    (folder / "ranks.py").write_text(script)
     for name in ("right", "wrong"):
         record("--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name)
     text = flat(locate("right", "wrong", status=1).stdout)
     start = json.loads((folder / "right/rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2
-    assert text.startswith("step 2, data: the loop gives other data: input 0 of model, call 0")
+    assert text.startswith(first)
     assert "(rank 1 of 2)" in text
 
 

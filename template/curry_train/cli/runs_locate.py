@@ -151,7 +151,11 @@ def _first(located: Sequence[Located]) -> tuple[int, Located]:
     # All make the same calls, so the number of equal ones is a time.
     return min(
         enumerate(located),
-        key=lambda one: (one[1].place.get("step", float("inf")), one[1].num_compared),
+        key=lambda one: (
+            one[1].place.get("step", float("inf")),
+            one[1].num_compared,
+            one[1].is_of_another_rank,
+        ),
     )
 
 

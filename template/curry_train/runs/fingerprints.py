@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -178,6 +179,10 @@ class Recorder:
         try:
             digests = {name: digest(it) for name, it in tensors.items()}
             one["digests"] = digests
+            # All ranks see what differs in a whole tensor, and one of them in its own part.
+            sharded = {name: it for name, it in tensors.items() if isinstance(it, DTensor)}
+            if sharded:
+                one["shards"] = {name: digest(it.to_local()) for name, it in sharded.items()}
             if kind in ("enter", "exit"):
                 one["generator"] = _generator()
             elif kind == "state" and not self.stepping:

@@ -59,6 +59,8 @@ class Located:
     num_compared: int = 0
     # Kind of the observation that differs first.
     kind: str = ""
+    # Whether this rank's parts of sharded tensors are equal there.
+    is_of_another_rank: bool = False
 
     @property
     def is_equal(self) -> bool:
@@ -184,9 +186,12 @@ class Comparison:
                 lacking = [it for it in alone if it.removeprefix("gradient of ") in self.known]
                 names = [*sorted(lacking), *names]
             if names and not self._is_of_another_loader(one, other):
-                return self._more_steps(
+                shards = one.get("shards")
+                located = self._more_steps(
                     one["step"] + (one["kind"] in ("loss", "update"))
                 ) or self._describe(one, other, names)
+                located.is_of_another_rank = bool(shards) and shards == other.get("shards")
+                return located
             num_rounded += bool(others)
             if one["kind"] != "state":
                 self.last = one
