@@ -125,6 +125,14 @@ def test_a_model_whose_plain_step_fails_is_an_error():
         measure_savings(Case(norm, batch_size=1))
 
 
+def test_where_nothing_fits_each_row_says_so():
+    def too_large(module, batch):
+        raise torch.OutOfMemoryError
+
+    rows = measure_savings(Case(replace(CHAIN, loss=too_large)), ["full"], repeats=1)
+    assert [row.outcome for row in rows] == ["out of memory"] * 2
+
+
 def test_weights_that_are_not_finite_are_no_fault_of_a_strategy():
     def build():
         module = CHAIN.build()

@@ -25,7 +25,6 @@ from .steps import (
     SetupRow,
     Tell,
     TrainingStep,
-    failure,
     require_plain,
     time_setups,
 )
@@ -33,12 +32,8 @@ from .steps import (
 # Benchmark results: one row per configuration, with notes on how far to trust its figures.
 
 WIDE_SPREAD = 0.25  # 10th to 90th percentile of the step times, as a fraction of the median
-LOSS_TOLERANCE = {
-    torch.float32: 1e-4,
-    torch.float64: 1e-4,
-    torch.bfloat16: 5e-2,
-    torch.float16: 5e-2,
-}
+LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE_OF_HALF = 5e-2  # of bfloat16 and float16
 
 
 @dataclass
@@ -57,12 +52,6 @@ class Figures(SetupRow):
     loss: float | None = None
     grad_norm: float | None = None
     notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        values = asdict(self)
-        if self.ratio is not None:
-            values["ratio"]["verdict"] = self.ratio.verdict
-        return values
 
 
 @dataclass
@@ -85,7 +74,11 @@ class Bench:
         return self.rows[0]
 
     def to_json(self) -> dict[str, Any]:
-        return {**vars(self), "rows": [row.to_json() for row in self.rows]}
+        figures = asdict(self)
+        for row, values in zip(self.rows, figures["rows"], strict=True):
+            if row.ratio is not None:
+                values["ratio"]["verdict"] = row.ratio.verdict
+        return figures
 
 
 def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | None) -> None:
@@ -100,17 +93,19 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
         row.peak_ratio = row.peak_bytes / plain.peak_bytes
     row.terms_per_second = row.num_terms / row.step.median
 
-    if row.peak_flops_per_second and row.model_flops:
+    if row.peak_flops_per_second and row.model_flops and row.executed_flops is not None:
         row.mfu = row.model_flops / row.step.median / row.peak_flops_per_second
-        if row.executed_flops is not None:
-            row.hfu = row.executed_flops / row.step.median / row.peak_flops_per_second
-    if max(row.mfu or 0.0, row.hfu or 0.0) > 1:
-        row.notes.append(
-            f"above the peak ({row.peak_source}), so that is not the peak for what ran: give --peak"
-        )
+        row.hfu = row.executed_flops / row.step.median / row.peak_flops_per_second
+        if max(row.mfu, row.hfu) > 1:
+            row.notes.append(
+                f"above the peak ({row.peak_source}), so that is not the peak for what ran: "
+                "give --peak"
+            )
 
     if row is not plain and precision is not None:
-        row.notes += _training_notes(row, plain, LOSS_TOLERANCE[precision])
+        is_half = precision.itemsize < torch.float32.itemsize
+        bound = LOSS_TOLERANCE_OF_HALF if is_half else LOSS_TOLERANCE
+        row.notes += _training_notes(row, plain, bound)
 
 
 def timing_notes(rows: Sequence[Figures]) -> list[str]:
@@ -170,8 +165,7 @@ def measure_levers(
     """
     setups = [(PLAIN_LEVER, case), *((lever, case) for lever in levers)]
     for other in against:
-        named = replace(PLAIN_LEVER, name=other.spec or other.name)
-        setups.append((named, replace(case, workload=other)))
+        setups.append((Lever(other.spec or other.name), replace(case, workload=other)))
     batch = case.batch()
     rows: list[Figures] = []
     alive: list[tuple[Figures, TrainingStep]] = []
@@ -189,7 +183,7 @@ def measure_levers(
             except WorkloadError:
                 raise
             except (ValueError, RuntimeError, NonFiniteWindow) as error:
-                row.outcome, row.why = failure(error, own)
+                row.fail(error, own)
             require_plain(rows[0], case)
 
         def start_equal() -> None:
@@ -202,7 +196,7 @@ def measure_levers(
         )
         require_plain(rows[0], case)
     for row, step in alive:
-        is_same = step.case.workload is case.workload and not step.lever.changes_precision
+        is_same = step.case.workload is case.workload and step.dtype_of_products == case.dtype
         complete_figures(row, rows[0], precision=case.dtype if is_same else None)
     return Bench(
         workload=case.workload.name,

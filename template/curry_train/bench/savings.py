@@ -36,11 +36,10 @@ from .steps import (
     FAILED_OUTCOME,
     MEASURED_OUTCOME,
     OUT_OF_MEMORY_OUTCOME,
-    Lever,
     SetupRow,
     Tell,
     TrainingStep,
-    failure,
+    find_lever,
     require_plain,
     time_setups,
 )
@@ -96,30 +95,26 @@ LARGEST_BATCH_TRIED = 2**24  # if a batch this large fits, memory does not depen
 
 
 def largest_batch(case: Case, model: nn.Module, limit: int) -> int:
-    """Return the most samples whose step fits into `limit` bytes; 0 if not even one does."""
+    """Return the most samples whose step fits into `limit` bytes; 0 if not even one does.
+
+    A step takes parameters, buffers, the batch, and the peak of forward and backward, gradients
+    included.
+    """
 
     def bytes_of(size: int) -> int:
         try:
-            return step_bytes(case, model, size)
+            batch = case.batch(size)
+            tensors = [*model.parameters(), *model.buffers()]
+            map_tensors(batch, tensors.append)
+            with seeded(case.seed):
+                memory = measure_memory(model, batch, case.workload.mean_loss)
+            return bytes_on_device(tensors, case.device) + memory.peak_bytes
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             return sys.maxsize
 
     return search(bytes_of, limit, start=case.batch_size)
-
-
-def step_bytes(case: Case, model: nn.Module, size: int) -> int:
-    """Return the bytes of parameters, buffers, the batch, and the peak of forward and backward.
-
-    The peak includes gradients.
-    """
-    batch = case.batch(size)
-    tensors = [*model.parameters(), *model.buffers()]
-    map_tensors(batch, tensors.append)
-    with seeded(case.seed):
-        memory = measure_memory(model, batch, case.workload.mean_loss)
-    return bytes_on_device(tensors, case.device) + memory.peak_bytes
 
 
 def check_limit(limit: int, device: torch.device) -> None:
@@ -155,10 +150,8 @@ def search(bytes_of: Callable[[int], int], limit: int, *, start: int) -> int:
 # Measure what each strategy saves and costs on a model.
 
 
-def load_with_depth(spec: str, depth: int | None) -> Workload:
-    """Load a workload; with `depth`, a built-in one with that many blocks."""
-    if depth is None:
-        return load_workload(spec)
+def load_with_depth(spec: str, depth: int) -> Workload:
+    """Load a built-in workload with that many blocks."""
     if spec not in BUILTIN_WORKLOADS:
         if ":" not in spec:
             load_workload(spec)  # raises for a misspelled name
@@ -197,47 +190,49 @@ def measure_savings(
         for name in choose_strategies(strategies)
     ]
     batch = case.batch()
-    steps = list[TrainingStep | None]()
+    alive: list[tuple[SavingsRow, TrainingStep]] = []
     plain: StepRecord | None = None
     with seeded(case.seed):
         for row in rows:
             tell(f"{row.name}: memory, FLOPs, parity")
-            step, record = _measure(row, case, batch, steps[0] if steps else None)
-            steps.append(step)
+            step, record = _measure(row, case, batch, alive[0][1] if alive else None)
+            if step is not None:
+                alive.append((row, step))
             if row is rows[0]:
                 plain = record
-                _check(plain, row, case)
+                # One that does not fit into the device is none, and the others have no ratios.
+                if row.outcome != OUT_OF_MEMORY_OUTCOME:
+                    require_plain(row, case)
             if record is not None and plain is not None:
-                _compare(row, rows[0])
-                parity = compare(plain, record, tolerance=OUTER_BOUND[case.dtype])
-                row.worst_error = parity.worst if math.isfinite(parity.worst) else None
-                description = parity.describe(most=1)
-                row.parity = description if parity.holds else f"differs: {description}"
-        _time(rows, steps, case, batch, repeats, tell)
-    for row, step in zip(rows, steps, strict=True):
+                _compare(row, record, rows[0], plain, case)
+        _time(alive, rows, case, batch, repeats, tell)
+    for row, step in alive:
         if limit is not None:
             tell(f"{row.name}: largest batch")
-            if step is not None:
-                try:
-                    row.largest_batch = largest_batch(case, step.model, limit)
-                except ValueError as error:
-                    row.why = str(error)
+            try:
+                row.largest_batch = largest_batch(case, step.model, limit)
+            except ValueError as error:
+                row.why = str(error)
     return rows
 
 
-def _check(plain: StepRecord | None, row: SavingsRow, case: Case) -> None:
-    """Raise WorkloadError for a plain step that others can't be compared with.
-
-    One that does not fit into the device is none, and the others have no ratios.
-    """
-    if row.outcome != OUT_OF_MEMORY_OUTCOME:
-        require_plain(row, case)
-    if plain is not None and not plain.loss.isfinite():
-        raise WorkloadError(
-            f"{case.workload.name}, batch size {case.batch_size}: the loss of a plain step is "
-            f"{plain.loss.item()}, with which nothing can be compared: grad-flow names the "
-            "layer that it begins in"
-        )
+def _measure(
+    row: SavingsRow, case: Case, batch: Any, like: TrainingStep | None
+) -> tuple[TrainingStep | None, StepRecord | None]:
+    """Fill in what is not relative to the plain step; return the step, if it can be trained."""
+    step = None
+    try:
+        with seeded(case.seed):
+            step = TrainingStep(case, find_lever(row.name), batch=batch, like=like)
+        row.modules = step.changed
+        record = _figures(row, case, step.model)
+        facts = STRATEGIES[row.name].facts
+        row.facts = {} if facts is None else facts(step.model)
+        row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
+    except (ValueError, RuntimeError) as error:
+        row.fail(error, case)
+        return step if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None
+    return step, record
 
 
 def _figures(row: SavingsRow, case: Case, model: nn.Module) -> StepRecord:
@@ -264,37 +259,28 @@ def _figures(row: SavingsRow, case: Case, model: nn.Module) -> StepRecord:
     with contextlib.suppress(NoBlocks), seeded(case.seed):
         blocks = list(find_blocks(model, case.blocks))
         report = MemoryProfiler(model).profile(case.batch(), 1, loss=loss, blocks=blocks)
-        own = (layer.bytes for layer in report.layers if layer.name in blocks)
-        row.blocks_held_bytes = sum(own)
+        row.blocks_held_bytes = sum(one.bytes for one in report.layers if one.name in blocks)
     return record
 
 
-def _measure(
-    row: SavingsRow, case: Case, batch: Any, like: TrainingStep | None
-) -> tuple[TrainingStep | None, StepRecord | None]:
-    """Fill in what is not relative to the plain step; return the step, if it can be trained."""
-    strategy = STRATEGIES[row.name]
-    step = None
-    try:
-        with seeded(case.seed):
-            lever = Lever(row.name, (strategy.apply,))
-            step = TrainingStep(case, lever, batch=batch, like=like)
-        row.modules = step.changed
-        record = _figures(row, case, step.model)
-        row.facts = {} if strategy.facts is None else strategy.facts(step.model)
-        row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
-    except (ValueError, RuntimeError) as error:
-        row.outcome, row.why = failure(error, case)
-        return step if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None
-    return step, record
-
-
-def _compare(row: SavingsRow, plain: SavingsRow) -> None:
-    """Fill in what is relative to the plain step."""
-    row.blocks_held_ratio = _ratio(row.blocks_held_bytes, plain.blocks_held_bytes)
-    row.peak_ratio = _ratio(row.peak_bytes, plain.peak_bytes)
-    row.recompute_flops = row.backward_flops - plain.backward_flops
-    row.recompute_ratio = _ratio(row.recompute_flops, plain.forward_flops)
+def _compare(
+    row: SavingsRow, record: StepRecord, plain_row: SavingsRow, plain: StepRecord, case: Case
+) -> None:
+    """Fill in what is relative to the plain step; one whose loss is not finite is an error."""
+    if not plain.loss.isfinite():
+        raise WorkloadError(
+            f"{case.workload.name}, batch size {case.batch_size}: the loss of a plain step is "
+            f"{plain.loss.item()}, with which nothing can be compared: grad-flow names the "
+            "layer that it begins in"
+        )
+    row.blocks_held_ratio = _ratio(row.blocks_held_bytes, plain_row.blocks_held_bytes)
+    row.peak_ratio = _ratio(row.peak_bytes, plain_row.peak_bytes)
+    row.recompute_flops = row.backward_flops - plain_row.backward_flops
+    row.recompute_ratio = _ratio(row.recompute_flops, plain_row.forward_flops)
+    parity = compare(plain, record, tolerance=OUTER_BOUND[case.dtype])
+    row.worst_error = parity.worst if math.isfinite(parity.worst) else None
+    description = parity.describe(most=1)
+    row.parity = description if parity.holds else f"differs: {description}"
 
 
 def _ratio(part: int | None, whole: int | None) -> float | None:
@@ -302,19 +288,15 @@ def _ratio(part: int | None, whole: int | None) -> float | None:
 
 
 def _time(
+    alive: Sequence[tuple[SavingsRow, TrainingStep]],
     rows: Sequence[SavingsRow],
-    steps: Sequence[TrainingStep | None],
     case: Case,
     batch: Any,
     repeats: int,
     tell: Tell,
 ) -> None:
     """Time forward and backward of every measured strategy in turns."""
-    timed = [
-        (row, step.model)
-        for row, step in zip(rows, steps, strict=True)
-        if step is not None and row.outcome == MEASURED_OUTCOME
-    ]
+    timed = [(row, step.model) for row, step in alive if row.outcome == MEASURED_OUTCOME]
 
     def run(model: nn.Module) -> None:
         case.workload.mean_loss(model, batch).backward()

@@ -55,10 +55,6 @@ class Lever:
     dtype: torch.dtype | None = None  # of weights and batch; None keeps the case's
     autocast: torch.dtype | None = None
 
-    @property
-    def changes_precision(self) -> bool:
-        return self.dtype is not None or self.autocast is not None
-
 
 PLAIN_LEVER = Lever("plain")
 
@@ -76,7 +72,7 @@ def find_lever(text: str) -> Lever:
                 otherwise=f"there are {', '.join(list_levers())}",
             )
             raise ValueError(f"no lever is called {single!r}; {advice}")
-        found = _with(found, name, values[0] if values else None)
+        found = _with(found, name, *values)
     return found
 
 
@@ -85,9 +81,9 @@ def list_levers() -> list[str]:
     return [*STRATEGIES, *OPTION_LEVERS]
 
 
-def _with(lever: Lever, name: str, value: str | None) -> Lever:
+def _with(lever: Lever, name: str, value: str = "") -> Lever:
     """Join another change to a lever."""
-    if value is not None and name not in ("accumulate", "compile", "plan"):
+    if value and name not in ("accumulate", "compile", "plan"):
         raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
     match name:
         case "accumulate":
@@ -107,15 +103,16 @@ def _with(lever: Lever, name: str, value: str | None) -> Lever:
     return replace(lever, changes=(*lever.changes, change))
 
 
-def _number_of_microbatches(value: str | None) -> int:
-    if value is None or not value.isdecimal() or int(value) < 1:
+def _number_of_microbatches(value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
         raise ValueError(
-            f"accumulate takes a number of microbatches, such as accumulate=4; got {value!r}"
+            "accumulate takes a number of microbatches, such as accumulate=4; "
+            f"got {value or None!r}"
         )
     return int(value)
 
 
-def _compile(backend: str | None) -> Apply:
+def _compile(backend: str) -> Apply:
     def change(model: nn.Module, sample: Sample) -> list[str]:
         model.compile(backend=backend or "inductor")
         return [""]
@@ -127,11 +124,9 @@ def _chunk_loss(model: nn.Module, sample: Sample) -> list[str]:
     return list(chunked_loss.apply_chunked_loss(model))
 
 
-def _plan(path: str | None) -> Apply:
-    if path is None or not Path(path).is_file():
-        raise ValueError(
-            f"plan={path or ''} is not a file: give one that curry-train plan --out wrote"
-        )
+def _plan(path: str) -> Apply:
+    if not Path(path).is_file():
+        raise ValueError(f"plan={path} is not a file: give one that curry-train plan --out wrote")
     plan = Plan.load(path)
     apply = ALL_STRATEGIES["plan"].apply
     return lambda model, sample: apply(model, replace(sample, apply_plan=plan.apply))
@@ -160,16 +155,18 @@ class SetupRow:
     peak_bytes: int | None = None
     peak_ratio: float | None = None  # peak over the plain step's
 
-
-def failure(error: Exception, case: Case) -> tuple[str, str]:
-    """Return the outcome and the reason of a setup that could not be measured."""
-    if is_out_of_memory(error):
-        why = f"{case.batch_size} samples do not fit into the memory of {case.device}"
-        return OUT_OF_MEMORY_OUTCOME, why
-    if isinstance(error, RuntimeError):
-        lines = str(error).strip().splitlines() or [""]
-        return FAILED_OUTCOME, f"{type(error).__name__}: {lines[0]}"
-    return REFUSED_OUTCOME, " ".join(str(error).split())
+    def fail(self, error: Exception, case: Case) -> None:
+        """Take over the error of a setup that could not be measured."""
+        if is_out_of_memory(error):
+            self.outcome = OUT_OF_MEMORY_OUTCOME
+            self.why = f"{case.batch_size} samples do not fit into the memory of {case.device}"
+        elif isinstance(error, RuntimeError):
+            self.outcome = FAILED_OUTCOME
+            first_line = str(error).strip().partition("\n")[0]
+            self.why = f"{type(error).__name__}: {first_line}"
+        else:
+            self.outcome = REFUSED_OUTCOME
+            self.why = " ".join(str(error).split())
 
 
 def require_plain(plain: SetupRow, case: Case) -> None:
@@ -200,7 +197,7 @@ def time_setups(
             try:
                 step()
             except RuntimeError as error:
-                row.outcome, row.why = failure(error, case)
+                row.fail(error, case)
 
     def show(turn: int, way: int) -> None:
         which = f"step {turn + 1} of {rounds}" if turn >= 0 else "warm-up"
@@ -289,7 +286,7 @@ class TrainingStep:
         if self.window.num_terms == sum(map(batch_size, microbatches)):
             return "samples"
         matrices = [leaf for leaf in tensors_in(microbatches[0]) if leaf.dim() == 2]
-        return "tokens" if any(not leaf.is_floating_point() for leaf in matrices) else "terms"
+        return "terms" if all(map(torch.is_floating_point, matrices)) else "tokens"
 
     @property
     def dtype_of_products(self) -> torch.dtype:
@@ -318,9 +315,8 @@ class TrainingStep:
         """
         self.drop_gradients()
         # The tensors that exist before the step.
-        others = [*self.optimizer.state.values(), *self.window.microbatches]
-        existing: list[Tensor] = [*self.model.parameters(), *self.model.buffers()]
-        existing += tensors_in(others)
+        others = tensors_in([self.optimizer.state, self.window.microbatches])
+        existing = [*self.model.parameters(), *self.model.buffers(), *others]
         if self.device.type != "cuda" and holds_compiled_code(self.model):
             if len(self.window) > 1:
                 return None

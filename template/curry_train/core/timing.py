@@ -9,6 +9,7 @@ often.
 Proof: `python -m pytest tests/core/test_timing.py`.
 """
 
+import itertools
 import math
 import statistics
 import time
@@ -43,14 +44,13 @@ Act = Callable[[], object]
 
 
 def order_of_rounds(num_ways: int) -> Iterator[list[int]]:
-    """Yield the order of the ways, by number, for one round after another, without end."""
+    """Yield the order of the ways, by number, for one round after another; none without a way."""
     # The offsets are 0, 1, -1, 2, -2, ...
     zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(num_ways)]
-    while True:
-        for first in range(num_ways):
-            row = [(first + offset) % num_ways for offset in zigzag]
-            yield row
-            yield row[::-1]
+    for first in itertools.cycle(range(num_ways)):
+        row = [(first + offset) % num_ways for offset in zigzag]
+        yield row
+        yield row[::-1]
 
 
 def wait_for(device: torch.device) -> None:
@@ -80,17 +80,16 @@ def time_in_turns(
             f"rounds must be at least 1 and warmup at least 0, got {rounds} and {warmup}"
         )
     seconds: list[list[float]] = [[] for _ in ways]
-    order = order_of_rounds(len(ways))
-    for turn in range(warmup + rounds):
-        for way in next(order):
-            tell(turn - warmup, way)
+    for turn, order in zip(range(-warmup, rounds), order_of_rounds(len(ways)), strict=False):
+        for way in order:
+            tell(turn, way)
             before()
             wait()
             start = clock()
             ways[way]()
             wait()
             taken = clock() - start
-            if turn >= warmup:
+            if turn >= 0:
                 seconds[way].append(taken)
     return seconds
 
