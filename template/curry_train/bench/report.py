@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/bench/test_bench_steps.py`.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,9 +22,11 @@ from ..workloads.workload import Case, Workload, WorkloadError
 from .steps import (
     PLAIN_LEVER,
     Lever,
+    Optimizer,
     SetupRow,
     Tell,
     TrainingStep,
+    ratio_of,
     require_plain,
     time_setups,
 )
@@ -89,8 +91,7 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
     """
     if row.step is None:
         return
-    if row.peak_bytes is not None and plain.peak_bytes:
-        row.peak_ratio = row.peak_bytes / plain.peak_bytes
+    row.peak_ratio = ratio_of(row.peak_bytes, plain.peak_bytes)
     row.terms_per_second = row.num_terms / row.step.median
 
     if row.peak_flops_per_second and row.model_flops and row.executed_flops is not None:
@@ -141,15 +142,13 @@ def _training_notes(row: Figures, plain: Figures, bound: float) -> list[str]:
 
 # Benchmark levers: time whole optimizer steps in turns, in one process.
 
-MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
-
 
 def measure_levers(
     case: Case,
     levers: Sequence[Lever] = (),
     *,
     against: Sequence[Workload] = (),
-    optimizer: str | MakeOptimizer = "adamw",
+    optimizer: Optimizer = "adamw",
     rounds: int = 20,
     warmup: int = 5,
     peak: float | str | None = None,

@@ -40,6 +40,7 @@ from .steps import (
     Tell,
     TrainingStep,
     find_lever,
+    ratio_of,
     require_plain,
     time_setups,
 )
@@ -219,15 +220,33 @@ def measure_savings(
 def _measure(
     row: SavingsRow, case: Case, batch: Any, like: TrainingStep | None
 ) -> tuple[TrainingStep | None, StepRecord | None]:
-    """Fill in what is not relative to the plain step; return the step, if it can be trained."""
+    """Fill in what is not relative to the plain step; return the step, if it can be trained.
+
+    The step that is recorded for parity comes first, while the model's buffers are still new.
+    """
     step = None
+    loss = case.workload.mean_loss
     try:
         with seeded(case.seed):
             step = TrainingStep(case, find_lever(row.name), batch=batch, like=like)
+        model = step.model
         row.modules = step.changed
-        record = _figures(row, case, step.model)
+        own_batch = case.batch()
+        with seeded(case.seed):
+            record = record_step(model, own_batch, loss)
+        with seeded(case.seed):
+            # Compiled code runs as eager code under a dispatch mode, so it is measured without one.
+            is_compiled = holds_compiled_code(model)
+            memory = (measure_allocated if is_compiled else measure_memory)(model, own_batch, loss)
+            flops = (count_executed_flops if is_compiled else count_flops)(model, own_batch, loss)
+        row.held_bytes = memory.held_bytes
+        row.peak_bytes = memory.peak_bytes
+        row.forward_flops = flops.forward
+        row.backward_flops = flops.backward
+        if not is_compiled:
+            row.blocks_held_bytes = _held_by_blocks(case, model)
         facts = STRATEGIES[row.name].facts
-        row.facts = {} if facts is None else facts(step.model)
+        row.facts = {} if facts is None else facts(model)
         row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
     except (ValueError, RuntimeError) as error:
         row.fail(error, case)
@@ -235,32 +254,14 @@ def _measure(
     return step, record
 
 
-def _figures(row: SavingsRow, case: Case, model: nn.Module) -> StepRecord:
-    """Record a step for parity, then measure memory and FLOPs.
-
-    The recorded step comes first, while the model's buffers are still new.
-    """
-    batch = case.batch()
-    loss = case.workload.mean_loss
-    with seeded(case.seed):
-        record = record_step(model, batch, loss)
-    with seeded(case.seed):
-        # Compiled code runs as eager code under a dispatch mode, so it is measured without one.
-        is_compiled = holds_compiled_code(model)
-        memory = (measure_allocated if is_compiled else measure_memory)(model, batch, loss)
-        flops = (count_executed_flops if is_compiled else count_flops)(model, batch, loss)
-    row.held_bytes = memory.held_bytes
-    row.peak_bytes = memory.peak_bytes
-    row.forward_flops = flops.forward
-    row.backward_flops = flops.backward
-    if is_compiled:
-        return record
-    row.blocks_held_bytes = 0
+def _held_by_blocks(case: Case, model: nn.Module) -> int:
+    """Return the bytes that the blocks alone hold; 0 if the model repeats none."""
     with contextlib.suppress(NoBlocks), seeded(case.seed):
         blocks = list(find_blocks(model, case.blocks))
+        loss = case.workload.mean_loss
         report = MemoryProfiler(model).profile(case.batch(), 1, loss=loss, blocks=blocks)
-        row.blocks_held_bytes = sum(one.bytes for one in report.layers if one.name in blocks)
-    return record
+        return sum(one.bytes for one in report.layers if one.name in blocks)
+    return 0
 
 
 def _compare(
@@ -273,18 +274,14 @@ def _compare(
             f"{plain.loss.item()}, with which nothing can be compared: grad-flow names the "
             "layer that it begins in"
         )
-    row.blocks_held_ratio = _ratio(row.blocks_held_bytes, plain_row.blocks_held_bytes)
-    row.peak_ratio = _ratio(row.peak_bytes, plain_row.peak_bytes)
+    row.blocks_held_ratio = ratio_of(row.blocks_held_bytes, plain_row.blocks_held_bytes)
+    row.peak_ratio = ratio_of(row.peak_bytes, plain_row.peak_bytes)
     row.recompute_flops = row.backward_flops - plain_row.backward_flops
-    row.recompute_ratio = _ratio(row.recompute_flops, plain_row.forward_flops)
+    row.recompute_ratio = ratio_of(row.recompute_flops, plain_row.forward_flops)
     parity = compare(plain, record, tolerance=OUTER_BOUND[case.dtype])
     row.worst_error = parity.worst if math.isfinite(parity.worst) else None
     description = parity.describe(most=1)
     row.parity = description if parity.holds else f"differs: {description}"
-
-
-def _ratio(part: int | None, whole: int | None) -> float | None:
-    return part / whole if whole and part is not None else None
 
 
 def _time(
@@ -296,17 +293,16 @@ def _time(
     tell: Tell,
 ) -> None:
     """Time forward and backward of every measured strategy in turns."""
-    timed = [(row, step.model) for row, step in alive if row.outcome == MEASURED_OUTCOME]
 
-    def run(model: nn.Module) -> None:
-        case.workload.mean_loss(model, batch).backward()
+    def run(step: TrainingStep) -> None:
+        step.mean_loss(step.model, batch).backward()
 
     def drop_gradients() -> None:
-        for _, model in timed:
-            model.zero_grad(set_to_none=True)
+        for _, step in alive:
+            step.drop_gradients()
 
     time_setups(
-        [(row, functools.partial(run, model)) for row, model in timed],
+        [(row, functools.partial(run, step)) for row, step in alive],
         case,
         rounds=repeats,
         warmup=WARMUP_ROUNDS,

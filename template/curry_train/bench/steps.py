@@ -27,22 +27,21 @@ from ..plan.optimizers import make_optimizer
 from ..plan.saved import Plan
 from ..primitives import chunked_loss
 from ..primitives.grad_accum import GradientAccumulation, WindowResult, train_window
-from ..primitives.strategies import ALL_STRATEGIES, STRATEGIES, Apply, Sample
+from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case, WorkloadError, batch_size
 
 # Levers: named changes to a training step, such as a strategy, accumulation or precision.
 
 # The same batch in K microbatches, weights in bfloat16 or autocast to it, the whole model by
 # torch.compile, the loss of the output layer in chunks, and what `curry-train plan --out` wrote.
-OPTION_LEVERS = (
-    "accumulate=K",
-    "bf16",
-    "autocast",
-    "compile[:BACKEND]",
-    "chunked_loss",
-    "plan=FILE",
-)
-OPTION_NAMES = [re.split(r"[=\[]", one)[0] for one in OPTION_LEVERS]
+OPTION_LEVERS = {
+    "accumulate": "accumulate=K",
+    "bf16": "bf16",
+    "autocast": "autocast",
+    "compile": "compile[:BACKEND]",
+    "chunked_loss": "chunked_loss",
+    "plan": "plan=FILE",
+}
 
 
 @dataclass(frozen=True)
@@ -65,29 +64,34 @@ def find_lever(text: str) -> Lever:
     for single in text.split("+"):
         # Such as accumulate=4.
         name, *values = re.split("[=:]", single.strip(), maxsplit=1)
-        if name not in STRATEGIES and name not in OPTION_NAMES:
+        if name not in STRATEGIES and name not in OPTION_LEVERS:
             advice = did_you_mean(
                 name,
-                [*STRATEGIES, *OPTION_NAMES],
+                [*STRATEGIES, *OPTION_LEVERS],
                 otherwise=f"there are {', '.join(list_levers())}",
             )
             raise ValueError(f"no lever is called {single!r}; {advice}")
+        if values and name not in ("accumulate", "compile", "plan"):
+            raise ValueError(f"the lever {name!r} takes no value, got {values[0]!r}: leave it out")
         found = _with(found, name, *values)
     return found
 
 
 def list_levers() -> list[str]:
     """List the levers of this project, as `find_lever` takes them."""
-    return [*STRATEGIES, *OPTION_LEVERS]
+    return [*STRATEGIES, *OPTION_LEVERS.values()]
 
 
 def _with(lever: Lever, name: str, value: str = "") -> Lever:
     """Join another change to a lever."""
-    if value and name not in ("accumulate", "compile", "plan"):
-        raise ValueError(f"the lever {name!r} takes no value, got {value!r}: leave it out")
     match name:
         case "accumulate":
-            return replace(lever, accumulate=_number_of_microbatches(value))
+            if not value.isdecimal() or int(value) < 1:
+                raise ValueError(
+                    "accumulate takes a number of microbatches, such as accumulate=4; "
+                    f"got {value or None!r}"
+                )
+            return replace(lever, accumulate=int(value))
         case "bf16":
             return replace(lever, dtype=torch.bfloat16)
         case "autocast":
@@ -101,15 +105,6 @@ def _with(lever: Lever, name: str, value: str = "") -> Lever:
         case _:
             change = STRATEGIES[name].apply
     return replace(lever, changes=(*lever.changes, change))
-
-
-def _number_of_microbatches(value: str) -> int:
-    if not value.isdecimal() or int(value) < 1:
-        raise ValueError(
-            "accumulate takes a number of microbatches, such as accumulate=4; "
-            f"got {value or None!r}"
-        )
-    return int(value)
 
 
 def _compile(backend: str) -> Apply:
@@ -128,8 +123,7 @@ def _plan(path: str) -> Apply:
     if not Path(path).is_file():
         raise ValueError(f"plan={path} is not a file: give one that curry-train plan --out wrote")
     plan = Plan.load(path)
-    apply = ALL_STRATEGIES["plan"].apply
-    return lambda model, sample: apply(model, replace(sample, apply_plan=plan.apply))
+    return lambda model, sample: plan.apply(model)
 
 
 # The outcome of a setup and its times, in turns with those of others.
@@ -167,6 +161,11 @@ class SetupRow:
         else:
             self.outcome = REFUSED_OUTCOME
             self.why = " ".join(str(error).split())
+
+
+def ratio_of(part: int | None, whole: int | None) -> float | None:
+    """Return a part of a whole; None where one was not measured or the whole is nothing."""
+    return part / whole if whole and part is not None else None
 
 
 def require_plain(plain: SetupRow, case: Case) -> None:
@@ -221,6 +220,9 @@ def time_setups(
 
 # Training step: the optimizer step that a benchmark times, with a lever applied.
 
+# A name, or a function that makes it.
+Optimizer = str | Callable[[nn.Module], torch.optim.Optimizer]
+
 
 class TrainingStep:
     """A repeatable optimizer step of a case with a lever applied.
@@ -235,7 +237,7 @@ class TrainingStep:
         lever: Lever = PLAIN_LEVER,
         *,
         batch: Any = None,
-        optimizer: str | Callable[[nn.Module], torch.optim.Optimizer] = "adamw",
+        optimizer: Optimizer = "adamw",
         like: "TrainingStep | None" = None,
     ) -> None:
         self.case = replace(case, dtype=lever.dtype or case.dtype)
@@ -294,7 +296,6 @@ class TrainingStep:
 
     def count_flops(self) -> int:
         """Count the FLOPs of the whole step, recompute included."""
-        self.drop_gradients()
         # FlopCount is a dispatch mode, under which compiled code runs as eager code.
         if holds_compiled_code(self.model):
             counts = (
@@ -304,7 +305,6 @@ class TrainingStep:
             return sum(count.total for count in counts)
         with FlopCount() as count:
             self()
-        self.drop_gradients()
         return count.flops
 
     def peak_bytes(self) -> int | None:

@@ -42,9 +42,9 @@ def derive(mixin: type[Derived], module: nn.Module, technique: Any = None) -> An
     What is set on one later, also by `eval()`, is set on both.
     """
     refuse(module)
-    new: Any = object.__new__(_derived_class((mixin, type(module))))
+    new: Any = object.__new__(type(module))
     object.__setattr__(new, "__dict__", module.__dict__)
-    new.__dict__[TECHNIQUE_ATTRIBUTE] = technique
+    become(mixin, new, technique)
     return new
 
 
@@ -183,13 +183,8 @@ def find_blocks(
     if pattern is None:
         names = _repeated(module)
     else:
-        given = [pattern] if isinstance(pattern, str | nn.Module) else list(pattern)
-        if wrong := [type(one).__name__ for one in given if not isinstance(one, str)]:
-            raise TypeError(
-                f"blocks are given by patterns of names, such as 'layers.*'; got {wrong[0]}"
-            )
         all_names = [name for name, _ in module.named_modules() if name]
-        names = match_names(all_names, given, option="the pattern")
+        names = match_names(all_names, pattern, option="the pattern")
 
     blocks: dict[str, nn.Module] = {}
     for name in names:
@@ -209,10 +204,15 @@ def blocks_if_any(
     return {}
 
 
-def match_names(names: list[str], globs: str | Sequence[str], *, option: str) -> list[str]:
+def match_names(names: list[str], globs: str | Sequence[Any], *, option: str) -> list[str]:
     """Return the names that match a glob, or one of several; a glob without a match is an error."""
     matched: set[str] = set()
-    for glob in [globs] if isinstance(globs, str) else globs:
+    for glob in [globs] if isinstance(globs, str | nn.Module) else globs:
+        if not isinstance(glob, str):
+            raise TypeError(
+                f"{option} has to be given by patterns of names, such as 'layers.*'; "
+                f"got {type(glob).__name__}"
+            )
         found = fnmatch.filter(names, glob)
         if not found:
             shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -40,13 +40,14 @@ def generator_states() -> dict[str, Any]:
 
 def set_generator_states(states: Mapping[str, Any]) -> None:
     """Set generators to states that `generator_states` returned."""
-    setters: dict[str, Any] = {"python": random.setstate, "torch": torch.set_rng_state}
-    if "numpy" in states:
-        setters["numpy"] = importlib.import_module("numpy").random.set_state
     with unwatched():
         for name, state in states.items():
-            if name in setters:
-                setters[name](state)
+            if name == "python":
+                random.setstate(state)
+            elif name == "numpy":
+                importlib.import_module("numpy").random.set_state(state)
+            elif name == "torch":
+                torch.set_rng_state(state)
             elif name.startswith("cuda-"):
                 torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
             else:
@@ -109,14 +110,16 @@ def seeded(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Restore every buffer on exit: its value, and the tensor itself if forward replaced it."""
-    owners = [(owner, name) for owner in module.modules() for name in owner._buffers]
-    before = [(owner, name, owner._buffers[name]) for owner, name in owners]
-    values = [None if buffer is None else buffer.detach().clone() for _, _, buffer in before]
+    before = [
+        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for (owner, name, buffer), value in zip(before, values, strict=True):
+            for owner, name, buffer, value in before:
                 if buffer is not None and value is not None:
                     buffer.copy_(value)
                 owner._buffers[name] = buffer

@@ -34,19 +34,21 @@ _ATTENTION_KERNELS = (
     "efficient_attention",
     "cudnn_attention",
 )
-ATTENTION_PACKETS, ATTENTION_BACKWARD_PACKETS = (
-    {getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{end}") for kernel in _ATTENTION_KERNELS}
-    for end in ("", "_backward")
-)
+# Where the query stands among the arguments, and the number of matrix products: forward has two,
+# scores and output; backward repeats the scores and has four more.
+ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{end}"): facts
+    for kernel in _ATTENTION_KERNELS
+    for end, facts in {"": (0, 2), "_backward": (1, 5)}.items()
+}
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the FLOPs of one call of an operation, 0 if there is no formula for it."""
     packet = getattr(func, "_overloadpacket", None)
-    if packet in ATTENTION_PACKETS:
-        return _attention_flops(*args[:3], products=2)
-    if packet in ATTENTION_BACKWARD_PACKETS:
-        return _attention_flops(*args[1:4], products=5)
+    if packet in ATTENTION:
+        place, products = ATTENTION[packet]
+        return _attention_flops(*args[place : place + 3], products=products)
     # Of mixture-of-experts layers.
     if packet is torch.ops.aten._grouped_mm:
         return _grouped_flops(args[0], args[1])
@@ -58,8 +60,7 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, products: int) -> int:
     """Return the FLOPs of attention with the given number of matrix products.
 
-    Forward has two products, scores and output; backward repeats the scores and has four more. As
-    in torch's formulas, what a causal mask excludes is counted too.
+    As in torch's formulas, what a causal mask excludes is counted too.
     """
     batch, heads, length, width = query.shape
     mean_width = (width + value.shape[-1]) / 2
@@ -146,6 +147,11 @@ class _Sum:
     bytes_alive: int  # after the operation, with both
 
 
+# A weak reference to a storage, and its record.
+Known = tuple[Callable[[], Any], Life | None]
+UNKNOWN: Known = (lambda: None, None)
+
+
 class OperationMode(TorchDispatchMode):
     """Mode that passes each operation on plain tensors, with or without values, to `run`."""
 
@@ -185,7 +191,8 @@ class LiveStorages(OperationMode):
         self.events: list[tuple[Life, bool]] = []
         self._owner = owner
         self._device = device
-        self._known: dict[int, tuple[weakref.ref[Any], Life | None]] = {}
+        # A reference to each storage and its record, of one that was there before None.
+        self._known: dict[int, Known] = {}
         # A result that may count as its operand, until it is known whether the operand dies.
         self._sum: _Sum | None = None
 
@@ -215,20 +222,18 @@ class LiveStorages(OperationMode):
         if pending.operand.died is None:
             self.bytes_peak = max(self.bytes_peak, pending.bytes_alive)
             return
-        self.merge(pending.operand, pending.result)
-        if pending.result.died is None:
-            reference, _ = self._known[pending.storage_key]
-            self._known[pending.storage_key] = reference, pending.operand
-
-    def merge(self, operand: Life, result: Life) -> None:
-        """Let an operand that was freed live on as the result."""
+        # The operand, which was freed, lives on as the result.
+        operand, result = pending.operand, pending.result
         del self.lives[_last(self.lives, result)]
         del self.events[_last(self.events, (operand, False))]
         del self.events[_last(self.events, (result, True))]
-        if result.died is not None:
-            self.events[_last(self.events, (result, False))] = operand, False
         operand.died = result.died
         operand.node = result.node
+        if result.died is None:
+            reference, _ = self._known[pending.storage_key]
+            self._known[pending.storage_key] = reference, operand
+        else:
+            self.events[_last(self.events, (result, False))] = operand, False
 
     def _sum_of(self, func: Any, args: Any, out: Any) -> _Sum | None:
         """Return the sum that backward computes in place when no mode is active, if it may be."""
@@ -256,8 +261,7 @@ class LiveStorages(OperationMode):
         """Return the record of a dense tensor's storage, if it was made inside the mode."""
         if tensor.layout is not torch.strided:
             return None
-        known = self._known.get(tensor.untyped_storage()._cdata)
-        return None if known is None else known[1]
+        return self._known.get(tensor.untyped_storage()._cdata, UNKNOWN)[1]
 
     def follow(self, tensor: Tensor, *, owner: Any) -> None:
         """Count a tensor that existed before; a storage already followed keeps its first owner."""
@@ -266,41 +270,36 @@ class LiveStorages(OperationMode):
     def lives_of(self, tensor: Tensor) -> list[Life]:
         """Return the records of a tensor's storages; empty if they existed before the mode."""
         self.settle()
-        known = (self._known.get(storage._cdata) for storage in _storages(tensor))
-        return [
-            entry[1]
-            for entry in known
-            if entry is not None and entry[0]() is not None and entry[1] is not None
-        ]
+        known = (self._known.get(storage._cdata, UNKNOWN) for storage in _storages(tensor))
+        return [life for reference, life in known if reference() is not None and life is not None]
 
     def _meet(self, tensor: Tensor, *, was_there: bool, owner: Any = None) -> None:
         if self._device is not None and tensor.device.type != self._device.type:
             return
         for storage in _storages(tensor):
-            known = self._known.get(storage._cdata)
-            life = None if known is None else known[1]
+            reference, life = self._known.get(storage._cdata, UNKNOWN)
             if was_there and life is not None and self._owner() != life.owner:
                 life.used_elsewhere = True
-            if known is None or known[0]() is None:
+            if reference() is None:
                 counts = not was_there and storage.nbytes() > 0
-                new_life = Life(storage.nbytes(), owner or self._owner(), self.num_operations)
-                self._watch(storage, new_life, counts)
+                made = Life(storage.nbytes(), owner or self._owner(), self.num_operations)
+                self._watch(storage, made if counts else None)
 
-    def _watch(self, storage: Any, life: Life, counts: bool) -> None:
+    def _watch(self, storage: Any, life: Life | None) -> None:
         key = storage._cdata
 
         def freed(reference: Any) -> None:
             now = life
-            if key in self._known and self._known[key][0] is reference:
+            if self._known.get(key, UNKNOWN)[0] is reference:
                 # A result that counts as its operand has the operand's record.
-                now = self._known.pop(key)[1] or life
-            if counts:
+                now = self._known.pop(key)[1]
+            if now is not None:
                 self.bytes_alive -= now.nbytes
                 now.died = self.num_operations
                 self.events.append((now, False))
 
-        self._known[key] = weakref.ref(storage, freed), life if counts else None
-        if counts:
+        self._known[key] = weakref.ref(storage, freed), life
+        if life is not None:
             self.bytes_alive += life.nbytes
             self.lives.append(life)
             self.events.append((life, True))
@@ -352,9 +351,8 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 
 def _storages(tensor: Tensor) -> list[Any]:
     """Return the storage of a tensor, or those of a DTensor or a sparse tensor."""
-    if is_traceable_wrapper_subclass_type(type(tensor)):
-        return [local.untyped_storage() for local in local_tensors(tensor)]
-    return [part.untyped_storage() for part in dense_parts(tensor)]
+    locals_ = local_tensors(tensor)
+    return [part.untyped_storage() for local in locals_ for part in dense_parts(local)]
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -484,27 +482,27 @@ class RunningLayers:
         self._model = model
         self._own: dict[nn.Module, str] = {}
         self._inside: dict[nn.Module, str] = {}
-        self._members: dict[str, set[nn.Module]] = {}
+        self._layers = layers
         for name, layer in layers.items():
             self._own.setdefault(layer, name)
-            self._members[name] = {*layer.modules()}
-            for member in self._members[name]:
+            for member in layer.modules():
                 self._inside.setdefault(member, name)
         self._callers: list[tuple[nn.Module, str]] = []
-        self._handles: list[Any] = []
+        self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> "RunningLayers":
         for module in self._model.modules():
             if module in self._inside:
-                self._handles += [
-                    module.register_forward_pre_hook(self._enter, with_kwargs=True),
-                    module.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
-                ]
+                self._hooks.enter_context(
+                    module.register_forward_pre_hook(self._enter, with_kwargs=True)
+                )
+                self._hooks.enter_context(
+                    module.register_forward_hook(self._leave, with_kwargs=True, always_call=True)
+                )
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._hooks.close()
 
     @property
     def called(self) -> str:
@@ -523,7 +521,8 @@ class RunningLayers:
         self._callers.append((module, caller))
         own_layer = self._own.get(module)
         # The caller may be a layer that only refers to this one, and does not run itself.
-        if own_layer != caller == self.called and module in self._members.get(caller, ()):
+        is_within = own_layer and own_layer != caller == self.called != REST_LAYER
+        if is_within and module in self._layers[caller].modules():
             own_layer = None
         if own_layer:
             self.current = own_layer
@@ -571,11 +570,9 @@ class Boundaries(RunningLayers):
         inputs = self._inputs[layer]
         freed_inputs = {life for life in inputs if life.died is not None} - counted
         counted |= freed_inputs
-        both = inputs | self._outputs[layer]
-        alive = {life for life in both if life.died is None and life.owner == layer}
-
         # An output that no other layer uses does not stay.
-        own = {life for life in alive if life in inputs or life.used_elsewhere}
+        both = inputs | {life for life in self._outputs[layer] if life.used_elsewhere}
+        own = {life for life in both if life.died is None and life.owner == layer}
         return sum(life.nbytes for life in freed_inputs | own)
 
 
@@ -615,34 +612,28 @@ def measure_layers(
     """
     device = _device(model)
     cuda = device.type == "cuda"
-    before = 0
-    if cuda:
-        gc.collect()  # garbage that is freed during the run would be subtracted
-        before = requested_bytes(device)
+    gc.collect()  # garbage that is freed during the run would be subtracted
+    before = requested_bytes(device) if cuda else 0
 
     running = Boundaries(model, layers)
     with seeded(0), torch.enable_grad(), running, running.storages:
         value = loss(model, batch)
         gc.collect()  # what only a reference cycle holds is not held for backward
-        held = dict.fromkeys([*layers, REST_LAYER], 0)
+        held = Counter[str]()
         for life in running.storages.lives:
             held[life.owner] += life.nbytes if life.died is None else 0
         if cuda:
             # The libraries' workspaces belong to no layer.
             held[REST_LAYER] += requested_bytes(device) - before - sum(held.values())
         counted: set[Life] = set()
-        stays = {
-            name: running.stays(name, counted) if running.calls[name] else held[name]
-            for name in layers
-        }
-    del value
-
-    report = [
-        LayerMemory(name, type(layer).__name__, held[name], stays[name], running.calls[name])
-        for name, layer in layers.items()
-    ]
-    outside = held[REST_LAYER]
-    return [*report, LayerMemory(REST_LAYER, type(model).__name__, outside, outside, 0)]
+        report = []
+        for name, layer in {**layers, REST_LAYER: model}.items():
+            calls = running.calls[name]
+            stays = running.stays(name, counted) if calls else held[name]
+            report.append(LayerMemory(name, type(layer).__name__, held[name], stays, calls))
+        # What is held is alive until here.
+        del value
+    return report
 
 
 @contextlib.contextmanager
@@ -666,22 +657,17 @@ def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> di
     """Count the FLOPs that each block spends during `run`, over all its calls."""
     spent = dict.fromkeys(blocks, 0)
     counter = FlopCount()
-    handles = []
 
     def add(name: str, sign: int, *_: Any) -> None:
         spent[name] += sign * counter.flops
 
-    for name, block in blocks.items():
-        handles += [
-            block.register_forward_pre_hook(functools.partial(add, name, -1)),
-            block.register_forward_hook(functools.partial(add, name, 1)),
-        ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, block in blocks.items():
+            begin, end = (functools.partial(add, name, sign) for sign in (-1, 1))
+            hooks.enter_context(block.register_forward_pre_hook(begin))
+            hooks.enter_context(block.register_forward_hook(end))
         with counter:
             run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return spent
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import types
 import warnings
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,15 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import flop_registry
 
 from .generators import untouched
-from .measure import (
-    ATTENTION_BACKWARD_PACKETS,
-    ATTENTION_PACKETS,
-    FlopCount,
-    Flops,
-    Loss,
-    Memory,
-    measure_memory,
-)
+from .measure import ATTENTION, FlopCount, Flops, Loss, Memory, measure_memory
 
 # Memory and FLOPs of compiled steps, from profiler events.
 
@@ -133,10 +125,7 @@ def _counted(name: str) -> Any:
     if space != "aten" or not operation:
         return None
     packet: Any = getattr(torch.ops.aten, operation, None)
-    has_formula = (
-        packet in flop_registry or packet in ATTENTION_PACKETS | ATTENTION_BACKWARD_PACKETS
-    )
-    return packet.default if has_formula else None
+    return packet.default if packet in flop_registry or packet in ATTENTION else None
 
 
 def _came_to_its_end(event: Any, operation: Any, allocation_times: list[int]) -> bool:
@@ -144,8 +133,8 @@ def _came_to_its_end(event: Any, operation: Any, allocation_times: list[int]) ->
     if len(event.shapes()) > len(operation._schema.arguments):
         # The output was passed in with `out=`, so none is allocated.
         return True
-    after = bisect_left(allocation_times, event.start_ns())
-    return after < len(allocation_times) and allocation_times[after] <= event.end_ns()
+    before = bisect_left(allocation_times, event.start_ns())
+    return before < bisect_right(allocation_times, event.end_ns())
 
 
 def _run_on_meta(event: Any, operation: Any) -> None:

@@ -133,17 +133,15 @@ def record(module: nn.Module, loss: Tensor) -> StepRecord:
         },
         buffers={name: buffer.detach().clone() for name, buffer in module.named_buffers()},
         generators=generator_states(),
-        parameter_norm=math.hypot(*(_norm(parameter.detach()) for parameter in trained.values())),
+        parameter_norm=math.hypot(
+            *(_whole(parameter.detach().norm()).item() for parameter in trained.values())
+        ),
     )
 
 
 def _whole(tensor: Tensor) -> Tensor:
     """Gather the full tensor of one that FSDP2 shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(_whole(tensor.norm()).item())
 
 
 def check_comparable(plain: StepRecord) -> None:
@@ -200,18 +198,15 @@ def _compare_all(
     *,
     floor: float,
 ) -> list[Difference]:
-    names = [*reference, *(name for name in candidate if name not in reference)]
     return [
         Difference(kind, name, _error(reference.get(name), candidate.get(name), floor=floor))
-        for name in names
+        for name in {**reference, **candidate}
     ]
 
 
 def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:
-    if reference is None and candidate is None:
-        return 0.0
     if reference is None or candidate is None:
-        return math.inf
+        return 0.0 if reference is candidate else math.inf
     if reference.shape != candidate.shape or reference.dtype != candidate.dtype:
         return math.inf
     if torch.equal(reference, candidate) or (reference.isnan() & candidate.isnan()).all():

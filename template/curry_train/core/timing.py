@@ -163,24 +163,14 @@ def paired_ratio(seconds: Sequence[float], reference: Sequence[float]) -> Ratio:
             f"the reference took {min(reference)} seconds in one round: give it more to do"
         )
     ratios = sorted(ours / theirs for ours, theirs in zip(seconds, reference, strict=True))
-    rank, reached = _rank(len(ratios))
-    if rank is None:
-        return Ratio(statistics.median(ratios), None, None, None)
-    return Ratio(statistics.median(ratios), ratios[rank], ratios[-1 - rank], reached)
-
-
-def _rank(num: int) -> tuple[int | None, float | None]:
-    """Return the innermost rank, from both ends, that reaches the coverage, and its coverage.
-
-    Each of `num` values is above the true median with probability 1/2, so the number of values
-    above it is binomial.
-    """
-    innermost: tuple[int | None, float | None] = (None, None)
+    found = Ratio(statistics.median(ratios), None, None, None)
+    # Each ratio is above the true median with probability 1/2, so the number of ratios above it is
+    # binomial. The interval is the innermost one, from both ends, that reaches the coverage.
     outside = 0
-    for rank in range((num + 1) // 2):
-        outside += math.comb(num, rank)
-        reached = 1 - 2 * outside / 2**num
+    for rank in range((len(ratios) + 1) // 2):
+        outside += math.comb(len(ratios), rank)
+        reached = 1 - 2 * outside / 2 ** len(ratios)
         if reached < INTERVAL_COVERAGE:
             break
-        innermost = rank, reached
-    return innermost
+        found = Ratio(found.median, ratios[rank], ratios[-1 - rank], reached)
+    return found

@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/cli tests/core`.
 import datetime
 import difflib
 import json
+import os
 import platform
 import re
 import shlex
@@ -206,13 +207,8 @@ def _as_typed(arguments: list[str]) -> list[str]:
     """Return the command line, with absolute paths below the current folder relative to it."""
     if arguments and Path(arguments[0]).name == "curry-train":
         return ["curry-train", *arguments[1:]]
-    here = Path.cwd()
-    paths = (Path(argument) for argument in arguments)
-    words = [
-        str(path.relative_to(here)) if path.is_absolute() and here in path.parents else str(path)
-        for path in paths
-    ]
-    return ["python", *words]
+    here = f"{Path.cwd()}{os.sep}"
+    return ["python", *(argument.removeprefix(here) for argument in arguments)]
 
 
 def some_of(texts: Sequence[str], most: int = 6) -> str:

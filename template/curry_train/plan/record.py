@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 from ..core.generators import unwatched
 from ..core.measure import (
     REST_LAYER,
+    UNKNOWN,
     Life,
     LiveStorages,
     RunningLayers,
@@ -128,12 +129,12 @@ class RankStorages(LiveStorages):
             storage = reference()
             if storage is None or life is None or life.died is not None or key in self._known:
                 continue
-            self._watch(storage, Life(life.nbytes, life.owner, self.num_operations), True)
+            self._watch(storage, Life(life.nbytes, life.owner, self.num_operations))
 
-    def _watch(self, storage: Any, life: Life, counts: bool) -> None:
-        super()._watch(storage, life, counts)
+    def _watch(self, storage: Any, life: Life | None) -> None:
+        super()._watch(storage, life)
         number = self.stream_number
-        if number and counts:
+        if number and life is not None:
             self.streams[life] = number
 
     @property
@@ -149,7 +150,7 @@ class RankStorages(LiveStorages):
         FSDP2 does this to the parameters that it gathers.
         """
         size = storage.nbytes()
-        reference, life = self._known.get(storage._cdata, (lambda: None, None))
+        reference, life = self._known.get(storage._cdata, UNKNOWN)
         if reference() is None:
             life = None
         if size == before or (life is None and size < before):
@@ -163,7 +164,7 @@ class RankStorages(LiveStorages):
             self._known[storage._cdata] = weakref.ref(storage), None
         if size:
             owner = GATHERED_GROUP, REST_LAYER
-            self._watch(storage, Life(size, owner, self.num_operations), True)
+            self._watch(storage, Life(size, owner, self.num_operations))
         self.bytes_peak = max(self.bytes_peak, self.bytes_alive)
 
 
