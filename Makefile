@@ -33,10 +33,10 @@ long: .venv/finetune/.installed  ## run the variants that `make test` leaves out
 	@OMP_NUM_THREADS=1 .venv/finetune/bin/python -m pytest -m long -n0 -k "sft_trainer or lightning_cli or trl" tests/trainer/test_equip.py tests/workloads/test_from_script.py tests/gates/test_loop_trl.py
 
 mutants: $(dev_ready)  ## count small changes of a technique that its gates and tests catch; ARGS='sac'
-	@OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(PYTHON) benchmarks/mutants.py $(ARGS)
 
 slips: $(dev_ready)  ## apply what somebody may do by mistake, one by one, and name the test that notices; ARGS='--only 3 17'
-	@for list in first second; do $(PYTHON) benchmarks/slips.py tests/slips/$$list.yaml $(ARGS) || exit 1; done
+	@for list in first second; do PYTHONPATH=. $(PYTHON) benchmarks/slips.py tests/slips/$$list.yaml $(ARGS) || exit 1; done
 
 ifdef PEER
 torture: .venv/torture/.installed

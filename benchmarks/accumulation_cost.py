@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
 import statistics
-import sys
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,10 @@ from curry_train.benchmark import run_accumulated_step
 from curry_train.core.timing import time_in_turns
 from recording import record_parser, write_record
 
+REPEATS = 1000
 
-def measure_accumulation_cost(microsteps: int, *, repeats: int) -> float:
+
+def measure_accumulation_cost(microsteps: int) -> float:
     """Compare a window with the same step by hand, on a model so small that Python dominates.
 
     The figure is the median of the differences, in microseconds per microstep.
@@ -41,7 +42,7 @@ def measure_accumulation_cost(microsteps: int, *, repeats: int) -> float:
     def window() -> None:
         run_accumulated_step(model, optimizer, microbatches, _square_sum, count=len, clip_norm=1.0)
 
-    hand, ours = time_in_turns([by_hand, window], rounds=repeats, warmup=50)
+    hand, ours = time_in_turns([by_hand, window], rounds=REPEATS, warmup=50)
     differences = [second - first for first, second in zip(hand, ours, strict=True)]
     return 1e6 / microsteps * statistics.median(differences)
 
@@ -52,15 +53,13 @@ def _square_sum(model: nn.Module, batch: Tensor) -> Tensor:
 
 def main() -> None:
     """Measure the overhead of `run_accumulated_step` over the same loop written by hand."""
-    parser = record_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=400)
-    options = parser.parse_args()
+    options = record_parser(__doc__).parse_args()
     figures = {}
     for microsteps in (4, 8, 32):
-        cost = measure_accumulation_cost(microsteps, repeats=options.repeats)
+        cost = measure_accumulation_cost(microsteps)
         figures[f"microsteps_{microsteps}"] = {"cost_us": cost}
-        print(microsteps, "microsteps:", cost, file=sys.stderr)
-    write_record(options.json, {"repeats": options.repeats, "helper_cost": figures})
+        print(microsteps, "microsteps:", cost)
+    write_record(options.json, {"repeats": REPEATS, "helper_cost": figures})
 
 
 if __name__ == "__main__":

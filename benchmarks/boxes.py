@@ -76,12 +76,11 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=40, help="boxes of either kind (default: 40)")
     options = parser.parse_args()
     rows = []
-    for number, case in enumerate(cases(options.each), start=1):
+    for case in cases(options.each):
         with tempfile.TemporaryDirectory(prefix="boxes-") as folder:
             row = replayed(case, folder, times=1 if case[1] in FAULTS else TIMES)
         rows.append(row)
-        verdict = "right" if row["right"] else f"WRONG: {row['said']}"
-        print(number, *case, verdict, flush=True)
+        print(*row.values(), sep=", ", flush=True)
         named = [row["right"] for row in rows if row["fault"] in FAULTS]
         told = [row["right"] for row in rows if row["fault"] in CHANGING]
         figures = {

@@ -24,6 +24,7 @@ from curry_train.primitives import chunked_cross_entropy
 from recording import Figures, record_parser, write_record
 
 IGNORED_TARGET = -100
+ROUNDS = 12
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def peak_bytes(shape: HeadShape, loss: Callable[[Any, Any], Tensor]) -> int:
     return measure_allocated(head, head.targets, loss).peak_bytes
 
 
-def compare_shape(shape: HeadShape, *, rounds: int) -> Figures:
+def compare_shape(shape: HeadShape) -> Figures:
     """Compare the two losses on one shape; ratios below 1 are less than torch's.
 
     The ratio of the times is the median of the pairs.
@@ -107,7 +108,7 @@ def compare_shape(shape: HeadShape, *, rounds: int) -> Figures:
         loss(head, head.targets).backward()
 
     ways = [partial(step, ours), partial(step, theirs)]
-    seconds = time_in_turns(ways, rounds=rounds, warmup=2, clock=time.process_time)
+    seconds = time_in_turns(ways, rounds=ROUNDS, warmup=2, clock=time.process_time)
     return {
         "shape": asdict(shape),
         "peak_ratio": peak_bytes(shape, ours) / peak_bytes(shape, theirs),
@@ -117,13 +118,11 @@ def compare_shape(shape: HeadShape, *, rounds: int) -> Figures:
 
 def main() -> None:
     """Compare the chunked loss with torch's own in 20 shapes."""
-    parser = record_parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=12)
-    options = parser.parse_args()
+    options = record_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     found = []
     for shape in SHAPES:
-        compared = compare_shape(shape, rounds=options.rounds)
+        compared = compare_shape(shape)
         found.append(compared)
         print(
             f"{shape}: {compared['peak_ratio']:.3f}, time {compared['time_ratio']:.3f} of torch's"
@@ -131,7 +130,7 @@ def main() -> None:
     peaks = [one["peak_ratio"] for one in found]
     times = [one["time_ratio"] for one in found]
     figures = {
-        "rounds": options.rounds,
+        "rounds": ROUNDS,
         "shapes": found,
         "num_shapes": len(found),
         "most_peak_ratio": max(peaks),

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from tests.tree import files
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -16,3 +18,8 @@ def copy_files(paths: Iterable[str | Path], folder: Path) -> None:
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, target)
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy the whole working tree, without environments and caches."""
+    copy_files((path.relative_to(ROOT) for path in files(ROOT)), folder)

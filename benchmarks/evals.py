@@ -46,7 +46,7 @@ from tests.tree import files
 
 from copies import ROOT, copy_files
 from curry_train import __version__
-from evals_grading import Grade, grade, score
+from evals_grading import grade, score
 from evals_scripted import IDLE, solutions
 from process_group import run_group
 from recording import record_parser, write_record
@@ -100,7 +100,7 @@ class Row:
 
 def cases() -> list[Case]:
     """List the cases of all skills by name."""
-    found = sorted(ROOT.glob("evals/*/*/case.yaml"))
+    found = ROOT.glob("evals/*/*/case.yaml")
     read = [Case(path.parent, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in found]
     return sorted(read, key=lambda case: case.name)
 
@@ -122,9 +122,9 @@ def build_arm(arm: str, target: Path) -> Path:
         for page in target.glob("skills/*/SKILL.md"):
             parts = page.read_text(encoding="utf-8").split("---\n", 2)
             page.write_text(f"{parts[0]}---\n{parts[1]}---\n", encoding="utf-8")
-        for page in [*target.glob("skills/*/references/*.md"), target / "AGENTS.md"]:
+        pages = [*target.glob("skills/*/references/*.md"), target / "AGENTS.md"]
+        for page in [*pages, target / "README.md"]:
             page.write_text("", encoding="utf-8")
-        (target / "README.md").write_text("", encoding="utf-8")
     return target
 
 
@@ -289,15 +289,6 @@ def described(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 # Command
 
 
-def print_grades(grades: Sequence[Grade]) -> int:
-    """Print each point; return 0 if all were reached, else 1."""
-    for one in grades:
-        reason = f": {one.reason}" if one.reason else ""
-        print(f"{'reached' if one.passed else 'missed':8} {one.weight} {one.name}{reason}")
-    print(f"score {score(grades):.2f}")
-    return int(not all(one.passed for one in grades))
-
-
 def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
     """Status: 0 done and, in a dry run, as expected; 1 a point was missed."""
     parser = record_parser(__doc__)
@@ -314,7 +305,12 @@ def main(words: Sequence[str] = tuple(sys.argv[1:])) -> int:
     if not found or (options.grade and not options.folder):
         parser.error("no case has that name; --grade also needs --folder")
     if options.grade:
-        return print_grades(grade(found[0].folder, options.folder))
+        grades = grade(found[0].folder, options.folder)
+        for one in grades:
+            word = "reached" if one.passed else "missed"
+            print(f"{word:8} {one.weight} {one.name} {one.reason}")
+        print(f"score {score(grades):.2f}")
+        return int(not all(one.passed for one in grades))
     if options.dry_run:
         runs = dry_run(found)
     elif not options.agent:

@@ -136,7 +136,7 @@ class Work:
             runpy.run_path(script, run_name="__main__")
 
         status, written = _wait(_start(self.folder, body))
-        return Ended(status, written.get("output", ""), written.get("errors", ""))
+        return Ended(status, written["output"], written["errors"])
 
     def copy(self) -> "Work":
         """Return the same work in a new folder, so that files of one run stay out of the next."""
@@ -391,6 +391,5 @@ def _finish(fork: Fork, seconds: float = LONGEST_CALL):
     status, written = _wait(fork, seconds)
     if status == 0 and "result" in written:
         return json.loads(written["result"])
-    errors = written.get("errors", "").splitlines()
-    last = [line for line in errors if line.strip()] or ["no message"]
-    raise Broken(f"ended with status {status}: {last[-1].strip()}")
+    *_, last = ["no message", *written["errors"].strip().splitlines()]
+    raise Broken(f"ended with status {status}: {last.strip()}")

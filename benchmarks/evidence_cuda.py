@@ -119,7 +119,7 @@ def predicted(
             apply(module, sample)
 
     with Sketch(workload, dtype=dtype, kernels="cuda", optimizer=config.optimizer) as sketch:
-        trace = sketch.step(1, change=None if config.lever == "none" else change).trace
+        trace = sketch.step(1, change=change).trace
     found = cuda_memory(
         trace, workspace_bytes=workspace_of(card), expandable=config.expandable, num_steps=NUM_STEPS
     )
@@ -240,21 +240,16 @@ def records(*, dry: bool) -> dict[str, list[str]]:
     small = f"benchmarks/evidence_cuda.py:{'toy' if dry else 'llama_1b'}"
     large = f"benchmarks/evidence_cuda.py:{'toy' if dry else 'llama_8b'}"
     budget = ["--budget", "1GiB" if dry else "24GiB", "--global-batch", "4"]
-    few = ["full", "sac_every_second", "full+chunked_loss"]
     rounds = ["--steps", "2", "--warmup", "1"] if dry else ["--steps", "12"]
+    gate = ["--gate", "grad-accum/equal"] if dry else []
     found = {
-        f"gates-{name}": ["validate", "--model", name, *device]
-        + (["--gate", "grad-accum/equal"] if dry else [])
-        for name in BUILTIN_WORKLOADS
+        f"gates-{name}": ["validate", "--model", name, *device, *gate] for name in BUILTIN_WORKLOADS
     }
     found["plan"] = ["plan", "--model", small, *budget, *dtype, "--verify"]
-    for name, model, levers in (
-        ("1b", small, [*few, "regions", "chunked_loss"]),
-        ("8b", large, few),
-    ):
-        words = ["bench", "--model", model, "--batch-size", "2", *device, *dtype, *rounds]
-        found[f"times-{name}"] = words + [word for lever in levers for word in ("--lever", lever)]
-    return found
+    few = ["--lever", "full", "--lever", "sac_every_second", "--lever", "full+chunked_loss"]
+    more = ["--lever", "regions", "--lever", "chunked_loss"]
+    bench = ["bench", "--batch-size", "2", *device, *dtype, *rounds, *few, "--model"]
+    return found | {"times-1b": [*bench, small, *more], "times-8b": [*bench, large]}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -124,7 +124,6 @@ def summary_of(rows: list[Figures]) -> dict[str, int]:
         "rows": len(rows),
         "predicted_from_shapes": len(predicted),
         "equal": sum(row["equal"] for row in predicted),
-        "measured_instead": len(rows) - len(predicted),
     }
 
 

@@ -147,9 +147,9 @@ def two_adapters() -> Made:
     """One of two adapters is trained; the other is frozen."""
     from peft import LoraConfig
 
-    model = adapted(llama())[0]
+    model, batch = adapted(llama())
     model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
-    return model, words()
+    return model, batch
 
 
 def is_quantised(module: nn.Module, name: str) -> bool:
@@ -197,16 +197,11 @@ def on_bitsandbytes(kind: str, **options) -> Made:
 
     make = getattr(bitsandbytes.nn, kind)
     base = llama(WIDTH)
-    for layer in base.model.layers:
-        for owner, name in (
-            (layer.self_attn, "q_proj"),
-            (layer.self_attn, "v_proj"),
-            (layer.mlp, "up_proj"),
-        ):
-            plain = getattr(owner, name)
+    for path, plain in [*base.named_modules()]:
+        if path.endswith(("q_proj", "v_proj", "up_proj")):
             made = make(plain.in_features, plain.out_features, bias=False, **options)
             made.load_state_dict(plain.state_dict())
-            setattr(owner, name, made.to("cpu"))
+            base.set_submodule(path, made.to("cpu"))
     return adapted(base)
 
 

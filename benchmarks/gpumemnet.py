@@ -30,6 +30,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -38,6 +39,9 @@ from curry_train.plan.cuda_step import cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
 from recording import Figures, record_parser, write_record
+
+# A model with its measured and its reserved MiB.
+Row = tuple[str, float, int]
 
 MIB = 2**20
 SMALLEST_MLP_MIB = 1_800
@@ -148,24 +152,21 @@ def settled(readings: Mapping[int, float]) -> list[int]:
     return near if len(near) >= FEWEST_READINGS else []
 
 
-def summary(rows: list[Figures]) -> Figures:
+def summary(rows: list[Row]) -> Figures:
     """Fit the constant of a file, and return the errors that remain."""
-    beside = [row["measured_mib"] - row["reserved_mib"] for row in rows]
-
-    def errors_beside(constant: float) -> list[float]:
-        pairs = zip(beside, rows, strict=True)
-        return [abs(one - constant) / row["measured_mib"] for one, row in pairs]
-
-    constant = min(beside, key=lambda one: sum(errors_beside(one)))
-    errors = errors_beside(constant)
+    models, *figures = zip(*rows, strict=True)
+    measured, reserved = numpy.array(figures)
+    beside = measured - reserved
+    constant = min(beside, key=lambda one: sum(abs(beside - one) / measured))
+    errors = abs(beside - constant) / measured
     return {
         "num_rows": len(rows),
-        "models": len({row["model"] for row in rows}),
+        "models": len({*models}),
         "constant_mib": round(constant),
         "standard_deviation_mib": round(statistics.stdev(beside), 1),
         "median_error": round(statistics.median(errors), 4),
         "worst_error": round(max(errors), 4),
-        "above_6_percent": sum(error > 0.06 for error in errors),
+        "above_6_percent": int(sum(errors > 0.06)),
     }
 
 
@@ -174,22 +175,18 @@ def every(items: list[Any], count: int) -> list[Any]:
     return items[:: max(1, len(items) // count)]
 
 
-def measure_mlps(path: Path) -> list[Figures]:
+def measure_mlps(path: Path) -> list[Row]:
     found = csv.DictReader(path.read_text().splitlines())
     read = [row for row in found if float(row["measured_mib"]) > SMALLEST_MLP_MIB]
     rows = []
     for row in every(read, NUM_MLPS):
         # AdamW's step takes the memory of Adam's.
         (reserved,) = estimate(mlp_workload(row), "adamw", [int(row["batch_size"])]).values()
-        rows.append(row_of(row["layers"], float(row["measured_mib"]), reserved))
+        rows.append((row["layers"], float(row["measured_mib"]), reserved))
     return rows
 
 
-def row_of(model: str, measured: float, reserved: int) -> Figures:
-    return {"model": model, "measured_mib": measured, "reserved_mib": reserved}
-
-
-def measure_timm(path: Path) -> list[Figures]:
+def measure_timm(path: Path) -> list[Row]:
     torch.backends.cudnn.benchmark = True
     readings = defaultdict(dict)
     for row in csv.DictReader(path.read_text().splitlines()):
@@ -201,7 +198,7 @@ def measure_timm(path: Path) -> list[Figures]:
         except (RuntimeError, ValueError) as error:
             print(f"{name} is left out: {error}")
             continue
-        rows += [row_of(name, readings[name][size], reserved) for size, reserved in found.items()]
+        rows += [(name, readings[name][size], reserved) for size, reserved in found.items()]
     torch.backends.cudnn.benchmark = False
     return rows
 

@@ -18,6 +18,7 @@ from curry_train.workloads.workload import Case
 from recording import Figures, record_parser, write_record
 
 Around = Callable[[nn.Module, torch.optim.Optimizer], Any]
+REPEATS = 7
 UNPROBED_INTERVAL = 10**9  # probes only step 0, so every later step is an unprobed one
 
 
@@ -59,7 +60,7 @@ def _step(case: Case, around: Around, stack: contextlib.ExitStack) -> Callable[[
     return step
 
 
-def measure_costs(case: Case, *, repeats: int) -> Figures:
+def measure_costs(case: Case) -> Figures:
     """Count the operations of a step for each way, and time it against the plain one in turns."""
     operations = {}
     with contextlib.ExitStack() as stack:
@@ -69,7 +70,7 @@ def measure_costs(case: Case, *, repeats: int) -> Figures:
             with LiveStorages() as storages:
                 step()
             operations[way] = storages.num_operations
-        timed = time_in_turns([*steps.values()], rounds=repeats, warmup=0)
+        timed = time_in_turns([*steps.values()], rounds=REPEATS, warmup=0)
     plain, *_ = timed
     return {
         way: {"ratio": paired_ratio(seconds, plain).median, "operations": operations[way]}
@@ -79,11 +80,8 @@ def measure_costs(case: Case, *, repeats: int) -> Figures:
 
 def main() -> None:
     """Measure the overhead of grad-flow and write the figures."""
-    parser = record_parser(__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    options = parser.parse_args()
-    costs = measure_costs(Case(transformer(**LLAMA_LIKE)), repeats=options.repeats)
-    figures = {"llama_like": {"cost": costs}}
+    options = record_parser(__doc__).parse_args()
+    figures = {"llama_like": {"cost": measure_costs(Case(transformer(**LLAMA_LIKE)))}}
     print(figures)
     write_record(options.json, figures)
 

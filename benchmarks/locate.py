@@ -147,8 +147,7 @@ def equal(name: str, count: int) -> list[Figures]:
     """Record pairs of equal runs, each with a seed of its own."""
     found = [locate(*[record(name, seed=seed) for _ in "AB"]) for seed in range(count)]
     accused = [one.headline for one in found if not one.is_equal]
-    compared = min(one.num_compared for one in found)
-    return [{"model": name, "pairs": count, "accused": accused, "compared_at_least": compared}]
+    return [{"model": name, "pairs": count, "accused": accused}]
 
 
 # Runs that differ by rounding alone.
@@ -217,8 +216,14 @@ def rounding(name: str, count: int) -> list[Figures]:
         if locate(kept(name, base)[0], b).is_equal:
             continue
         tolerant = with_tolerance(name, b, fault, base, around)
-        facts = {"model": name, "kind": kind, "accused": not tolerant.is_equal}
-        rows.append(facts | {"headline": tolerant.headline})
+        rows.append(
+            {
+                "model": name,
+                "kind": kind,
+                "accused": not tolerant.is_equal,
+                "headline": tolerant.headline,
+            }
+        )
     return rows[:count]
 
 
@@ -294,12 +299,10 @@ def costs(name: str, count: int) -> list[Figures]:
 
 def score(found: Figures) -> Figures:
     """Count over the parts that were recorded; None stands for a ratio that was not measured."""
-    faults, equal, rounding, ranks = (
-        found.get(part, []) for part in ("faults", "equal", "rounding", "ranks")
-    )
+    faults, equal, rounding, ranks, costs = (found.get(part, []) for part in COUNTS)
     asked = [one["operation_named"] for one in faults if one["operation_named"] is not None]
     of_a_rank = [one["named"] for one in ranks if "named" in one]
-    (ratio,) = [one["ratio"] for one in found.get("costs", [])] or [{}]
+    (ratio,) = [one["ratio"] for one in costs] or [{}]
     return {
         "faults": len(faults),
         "named": sum(one["named"] for one in faults),
@@ -333,20 +336,12 @@ def work(job: tuple[str, str, int]) -> list[Figures]:
         return globals()[part](name, count)
 
 
-def jobs_of(part: str, count: int, only: str) -> Iterator[tuple[str, str, int]]:
-    names = ["all"] if part in ALONE else [name for name in MODELS if only in name]
-    for number, name in enumerate(names):
-        share = count // len(names) + (number < count % len(names))
-        if share:
-            yield part, name, share
-
-
 def main() -> None:
     """Record what `runs locate` finds and costs."""
     parser = record_parser(__doc__)
     parser.add_argument("--part", action="append", choices=COUNTS, help="only this part")
     parser.add_argument("--count", type=int, help="so many faults or pairs in each part")
-    parser.add_argument("--only", default="", help="models with this in their name")
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=[*MODELS], metavar="MODEL")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     options = parser.parse_args()
     found = {}
@@ -356,15 +351,16 @@ def main() -> None:
         found = {key: before[key] for key in ("command", *COUNTS) if key in before}
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         for part in options.part or COUNTS:
-            jobs = list(jobs_of(part, options.count or COUNTS[part], options.only))
+            names = ["all"] if part in ALONE else options.only
+            each, rest = divmod(options.count or COUNTS[part], len(names))
+            jobs = [(part, name, each + (place < rest)) for place, name in enumerate(names)]
             rows = []
             for job, made in zip(jobs, pool.imap(work, jobs), strict=True):
                 rows += made
                 print(f"{part}: {job[1]}, {len(made)} recorded", file=sys.stderr)
             found[part] = rows
     summary = score(found)
-    for name, value in summary.items():
-        print(f"{name}: {value}")
+    print(summary)
     write_record(options.json, {"score": summary, **found})
 
 

@@ -6,6 +6,7 @@ says where the first difference must be: step, phase, path and call, and words o
 
 import contextlib
 import functools
+import itertools
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -301,20 +302,22 @@ class Planter:
 
     def result(self) -> Fault:
         """A flip in the result of an operation of the second step."""
-        found = {}
-        for one in self.operations:
-            if one["kind"] == "operation" and one["phase"] == "forward" and one["within"]:
-                found.setdefault(tuple(one["within"]), []).append(one)
         containers = {path for path in self.model for it in self.model if it.startswith(f"{path}.")}
-        choices = [
-            (place, one)
-            for place, several in found.items()
-            if place[0] not in containers
-            for one in several
-            if any("float" in it for it in one["digests"].values()) and _is_new(one["name"])
+        inside = [
+            one
+            for one in self.operations
+            if one["kind"] == "operation" and one["phase"] == "forward"
+            if one["within"] and one["within"][0] not in containers
         ]
-        (path, call), operation = self._one(choices)
-        same = [one for one in found[path, call] if one["name"] == operation["name"]]
+        operation = self._one(
+            [
+                one
+                for one in inside
+                if any("float" in it for it in one["digests"].values()) and _is_new(one["name"])
+            ]
+        )
+        path, call = operation["within"]
+        same = [one for one in inside if all(one[k] == operation[k] for k in ("within", "name"))]
         number = same.index(operation)
         mode = FlipResult(operation["name"], *self._where())
 
@@ -357,16 +360,15 @@ class Planter:
         where = self._where()
 
         def plant(training: Training) -> None:
-            calls = Counter[int]()
+            calls = itertools.count(1)
 
             def change(parameter: Tensor) -> None:
-                calls[training.step] += 1
-                if training.step == self.step and calls[self.step] == MICROBATCHES:
+                if next(calls) == MICROBATCHES:
                     flip(parameter.grad, *where)
 
             training.tensor(path).register_post_accumulate_grad_hook(change)
 
-        return Fault(self.step, "gradients", path, None, plant)
+        return Fault(self.step, "gradients", path, None, plant, before=self.step)
 
     def frozen(self) -> Fault:
         path = self._parameter("gradient of ")

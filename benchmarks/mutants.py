@@ -1,7 +1,7 @@
 """Count the small changes of a technique's modules that its gates and tests catch.
 
-    python benchmarks/mutants.py sac     # `make mutants ARGS=sac`
-    python benchmarks/mutants.py grad-accum --function windows
+    make mutants ARGS=sac
+    make mutants ARGS='grad-accum --function windows'
 
 mutmut makes the mutants and runs the tests that reach each one, in forks of a server that has
 imported them. It works in a copy of the checkout, whose mutants can be read with `mutmut show NAME`
@@ -20,9 +20,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from copies import ROOT
+from copies import ROOT, copy_tree
 from process_group import run_python
-from slips import copy_tree
 
 # The modules of each technique in which mutants are made.
 TECHNIQUES = {
@@ -50,7 +49,16 @@ MOST_ROOM_SECONDS = 300
 # chooses a mutant, and modules with all mutants have more lines than a copy may have.
 NO_PROJECT = "not test_project"
 DESELECTED = f"(bench or not compile) and not closures and {NO_PROJECT}"
-COPIED = ("benchmarks", "conftest.py", "evidence", "README.md", "scripts", "skills", "tests")
+COPIED = [
+    "benchmarks",
+    "conftest.py",
+    "evidence",
+    "README.md",
+    "scripts",
+    "skills",
+    "template",
+    "tests",
+]
 CONFIGURATION = """
 [tool.mutmut]
 source_paths = ["curry_train"]
@@ -87,7 +95,7 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     text = re.sub(r'"--numprocesses=\d+",', "", text)
     configuration = CONFIGURATION.format(
         modules=[f"curry_train/{module}" for module in modules],
-        copied=[*COPIED, "template"],
+        copied=COPIED,
         tests=tests,
         deselected=DESELECTED,
     )
@@ -110,13 +118,18 @@ def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
     return status != 0
 
 
-def count(technique: str, function: str | None) -> tuple[int, int]:
-    """Run mutants of a technique, print what survives; return how many were caught and run."""
-    modules = TECHNIQUES[technique]
+def main() -> int:
+    """Run mutants of a technique, and print what survives; status 1 if none ran."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("technique", choices=TECHNIQUES)
+    parser.add_argument("--function", help="mutate this function alone")
+    options = parser.parse_args()
+    technique = options.technique
     folder = ROOT / ".venv" / "mutants" / technique
     if not folder.exists():
+        modules = TECHNIQUES[technique]
         copy_checkout(folder, modules, tests_of(technique, modules))
-    chosen = [f"*{function}__mutmut_*"] if function else []
+    chosen = [f"*{options.function}__mutmut_*"] if options.function else []
     _, output = run_python(folder, "-m", "mutmut", "run", *chosen)
     _, listed = run_python(folder, "-m", "mutmut", "results", "--all", "true")
     # Killed, survived, timeout or the like, by the name of the mutant.
@@ -128,27 +141,14 @@ def count(technique: str, function: str | None) -> tuple[int, int]:
     if left and room_fails(folder, left[0]):
         sys.exit(f"tests of the room of {technique} fail without a mutant: see {folder}")
     survived = [name for name in left if not room_fails(folder, name, mutant=name)]
-    caught = run - len(survived)
     if not run:
         print(output[-2000:], file=sys.stderr)
     for name in survived:
         print(f"survived: {name}")
-    print(f"{technique}: {caught} of {run} mutants are caught, {len(left) - len(survived)} of them")
-    print(f"by other tests of the room; {counts['not checked']} did not run")
-    print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME", flush=True)
-    return caught, run
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help=", ".join(TECHNIQUES))
-    parser.add_argument("--function", help="mutate this function alone")
-    options = parser.parse_args()
-    if unknown := [one for one in options.techniques if one not in TECHNIQUES]:
-        parser.error(f"no technique {unknown[0]!r}; there are {', '.join(TECHNIQUES)}")
-    counts = [count(one, options.function) for one in options.techniques or TECHNIQUES]
-    caught, run = map(sum, zip(*counts, strict=True))
-    print(f"{caught} of {run} caught")
+    print(f"{technique}: {run - len(survived)} of {run} mutants are caught")
+    print(f"{len(left) - len(survived)} of these by other tests of the room")
+    print(f"{counts['not checked']} mutants did not run")
+    print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME")
     return not run
 
 

@@ -51,26 +51,20 @@ def main() -> None:
         # Each option on a block of its own.
         tried = dict(zip(names, every_option, strict=False))
         step = sketch.step(1, change=partial(apply_options, options=tried))
-    forward = flops_of(plain, names[0]) / 3
+    flops = flops_of(plain, names[0])
     more = more_bytes(step, plain)
-    again = {name: (flops_of(step, name) - flops_of(plain, name)) / forward for name in tried}
-    held = plain.blocks[names[0]].held
-
     # The chain of the blocks alone, whose seconds are parts of their forward.
-    costs = [(held + more[name][0], more[name][1], again[name]) for name in tried]
-    columns = [numpy.array(column) for column in zip((held, 0, 0), *costs, strict=True)]
+    again = [3 * (flops_of(step, name) / flops - 1) for name in tried]
+    held, transient = numpy.array([(0, 0), *(more[name] for name in tried)], dtype=int).T
     menu = (Option(NONE_KIND), *tried.values())
-    blocks = [
-        PricedBlock(name, menu, columns[0].astype(int), columns[1].astype(int), columns[2])
-        for name in names
-    ]
-    chain = PricedChain(tuple(blocks), numpy.zeros(len(blocks) + 1, dtype=numpy.int64))
+    costs = (held + plain.blocks[names[0]].held, transient, numpy.array([0, *again]))
+    blocks = tuple(PricedBlock(name, menu, *costs) for name in names)
+    chain = PricedChain(blocks, numpy.zeros(len(blocks) + 1, dtype=int))
     every = dict.fromkeys(names, policy)
     budget = chain.peak(every)
     plan = chain.fastest(budget)
     figures = {
         "peak_bytes": budget,
-        "planned_peak_bytes": chain.peak(plan),
         "of_policy": chain.seconds(plan) / chain.seconds(every),
         "chosen": Counter(map(str, plan.values())),
         "estimate_seconds": seconds,

@@ -141,14 +141,9 @@ class Configuration:
     dimensions: tuple[str, ...] = ("dp",)
 
     def sharding(self, world: int, rank: int) -> Sharding:
-        others = dict.fromkeys(self.dimensions[1:], 2)
-        first = world // 2 ** len(others)
-        mesh = {self.dimensions[0]: first} | others
+        mesh = dict.fromkeys(self.dimensions, 2)
+        mesh[self.dimensions[0]] = 2 * world // 2 ** len(mesh)
         return Sharding(self.kind, mesh=mesh, rank=rank, **self.options)
-
-    @property
-    def least_ranks(self) -> int:
-        return 2 ** len(self.dimensions)
 
 
 SYNCED = {"sync_each_microbatch": True}
@@ -181,23 +176,21 @@ CONFIGURATIONS = {
         window=WINDOW, change=recompute_blocks, options={"precision": "bfloat16"}
     ),
     "fsdp2, mlp": Configuration(workload=mlp),
-    "fsdp2, one unit": Configuration(kind=root_alone),
-    "fsdp2, root not sharded": Configuration(kind=blocks_alone),
-    "fsdp2, norms left out": Configuration(kind=norms_left_out),
-    "fsdp2, two blocks ahead": Configuration(kind=prefetched),
-    "fsdp2, nothing ahead in backward": Configuration(kind=not_prefetched),
-    "fsdp2, window, never synced": Configuration(kind=never_synced, window=WINDOW),
-    "ddp": Configuration(kind="ddp"),
-    "ddp, window": Configuration(kind="ddp", window=WINDOW),
-    "ddp, full recompute": Configuration(kind="ddp", change=recompute_blocks),
-    "ddp, all in bfloat16": Configuration(kind="ddp", dtype=torch.bfloat16),
-    "ddp, bucket views": Configuration(kind=bucket_views),
-    "ddp, resnet": Configuration(kind="ddp", workload=resnet),
+    "fsdp2, one unit": Configuration(root_alone),
+    "fsdp2, root not sharded": Configuration(blocks_alone),
+    "fsdp2, norms left out": Configuration(norms_left_out),
+    "fsdp2, two blocks ahead": Configuration(prefetched),
+    "fsdp2, nothing ahead in backward": Configuration(not_prefetched),
+    "fsdp2, window, never synced": Configuration(never_synced, window=WINDOW),
+    "ddp": Configuration("ddp"),
+    "ddp, window": Configuration("ddp", window=WINDOW),
+    "ddp, full recompute": Configuration("ddp", change=recompute_blocks),
+    "ddp, all in bfloat16": Configuration("ddp", dtype=torch.bfloat16),
+    "ddp, bucket views": Configuration(bucket_views),
+    "ddp, resnet": Configuration("ddp", workload=resnet),
     "hsdp": Configuration(**HYBRID),
     "hsdp, window": Configuration(**HYBRID, window=WINDOW),
-    "tp": Configuration(
-        kind=tensor_parallel, workload=lambda: small(kv_heads=4), dimensions=("tp",)
-    ),
+    "tp": Configuration(tensor_parallel, workload=lambda: small(kv_heads=4), dimensions=("tp",)),
     "fsdp2+tp": Configuration(**TENSOR),
     "fsdp2+tp, window": Configuration(**TENSOR, window=WINDOW),
     "fsdp2+tp, full recompute": Configuration(**TENSOR, change=recompute_blocks),
@@ -314,17 +307,12 @@ def time_llama() -> Figures:
 
 def main() -> None:
     """Compare predicted and measured peaks of ranks."""
-    parser = record_parser(__doc__)
-    parser.add_argument("--only", default="", help="configurations whose name contains this")
-    options = parser.parse_args()
-    llama = {} if options.only else {"70B": time_llama()}
+    options = record_parser(__doc__).parse_args()
+    llama = {"70B": time_llama()}
     rows = []
     for world in WORLDS:
-        names = [
-            name
-            for name, one in CONFIGURATIONS.items()
-            if options.only in name and world >= one.least_ranks
-        ]
+        # Each dimension of a mesh has two ranks or more.
+        names = [name for name, one in CONFIGURATIONS.items() if world >= 2 ** len(one.dimensions)]
         rows += compare(names, world)
         summary = {
             "num_rows": len(rows),

@@ -56,6 +56,7 @@ NUM_ROWS = 128
 
 def made_state(mib: int) -> TrainingState:
     """Make a model and AdamW with its moments, together of about so many MiB."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     layers = max(1, round(mib * 2**20 / (BYTES_PER_PARAMETER * LAYER_WIDTH * LAYER_WIDTH)))
     model = nn.Sequential(*[nn.Linear(LAYER_WIDTH, LAYER_WIDTH) for _ in range(layers)])
     state = TrainingState(model, torch.optim.AdamW(model.parameters()))
@@ -160,7 +161,6 @@ def _tensors(state: TrainingState) -> dict[str, Any]:
 
 def highest_memory(name: str, folder: Path, mib: int) -> int:
     """Return the most resident bytes during an action, in a process that did nothing before."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     state = made_state(mib)
     # Linux forgets what was resident before.
     Path("/proc/self/clear_refs").write_text("5")
@@ -186,6 +186,7 @@ def one_round(state: TrainingState, saver: BackgroundSaver | None) -> list[float
 
     The saver's hook waits before the optimizer's step, so that time is the step's.
     """
+    os.sync()
     seconds = []
     for index in range(NUM_STEPS):
         began = time.perf_counter()
@@ -202,20 +203,21 @@ def one_round(state: TrainingState, saver: BackgroundSaver | None) -> list[float
 def measure_rounds(folder: Path, options: argparse.Namespace) -> Figures:
     """Compare each round after a save with the round without one; the first pair warms up."""
     state = made_state(options.mib)
-    ratios = []
+    all_steps = []
+    slowest_step = []
     with Store(folder / "rounds") as store, BackgroundSaver(store) as saver:
-        for number in range(options.rounds + 1):
-            found = {}
-            for each in (None, saver) if number % 2 else (saver, None):
-                os.sync()
-                found[each is saver] = one_round(state, each)
-            all_steps = sum(found[True]) / sum(found[False])
-            ratios.append((all_steps, max(found[True]) / statistics.median(found[False])))
-    medians = map(statistics.median, zip(*ratios[1:], strict=True))
-    return dict(zip(("all_steps", "slowest_step"), medians, strict=True))
+        for _ in range(options.rounds + 1):
+            plain = one_round(state, None)
+            ours = one_round(state, saver)
+            all_steps.append(sum(ours) / sum(plain))
+            slowest_step.append(max(ours) / statistics.median(plain))
+    return {
+        "all_steps": statistics.median(all_steps[1:]),
+        "slowest_step": statistics.median(slowest_step[1:]),
+    }
 
 
-def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) -> float:
+def small_loop(folder: Path | None, *, num_steps: int, rows: int) -> float:
     """Return the seconds of a loop of a small model, with saves where a folder is given."""
     torch.manual_seed(0)
     layers = [(nn.Linear(SMALL_WIDTH, SMALL_WIDTH), nn.ReLU()) for _ in range(6)]
@@ -232,25 +234,23 @@ def small_loop(folder: Path | None, *, num_steps: int, every: int, rows: int) ->
 
     if folder is None:
         return seconds_of(lambda: [step(batch) for batch in batches])
-    often = {"rollback_every": every, "recovery_every": None}
+    often = {"rollback_every": 50, "recovery_every": None}
     with saving(model, optimizer, runs=folder, in_background=True, **often) as run:
         return seconds_of(lambda: [run.step(loss=step(batch)) for batch in run.batches(batches)])
 
 
-def measure_small(folder: Path, options: argparse.Namespace, *, rows: int) -> Figures:
-    """Compare the loop with saves with the loop alone, in turns."""
-    loop = functools.partial(small_loop, num_steps=options.small_steps, every=50, rows=rows)
-    pairs = [
-        (loop(None), loop(folder / f"small-{rows}-{number}"))
-        for number in range(options.rounds + 1)
-    ]
-    # The first pair warms up.
-    plain, ours = zip(*pairs[1:], strict=True)
-    return {"loop": paired_ratio(ours, plain).median, "batch": rows}
-
-
 def measure_steps(folder: Path, options: argparse.Namespace) -> Figures:
-    small = [measure_small(folder, options, rows=rows) for rows in SMALL_BATCHES]
+    """Compare rounds of steps, and in turns the small loop with saves with the loop alone."""
+    small = []
+    for rows in SMALL_BATCHES:
+        loop = functools.partial(small_loop, num_steps=options.small_steps, rows=rows)
+        pairs = [
+            (loop(None), loop(folder / f"small-{rows}-{number}"))
+            for number in range(options.rounds + 1)
+        ]
+        # The first pair warms up.
+        plain, ours = zip(*pairs[1:], strict=True)
+        small.append({"loop": paired_ratio(ours, plain).median, "batch": rows})
     return {"savers": {"ours": measure_rounds(folder, options)}, "small": small}
 
 
@@ -310,7 +310,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of a training with a bound")
     parser.add_argument("--small-steps", type=int, default=1000, help="steps of the small loop")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     with tempfile.TemporaryDirectory() as name:
         found = MEASURES[options.what](Path(name), options)
     print(found)

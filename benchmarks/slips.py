@@ -1,6 +1,6 @@
 """Apply the realistic slips of a list one by one, and see which test notices each.
 
-    python benchmarks/slips.py tests/slips/first.yaml --only 3 17    # `make slips`
+    PYTHONPATH=. python benchmarks/slips.py tests/slips/first.yaml --only 3 17    # `make slips`
 
 A slip is what somebody may do in a change: an option that is no longer passed on, `any` for `all`,
 state that is kept over a second call. A row has the file, the `old` and the `new` text, and the
@@ -10,25 +10,16 @@ caught each; `nothing` stands where all of them passed.
 
 import argparse
 import re
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from copies import ROOT, copy_files
+from copies import copy_tree
 from process_group import run_python
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-
-
-def copy_tree(folder: Path) -> None:
-    """Copy what git tracks, as it is in the working tree."""
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    copy_files((name for name in listed.stdout.splitlines() if (ROOT / name).is_file()), folder)
 
 
 def run_tests(tests: list[str], folder: Path) -> tuple[int | None, str]:

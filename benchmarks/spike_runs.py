@@ -15,6 +15,8 @@ from curry_train.runs.policy_config import SpikeConfig
 from curry_train.runs.spike import SpikeWatchdog
 from recording import record_parser, write_record
 
+NUM_HEALTHY = 400
+NUM_PLANTED = 100
 FAULTS = ("bad_samples", "learning_rate", "not_a_number")
 NUM_STEPS = 160
 LASTS = 4  # steps of a planted fault
@@ -75,13 +77,12 @@ def planted_case(seed, fault):
     losses, patience = small_training(seed, fault=fault, at=at), SpikeConfig().patience
     limit = 3 * max(losses[at - 41 : at - 1])
     row = 0
-    due = None
     for step, loss in enumerate(losses[at - 1 :], start=at):
         row = row + 1 if loss > limit else 0
         if row == patience or not math.isfinite(loss):
             due = step
             break
-    if due is None:
+    else:
         return None
     found = alarms(losses)
     return bool(found) and at <= found[0].step <= due
@@ -110,11 +111,9 @@ def measure(num_healthy, num_planted):
 def main():
     parser = record_parser(__doc__)
     parser.set_defaults(json="-")
-    parser.add_argument("--healthy", type=int, default=400)
-    parser.add_argument("--planted", type=int, default=100)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    write_record(options.json, measure(options.healthy, options.planted))
+    write_record(options.json, measure(NUM_HEALTHY, NUM_PLANTED))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Strike trainings at random moments with SIGKILL or SIGTERM, and judge what they leave behind.
 
-    python -m torture [--kills N] [--signals N] [--every N] [--only KEY...]
+    python -m torture [--kills N] [--signals N] [--every N]
 
 `make torture` runs the full one. The status is 1 if anything was wrong. Flips, full disks and
 hostile files are those of `torture_peers.py --peer ours`.
@@ -349,9 +349,8 @@ class Ranks(Life):
 
     def strike(self, number: int, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            if rank in self.statuses:
-                continue
-            os.killpg(self.pids[rank], number)
+            if rank not in self.statuses:
+                os.killpg(self.pids[rank], number)
 
     def end(self) -> None:
         """Wait for all ranks; once one has failed, or ended too long ago, kill the others."""
@@ -590,32 +589,25 @@ def kill_at_each_change(folder: Path, every: int) -> Figures:
 # The number of ranks, and their share of the kills and of the signals.
 WORLDS = {"one_rank": (1, 0.6), "two_ranks": (2, 0.25), "three_ranks": (3, 0.15)}
 SIGNALS = {"kills": signal.SIGKILL, "signals": signal.SIGTERM}
-PARTS = [("kills", "at_each_change"), *itertools.product(SIGNALS, WORLDS)]
 
 
 def torture(options: argparse.Namespace, folder: Path) -> Figures:
     """Run the parts one after the other; return the findings as the record has them."""
-    found = {"wrong": []}
     # Import once what each rank would import, without a thread or a process group.
     train(Setup(steps=1), folder / "warm")
     # The end of a rank then leaves alone what it shares with this process.
     gc.collect()
     gc.freeze()
-    for group, name in PARTS:
-        key = f"{group}.{name}"
-        if not key.startswith(tuple(options.only)):
-            continue
-        if name == "at_each_change":
-            part = kill_at_each_change(folder / key, options.every)
-        else:
-            world, share = WORLDS[name]
+    found = {"kills": {"at_each_change": kill_at_each_change(folder / "each", options.every)}}
+    for group, number in SIGNALS.items():
+        rows = found.setdefault(group, {})
+        for name, (world, share) in WORLDS.items():
             wanted = round(getattr(options, group) * share)
-            part = strike_many(folder / key, SIGNALS[group], wanted, world)
-        rows = found.setdefault(group, {"total": 0})
-        rows[name] = part
-        rows["total"] += part["blows"]
-        found["wrong"] += part["wrong"]
-    return found
+            rows[name] = strike_many(folder / f"{group}-{name}", number, wanted, world)
+    wrong = [one for rows in found.values() for part in rows.values() for one in part["wrong"]]
+    for rows in found.values():
+        rows["total"] = sum(part["blows"] for part in rows.values())
+    return found | {"wrong": wrong}
 
 
 def main() -> int:
@@ -624,9 +616,6 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--signals", type=int, default=200, help="SIGTERMs")
     parser.add_argument("--every", type=int, default=1, help="kill at each nth change of the disk")
-    parser.add_argument(
-        "--only", nargs="*", default=[""], help="keys of the result, such as kills.one_rank"
-    )
     options = parser.parse_args()
     # Damaged checkpoints are skipped with a warning, some thousand times.
     logging.disable(logging.WARNING)

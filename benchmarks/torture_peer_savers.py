@@ -235,7 +235,6 @@ class HuggingFace(Peer):
 
 class Ours(Peer):
     name = "ours"
-    distribution = "curry-train"
     place = "rollback/step-{:08d}.dcp"
     pickled = (".metadata", "*.distcp")
 

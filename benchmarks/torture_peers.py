@@ -1,14 +1,14 @@
 """The same torture for each checkpoint library: kills, flips, full disks and hostile files.
 
-    python -m torture_peers --peer dcp --json evidence/peers_torture.json
-    python -m torture_peers --page skills/checkpoint-policy/references/peers.md
+    make torture PEER=dcp
 
-`make torture PEER=dcp` installs the library next to the project's environment first. Counts add up
-over runs with the same versions, and each run draws other kills. It forks, and needs Linux.
+This installs the library next to the project's environment first. The counts go into the record of
+all, and the table of the record into its page. It forks, and needs Linux.
 
 Proof: `python -m pytest tests/benchmarks/test_torture_peers.py`.
 """
 
+import argparse
 import contextlib
 import json
 import multiprocessing
@@ -32,10 +32,13 @@ from typing import Any
 import torch
 
 from curry_train.core.wording import provenance
-from recording import Figures, record_parser, write_record
+from recording import Figures, write_record
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_shapes import calls
 
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "evidence/peers_torture.json"
+PAGE = ROOT / "skills/checkpoint-policy/references/peers.md"
 KILLS_OF_A_FOLDER = 5
 FORK = multiprocessing.get_context("fork")
 LONGEST_LOAD = 120  # seconds after which a load counts as hung
@@ -111,14 +114,12 @@ def save_anew(peer: Peer, root: Path, steps: tuple[int, ...]) -> Path:
 # Kills.
 
 
-def kill_many(
-    peer: Peer, folder: Path, number: int, *, again: bool = False, seed: int = 0
-) -> dict[str, int]:
+def kill_many(peer: Peer, folder: Path, number: int, *, again: bool = False) -> dict[str, int]:
     """Kill a process at random moments of its saves, and load in another; count what was lost.
 
     With `again` every checkpoint has the name of the one before.
     """
-    generator = random.Random(f"{peer.name}-{again}-{seed}")
+    generator = random.Random(f"{peer.name}-{again}")
     counts = dict.fromkeys(("kills", "newest_fails", "older", "lost", "silent", "refused"), 0)
     root = folder / "kills"
     longest = 0.0
@@ -170,9 +171,9 @@ def _killed_reports(peer: Peer, root: Path, first: int, again: bool, seconds: fl
 # Flips, full disks and hostile files.
 
 
-def flip_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[str, int]:
+def flip_many(peer: Peer, folder: Path, number: int) -> dict[str, int]:
     """Flip single bits of the newest checkpoint, equally many in each file, and load."""
-    generator = random.Random(f"{peer.name}-{seed}")
+    generator = random.Random(peer.name)
     root = folder / "flips"
     files = _files_of(save_anew(peer, root, FIRST_STEPS))
     counts = dict.fromkeys(("flips", "found", "harmless", "silent"), 0)
@@ -187,13 +188,12 @@ def flip_many(peer: Peer, folder: Path, number: int, *, seed: int = 0) -> dict[s
         found = loaded(lambda: peer.load(root))
         path.write_bytes(data)
         counts["flips"] += 1
+        is_silent = "silent" in found
+        is_harmless = found.get("step") == FIRST_STEPS[-1]
+        counts["silent"] += is_silent
+        counts["harmless"] += is_harmless
         # An error, or the step before, shows that the damage was noticed.
-        if "silent" in found:
-            counts["silent"] += 1
-        elif found.get("step") == FIRST_STEPS[-1]:
-            counts["harmless"] += 1
-        else:
-            counts["found"] += 1
+        counts["found"] += not (is_silent or is_harmless)
     return counts
 
 
@@ -262,11 +262,16 @@ def _forge_file(path: Path, call) -> None:
 # The whole torture of one library, its record and its table.
 
 
-def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) -> Figures:
+NUM_KILLS = 300
+NUM_RESAVES = 100  # kills of saves over a save
+NUM_FLIPS = 600
+
+
+def torture_peer(peer: Peer) -> Figures:
     parts = {
-        "kills": partial(kill_many, number=kills, seed=seed),
-        "resaves": partial(kill_many, number=resaves, again=True, seed=seed),
-        "flips": partial(flip_many, number=flips, seed=seed),
+        "kills": partial(kill_many, number=NUM_KILLS),
+        "resaves": partial(kill_many, number=NUM_RESAVES, again=True),
+        "flips": partial(flip_many, number=NUM_FLIPS),
         "full_disks": fill_disks,
         "hostile": forge_many,
     }
@@ -278,27 +283,14 @@ def torture_peer(peer: Peer, kills: int, resaves: int, flips: int, seed: int) ->
     return found
 
 
-def added(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Add the counts of two runs of the same versions."""
-    total = {}
-    for part, counts in now.items():
-        earlier = before.get(part, {})
-        total[part] = {key: number + earlier.get(key, 0) for key, number in counts.items()}
-    return total
-
-
-def record(path: Path, peer: Peer, *numbers: int) -> None:
-    """Torture one library and add its counts to the record of all."""
-    written = json.loads(path.read_text()) if path.exists() else {"peers": {}}
-    row = written["peers"].get(peer.name, {})
-    facts = provenance(torch.device("cpu"))
-    versions = {"version": peer.version(), "torch": facts["torch"]}
-    if any(row.get(key) != value for key, value in versions.items()):
-        row = {"runs": 0, "counts": {}}
-    runs = row["runs"]
-    counts = added(row["counts"], torture_peer(peer, *numbers, seed=runs))
-    row = {**versions, "date": facts["date"], "runs": runs + 1, "counts": counts}
-    write_record(str(path), {"peers": written["peers"] | {peer.name: row}})
+def record(peer: Peer) -> None:
+    """Torture one library, and put its counts into the record of all and into the page."""
+    written = {"peers": json.loads(RECORD.read_text())["peers"]}
+    facts = provenance()
+    row = {"version": peer.version(), "torch": facts["torch"], "date": facts["date"]}
+    written["peers"][peer.name] = row | {"counts": torture_peer(peer)}
+    write_record(str(RECORD), written)
+    PAGE.write_text(with_table(PAGE.read_text(), written))
 
 
 TABLE_BEGIN = "<!-- table of evidence/peers_torture.json -->"
@@ -321,8 +313,8 @@ COLUMNS = {
 def table_of(written: dict[str, Any]) -> str:
     """Return the record as a table in Markdown."""
     lines = [f"| library | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-    order = [*PEERS, *written["peers"]]
-    for name, row in sorted(written["peers"].items(), key=lambda one: order.index(one[0])):
+    for name in PEERS:
+        row = written["peers"][name]
         cells = [str(row["counts"][part][key]) for part, key in COLUMNS.values()]
         lines.append(f"| {name} {row['version']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -335,23 +327,11 @@ def with_table(page: str, written: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = record_parser(__doc__)
-    parser.set_defaults(json="evidence/peers_torture.json")
-    parser.add_argument("--peer", choices=[*PEERS], help="the library to torture")
-    parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--resaves", type=int, default=100, help="kills of saves over a save")
-    parser.add_argument("--flips", type=int, default=600)
-    parser.add_argument("--page", metavar="PATH", help="put the table of --json into a page, end")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer", choices=[*PEERS], required=True, help="the library to torture")
     options = parser.parse_args()
-    path = Path(options.json)
-    if options.page:
-        page = Path(options.page)
-        page.write_text(with_table(page.read_text(), json.loads(path.read_text())))
-        return
-    if options.peer is None:
-        parser.error("give --peer, one of " + ", ".join(PEERS))
     torch.set_num_threads(1)
-    record(path, prepared(options.peer), options.kills, options.resaves, options.flips)
+    record(prepared(options.peer))
 
 
 if __name__ == "__main__":

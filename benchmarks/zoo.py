@@ -58,9 +58,12 @@ def main() -> None:
 
 def run_model(name: str) -> Figures:
     """Run all gates and a verified plan of one model, each in a process of its own."""
-    row = {"model": name, "library": ZOO[name]}
-    row |= gates_of(name)
-    row["plan"] = _run_plan(name)
+    row = {"model": name, "library": ZOO[name], **gates_of(name)}
+    status, output = run_python(
+        ROOT, __file__, "--plan", name, seconds=LONGEST_PLAN, PYTHONWARNINGS="ignore"
+    )
+    last = output.strip().rpartition("\n")[2]
+    row["plan"] = {"error": f"status {status}: {last}"} if status != 0 else json.loads(last)
     # Files are named from the library's or the project's folder on.
     text = re.sub(r"/[^\s\"]*/site-packages/", "", json.dumps(row)).replace(f"{ROOT}/", "")
     return json.loads(text)
@@ -82,22 +85,9 @@ def gates_of(name: str) -> Figures:
         for row in results
         if row["passed"] is False
     }
-    row = {
-        "status": status,
-        "held": sum(row["passed"] is True for row in results),
-        "failed": failed,
-    }
-    if not results:
-        row["error"] = output.strip()[-500:]
-    return row
-
-
-def _run_plan(name: str) -> Figures:
-    status, output = run_python(
-        ROOT, __file__, "--plan", name, seconds=LONGEST_PLAN, PYTHONWARNINGS="ignore"
-    )
-    last = output.strip().rpartition("\n")[2]
-    return {"error": f"status {status}: {last}"} if status != 0 else json.loads(last)
+    held = sum(row["passed"] is True for row in results)
+    error = {} if results else {"error": output.strip()[-500:]}
+    return {"status": status, "held": held, "failed": failed} | error
 
 
 def plan_of(name: str) -> Figures:

@@ -164,7 +164,6 @@ model(
     tokens,
     max_seq_len=64,
     depth=3,
-    causal=False,
     **LANGUAGE_MODEL,
 )
 model(
@@ -459,7 +458,6 @@ model(
     upsampling_ratios=[4, 2],
     hidden_size=16,
     codebook_size=16,
-    codebook_dim=16,
 )
 model("conformer", "conformer:Conformer", sequences, conv_kernel_size=7, **MIXER)
 model(
@@ -570,7 +568,6 @@ model(
     vocab_size=97,
     hidden_size=32,
     num_hidden_layers=3,
-    attention_hidden_size=32,
 )
 
 
@@ -593,16 +590,15 @@ def configuration(kind: str, **options) -> partial:
 
 
 CAUSAL_MODELS = {
-    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 64}),
-    "llama": ("llama", {}),
-    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 16}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "output_router_logits": True}),
-    "mamba": ("mamba", {"state_size": 8}),
-    "falcon": ("falcon", {}),
-    "bloom": ("bloom", {"n_layer": 3, "n_head": 2}),
+    "gpt2": configuration("gpt2"),
+    "llama": configuration("llama"),
+    "gemma3": configuration("gemma3_text", head_dim=16, sliding_window=16),
+    "mixtral": configuration("mixtral", num_local_experts=4, output_router_logits=True),
+    "mamba": configuration("mamba", state_size=8),
+    "falcon": configuration("falcon"),
+    "bloom": configuration("bloom"),
 }
-for name, (kind, sizes) in CAUSAL_MODELS.items():
-    config = configuration(kind, **sizes)
+for name, config in CAUSAL_MODELS.items():
     model(name, CAUSAL, labelled, config, attn_implementation="eager")
 
 model(
@@ -642,7 +638,7 @@ ADAPTERS = {
     "dora": call("peft:LoraConfig", r=4, target_modules=["q_proj", "up_proj"], use_dora=True),
     "scaled_activations": call("peft:IA3Config", target_modules=["k_proj", "down_proj"]),
 }
-LLAMA = call(CAUSAL, configuration("llama"), attn_implementation="eager")
+LLAMA = call(CAUSAL, CAUSAL_MODELS["llama"], attn_implementation="eager")
 for name, config in ADAPTERS.items():
     model(name, "peft:get_peft_model", labelled, LLAMA, config)
 
@@ -705,7 +701,6 @@ model(
         "timestep": torch.tensor([3, 500]),
         "encoder_hidden_states": torch.randn(2, 8, 16),
     },
-    sample_size=16,
     block_out_channels=(16, 32),
     layers_per_block=1,
     cross_attention_dim=16,
@@ -786,19 +781,11 @@ def equivariant_product():
 
 
 def autoregressive_flow():
-    from nflows.distributions.normal import StandardNormal
-    from nflows.flows.base import Flow
-    from nflows.transforms import (
-        CompositeTransform,
-        MaskedAffineAutoregressiveTransform,
-        ReversePermutation,
-    )
+    from nflows.flows import MaskedAutoregressiveFlow
 
-    layers = []
-    for _ in range(3):
-        layers.append(ReversePermutation(features=8))
-        layers.append(MaskedAffineAutoregressiveTransform(features=8, hidden_features=16))
-    flow = Flow(CompositeTransform(layers), StandardNormal([8]))
+    flow = MaskedAutoregressiveFlow(
+        features=8, hidden_features=16, num_layers=3, num_blocks_per_layer=2
+    )
     return Wrapped(lambda own, x: own.flow.log_prob(x), flow=flow), (torch.randn(8, 8),)
 
 
