@@ -373,9 +373,7 @@ class FlopCount(OperationMode):
     grouped-query heads.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
+    flops = 0
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
