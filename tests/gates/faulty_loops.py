@@ -54,7 +54,6 @@ from .loops import (
     adamw,
     adversarial,
     adversaries,
-    body_and_heads,
     classifier,
     clip,
     completions,
@@ -603,7 +602,8 @@ def attack_left_in_the_gradients():
 
 
 def second_loss_forgotten():
-    body, first, second, optimizer = body_and_heads()
+    body, first, second = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
+    optimizer = adamw(nn.ModuleList([body, first, second]))
     for inputs, labels in loader():
         hidden = body(inputs).relu()
         loss = F.cross_entropy(first(hidden), labels)
@@ -843,10 +843,12 @@ def trial_weights_stay():
 
 
 def frozen_after_the_first_step():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(model(inputs.requires_grad_()), labels))  # here: step
-        model.requires_grad_(False)
+    model = classifier()
+
+    def logits(inputs):
+        return model(inputs.requires_grad_())
+
+    fit(logits, adamw(model), after=lambda: model.requires_grad_(False))  # here: end
 
 
 def group_without_a_rate_after_the_first_step():
@@ -890,17 +892,17 @@ def targets_with_a_gradient():
 
 
 def mask_inverted():
-    model, optimizer = started(Attention())
-    for _ in range(10):
-        tokens = padded_tokens()[:, :5]
-        logits = model(tokens, tokens == 0)[:, 0]  # here
-        step(optimizer, F.cross_entropy(logits, torch.randint(5, (6,))))
+    model = Attention()
+
+    def logits(tokens):
+        return model(tokens[:, :5], tokens[:, :5] == 0)[:, 0]  # here
+
+    fit(logits, adamw(model), padded_batches())
 
 
 def attention_to_padding():
-    model, optimizer = started(Attention(padding=0))
-    for tokens, labels in padded_batches():
-        step(optimizer, F.cross_entropy(model(tokens).mean(1), labels))  # here
+    model = Attention(padding=0)
+    fit(lambda tokens: model(tokens).mean(1), adamw(model), padded_batches())  # here
 
 
 def padding_counts_without_a_mask():

@@ -1,4 +1,7 @@
-"""More healthy training loops, as different as can be."""
+"""More healthy training loops, as different as can be.
+
+A kind of training is here also where no rule of today comes near it: the next one may accuse it.
+"""
 
 import copy
 import itertools
@@ -11,12 +14,11 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
     LambdaLR,
     OneCycleLR,
     ReduceLROnPlateau,
 )
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, random_split
 
 from .loops import (
     AmongSamples,
@@ -25,7 +27,6 @@ from .loops import (
     Layers,
     Lookahead,
     ModelForCausalLM,
-    Reversed,
     Seeing,
     Signs,
     Taught,
@@ -33,7 +34,6 @@ from .loops import (
     accumulate_language,
     adamw,
     adversaries,
-    body_and_heads,
     classifier,
     clip,
     encoder_and_head,
@@ -160,24 +160,6 @@ def distilled(soften=F.softmax, **options):
         step(optimizer, 0.5 * F.cross_entropy(output, labels) + 0.5 * 4 * soft)
 
 
-def two_dropouts_compared():
-    model, optimizer = started(classifier(dropout=0.1))
-    for inputs, labels in loader():
-        one, other = model(inputs), model(inputs)
-        same = F.kl_div(one.log_softmax(1), other.softmax(1), reduction="batchmean")
-        step(optimizer, F.cross_entropy(one, labels) + same)
-
-
-def self_supervised_without_gradient():
-    body, head = classifier(classes=8), nn.Linear(8, 8)
-    optimizer = SGD([*body.parameters(), *head.parameters()], 0.05)
-    for inputs, _ in loader():
-        one, other = (body(inputs + 0.1 * torch.randn_like(inputs)) for _ in range(2))
-        loss = -F.cosine_similarity(head(one), other.detach()).mean() / 2
-        loss = loss - F.cosine_similarity(head(other), one.detach()).mean() / 2
-        step(optimizer, loss)
-
-
 def momentum_contrast():
     model = classifier(classes=8)
     slow = copy.deepcopy(model).requires_grad_(False)
@@ -192,45 +174,6 @@ def momentum_contrast():
         scores = torch.cat([(query * key).sum(1, keepdim=True), query @ queue.T], dim=1)
         step(optimizer, F.cross_entropy(scores / 0.1, torch.zeros(8, dtype=torch.long)))
         queue = torch.cat([key, queue])[:32]
-
-
-def wasserstein():
-    generator, critic = adversaries()
-    of_generator = RMSprop(generator.parameters(), 1e-3)
-    of_critic = RMSprop(critic.parameters(), 1e-3)
-    for number, (real, _) in enumerate(loader()):
-        fake = generator(torch.randn(8, 4)).detach()
-        step(of_critic, critic(fake).mean() - critic(real).mean())
-        for one in critic.parameters():
-            one.data.clamp_(-0.1, 0.1)
-        if number % 3 == 2:
-            step(of_generator, -critic(generator(torch.randn(8, 4))).mean())
-
-
-def layers_dropped():
-    class Model(nn.Sequential):
-        def forward(self, inputs):
-            *layers, head = self
-            for layer in layers:
-                if not self.training or torch.rand(()) < 0.7:
-                    inputs = inputs + layer(inputs).relu()
-            return head(inputs)
-
-    fit(Model(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 5)))
-
-
-def early_stop_and_curriculum():
-    model, optimizer = started()
-    best, patience = float("inf"), 0
-    generator = torch.Generator().manual_seed(0)
-    for size in (2, 4, 8, 16):
-        fit(model, optimizer, loader(48, size))
-        with torch.no_grad():
-            now = float(model(torch.randn(16, 8, generator=generator)).square().mean())
-        patience = 0 if now < best else patience + 1
-        best = min(best, now)
-        if patience > 3:
-            break
 
 
 def low_rank(begin=nn.init.normal_, factor=1):
@@ -336,9 +279,7 @@ def predictions_of_an_epoch():
 
 
 def batch_norm_frozen():
-    model, optimizer = started(
-        nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
-    )
+    model, optimizer = started(normed())
     for _ in range(4):
         model.train()
         model[1].eval()
@@ -410,16 +351,6 @@ def evolution():
         optimizer.step()
 
 
-def recurrent_by_parts():
-    model, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 5)
-    optimizer = adamw(nn.ModuleList([model, head]))
-    state = None
-    for inputs, labels in loader():
-        output, state = model(inputs[:, None], state)
-        state = state.detach()
-        step(optimizer, F.cross_entropy(head(output[:, -1]), labels))
-
-
 def endless_data():
     class Endless(IterableDataset):
         def __iter__(self):
@@ -439,26 +370,8 @@ def same_batch_to_overfit():
     fit(batches=[next(iter(loader()))] * 9)
 
 
-def mixed_labels():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        share = torch.rand(())
-        order = torch.randperm(len(inputs))
-        output = model(share * inputs + (1 - share) * inputs[order])
-        loss = share * F.cross_entropy(output, labels)
-        step(optimizer, loss + (1 - share) * F.cross_entropy(output, labels[order]))
-
-
 def weighted_classes_and_smoothing():
     fit(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 1, 1, 3]), label_smoothing=0.1))
-
-
-def focal():
-    def loss(logits, labels):
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        return ((1 - (-losses).exp()).square() * losses).mean()
-
-    fit(loss=loss)
 
 
 def masked_by_hand():
@@ -530,57 +443,6 @@ def hooks_and_histories():
             losses.append(loss.detach())
 
 
-def images_into_images():
-    model, optimizer = started(
-        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 1, 1))
-    )
-    images = torch.rand(40, 1, 8, 8)
-    for _ in range(5):
-        for clean in DataLoader(images, 8, shuffle=True):
-            noise = torch.randn_like(clean)
-            step(optimizer, F.mse_loss(model(clean + noise), noise))
-
-
-def nested_batches():
-    class Rows(Dataset):
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, index):
-            return {"inputs": torch.randn(8), "targets": {"label": index % 5, "name": str(index)}}
-
-    model, optimizer = started()
-    batches = DataLoader(Rows(), 8, shuffle=True)
-    for _ in range(3):
-        fit(model, optimizer, ((one["inputs"], one["targets"]["label"]) for one in batches))
-
-
-def style_of_an_image():
-    network = nn.Conv2d(3, 8, 3)
-    wanted = network(torch.rand(1, 3, 8, 8)).detach()
-    image = torch.rand(1, 3, 8, 8, requires_grad=True)
-    fit(network, Adam([image], 0.05), [(image, wanted)] * 9, loss=F.mse_loss)
-
-
-def preferred():
-    model = Language()
-    reference = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = adamw(model, 1e-3)
-
-    def likelihood(model, tokens):
-        found = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])
-        return found.squeeze(2).sum(1)
-
-    for _ in range(9):
-        better, worse = torch.randint(50, (2, 4, 9))
-        gains = []
-        for tokens in (better, worse):
-            with torch.no_grad():
-                before = likelihood(reference, tokens)
-            gains.append(likelihood(model, tokens) - before)
-        step(optimizer, -F.logsigmoid(0.1 * (gains[0] - gains[1])).mean())
-
-
 def reset_between_tasks():
     model = classifier()
     for _ in range(4):
@@ -625,29 +487,14 @@ def value_learning_with_replay():
             target.load_state_dict(model.state_dict())
 
 
-def vector_quantized():
-    encoder, decoder, codes = nn.Linear(8, 4), nn.Linear(4, 8), nn.Embedding(16, 4)
-    optimizer = adamw(nn.ModuleList([encoder, decoder, codes]))
-    for inputs, _ in loader():
-        hidden = encoder(inputs)
-        chosen = codes(torch.cdist(hidden, codes.weight).argmin(1))
-        straight = hidden + (chosen - hidden).detach()
-        loss = F.mse_loss(decoder(straight), inputs)
-        loss = loss + F.mse_loss(chosen, hidden.detach())
-        loss = loss + 0.25 * F.mse_loss(hidden, chosen.detach())
-        step(optimizer, loss)
-
-
 def speech(activate=lambda values: values.log_softmax(2), *, first=1, frames=20):
     model = nn.LSTM(8, 12, batch_first=True)
     head = nn.Linear(12, 6)
     optimizer = adamw(nn.ModuleList([model, head]))
     for _ in range(8):
         logs = activate(head(model(torch.randn(4, frames, 8))[0])).transpose(0, 1)
-        texts, sizes = (
-            torch.randint(first, 6, (4, 5)),
-            [torch.full((4,), one) for one in (frames, 5)],
-        )
+        texts = torch.randint(first, 6, (4, 5))
+        sizes = [torch.full((4,), one) for one in (frames, 5)]
         loss = F.ctc_loss(logs, texts, *sizes, zero_infinity=True)  # ctc
         step(optimizer, loss)
 
@@ -777,17 +624,6 @@ def boxes():
         step(optimizer, sum(losses.values()))
 
 
-def restarts_by_parts_of_an_epoch():
-    model = classifier()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    scheduler = CosineAnnealingWarmRestarts(optimizer, 1)
-    batches = loader(40)
-    for epoch in range(4):
-        for number, batch in enumerate(batches):
-            step(optimizer, loss_of(model, batch))
-            scheduler.step(epoch + (number + 1) / len(batches))
-
-
 def energy():
     model, optimizer = started(classifier(classes=1))
     buffer = torch.randn(64, 8)
@@ -810,20 +646,13 @@ def distilled_in_log_space():
     distilled(F.log_softmax, log_target=True)
 
 
-def attention_with_a_mask():
-    model, optimizer = started(Attention())
-    criterion = nn.CrossEntropyLoss(ignore_index=0)
-    for _ in range(10):
-        tokens = padded_tokens()
-        step(optimizer, criterion(model(tokens, tokens != 0).flatten(0, 1), tokens.flatten() % 5))
+class MasksPadding(Attention):
+    def forward(self, tokens):
+        return super().forward(tokens, tokens > 0)[:, 0]
 
 
 def padding_masked_by_the_model():
-    class Model(Attention):
-        def forward(self, tokens):
-            return super().forward(tokens, tokens > 0)[:, 0]
-
-    fit(Model(padding=0), None, padded_batches())
+    fit(MasksPadding(padding=0), None, padded_batches())
 
 
 def mean_over_words_and_padding():
@@ -927,16 +756,6 @@ def one_schedule_after_another():
         fit(model, optimizer, schedule=LambdaLR(optimizer, lambda step: 0.9**step))
 
 
-def fetched_ahead():
-    model, optimizer = started()
-    batches = iter(loader(96))
-    ahead = next(batches)
-    while ahead:
-        inputs, labels = ahead
-        ahead = next(batches, None)
-        step(optimizer, F.cross_entropy(model(inputs), labels))
-
-
 def scaled_by_hand():
     accumulate(loss=lambda logits, labels: 512 * F.cross_entropy(logits, labels), divisor=1024)
 
@@ -953,25 +772,17 @@ def gradients_by_autograd():
 
 def one_network_stepped_by_hand():
     encoder, head = encoder_and_head()
-    optimizer = adamw(head)
-    for inputs, labels in loader():
-        step(optimizer, F.cross_entropy(head(encoder(inputs)), labels))
+
+    def update():
         for one in encoder.parameters():
             one.data -= one.grad
         encoder.zero_grad()
 
+    fit(lambda inputs: head(encoder(inputs)), adamw(head), after=update)
+
 
 def each_batch_echoed():
     fit(batches=itertools.chain.from_iterable([batch, batch] for batch in loader()))
-
-
-def adversarial_domains():
-    body, label, domain, optimizer = body_and_heads()
-    for inputs, labels in loader():
-        hidden = body(inputs).relu()
-        where = domain(Reversed.apply(hidden)).squeeze(1)
-        loss = F.binary_cross_entropy_with_logits(where, (labels > 2).float())
-        step(optimizer, loss + F.cross_entropy(label(hidden), labels))
 
 
 def means_by_hand_of_windows_of_a_length():
@@ -1110,18 +921,6 @@ def attacked_in_either_mode():
         step(optimizer, F.cross_entropy(model.train()(inputs + slope), labels))
 
 
-def two_steps_of_the_actor():
-    actor, critic = nn.Linear(8, 2), nn.Linear(10, 1)
-    of_actor, of_critic = adamw(actor), adamw(critic)
-    for inputs, _ in loader():
-        values = critic(torch.cat([inputs, actor(inputs).detach()], 1)).flatten()
-        step(of_critic, F.mse_loss(values, inputs.sum(1)))
-        # The critic may be frozen meanwhile, or not.
-        for is_trained in (False, True):
-            critic.requires_grad_(is_trained)
-            step(of_actor, -critic(torch.cat([inputs, actor(inputs)], 1)).mean())
-
-
 def batches_fetched_ahead_with_a_mask_of_ones():
     class Masked(nn.Linear):
         def forward(self, x, mask):
@@ -1170,19 +969,6 @@ def weights_drawn_twice_for_a_batch():
         optimizer.zero_grad()
 
 
-def one_layer_attacked():
-    model, optimizer = started()
-    weight = model[0].weight
-    for inputs, labels in loader():
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
-        change = 0.1 * weight.grad.sign()
-        weight.data.add_(change)
-        F.cross_entropy(model(inputs), labels).backward()
-        weight.data.sub_(change)
-        optimizer.step()
-
-
 def several_predictions_in_evaluation():
     model, optimizer = started(classifier(dropout=0.1))
     for inputs, labels in loader():
@@ -1203,11 +989,13 @@ def some_moments_begin_anew():
 
 def judged_by_what_sees_all():
     model, judge = Language(), Attention().requires_grad_(False)
-    optimizer = adamw(model)
-    for tokens, targets in texts(9):
+
+    def judged(tokens):
         logits = model(tokens)
         judge(tokens, tokens >= 0)
-        step(optimizer, of_tokens(logits, targets))
+        return logits
+
+    fit_language(judged, adamw(model))
 
 
 def teacher_with_the_same_frozen_stem():
@@ -1253,10 +1041,8 @@ class Several(nn.Module):
 
 
 def several_models_on_the_same_samples():
-    model, optimizer = started(Several())
-    for inputs, labels in loader():
-        logits = model(inputs.expand(3, -1, -1))
-        step(optimizer, F.cross_entropy(logits.flatten(0, 1), labels.repeat(3)))
+    batches = ((inputs.expand(3, -1, -1), labels.expand(3, -1)) for inputs, labels in loader())
+    fit(Several(), None, batches, loss=of_tokens)
 
 
 def the_same_numbers_in_place_of_data():
@@ -1487,25 +1273,6 @@ def tokens_encoded_and_decoded(width=9, change=torch.Tensor.clone):
     fit_language(Both(), None, [(one, change(one)) for one in tokens])
 
 
-class Decoder(nn.Module):
-    """Continues each row of what it has given, after it has read another one."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
-        self.read, self.write = (nn.GRU(16, 16, batch_first=True) for _ in range(2))
-
-    def forward(self, source, given):
-        _, state = self.read(self.embed(source))
-        return self.head(self.write(self.embed(given), state)[0])
-
-
-def tokens_copied():
-    model = Decoder()
-    batches = [((one, F.pad(one[:, :-1], (1, 0))), one) for one in torch.randint(1, 50, (8, 4, 9))]
-    fit(lambda both: model(*both), adamw(model), batches, loss=of_tokens)
-
-
 class Later(Language):
     """Predicts the next token, and the one after it."""
 
@@ -1624,9 +1391,9 @@ def cosine_to_the_end_of_a_stage():
 
 
 def words_embedded_and_predicted_by_one_matrix():
-    class Model(Attention):
+    class Model(MasksPadding):
         def forward(self, tokens):
-            return super().forward(tokens, tokens > 0)[:, 0] @ self.embed.weight.T
+            return super().forward(tokens) @ self.embed.weight.T
 
     model = Model(padding=0)
     model.head = nn.Linear(16, 16)
@@ -1696,6 +1463,131 @@ def order_drawn_once():
 
 def short_sequences_reversed():
     tokens_encoded_and_decoded(3, lambda one: one.flip(1))
+
+
+def wasserstein():
+    generator, critic = adversaries()
+    of_generator = RMSprop(generator.parameters(), 1e-3)
+    of_critic = RMSprop(critic.parameters(), 1e-3)
+    for number, (real, _) in enumerate(loader()):
+        fake = generator(torch.randn(8, 4)).detach()
+        step(of_critic, critic(fake).mean() - critic(real).mean())
+        for one in critic.parameters():
+            one.data.clamp_(-0.1, 0.1)
+        if number % 3 == 2:
+            step(of_generator, -critic(generator(torch.randn(8, 4))).mean())
+
+
+def layers_dropped():
+    class Model(nn.Sequential):
+        def forward(self, inputs):
+            *layers, head = self
+            for layer in layers:
+                if not self.training or torch.rand(()) < 0.7:
+                    inputs = inputs + layer(inputs).relu()
+            return head(inputs)
+
+    fit(Model(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 5)))
+
+
+def early_stop_and_curriculum():
+    model, optimizer = started()
+    best, patience = float("inf"), 0
+    generator = torch.Generator().manual_seed(0)
+    for size in (2, 4, 8, 16):
+        fit(model, optimizer, loader(48, size))
+        with torch.no_grad():
+            now = float(model(torch.randn(16, 8, generator=generator)).square().mean())
+        patience = 0 if now < best else patience + 1
+        best = min(best, now)
+        if patience > 3:
+            break
+
+
+def mixed_labels():
+    model, optimizer = started()
+    for inputs, labels in loader():
+        share = torch.rand(())
+        order = torch.randperm(len(inputs))
+        output = model(share * inputs + (1 - share) * inputs[order])
+        loss = share * F.cross_entropy(output, labels)
+        step(optimizer, loss + (1 - share) * F.cross_entropy(output, labels[order]))
+
+
+def focal():
+    def loss(logits, labels):
+        losses = F.cross_entropy(logits, labels, reduction="none")
+        return ((1 - (-losses).exp()).square() * losses).mean()
+
+    fit(loss=loss)
+
+
+def preferred():
+    model = Language()
+    reference = copy.deepcopy(model).eval().requires_grad_(False)
+    optimizer = adamw(model, 1e-3)
+
+    def likelihood(model, tokens):
+        found = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])
+        return found.squeeze(2).sum(1)
+
+    for _ in range(9):
+        better, worse = torch.randint(50, (2, 4, 9))
+        gains = []
+        for tokens in (better, worse):
+            with torch.no_grad():
+                before = likelihood(reference, tokens)
+            gains.append(likelihood(model, tokens) - before)
+        step(optimizer, -F.logsigmoid(0.1 * (gains[0] - gains[1])).mean())
+
+
+def vector_quantized():
+    encoder, decoder, codes = nn.Linear(8, 4), nn.Linear(4, 8), nn.Embedding(16, 4)
+    optimizer = adamw(nn.ModuleList([encoder, decoder, codes]))
+    for inputs, _ in loader():
+        hidden = encoder(inputs)
+        chosen = codes(torch.cdist(hidden, codes.weight).argmin(1))
+        straight = hidden + (chosen - hidden).detach()
+        loss = F.mse_loss(decoder(straight), inputs)
+        loss = loss + F.mse_loss(chosen, hidden.detach())
+        loss = loss + 0.25 * F.mse_loss(hidden, chosen.detach())
+        step(optimizer, loss)
+
+
+def frozen_backbone():
+    model = classifier()
+    model[0].requires_grad_(False)
+    optimizer = SGD(model[3].parameters(), 0.1)
+    for batch in loader():
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch).backward()
+        clip(model)
+        optimizer.step()
+
+
+def perceptual():
+    model, network = nn.Linear(8, 8), classifier()
+    optimizer = adamw(model)
+    for inputs, _ in loader():
+        step(optimizer, F.mse_loss(network(model(inputs)), network(inputs).detach()))
+
+
+def policy_by_minibatches():
+    model, value = classifier(), classifier(classes=1)
+    optimizer = Adam([*model.parameters(), *value.parameters()], 1e-3)
+    for states, _ in loader():
+        with torch.no_grad():
+            actions = torch.distributions.Categorical(logits=model(states)).sample()
+            advantage = torch.randn(len(states)) - value(states).squeeze(1)
+        for _ in range(2):
+            for part in torch.arange(len(states)).chunk(2):
+                chosen = torch.distributions.Categorical(logits=model(states[part]))
+                gain = (chosen.log_prob(actions[part]) * advantage[part]).mean()
+                loss = value(states[part]).square().mean() - gain
+                optimizer.zero_grad()
+                loss.backward()
+                clip(model, most=0.5)
+                optimizer.step()
 
 
 HEALTHY = [

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,12 +34,6 @@ def of_one_label():
 
 def encoder_and_head():
     return nn.Linear(8, 16), nn.Linear(16, 5)
-
-
-def body_and_heads():
-    """Return layers for the inputs, the labels and one value, and their optimizer."""
-    layers = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
-    return *layers, adamw(nn.ModuleList(layers))
 
 
 def loader(num_samples=64, batch_size=8, *, shuffle=True):
@@ -475,16 +469,6 @@ class AmongSamples(nn.Sequential):
         return head(attention(hidden, hidden, hidden, need_weights=False)[0][:, 0])
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(context, given):
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(context, slope):
-        return -slope
-
-
 # Healthy.
 
 
@@ -555,17 +539,6 @@ def with_closure():
     fit_with_closures(model, LBFGS(model.parameters(), max_iter=4), loader(), loss=F.cross_entropy)
 
 
-def frozen_backbone():
-    model = classifier()
-    model[0].requires_grad_(False)
-    optimizer = SGD(model[3].parameters(), 0.1)
-    for batch in loader():
-        optimizer.zero_grad(set_to_none=False)
-        loss_of(model, batch).backward()
-        clip(model)
-        optimizer.step()
-
-
 def recomputed():
     model = Language()
     fit_language(lambda tokens: recompute(model, tokens), adamw(model))
@@ -595,31 +568,6 @@ def two_optimizers():
     of_table = SGD(model.embed.parameters(), 0.1)
     of_rest = AdamW([*model.layers.parameters(), *model.head.parameters()])
     fit_language(model, together(of_table, of_rest))
-
-
-def perceptual():
-    model, network = nn.Linear(8, 8), classifier()
-    optimizer = adamw(model)
-    for inputs, _ in loader():
-        step(optimizer, F.mse_loss(network(model(inputs)), network(inputs).detach()))
-
-
-def policy_by_minibatches():
-    model, value = classifier(), classifier(classes=1)
-    optimizer = Adam([*model.parameters(), *value.parameters()], 1e-3)
-    for states, _ in loader():
-        with torch.no_grad():
-            actions = torch.distributions.Categorical(logits=model(states)).sample()
-            advantage = torch.randn(len(states)) - value(states).squeeze(1)
-        for _ in range(2):
-            for part in torch.arange(len(states)).chunk(2):
-                chosen = torch.distributions.Categorical(logits=model(states[part]))
-                gain = (chosen.log_prob(actions[part]) * advantage[part]).mean()
-                loss = value(states[part]).square().mean() - gain
-                optimizer.zero_grad()
-                loss.backward()
-                clip(model, most=0.5)
-                optimizer.step()
 
 
 def contrastive_with_cached_gradients():
@@ -683,10 +631,9 @@ def trial_step(model=None, *, move=climb, is_zeroed=True, is_restored=True):
 
 
 HEALTHY = [
-    two_optimizers, perceptual, policy_by_minibatches,
-    contrastive_with_cached_gradients, steps_in_hooks, experts, warmed_up_from_zero,
-    plain, accumulated, tokens_weighted, scaled, adversarial, averaged, with_closure,
-    frozen_backbone, recomputed, penalized, masked_tokens, trial_step,
+    two_optimizers, contrastive_with_cached_gradients, steps_in_hooks, experts,
+    warmed_up_from_zero, plain, accumulated, tokens_weighted, scaled, adversarial, averaged,
+    with_closure, recomputed, penalized, masked_tokens, trial_step,
 ]  # fmt: skip
 
 
