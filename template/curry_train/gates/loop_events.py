@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -293,18 +293,21 @@ class Step(Stepping, Events):
         """Whether it had gradients that are not 0."""
         return bool(self.graded - self.without_slope)
 
-    def end_window(self, events: list[Event], previous: "Step | None") -> None:
-        """Note the events that it is made of, and the step of the same optimizer before it."""
+    def end_window(self, events: list[Event], previous: "Step | None", held: Set[Tensor]) -> None:
+        """Note the events that it is made of, and the step of the same optimizer before it.
+
+        `held` are the parameters of all optimizers.
+        """
         self.events = events
         self.previous = previous
         # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
-        # microbatch without sync to itself.
+        # microbatch without sync to itself, and makes them of whole tensors for a while.
         calls = self.of(Backward)
         lines = {one.lines for one in calls if one.reached & self.own}
         self.all_calls = [
             one
             for one in calls
-            if one.reached & self.own or (not one.reached and one.lines in lines)
+            if one.reached & self.own or (one.lines in lines and one.reached.isdisjoint(held))
         ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
         self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
@@ -318,7 +321,8 @@ class Step(Stepping, Events):
         self.calls = self.all_calls
         for number, call in enumerate(self.all_calls):
             is_other = has_one or not any(
-                one.lines == call.lines and one.reached in (frozenset(), call.reached)
+                one.lines == call.lines
+                and (one.reached == call.reached or one.reached.isdisjoint(self.own))
                 for one in self.all_calls[:number]
             )
             if is_other and self.is_clean(call):
@@ -481,7 +485,7 @@ class Trace(Events):
             previous = None
             for event in self.events:
                 if isinstance(event, Step) and event in steps:
-                    event.end_window(events, previous)
+                    event.end_window(events, previous, self.held)
                     previous = event
                 # Another optimizer may have trained the same parameters before.
                 if isinstance(event, Stepping) and steps[0].own & event.own:
