@@ -60,6 +60,8 @@ def test_a_resume_from_the_weights_alone_is_one():
 def test_a_value_that_no_part_holds_and_other_data_are_named():
     unknown = [step(5, after={"0.weight": "another"})]
     assert differences(STRAIGHT, unknown, 5)["result"].endswith("is not restored (step 6)")
+    between = [STRAIGHT[5], step(6, model={"0.weight": "averaged", "0.bias": "bias 6"})]
+    assert differences(STRAIGHT, between, 5)["result"].endswith("is not restored (step 7)")
     rate = [step(5, rates=[0.1], after={})]
     assert differences(STRAIGHT, rate, 5) == {"learning rate": "rate 0.1, not 0.000177 (step 6)"}
     other = [step(5, **{"data order": [["a batch of no step"]]})]
@@ -116,6 +118,13 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
     lines, found = checked(PLAIN, part, status=1)
     assert set(found["differences"]) == {part}
     assert lines[1].startswith(f"NOT equal, {part}: ")
+    if part == "generators":
+        assert lines[2] == "the weights differ from step 4 on"
+
+
+def test_a_resume_that_fails_is_not_equal(checked):
+    lines, _ = checked(PLAIN.replace('torch.load("save.pt")', "{}"), "all", status=1)
+    assert "NOT equal, the resume fails: KeyError: 'step'" in " ".join(lines)
 
 
 def test_numbers_that_nothing_depends_on_are_said_to_change_no_weight(checked):

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from ..core.wording import provenance, some_of
-from ..gates.loop_run import End, put_back, read_changes, run_ranks, train_by
+from ..gates.loop_run import End, LoopFailed, put_back, read_changes, run_ranks, train_by
 from .options import RESULTS_OPTION, number_option, program_option, steps_option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
@@ -76,7 +76,10 @@ def check_resume(
                 f"two starts differ already, {part}: {text}. Seed the program first"
             )
         restore = archived_changes(folder)
-        whole = run("resumed", num_steps - 1, again)
+        try:
+            whole = run("resumed", num_steps - 1, again)
+        except LoopFailed as error:
+            raise click.ClickException(f"NOT equal, the resume fails: {error}") from error
         begun = began_after(straight, whole["steps"], kill_at)
         last = num_steps - begun
         withheld = {}
@@ -87,14 +90,15 @@ def check_resume(
         put_back(folder)
     compared = whole["steps"][:last]
     found = differences(straight, compared, begun)
-    results = [[one["after"] for one in steps] for steps in (compared, straight[begun:])]
+    pairs = enumerate(zip(compared, straight[begun:], strict=False), begun + 1)
+    unequal = [step for step, (now, was) in pairs if now["after"] != was["after"]]
     return {
         "steps": num_steps,
         "killed_at": kill_at,
         "resumed_from": begun,
         "compared": len(compared),
         "equal": not found,
-        "results_equal": results[0] == results[1],
+        "unequal_results": unequal,
         "differences": found,
         "withheld": withheld,
     }
@@ -160,11 +164,13 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
             for part in PARTS
             if was[part] != now[part]
         }
-        if not parts and was["after"] != now["after"]:
-            parts["result"] = (
-                "another one, with all else equal: some value, such as the number of the step or "
-                "an average of the weights, is not restored"
-            )
+        # After a step that was equal, something else has changed the weights.
+        is_between = number and [*parts] == ["model"]
+        if is_between or (not parts and was["after"] != now["after"]):
+            parts = {
+                "result": "another one, with all else equal: some value, such as the number of the "
+                "step or an average of the weights, is not restored"
+            }
         if not parts:
             continue
         earlier = straight[: begun + number]
@@ -288,8 +294,9 @@ def describe(found: dict[str, Any]) -> list[str]:
     ]
     if not found["equal"]:
         lines[1:] = [f"NOT equal, {part}: {text}" for part, text in found["differences"].items()]
-        if found["results_equal"]:
-            lines.append("the weights after each step are equal all the same")
+        lines.append("the weights after each step are equal all the same")
+        if found["unequal_results"]:
+            lines[-1] = f"the weights differ from step {found['unequal_results'][0]} on"
     lines.append("resumed without a part of the state, the check finds:")
     for part in PARTS:
         named = found["withheld"].get(part)
