@@ -182,6 +182,22 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     assert locate(first, again).is_equal
 
 
+def test_a_gradient_of_the_output_that_the_loop_alone_reads_is_of_the_loop(tmp_path):
+    """A later output is computed from it within the call, and the loss does not depend on that."""
+
+    def train_on_the_state(fault):
+        torch.manual_seed(0)
+        model = Pair()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        _, state = model(torch.randn(8, 4), fault)
+        state = WrongBackward.apply(state) if fault == "loop" else state
+        state.square().sum().backward()
+        optimizer.step()
+
+    found = locate(*records_of(tmp_path, train_on_the_state, "none", "loop"))
+    assert found.headline.startswith("step 1, backward: loop, call 0, in its own code"), found
+
+
 def test_initial_weights_of_a_second_model_come_before_the_data(tmp_path):
     def train_two(seed):
         torch.manual_seed(0)

@@ -338,7 +338,18 @@ class Comparison:
             and one["digests"][names[0]] in it["digests"].values()
         ]
         users = [user for user in users if user not in sound]
-        place = [*users, one["made_in"] or ("loop", 0)]
+        made_in = one["made_in"]
+        # A later output of the call may be computed from it, if the loss depends on that one too.
+        others = [
+            it
+            for it in self.a
+            if (it["kind"], it.get("step")) == ("gradient", one["step"])
+            and _call(it) == _call(one)
+            and it["digests"].keys() != one["digests"].keys()
+        ]
+        if not others and made_in == [one["path"], one["call"]]:
+            made_in = None
+        place = [*users, made_in or ("loop", 0)]
         names_of_users = ", ".join(f"{path}, call {call}" for path, call in users)
         who = names_of_users or f"{place[0][0]}, call {place[0][1]}, in its own code"
         text = f"{who}: another gradient of {names[0]} of {_call(one)}"
