@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from curry_train.core.measure import OperationMode
+from curry_train.core.measure import Life, OperationMode
 from curry_train.plan import Sketch, measure_timeline
 from curry_train.plan.cuda_step import StepTrace
 from curry_train.plan.optimizers import make_optimizer
@@ -64,10 +64,21 @@ def check_workload(workload, *, changes=(None,), **options):
     return sketch.why_real
 
 
-def trace_of_sizes(sizes, events, **others):
-    """Return the trace of a step without gradients and optimizer, by the sizes of its tensors."""
-    empty = dict.fromkeys(("given", "state", "gradients", "products"), ())
-    return StepTrace(sizes=sizes, events=events, step_start=len(events), **empty | others)
+def trace_of_sizes(sizes, events, *, given=(), gradients=(), products=(), **others):
+    """Return the trace of a step without optimizer, by the sizes and the places of its tensors.
+
+    An event is a place where a tensor is made, and ~place where it is freed.
+    """
+    lives = [Life(size, None, 0) for size in sizes]
+    return StepTrace(
+        given=[lives[place] for place in given],
+        state=(),
+        events=[(lives[max(event, ~event)], event >= 0) for event in events],
+        step_start=len(events),
+        gradients=[lives[place] for place in gradients],
+        products=products,
+        **others,
+    )
 
 
 def trace_of(workload, size=1, **options):

@@ -52,10 +52,10 @@ def layers(optimizer=None, *, rows=8, depth=2):
 def test_the_trace_of_a_linear_step_by_hand():
     trace = trace_of(layers(torch_sgd, depth=1))
     x = 8 * WIDTH * 4
-    assert [trace.sizes[number] for number in trace.given] == [LAYER_BYTES, x]
-    assert trace.state == ()
-    assert [trace.sizes[number] for number in trace.gradients] == [LAYER_BYTES]
-    made = [trace.sizes[event] for event in trace.events if event >= 0]
+    assert [life.nbytes for life in trace.given] == [LAYER_BYTES, x]
+    assert not trace.state
+    assert [life.nbytes for life in trace.gradients] == [LAYER_BYTES]
+    made = [life.nbytes for life, is_made in trace.events if is_made]
     # Output, its square, the sum and the division; then the seed and three gradients.
     assert made.count(LAYER_BYTES) == 1
     assert made[0] == x

@@ -10,8 +10,8 @@ the gradients, and the caller's logits and loss live until the next ones are the
 Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,19 +47,22 @@ def workspace_of(card: str) -> int:
     return WORKSPACE_BYTES
 
 
+Event = tuple[Life, bool]
+
+
 @dataclass(frozen=True)
 class StepTrace:
-    """Allocations and releases of one step, in order; a storage is named by its number."""
+    """Allocations and releases of one step, in order."""
 
-    sizes: tuple[int, ...]  # bytes of each storage; 0 where it is in host memory
-    given: tuple[int, ...]  # storages that exist before the first step, in the order they are made
-    state: tuple[int, ...]  # optimizer state at the start of a later step
-    events: tuple[int, ...]  # a number where a storage is made, ~number where it is freed
+    given: Sequence[Life]  # storages that exist before the first step, in the order they are made
+    state: Sequence[Life]  # optimizer state at the start of a later step
+    events: Sequence[Event]  # each storage where it is made (True) and where it is freed
     step_start: int  # index of the optimizer step's first event
-    gradients: tuple[int, ...]  # freed when the next step begins
-    products: tuple[int, ...]  # indices of the results of the first product of each thread
-    first_events: tuple[int, ...] = ()  # of the optimizer's first step, with storages of its own
-    streams: tuple[int, ...] = ()  # stream of each storage; empty where all are of the default one
+    gradients: Sequence[Life]  # freed when the next step begins
+    products: Sequence[int]  # indices of the results of the first product of each thread
+    first_events: Sequence[Event] = ()  # of the optimizer's first step, with storages of its own
+    on_host: Collection[Life] = ()  # storages that take no memory of the device
+    streams: Mapping[Life, int] = field(default_factory=dict)  # of storages of other streams
     convolutions: tuple[Convolution, ...] = ()  # of forward and backward, in their order
     searches: bool = False  # whether the first step tries cuDNN's algorithms
 
@@ -67,21 +70,17 @@ class StepTrace:
 def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     """Build the trace of a recorded step.
 
-    Unless the optimizer is fused, its numbers have 0 bytes, because they are in host memory.
+    Unless the optimizer is fused, its numbers are in host memory.
     """
     fused = is_fused(record.optimizer)
     first = [one for one in record.first_step if fused or one[0].nbytes > LARGEST_NUMBER_BYTES]
-    own = dict.fromkeys(life for life, _ in first)
-    lives = [*record.lives, *own]
-    numbers = {life: number for number, life in enumerate(lives)}
     start = len(record.given)
     # An output that the caller holds is freed at the end of the step, or once the next one exists.
     end = record.event_ends["step"] if output_until == "next step" else None
 
-    def size(life: Life) -> int:
+    def is_on_host(life: Life) -> bool:
         is_of_step = life.owner[0] == OPTIMIZER_STATE_GROUP or life.born >= record.ends["backward"]
-        is_on_host = is_of_step and not fused and life.nbytes <= LARGEST_NUMBER_BYTES
-        return 0 if is_on_host else life.nbytes
+        return is_of_step and not fused and life.nbytes <= LARGEST_NUMBER_BYTES
 
     in_order = [
         life for tensor in in_order_of_moving(record.module) for life in record.lives_of(tensor)
@@ -89,22 +88,18 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
     state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     return StepTrace(
-        sizes=(*map(size, record.lives), *(life.nbytes for life in own)),
-        given=tuple(numbers[life] for life in dict.fromkeys([*in_order, *others])),
-        state=tuple(numbers[life] for life in state if size(life)),
-        events=_numbered(record.events[start:end], numbers),
+        given=[*dict.fromkeys([*in_order, *others])],
+        state=[life for life in state if not is_on_host(life)],
+        events=record.events[start:end],
         step_start=record.event_ends["backward"] - start,
-        gradients=tuple(numbers[life] for life in record.gradients if life not in record.given),
-        products=tuple(place - start for place in record.products.values()),
-        first_events=_numbered(first, numbers),
-        streams=tuple(record.streams.get(life, 0) for life in lives),
+        gradients=[life for life in record.gradients if life not in record.given],
+        products=[place - start for place in record.products.values()],
+        first_events=first,
+        on_host={life for life in record.lives if is_on_host(life)},
+        streams=record.streams,
         convolutions=tuple(replace(one, place=one.place - start) for one in record.convolutions),
         searches=torch.backends.cudnn.benchmark,
     )
-
-
-def _numbered(events: Iterable[tuple[Life, bool]], numbers: Mapping[Life, int]) -> tuple[int, ...]:
-    return tuple(numbers[life] if made else ~numbers[life] for life, made in events)
 
 
 def in_order_of_moving(module: nn.Module) -> Iterator[Tensor]:
@@ -126,31 +121,31 @@ class TrainingReplay:
     def __post_init__(self) -> None:
         trace = self.trace
         self._steps = 0
-        self._blocks: dict[int, MemoryBlock] = {}
+        self._blocks: dict[Life, MemoryBlock] = {}
         self._convolutions: dict[int, list[Convolution]] = {}
         for convolution in trace.convolutions:
             self._convolutions.setdefault(convolution.place, []).append(convolution)
         self._chosen: set[Hashable] = set()  # convolutions whose algorithm is chosen
-        for number in trace.given:
-            self._make(number, trace.sizes[number])
+        for life in trace.given:
+            self._make(life)
 
     def step(self) -> None:
         """Run one step."""
         trace = self.trace
-        for number in trace.gradients:
-            self._release(number)
+        for life in trace.gradients:
+            self._release(life)
         products = {*trace.products} if self._steps == 0 else set[int]()
         for index, event in enumerate(trace.events[: trace.step_start]):
             for convolution in self._convolutions.get(index, ()):
                 self._convolve(convolution)
-            self._run(event)
+            self._run(*event)
             if index in products:
                 # The result is there before cuBLAS asks for its workspace.
                 self.allocator.allocate(self.workspace_bytes)
         is_first = self._steps == 0 and bool(trace.state)
         events = trace.first_events if is_first else trace.events[trace.step_start :]
         for event in events:
-            self._run(event)
+            self._run(*event)
         self._name_state(events, is_first)
         self._steps += 1
 
@@ -162,39 +157,38 @@ class TrainingReplay:
         if convolution.num_bytes:
             self.allocator.free(self.allocator.allocate(convolution.num_bytes))
 
-    def _run(self, event: int) -> None:
-        if event < 0:
-            self._release(~event)
+    def _run(self, life: Life, is_made: bool) -> None:
+        if not is_made:
+            self._release(life)
             return
         # Tensors of the previous step are freed once their successors exist.
-        before = self._blocks.pop(event, None)
-        self._make(event, self.trace.sizes[event])
+        before = self._blocks.pop(life, None)
+        self._make(life)
         if before is not None:
             self.allocator.free(before)
 
-    def _name_state(self, events: Iterable[int], is_first: bool) -> None:
+    def _name_state(self, events: Sequence[Event], is_first: bool) -> None:
         """Let what the optimizer made be the state of the next step; make the rest of the first."""
         trace = self.trace
         new = self._blocks.keys() - {*trace.given, *trace.state}
-        made = [event for event in events if event in new]
-        for number in trace.state:
-            if number in self._blocks:
+        made = [life for life, _ in events if life in new]
+        for life in trace.state:
+            if life in self._blocks:
                 continue
-            same = [event for event in made if trace.sizes[event] == trace.sizes[number]]
+            same = [one for one in made if one.nbytes == life.nbytes]
             if same:
                 made.remove(same[0])
-                self._blocks[number] = self._blocks.pop(same[0])
+                self._blocks[life] = self._blocks.pop(same[0])
             elif is_first:
-                self._make(number, trace.sizes[number])
+                self._make(life)
 
-    def _make(self, number: int, num_bytes: int) -> None:
-        streams = self.trace.streams
-        if num_bytes:
-            stream = streams[number] if streams else 0
-            self._blocks[number] = self.allocator.allocate(num_bytes, stream=stream)
+    def _make(self, life: Life) -> None:
+        if life not in self.trace.on_host:
+            stream = self.trace.streams.get(life, 0)
+            self._blocks[life] = self.allocator.allocate(life.nbytes, stream=stream)
 
-    def _release(self, number: int) -> None:
-        block = self._blocks.pop(number, None)
+    def _release(self, life: Life) -> None:
+        block = self._blocks.pop(life, None)
         if block is not None:
             self.allocator.free(block)
 
