@@ -18,7 +18,7 @@ from torch import nn
 from .. import primitives
 from ..core.blocks import blocks_if_any, is_changed
 from ..core.wording import format_bytes
-from ..primitives.strategies import BLOCK_STRATEGIES
+from ..primitives.sac import Policy
 
 # Options: the ways to run one block that a plan chooses from.
 
@@ -27,7 +27,7 @@ REGIONS_KIND = "regions"
 SAC_KIND = "sac"
 OFFLOAD_KIND = "offload"
 FULL_KIND = "full"
-OPTION_KINDS = tuple(BLOCK_STRATEGIES)
+OPTION_KINDS = (NONE_KIND, FULL_KIND, OFFLOAD_KIND, SAC_KIND, REGIONS_KIND)
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,16 @@ def apply_options(
     changed = {name: option for name, option in options.items() if option.kind != NONE_KIND}
     for option in dict.fromkeys(changed.values()):
         names = [name for name, own in changed.items() if own == option]
-        if option.kind == OFFLOAD_KIND and offload is not None:
-            offload(model, names)
+        if option.kind == FULL_KIND:
+            primitives.recompute_blocks(model, blocks=names)
+        elif option.kind == REGIONS_KIND:
+            primitives.apply_regions(model, blocks=names)
+        elif option.kind == SAC_KIND:
+            primitives.apply_sac(model, Policy(str(option), calls=option.keep), blocks=names)
+        elif offload is None:
+            primitives.offload_blocks(model, blocks=names, keep_last=0)
         else:
-            BLOCK_STRATEGIES[option.kind](model, names, option)
+            offload(model, names)
     if changed:
         primitives.keep_routing(model)
     return [*changed]

@@ -3,9 +3,9 @@
     STRATEGIES["sac"].apply(model, Sample(batch, loss))
     apply_config(model, CheckpointConfig(enabled=True, strategy="full"))
 
-Commands list `STRATEGIES`; the options of a plan's blocks, the levers of a benchmark and
-`CheckpointConfig.strategy` are views of `ALL_STRATEGIES`. Settings that were not given are chosen
-from measured bytes: layers to recompute and numbers of segments.
+Commands list `STRATEGIES`; the levers of a benchmark and `CheckpointConfig.strategy` are views of
+`ALL_STRATEGIES`. Settings that were not given are chosen from measured bytes: layers to recompute
+and numbers of segments.
 
 Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
@@ -27,7 +27,7 @@ from ..core.wording import did_you_mean
 from .recompute import recompute_blocks
 from .regions import apply_regions, remove_regions
 from .running_blocks import ChosenBlocks, choose_blocks
-from .sac import Policy, apply_sac
+from .sac import apply_sac
 from .segments import ChainBroken, chains_of, recompute_segments, remove_segments
 
 # Strategy: a named way to use less memory, with functions that apply it to a model.
@@ -285,19 +285,6 @@ ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES
 
 # What commands list and run on any model; strategy `plan` needs a file.
 STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
-
-# The strategies that a plan chooses from for each block, and how the named blocks are changed.
-BLOCK_STRATEGIES: dict[str, Callable[[nn.Module, list[str], Any], Any]] = {
-    "none": lambda model, names, option: None,
-    "full": lambda model, names, option: recompute_blocks(model, blocks=names),
-    "offload": lambda model, names, option: primitives.offload.offload_blocks(
-        model, blocks=names, keep_last=0
-    ),
-    "sac": lambda model, names, option: apply_sac(
-        model, Policy(str(option), calls=option.keep), blocks=names
-    ),
-    "regions": lambda model, names, option: apply_regions(model, blocks=names),
-}
 
 # The values of `CheckpointConfig.strategy`.
 CONFIGURED_STRATEGIES = tuple(name for name, found in ALL_STRATEGIES.items() if found.configurable)
