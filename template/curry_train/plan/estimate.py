@@ -292,9 +292,6 @@ class Sketch:
     def build(self) -> nn.Module:
         return self.case.build()
 
-    def batch(self, size: int) -> Any:
-        return self.case.batch(size)
-
     def blocks(self, module: nn.Module) -> dict[str, nn.Module]:
         """Return the blocks by name; empty if the model repeats none and no pattern is given."""
         return blocks_if_any(module, self.case.blocks)
@@ -315,7 +312,7 @@ class Sketch:
         """
         if self.sharding.is_shared and not alone:
             return self._rank_step(batch_size, accumulated=accumulated, change=change)
-        batch = self.batch(batch_size)
+        batch = self.case.batch(batch_size)
         module = self.build()
         blocks = self.blocks(module)
         optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
@@ -340,7 +337,7 @@ class Sketch:
         blocks: dict[str, nn.Module] = {}
 
         def make_program(record: RankStorages) -> RankProgram:
-            batch = self.batch(batch_size)
+            batch = self.case.batch(batch_size)
             module = self.build()
             blocks.update(self.blocks(module))
             # FSDP2 shards the blocks that the model repeats, as the trainer of a project does,

@@ -478,20 +478,10 @@ def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, in
     return operation_flops(func, args, kwargs, out), moved
 
 
-def _attributes_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
+def _attributes_of(owners: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors that parameters hold as attributes, such as scales of quantised ones."""
-    seen: set[int] = set()
-    found: list[Any] = [list(vars(parameter).values()) for parameter in parameters]
-    while found:
-        value = found.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            found += value
-        elif isinstance(value, dict):
-            found += value.values()
-        elif type(value).__name__ in STATES_OF_PARAMETERS:
-            found += vars(value).values()
+    for leaf in tree_iter([vars(owner) for owner in owners]):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif type(leaf).__name__ in STATES_OF_PARAMETERS:
+            yield from _attributes_of([leaf])
