@@ -52,20 +52,28 @@ SMALLEST_BUDGET = 1e-6
 GraphPair = tuple[GraphModule, GraphModule]
 
 
+@dataclass(frozen=True)
+class Budget:
+    """The way a block is compiled; stored on the block, and copied with it."""
+
+    # Each graph saves at most this share of its usual bytes.
+    share: float
+    backend: str
+    # Blocks of the same kind share their compiled code; messages name it.
+    kind: str
+
+
 @dataclass(eq=False)
 class Compiled:
-    """Compiled function whose graphs each save at most a share `budget` of their usual bytes."""
+    """A function that is compiled with a budget."""
 
     function: Callable[..., Any]
-    budget: float
-    backend: str
-    # The function's name in messages.
-    name: str
+    budget: Budget
     # Graphs compiled so far.
     num_graphs: int = 0
 
     def __post_init__(self) -> None:
-        function = with_own_code(self.function, name=self.name)
+        function = with_own_code(self.function, name=self.budget.kind)
         self._run = torch.compile(function, backend=self._compile_graph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,14 +89,15 @@ class Compiled:
                 raise cause from failure
             first_line = (str(cause).strip().splitlines() or ["no message"])[0]
             raise CompileFailed(
-                f"{self.backend} can't compile {self.name}: {type(cause).__name__}: {first_line}; "
-                "leave the block out with blocks=, or use recompute_blocks, which needs no compiler"
+                f"{self.budget.backend} can't compile {self.budget.kind}: "
+                f"{type(cause).__name__}: {first_line}; leave the block out with blocks=, or use "
+                "recompute_blocks, which needs no compiler"
             ) from failure
 
     def _compile_graph(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         self.num_graphs += 1
-        with functorch_config.patch(activation_memory_budget=self.budget):
-            if self.backend == "inductor":
+        with functorch_config.patch(activation_memory_budget=self.budget.share):
+            if self.budget.backend == "inductor":
                 with inductor_config.patch(custom_partitioner_fn=DrawingOnce()):
                     return lookup_backend("inductor")(graph, inputs)
             compile_eagerly = aot_autograd(
@@ -187,16 +196,6 @@ def _is_call(node: Node) -> bool:
 # Compile blocks with a memory budget: the compiler chooses which activations to recompute.
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The way a block is compiled; stored on the block, and copied with it."""
-
-    share: float
-    backend: str
-    # Blocks of the same kind share their compiled code.
-    kind: str
-
-
 class Budgeted(Derived):
     """A block that runs compiled with its budget in training, also inside a compiled model."""
 
@@ -217,9 +216,7 @@ def _bare_forward(block: nn.Module) -> Callable[..., Any]:
     return forward.__func__
 
 
-@functools.cache
-def _compiled(forward: Callable[..., Any], budget: Budget) -> Compiled:
-    return Compiled(forward, budget.share, budget.backend, budget.kind)
+_compiled = functools.cache(Compiled)
 
 
 def memory_budget(
@@ -288,6 +285,6 @@ def _compile_now(model: nn.Module, blocks: Sequence[Any], batch: Any, loss: Loss
         code = _compiled(_bare_forward(block), block._technique)
         if not code.num_graphs:
             raise CompileFailed(
-                f"{code.name} produced no compiled graph: check that the forward runs it in "
+                f"{code.budget.kind} produced no compiled graph: check that the forward runs it in "
                 "training mode"
             )
