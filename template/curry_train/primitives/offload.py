@@ -219,11 +219,6 @@ class OffloadedForward:
         self.unpacked = True
         return saved.value()
 
-    def save(self, moved: "Moved", tensor: Tensor) -> "OffloadedTensor":
-        saved = OffloadedTensor(moved, tensor, len(self.order))
-        self.order.append(weakref.ref(saved))
-        return saved
-
     def fetch_ahead(self, index: int) -> None:
         """Prefetch the storages that backward needs next, in the reverse order of forward.
 
@@ -319,10 +314,11 @@ class OffloadedTensor:
 
     __slots__ = ("__weakref__", "dtype", "index", "moved", "original", "view")
 
-    def __init__(self, moved: Moved, tensor: Tensor, index: int) -> None:
+    def __init__(self, moved: Moved, tensor: Tensor) -> None:
         self.moved = moved
         moved.unused.add(self)
-        self.index = index
+        self.index = len(moved.step.order)
+        moved.step.order.append(weakref.ref(self))
         self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
         self.original: Callable[[], Tensor | None] = lambda: None
@@ -411,7 +407,7 @@ class OffloadedCall:
         else:
             step.report.skip(tensor, reason)
         if moved is not None and reason in (None, DUPLICATE_REASON):
-            return step.save(moved, tensor)
+            return OffloadedTensor(moved, tensor)
 
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
         return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
