@@ -36,7 +36,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "routing": ("keep_routing",),
         "sac": ("POLICIES", "apply_sac", "remove_sac"),
         "strategies": (
-            "ALL_STRATEGIES",
             "CheckpointConfig",
             "STRATEGIES",
             "Sample",

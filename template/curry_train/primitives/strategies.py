@@ -3,9 +3,9 @@
     STRATEGIES["sac"].apply(model, Sample(batch, loss))
     apply_config(model, CheckpointConfig(enabled=True, strategy="full"))
 
-Commands list `STRATEGIES`; the levers of a benchmark and `CheckpointConfig.strategy` are views of
-`ALL_STRATEGIES`. Settings that were not given are chosen from measured bytes: layers to recompute
-and numbers of segments.
+Commands list them from here; the levers of a benchmark and `CheckpointConfig.strategy` are views of
+them. Settings that were not given are chosen from measured bytes: layers to recompute and numbers
+of segments.
 
 Proof: `python -m pytest tests/gates tests/primitives/test_strategies.py`.
 """
@@ -40,9 +40,6 @@ class Sample:
     batch: Any
     loss: Any  # a `Loss`; without a batch None
     blocks: str | Sequence[str] | None = None  # names or globs; None for the repeated blocks
-
-    # For strategy `plan`: applies a plan that was read from a file.
-    apply_plan: Callable[[nn.Module], list[str]] | None = None
 
     # Keywords of `Recompute`, for the strategies that recompute calls.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -203,7 +200,7 @@ def moved_bytes(model: nn.Module) -> dict[str, float]:
     }
 
 
-# The compiler's memory budget, loops over time, and plans.
+# The compiler's memory budget, and loops over time.
 
 MEMORY_BUDGET_SHARE = 0.5  # of the bytes that compiled code saves for backward
 
@@ -233,12 +230,6 @@ def _timesteps(model: nn.Module, sample: Sample) -> list[str]:
             f"got blocks {sample.blocks!r}: leave out --blocks"
         )
     return primitives.recompute_timesteps(model)
-
-
-def _plan(model: nn.Module, sample: Sample) -> list[str]:
-    if sample.apply_plan is None:
-        raise ValueError("strategy 'plan' needs a plan: give Sample(..., apply_plan=plan.apply)")
-    return sample.apply_plan(model)
 
 
 # The registry. Nothing and whole blocks come first: the others are read against them.
@@ -279,15 +270,14 @@ _REGISTERED_STRATEGIES = (
     ),
     Strategy("regions", "keep products and attention, without a dispatch mode", _regions),
     Strategy("timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False),
-    Strategy("plan", "what a plan from a file says", _plan),
 )
-ALL_STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES}
+STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES}
 
-# What commands list and run on any model; strategy `plan` needs a file.
-STRATEGIES = {name: found for name, found in ALL_STRATEGIES.items() if name != "plan"}
-
-# The values of `CheckpointConfig.strategy`.
-CONFIGURED_STRATEGIES = tuple(name for name, found in ALL_STRATEGIES.items() if found.configurable)
+# The values of `CheckpointConfig.strategy`; commands do not list `plan`, which needs a file.
+CONFIGURED_STRATEGIES = (
+    *(name for name, found in STRATEGIES.items() if found.configurable),
+    "plan",
+)
 
 
 # Configuration of recompute, validated when it is created, and applied to a model.
@@ -416,6 +406,10 @@ def apply_config(
         return []
     if config.snn_timestep_checkpoint:
         return primitives.recompute_timesteps(model, chunk_size=config.snn_chunk_size)
+    if config.strategy == "plan":
+        if apply_plan is None:
+            raise ValueError("strategy 'plan' needs a plan: give apply_plan=plan.apply")
+        return apply_plan(model)
     if batch is not None and loss is None:
         raise ValueError("batch is given and loss is not: measuring a step needs both")
     options = {
@@ -427,10 +421,10 @@ def apply_config(
         names = _large_layers(model, config, batch, loss, layers)
         changed = recompute_blocks(model, blocks=names, **options) if names else []
     else:
-        has_blocks = config.strategy not in ("none", "plan")
+        has_blocks = config.strategy != "none"
         blocks = _configured_blocks(model, config, batch, loss) if has_blocks else None
-        sample = Sample(batch, loss, blocks, apply_plan, options, config.sequential_segments)
-        changed = ALL_STRATEGIES[config.strategy].apply(model, sample)
+        sample = Sample(batch, loss, blocks, options, config.sequential_segments)
+        changed = STRATEGIES[config.strategy].apply(model, sample)
     if not config.use_reentrant:
         primitives.keep_routing(model)
     return changed
