@@ -344,8 +344,8 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
         f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
         for held, owner in owners
     ]
-    host = [plan.settings["host_note"]] if "host_note" in plan.settings else []
-    lines += map(fill_screen, (*plan.settings.get("block_notes", ()), *host))
+    notes = [*plan.settings["block_notes"], plan.settings["host_note"]]
+    lines += map(fill_screen, filter(None, notes))
     if plan.settings["why_real"]:
         why = f"measured for real, without offload: {plan.settings['why_real']}"
         lines.append(fill_screen(why, indent=""))

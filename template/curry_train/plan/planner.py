@@ -175,12 +175,7 @@ class Planner:
         self.asked = self.chunked_loss = chunked_loss
         self.without = tuple(without)
         self.left_out: list[str] = []  # options that could not run, with the reason
-        self.settings: dict[str, Any] = {
-            "device": self.profile.name,
-            "rates_from": self.profile.source,
-            "parallel": self.sharding.name,
-            "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
-        }
+        self.limit_notes: list[str] = []  # what of the budget is left free
         self.whole_steps = WholeSteps(
             self.sketch, card=self.card, links=links or links_of(self.profile.name)
         )
@@ -193,13 +188,6 @@ class Planner:
         # An error in here must not leave the modes of the sketch behind.
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sketch)
-            case = self.sketch.case
-            blocks = list(case.blocks) if isinstance(case.blocks, tuple) else case.blocks
-            self.settings |= {"dtype": self.sketch.dtype_name, "blocks": blocks, "seed": case.seed}
-            if self.sketch.choice is not None:
-                self.settings["block_notes"] = self.sketch.choice.lines()
-            if self.sketch.host_note is not None:
-                self.settings["host_note"] = self.sketch.host_note
             stack.enter_context(heap_kept())
             self._stack = stack.pop_all()
         return self
@@ -246,7 +234,7 @@ class Planner:
         require_whole("budget_bytes", budget_bytes, least=1)
         require_whole("global_batch", global_batch, least=1)
 
-        budget_bytes, self.settings["limit_notes"] = self.card.limit(budget_bytes)
+        budget_bytes, self.limit_notes = self.card.limit(budget_bytes)
         tried = [
             self.whole_steps.predict(Candidate(size, steps, chunked), budget_bytes)
             for size, steps, chunked in self._tried(global_batch, microbatch)
@@ -367,13 +355,15 @@ class Planner:
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
         self._best = best
-        module = self.sketch.build()
-        blocks = {name: fingerprint(block) for name, block in self.sketch.blocks(module).items()}
+        sketch = self.sketch
+        case = sketch.case
+        module = sketch.build()
+        blocks = {name: fingerprint(block) for name, block in sketch.blocks(module).items()}
         plain = self.whole_steps.plain(best).step_seconds
         assert best.step_seconds is not None
         assert plain is not None
         return Plan(
-            workload=self.sketch.case.workload.name,
+            workload=case.workload.name,
             budget_bytes=budget_bytes,
             microbatch=best.microbatch,
             steps=best.steps,
@@ -384,15 +374,24 @@ class Planner:
             step_seconds=best.step_seconds,
             plain_seconds=plain,
             fingerprint=blocks,
-            settings=self.settings
-            | {
-                "optimizer": _name_of(self.sketch.optimizer),
-                "why_real": self.sketch.why_real,
+            settings={
+                "device": self.profile.name,
+                "rates_from": self.profile.source,
+                "parallel": self.sharding.name,
+                "mesh": self.sharding.mesh_text if self.sharding.is_shared else None,
+                "dtype": sketch.dtype_name,
+                "blocks": case.blocks,
+                "block_notes": sketch.choice.lines() if sketch.choice else [],
+                "seed": case.seed,
+                "host_note": sketch.host_note,
+                "limit_notes": self.limit_notes,
+                "optimizer": _name_of(sketch.optimizer),
+                "why_real": sketch.why_real,
                 "left_out": self.left_out,
             },
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)
-            + (EVERY_LAYER_NOTE if self.sketch.draws.drawn else ""),
+            + (EVERY_LAYER_NOTE if sketch.draws.drawn else ""),
             cuda=self._cuda_figures(best, budget_bytes),
             communication=self.whole_steps.communication(best),
             candidates=tuple(found),
@@ -402,7 +401,7 @@ class Planner:
         self, least: Candidate, found: list[Candidate], budget_bytes: int
     ) -> Infeasible:
         """Name the least peak and what would help, in 80 columns."""
-        within = " and ".join(self.settings["limit_notes"])
+        within = " and ".join(self.limit_notes)
         first = (
             f"nothing fits {format_bytes(budget_bytes)}{within and f' (with {within})'}: the "
             f"least peak is {format_bytes(least.peak_bytes)}, "
