@@ -182,7 +182,17 @@ class Sharding:
                 f"{', '.join(SHARDING_KINDS)} or package.module:function, or Workload.parallelize"
             )
         function = import_callable(way) if isinstance(way, str) else way
-        result = _call_way(function, module, mesh, name=self.name or "parallelize")
+        try:
+            result = function(module, mesh)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # The user's code may raise anything, or end Python.
+            raise WorkloadError(
+                f"{self.name or 'parallelize'} raised {describe_raised(error, called=function)}; "
+                "its arguments are the model and the mesh, whose dimensions are "
+                f"{', '.join(mesh.mesh_dim_names)}"
+            ) from error
         if result is None:
             return module
         if not isinstance(result, nn.Module):
@@ -214,19 +224,6 @@ class Sharding:
                 "module, name blocks that share none"
             ) from error
         return module
-
-
-def _call_way(way: Callable[..., Any], module: nn.Module, mesh: Any, *, name: str) -> Any:
-    try:
-        return way(module, mesh)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        # The user's code may raise anything, or end Python.
-        raise WorkloadError(
-            f"{name} raised {describe_raised(error, called=way)}; its arguments are the model and "
-            f"the mesh, whose dimensions are {', '.join(mesh.mesh_dim_names)}"
-        ) from error
 
 
 def parse_mesh(text: str) -> dict[str, int]:
