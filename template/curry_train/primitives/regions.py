@@ -37,23 +37,22 @@ from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
 
 # Autocast of a call.
 
-Autocast = list[tuple[str, torch.dtype]]
+Autocast = dict[str, torch.dtype]
 
 
 def autocast_now() -> Autocast:
     """Return the device types for which autocast is on, with their dtypes."""
-    return [
-        (kind, torch.get_autocast_dtype(kind))
+    return {
+        kind: torch.get_autocast_dtype(kind)
         for kind in ("cuda", "cpu")
         if torch.is_autocast_enabled(kind)
-    ]
+    }
 
 
 @contextlib.contextmanager
-def autocast_as(state: Autocast) -> Iterator[None]:
+def autocast_as(wanted: Autocast) -> Iterator[None]:
     """Set autocast to a recorded state inside the context."""
-    now = dict(autocast_now())
-    wanted = dict(state)
+    now = autocast_now()
     with contextlib.ExitStack() as stack:
         for kind in now | wanted:
             if now.get(kind) != wanted.get(kind):
@@ -191,7 +190,7 @@ class RecomputedTensor:
             self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def value(self) -> Tensor:
-        with torch.no_grad(), autocast_as([]):
+        with torch.no_grad(), autocast_as({}):
             made = self.make()
         if made.shape != self.shape or made.stride() != self.strides:
             raise RuntimeError(

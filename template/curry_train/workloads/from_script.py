@@ -176,7 +176,7 @@ class RunningScript:
         found = [(place, one) for place, one in _tensors(output) if one.requires_grad]
         if not found or not torch.is_grad_enabled():
             return
-        autocast = next((dtype for _, dtype in autocast_now()), None)
+        autocast = next(iter(autocast_now().values()), None)
         operation = Operation(function, self.linked(args), self.linked(options), autocast)
         for place, tensor in found:
             self.made[tensor] = MadeTensor(operation, place)
