@@ -260,7 +260,7 @@ STAND_INS: Mapping[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
 }
-_FLOAT32_LAYER_FUNCTIONS = (
+_FLOAT32_NAMES = (
     "layer_norm",
     "group_norm",
     "softmax",
@@ -268,8 +268,6 @@ _FLOAT32_LAYER_FUNCTIONS = (
     "softplus",
     "cosine_similarity",
     "normalize",
-)
-_FLOAT32_MATH_FUNCTIONS = (
     "exp",
     "log",
     "log1p",
@@ -287,7 +285,7 @@ _FLOAT32_MATH_FUNCTIONS = (
 FLOAT32_FUNCTIONS = frozenset(
     getattr(space, name)
     for space in (torch, Tensor, F)
-    for name in (*_FLOAT32_LAYER_FUNCTIONS, *_FLOAT32_MATH_FUNCTIONS)
+    for name in _FLOAT32_NAMES
     if hasattr(space, name)
 ) | {Tensor.__pow__}
 
