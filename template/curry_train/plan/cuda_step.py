@@ -183,7 +183,7 @@ class TrainingReplay:
                 self._make(life)
 
     def _make(self, life: Life) -> None:
-        if life not in self.trace.on_host:
+        if life.nbytes and life not in self.trace.on_host:
             stream = self.trace.streams.get(life, 0)
             self._blocks[life] = self.allocator.allocate(life.nbytes, stream=stream)
 
