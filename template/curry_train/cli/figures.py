@@ -11,15 +11,15 @@ Proof: `python -m pytest tests/cli/test_runs_plot.py tests/bench/test_savings.py
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 
 from ..bench.report import Bench, Figures
 from ..bench.savings import REFERENCE_STRATEGY, SavingsRow
-from ..bench.steps import MEASURED_OUTCOME
+from ..bench.steps import MEASURED_OUTCOME, PLAIN_LEVER
 from ..core.timing import Ratio
 from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.planner import Planner
@@ -97,51 +97,54 @@ def _picture(
 
 TRADE_NOTE = "mark: the median; thin line: its 95% interval; dashed: the Pareto front"
 RATIO_AXIS = "step time / that of the plain step in the same round"
+MeasuredRow = Figures | SavingsRow
 
 
-class Trade(NamedTuple):
-    """The cost of a setup, the ends of its interval where it has one, and its peak memory."""
-
-    name: str
-    cost: float
-    ends: tuple[float | None, float | None]
-    peak_bytes: int
+def _time(row: MeasuredRow) -> Ratio | None:
+    """Return the ratio of the step time to the plain step's, None if that was not measured."""
+    is_plain = row.name in (PLAIN_LEVER.name, REFERENCE_STRATEGY)
+    return Ratio(1.0, None, None, None) if is_plain else row.ratio
 
 
-class TradePanel(NamedTuple):
-    """The setups of one panel, and its title and the label of its cost axis."""
-
-    title: str
-    axis: str
-    trades: Sequence[Trade]
+def _flops(row: SavingsRow) -> Ratio:
+    return Ratio(100 * (row.recompute_ratio or 0), None, None, None)
 
 
-def _time(row: Figures | SavingsRow) -> Trade:
-    ratio = row.ratio or Ratio(1.0, None, None, None)
-    return Trade(row.name, ratio.median, (ratio.lower, ratio.upper), row.peak_bytes or 0)
+def _plot_trades(
+    path: str | Path,
+    title: str,
+    cases: Mapping[str, Sequence[MeasuredRow]],
+    costs: Mapping[str, Callable[[Any], Ratio | None]],
+) -> None:
+    """Draw the peak over the cost of each setup; a setup looks alike in all panels.
 
-
-def _plot_trades(path: str | Path, title: str, cases: Sequence[Sequence[TradePanel]]) -> None:
-    """Draw the peak over the cost of each setup; a setup looks alike in all panels."""
-    names = list(dict.fromkeys(t.name for case in cases for panel in case for t in panel.trades))
-    width, height = 3.5 + 4 * len(cases[0]), 0.5 + 4 * len(cases)
+    `cases` are the rows of each line of panels, by its title; `costs` are functions of a row, by
+    the label of their axis.
+    """
+    names = list(dict.fromkeys(row.name for rows in cases.values() for row in rows))
+    marks = {}
+    width, height = 3.5 + 4 * len(costs), 0.5 + 4 * len(cases)
     with _picture(path, width, height, title, TRADE_NOTE) as figure:
-        grid = figure.subplots(len(cases), len(cases[0]), squeeze=False)
-        for axes, panel in zip(grid.flat, itertools.chain(*cases), strict=True):
-            points = [(trade.cost, trade.peak_bytes / BYTES_PER_MIB) for trade in panel.trades]
-            for trade, (cost, peak) in zip(panel.trades, points, strict=True):
-                index = names.index(trade.name)
+        grid = figure.subplots(len(cases), len(costs), squeeze=False)
+        panels = itertools.product(cases.items(), costs.items())
+        for axes, ((case, rows), (axis, cost_of)) in zip(grid.flat, panels, strict=True):
+            points = []
+            for row in rows:
+                cost = cost_of(row)
+                if cost is None or row.peak_bytes is None:
+                    continue
+                peak = row.peak_bytes / BYTES_PER_MIB
+                points.append((cost.median, peak))
+                index = names.index(row.name)
                 colour = COLOURS[index % len(COLOURS)]
                 marker = STRATEGY_MARKERS[index % len(STRATEGY_MARKERS)]
-                axes.plot([cost], [peak], marker, color=colour, label=trade.name)
-                if None not in trade.ends:
-                    axes.hlines(peak, *trade.ends, colour, linewidth=0.9, alpha=0.5)
+                (marks[row.name],) = axes.plot([cost.median], [peak], marker, color=colour)
+                if cost.lower is not None:
+                    axes.hlines(peak, cost.lower, cost.upper, colour, linewidth=0.9, alpha=0.5)
             front = list(zip(*pareto(points), strict=True))
             axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
-            axes.set(xlabel=panel.axis, ylabel="peak, MiB", title=panel.title)
+            axes.set(xlabel=axis, ylabel="peak, MiB", title=case)
             axes.set_ylim(bottom=0)
-        found = [zip(*axes.get_legend_handles_labels(), strict=True) for axes in grid.flat]
-        marks = {name: mark for mark, name in itertools.chain(*found)}
         figure.legend(marks.values(), marks.keys(), loc=RIGHT)
 
 
@@ -151,25 +154,17 @@ def plot_bench(bench: Bench, path: str | Path, *, device: str = "") -> None:
         f"{bench.workload}, batch size {bench.batch_size}, {bench.dtype}, {bench.optimizer}, on "
         f"{device or bench.device}: one optimizer step"
     )
-    times = [_time(row) for row in bench.rows if row.step and row.peak_bytes]
-    _plot_trades(path, title, [[TradePanel("", RATIO_AXIS, times)]])
+    _plot_trades(path, title, {"": [row for row in bench.rows if row.step]}, {RATIO_AXIS: _time})
 
 
 def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str) -> None:
     """Write a PNG of the rows that were measured, a line of panels for each case."""
     title = f"What each strategy saves, and what it costs, on {device}"
     measured = [row for row in rows if row.outcome == MEASURED_OUTCOME and not row.stays_here]
-    cases = []
-    for label, case in itertools.groupby(measured, key=lambda row: row.label):
-        shown = list(case)
-        times = [_time(row) for row in shown if row.ratio or row.name == REFERENCE_STRATEGY]
-        flops = [
-            _time(row)._replace(cost=100 * (row.recompute_ratio or 0), ends=(None, None))
-            for row in shown
-        ]
-        again = TradePanel("", "recomputed FLOPs, % of one forward", flops)
-        cases.append([TradePanel(label, RATIO_AXIS, times), again])
-    _plot_trades(path, title, cases)
+    by_case = itertools.groupby(measured, key=lambda row: row.label)
+    cases = {label: list(shown) for label, shown in by_case}
+    costs = {RATIO_AXIS: _time, "recomputed FLOPs, % of one forward": _flops}
+    _plot_trades(path, title, cases, costs)
 
 
 def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
