@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/cli/test_memory_page.py`.
 """
 
 import heapq
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,12 +172,11 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
 
 def _moments(allocated: Sequence[int], peak_index: int) -> tuple[int, ...]:
     """Choose the highest and the last event of each of many equal ranges, and the peak."""
-    num_ranges = min(len(allocated), MOST_POINTS // 2)
-    chosen = {peak_index, -1, len(allocated) - 2}
-    bounds = [number * len(allocated) // num_ranges for number in range(num_ranges + 1)]
-    for start, end in itertools.pairwise(bounds):
-        chosen.add(max(range(start, end), key=allocated.__getitem__) - 1)
-        chosen.add(end - 2)
+    chosen = {peak_index, -1}
+    start = -1
+    for part in numpy.array_split(allocated, min(len(allocated), MOST_POINTS // 2)):
+        chosen |= {start + int(part.argmax()), start + len(part) - 1}
+        start += len(part)
     return tuple(sorted(chosen))
 
 

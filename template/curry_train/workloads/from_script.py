@@ -68,14 +68,6 @@ class Operation:
     autocast: torch.dtype | None
 
 
-@dataclass
-class BackwardCall:
-    """A line of the script that calls backward, with the loss of its first call."""
-
-    loss: Any
-    count: int = 0
-
-
 def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a nested output, with their places."""
     if isinstance(value, Tensor):
@@ -153,7 +145,8 @@ class RunningScript:
         self.path = path
         self.arguments = arguments
         self.made: dict[Tensor, MadeTensor] = {}
-        self.backward: dict[tuple[str, int], BackwardCall] = {}
+        # The losses of each call of backward, by the line that makes it.
+        self.backward: dict[tuple[str, int], list[list[Any]]] = {}
         self.notes: dict[str, None] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         # The optimizer steps in a hook of a gradient.
@@ -341,9 +334,7 @@ class RunningScript:
             frame = frame.f_back
         place = frame.f_code.co_filename, frame.f_lineno
         given = tensors if isinstance(tensors, list | tuple) else [tensors]
-        linked = self.linked(list(given))
-        call = self.backward.setdefault(place, BackwardCall(linked))
-        call.count += 1
+        self.backward.setdefault(place, []).append(self.linked(list(given)))
         self.is_in_backward = True
         try:
             backward(tensors, *args, **options)
@@ -409,7 +400,6 @@ class LossSource:
     """Lines of Python that compute the loss of a module and a batch, as the script did."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.root = root
         self.names = {one: name for name, one in root.named_modules()}
         self.tensors = {
             one: name for name, one in (*root.named_parameters(), *root.named_buffers())
@@ -639,7 +629,7 @@ def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTrainin
         script.optimizer, called, is_in_backward=script.is_in_backward
     )
     trained = set[Tensor]().union(*map(parameters_of, optimizers))
-    calls = [call for call in script.backward.values() if _reaches(call.loss, trained)]
+    calls = [losses for losses in script.backward.values() if _reaches(losses[0], trained)]
     if not calls:
         raise WorkloadError(
             "no call of a module leads from the parameters of its "
@@ -647,9 +637,9 @@ def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTrainin
         )
     root = _root_of(script, trained, notes)
     precision = precision_around(root, script.variables)
-    count = max(call.count for call in calls)
+    count = max(map(len, calls))
     source = LossSource(root)
-    losses = [_undivided(loss, count) for call in calls for loss in call.loss]
+    losses = [_undivided(loss, count) for first, *_ in calls for loss in first]
     returned = " + ".join(source.expression(loss, "loss") for loss in losses)
     root.zero_grad()
     taken = workload_of(

@@ -116,17 +116,14 @@ class SteppedTogether(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
+        # `copy_optimizer` keeps what is shared.
         groups = iter(self.param_groups)
         for one in self.optimizers:
             one.state = self.state
             one.param_groups = [*itertools.islice(groups, len(one.param_groups))]
 
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy of an optimizer has no attributes but these.
-        return {**super().__getstate__(), "optimizers": self.optimizers}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self._share()
 
     def step(self, closure: Any = None) -> Any:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from types import SimpleNamespace
@@ -108,20 +109,18 @@ def batch_size(batch: Any) -> int:
     sizes: list[int] = []
     others: list[Any] = []
 
-    def add(tensor: Tensor) -> None:
-        if tensor.dim():
-            sizes.append(tensor.size(0))
-
-    def count(value: Any) -> Any:
-        if (samples := _samples_of(value)) is not None:
+    def count(value: Any) -> None:
+        if isinstance(value, Tensor):
+            if value.dim():
+                sizes.append(value.size(0))
+        elif (samples := _samples_of(value)) is not None:
             sizes.append(len(samples))
         elif _has_tensors(value):
-            _map_attributes(value, add, count)
+            _map_attributes(value, count, count)
         else:
             others.append(value)
-        return value
 
-    map_tensors(batch, add, move=count)
+    map_tensors(batch, count, move=count)
     if not sizes and not others:
         raise ValueError(
             f"a {type(batch).__name__} has no tensor with a batch dimension: return tensors in "
@@ -659,11 +658,11 @@ def mask_tails(targets: Tensor) -> Tensor:
 
 def dtype_of(module: nn.Module) -> torch.dtype:
     """Return the floating dtype in which most of a module's parameters are."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes = Counter[torch.dtype]()
     for parameter in module.parameters():
         if parameter.is_floating_point():
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+            sizes[parameter.dtype] += parameter.numel()
+    return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
 
 def _example_batch(module: nn.Module) -> Any:
