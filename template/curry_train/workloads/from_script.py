@@ -40,7 +40,7 @@ from .from_trainer import (
     take_training,
     workload_of,
 )
-from .optimizers import OptimizerLike, optimizers_together, parameters_of, stepped_on_host
+from .optimizers import optimizers_together, parameters_of, stepped_on_host
 from .workload import Workload, WorkloadError, batch_size, items_of
 
 # Record what happens between a module's call and the optimizer step.
@@ -274,15 +274,16 @@ class RunningScript:
     def _replaced(self) -> contextlib.AbstractContextManager[None]:
         """Replace torch's calls, and those that a thread must not make."""
         scaler = torch.amp.GradScaler
-        unscaled = "GradScaler, whose scale is left out"
+        scaling = "GradScaler, whose scale is left out"
+        compiling = "compile, which is left out"
         replaced: list[tuple[Any, str, Any]] = [
             (nn.Module, "__call__", self._module_call),
-            (nn.Module, "compile", self._without("compile, which is left out", None)),
-            (torch, "compile", self._uncompiled),
+            (nn.Module, "compile", self._without(compiling)),
+            (torch, "compile", self._without(compiling, _uncompiled)),
             (torch.autograd, "backward", self._backward),
             (torch.multiprocessing, "spawn", self._spawn),
-            (scaler, "scale", self._without(unscaled, 1)),
-            (scaler, "unscale_", self._without(unscaled, None)),
+            (scaler, "scale", self._without(scaling, lambda _, outputs: outputs)),
+            (scaler, "unscale_", self._without(scaling)),
             (scaler, "step", self._scaler_step),
             (atexit, "register", self._register),
             # A handler can be set in the main thread only.
@@ -353,18 +354,16 @@ class RunningScript:
     def _scaler_step(self, _: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> None:
         self._optimizer_step(getattr(optimizer, "optimizer", optimizer), (None, *args), options)
 
-    def _without(self, what: str, returned: int | None) -> Callable[..., Any]:
-        """Return a method that does nothing; `returned` is the place of the argument it returns."""
+    def _without(
+        self, what: str, instead: Callable[..., Any] = lambda *_, **__: None
+    ) -> Callable[..., Any]:
+        """Return what notes a use, and calls `instead`."""
 
         def run(_: Any, *args: Any, **options: Any) -> Any:
             self.notes[f"it uses {what}"] = None
-            return None if returned is None else args[returned]
+            return instead(*args, **options)
 
         return run
-
-    def _uncompiled(self, _: Any, model: Any = None, **options: Any) -> Any:
-        self.notes["it uses compile, which is left out"] = None
-        return (lambda function: function) if model is None else model
 
     def _spawn(self, _: Any, function: Any, args: Any = (), nprocs: int = 1, **options: Any) -> Any:
         if nprocs != 1:
@@ -532,6 +531,11 @@ def _with_free_rows(args: Sequence[Any]) -> Sequence[Any]:
     return [tensor, *sizes]
 
 
+def _uncompiled(model: Any = None, **_: Any) -> Any:
+    """Return a model as it is; without one, the decorator that does so."""
+    return _uncompiled if model is None else model
+
+
 def _undivided(value: Any, number: int) -> Any:
     """Return a loss without its division by the number of batches of a step."""
     if number > 1 and isinstance(value, MadeTensor):
@@ -635,7 +639,7 @@ def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTrainin
             "no call of a module leads from the parameters of its "
             f"{type(optimizers[0]).__name__} to a loss whose backward it calls: write a factory"
         )
-    root = _root_of(script, trained, notes)
+    root = _root_of(script, trained)
     precision = precision_around(root, script.variables)
     count = max(map(len, calls))
     source = LossSource(root)
@@ -647,7 +651,7 @@ def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTrainin
         root,
         source.batch,
         lambda module, batch: module(batch),
-        optimizer=OptimizerLike(optimizers, root),
+        optimizers=optimizers,
         accumulation=count,
         notes=[*notes, *script.notes],
         output_until="next step" if _is_held(script, root) else "loss",
@@ -678,7 +682,7 @@ def _reaches(value: Any, trained: set[Tensor]) -> bool:
     return False
 
 
-def _root_of(script: RunningScript, trained: set[Tensor], notes: list[str]) -> nn.Module:
+def _root_of(script: RunningScript, trained: set[Tensor]) -> nn.Module:
     """Return the smallest module of the script that has all parameters of its optimizers."""
     called = script.called()
     found = dict.fromkeys(called)
@@ -689,9 +693,6 @@ def _root_of(script: RunningScript, trained: set[Tensor], notes: list[str]) -> n
     if whole:
         return min(whole, key=lambda one: sum(p.numel() for p in one.parameters()))
     several = dict.fromkeys(one for one in called if trained & {*one.parameters()})
-    together = nn.ModuleDict(
+    return nn.ModuleDict(
         {f"{type(one).__name__}_{place}": one for place, one in enumerate(several)}
     )
-    if not trained.issubset(together.parameters()):
-        notes.append("parameters of its optimizer that are of no module are left out")
-    return together

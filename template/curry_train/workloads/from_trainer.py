@@ -51,7 +51,7 @@ def workload_of(
     mean_loss: Callable[[nn.Module, Any], Tensor],
     *,
     count: Callable[[Any], int] = batch_size,
-    optimizer: OptimizerLike | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     accumulation: int,
     precision: torch.dtype | None = None,
     notes: Sequence[str],
@@ -63,6 +63,7 @@ def workload_of(
     the user's code computes, a mean over the terms that `count` counts. The methods of trainers
     return the loss alone, so that what the module returned is freed there.
     """
+    optimizer = OptimizerLike(optimizers, module) if optimizers else None
     read = [
         f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",
         "AdamW" if optimizer is None else optimizer.summary(),
@@ -71,6 +72,8 @@ def workload_of(
         read.append(f"autocast to {str(precision).removeprefix('torch.')}")
     if accumulation > 1:
         read.append(f"{accumulation} batches a step")
+    if optimizer is not None and optimizer.num_others:
+        notes = [*notes, f"{optimizer.num_others} parameters of its optimizer are not of the model"]
 
     def build() -> nn.Module:
         return without_cache(copy.deepcopy(module))
@@ -209,7 +212,7 @@ def _of_hugging_face(trainer: Any) -> Workload:
         batch,
         mean_loss,
         count=count,
-        optimizer=_like(trainer.create_optimizer() or trainer.optimizer, module, notes),
+        optimizers=[_inside_wrapper(trainer.create_optimizer() or trainer.optimizer)],
         accumulation=arguments.gradient_accumulation_steps,
         precision=autocast.dtype,
         notes=notes,
@@ -258,7 +261,7 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
     batch = trainer.precision_plugin.convert_input(_first(loader))
     for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
         batch = _lightning_hook(name, module, data)(batch, 0)
-    optimizer, notes = _lightning_optimizer(module.configure_optimizers())
+    optimizers, notes = _lightning_optimizers(module.configure_optimizers())
     dtype = MIXED_DTYPES.get(trainer.precision)
     # As Lightning decides: by the name, or by a second parameter of any name.
     parameters = inspect.signature(module.training_step).parameters
@@ -280,25 +283,25 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         module,
         batch,
         mean_loss,
-        optimizer=_like(optimizer, module, notes),
+        optimizers=optimizers,
         accumulation=trainer.accumulate_grad_batches,
         precision=dtype,
         notes=notes,
     )
 
 
-def _lightning_optimizer(configured: Any) -> tuple[Any, list[str]]:
-    """Return the optimizer of the many forms that `configure_optimizers` may return."""
+def _lightning_optimizers(configured: Any) -> tuple[list[Any], list[str]]:
+    """Return the first optimizer of the many forms that `configure_optimizers` may return."""
     if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list):
         configured = configured[0]
     several = configured if isinstance(configured, list | tuple) else [configured]
     if not several or several[0] is None:
-        return None, ["configure_optimizers returned none, so AdamW is assumed"]
+        return [], ["configure_optimizers returned none, so AdamW is assumed"]
     first = several[0]
     notes = []
     if len(several) > 1:
         notes.append(f"it has {len(several)} optimizers, of which the first is taken")
-    return first["optimizer"] if isinstance(first, Mapping) else first, notes
+    return [_inside_wrapper(first["optimizer"] if isinstance(first, Mapping) else first)], notes
 
 
 @contextlib.contextmanager
@@ -357,7 +360,7 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
         module,
         batch,
         mean_loss,
-        optimizer=_like(given["optimizer"][0].optimizer, module, notes),
+        optimizers=[_inside_wrapper(given["optimizer"][0])],
         accumulation=accelerator.gradient_accumulation_steps,
         precision=autocast.dtype,
         notes=notes,
@@ -407,11 +410,5 @@ def _first(loader: Any) -> Any:
     raise WorkloadError("the loader of the training data is empty")
 
 
-def _like(optimizer: Any, module: nn.Module, notes: list[str]) -> OptimizerLike | None:
-    """Return what copies a trainer's optimizer, which may be wrapped; a note is on parameters."""
-    if optimizer is None:
-        return None
-    made = OptimizerLike([getattr(optimizer, "optimizer", optimizer)], module)
-    if made.num_others:
-        notes.append(f"{made.num_others} parameters of its optimizer are not of the model")
-    return made
+def _inside_wrapper(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)

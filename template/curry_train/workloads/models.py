@@ -63,10 +63,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        by_head = (-1, self.head_dim)
-        q = self.wq(x).unflatten(2, by_head).transpose(1, 2)
-        k = self.wk(x).unflatten(2, by_head).transpose(1, 2)
-        v = self.wv(x).unflatten(2, by_head).transpose(1, 2)
+        q, k, v = [
+            project(x).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.wq, self.wk, self.wv)
+        ]
         q = rotate(q, cosine, sine)
         k = rotate(k, cosine, sine)
         dropout = self.dropout if self.training else 0.0

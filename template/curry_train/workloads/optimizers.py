@@ -171,17 +171,12 @@ class SteppedOnHost(torch.optim.Optimizer):
         return [one for one in parameters_of(self) if one.numel() >= self.minimal_size]
 
     def step(self, closure: Any = None) -> Any:
-        """Step the parameters that stay on the device."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Step the parameters that stay on the device; a script waits at its first step."""
         groups = _groups_of(self.param_groups, lambda one: one.numel() < self.minimal_size)
         self._part.param_groups = groups
         self._part.state = self.state
         if groups:
             self._part.step()
-        return loss
 
 
 def _groups_of(
