@@ -141,7 +141,7 @@ def _plot_trades(
                 (marks[row.name],) = axes.plot([cost.median], [peak], marker, color=colour)
                 if cost.lower is not None:
                     axes.hlines(peak, cost.lower, cost.upper, colour, linewidth=0.9, alpha=0.5)
-            front = list(zip(*pareto(points), strict=True))
+            front = zip(*pareto(points), strict=True)
             axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
             axes.set(xlabel=axis, ylabel="peak, MiB", title=case)
             axes.set_ylim(bottom=0)

@@ -3,7 +3,6 @@
 Proof: `python -m pytest tests/cli/test_cli.py`.
 """
 
-import contextlib
 import functools
 import importlib.util
 import shlex
@@ -18,7 +17,7 @@ import click
 import torch
 from click.core import ParameterSource
 
-from ..core.blocks import NoBlocks, find_blocks
+from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
 from ..core.wording import write_output
 from ..primitives.running_blocks import BlockChoice
@@ -233,8 +232,10 @@ DEVICE_OPTION = click.option(
 
 def dtype_option(**settings: Any) -> OptionDecorator:
     """Add `--dtype`, the type of weights and batch."""
-    defaults: dict[str, Any] = {"type": click.Choice(list(DTYPES))}
-    defaults["help"] = "Type of weights and batch; by default the model's own."
+    defaults: dict[str, Any] = {
+        "type": click.Choice(list(DTYPES)),
+        "help": "Type of weights and batch; by default the model's own.",
+    }
     return click.option("--dtype", **defaults | settings)
 
 
@@ -306,13 +307,6 @@ class CaseOptions:
         size = samples_of(workload, self.batch_size, default=default)
         dtype = dtype_to_use(self.dtype)
         return Case(workload, self.device, dtype, size, self.seed, self.blocks)
-
-
-def check_blocks(case: Case) -> None:
-    """Report a pattern that matches no module, before anything is measured."""
-    if case.blocks is not None:
-        with contextlib.suppress(NoBlocks):
-            find_blocks(case.build(), case.blocks)
 
 
 def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:

@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -334,7 +335,6 @@ def _find_plan(
 def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     """Return the current peak with its owners and the plan, at most 80 columns wide."""
     peak = plain.peak
-    owners = sorted(((held, owner) for owner, held in peak.owners.items() if held), reverse=True)
     lines = [
         fill_screen(plan.assumptions(), indent=""),
         f"as it is, {plan.microbatch} sample{'s' * (plan.microbatch > 1)}: "
@@ -342,7 +342,8 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     ]
     lines += [
         f"  {owner:<20} {format_bytes(held):>10} {held / peak.bytes_alive:>6.1%}"
-        for held, owner in owners
+        for owner, held in Counter(peak.owners).most_common()
+        if held
     ]
     notes = [*plan.settings["block_notes"], plan.settings["host_note"]]
     lines += map(fill_screen, filter(None, notes))

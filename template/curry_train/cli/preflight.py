@@ -40,11 +40,15 @@ def preflight_command(
     echo_lines(*describe(shlex.join(words), verdicts), indent="    ")
     facts = provenance() | {"program": words, "steps": num_steps}
     facts["results"] = [asdict(verdict) for verdict in verdicts]
-    if any(verdict.passed is False for verdict in verdicts):
-        return facts, 1
-    if any(verdict.passed for verdict in verdicts):
-        return facts, 0
-    return facts, UnusableInput(f"nothing was checked: {verdicts[0].hint}")
+    return facts, status_of(verdicts, verdicts[0].hint)
+
+
+def status_of(verdicts: Sequence[Verdict], reason: str) -> int | UnusableInput:
+    """Return 1 if a gate failed, 0 if one held, else an error with the reason why none applied."""
+    outcomes = {verdict.passed for verdict in verdicts}
+    if False in outcomes:
+        return 1
+    return 0 if True in outcomes else UnusableInput(f"nothing was checked: {reason}")
 
 
 # Failed checks that are printed with what is required; if there are more, one less is.

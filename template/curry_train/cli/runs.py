@@ -105,9 +105,16 @@ def story(history: History) -> list[dict[str, Any]]:
             for one in history.events.get(kind, [])
             if one.attempt == attempt.number
         ]
-        row: dict[str, Any] = {"attempt": attempt.number, "began": attempt.kind}
-        row |= {"from_step": attempt.step, "to_step": attempt.last_step, "ended": attempt.ended}
-        rows.append(row | {"events": sorted(events, key=lambda one: one["step"])})
+        rows.append(
+            {
+                "attempt": attempt.number,
+                "began": attempt.kind,
+                "from_step": attempt.step,
+                "to_step": attempt.last_step,
+                "ended": attempt.ended,
+                "events": sorted(events, key=lambda one: one["step"]),
+            }
+        )
     return rows
 
 

@@ -110,9 +110,9 @@ def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:
         if one != other and not (math.isnan(one) and math.isnan(other))
     ]
 
-    def size(difference: Mapping[str, float]) -> float:
-        by = abs(difference["b"] - difference["a"])
-        return math.inf if math.isnan(by) else by
+    def size(difference: Mapping[str, float]) -> tuple[bool, float]:
+        by = difference["b"] - difference["a"]
+        return math.isnan(by), abs(by)
 
     return {
         "num_common": len(common),

@@ -183,10 +183,9 @@ class ScreenCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words; a shell leaves the ~ of `--json=~/a.json` and of `runs=~/a`."""
-        if not isinstance(self, click.Group):
-            home = str(Path.home())
-            args = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
-        return super().parse_args(ctx, args)
+        home = str(Path.home())
+        words = [_HOME_PATTERN.sub(lambda found: found[1] + home, word) for word in args]
+        return super().parse_args(ctx, words)
 
     def make_context(self, *args: Any, **settings: Any) -> click.Context:
         with errors_that_fit():

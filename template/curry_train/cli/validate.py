@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from ..core.blocks import find_blocks
 from ..core.measure import heap_kept
 from ..core.wording import format_duration, format_seconds, provenance
 from ..gates.first_look import FailureCause, explained, look
@@ -41,7 +42,6 @@ from ..workloads.workload import Case
 from .options import (
     DEFAULT_BATCH_SIZE,
     CaseOptions,
-    check_blocks,
     dtype_name,
     echo_notes,
     first_line,
@@ -51,6 +51,7 @@ from .options import (
     settle_blocks,
     training_options,
 )
+from .preflight import status_of
 from .screen import (
     Ended,
     UnusableInput,
@@ -331,17 +332,13 @@ def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[st
 
 
 def _status(rows: Sequence[GateRow], patterns: Sequence[str]) -> int | UnusableInput:
-    """Return 1 if a gate failed, and an error with the reasons if none applied."""
-    if any(row.verdict.passed is False for row in rows):
-        return 1
-    if any(row.verdict.passed for row in rows):
-        return 0
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
     models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
     asked = ", ".join(patterns) or "all gates"
-    return UnusableInput(f"nothing was checked: of {asked} no gate applies to {models}")
+    verdicts = [row.verdict for row in rows]
+    return status_of(verdicts, f"of {asked} no gate applies to {models}")
 
 
 def _measured(
@@ -365,7 +362,8 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
     A model that can't run keeps the blocks of its containers. A pattern that matches no module is
     an error (ValueError).
     """
-    check_blocks(case)
+    if case.blocks is not None:
+        find_blocks(case.build(), case.blocks)
     choice = None
     findings: tuple[FailureCause, ...] = ()
     seconds = 0.0
