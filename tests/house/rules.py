@@ -24,16 +24,16 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 # its folder has become lighter; a capability that is added takes out what it makes superfluous.
 BUDGETS = {
     f"{PACKAGE}/core": 14,
-    f"{PACKAGE}/primitives": 42,
+    f"{PACKAGE}/primitives": 41,
     f"{PACKAGE}/runs": 50,
     f"{PACKAGE}/workloads": 19,
     f"{PACKAGE}/plan": 48,
     f"{PACKAGE}/bench": 6,
-    f"{PACKAGE}/gates": 57,
-    f"{PACKAGE}/cli": 48,
+    f"{PACKAGE}/gates": 58,
+    f"{PACKAGE}/cli": 47,
     PACKAGE: 289,
-    "tests": 265,
-    "benchmarks": 52,
+    "tests": 263,
+    "benchmarks": 51,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
 TOKEN = re.compile(
