@@ -378,6 +378,7 @@ def rows_normalized_for_nothing():
 
 
 def mode_named_alone():
+    """The useless expression that a linter would name is the fault."""
     model, optimizer = started()
     model.train  # noqa: B018 # here
     for batch in loader():

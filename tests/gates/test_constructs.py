@@ -14,7 +14,7 @@ from curry_train.workloads import Case, load_workload
 
 from .constructs import CONSTRUCTS
 
-# Of the compiler and of torch.jit.
+# The compiler and torch.jit warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
 # Gates that need a part which these models have not: experts, an output layer, a loop over time.
 NEED_A_PART = ["recompute/routing", "memory-plan/chunked-*", "snn-timesteps/*"]

@@ -414,7 +414,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-# What `make` is called with.
+# Arguments of `make`, which Hypothesis draws.
 DRAWN = st.fixed_dictionaries(
     {
         "seed": st.integers(0, 5),

@@ -201,7 +201,7 @@ def measure_savings(
                 alive.append((row, step))
             if row is rows[0]:
                 plain = record
-                # One that does not fit into the device is none, and the others have no ratios.
+                # If the plain step does not fit into the device, the other rows get no ratios.
                 if row.outcome != OUT_OF_MEMORY_OUTCOME:
                     require_plain(row, case)
             if record is not None and plain is not None:

@@ -191,7 +191,7 @@ class LiveStorages(OperationMode):
         self.events: list[tuple[Life, bool]] = []
         self._owner = owner
         self._device = device
-        # A reference to each storage and its record, of one that was there before None.
+        # A reference to each storage, and its record; None for a storage that was there before.
         self._known: dict[int, Known] = {}
         # A result that may count as its operand, until it is known whether the operand dies.
         self._sum: _Sum | None = None
@@ -629,7 +629,7 @@ def measure_layers(
             calls = running.calls[name]
             stays = running.stays(name, counted) if calls else held[name]
             report.append(LayerMemory(name, type(layer).__name__, held[name], stays, calls))
-        # What is held is alive until here.
+        # The loss keeps what backward needs alive until the bytes are counted.
         del value
     return report
 

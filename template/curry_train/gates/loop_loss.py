@@ -175,7 +175,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         and operation(node) == "Add"
         and None in [one for one, _ in node.next_functions]
     )
-    # Another model's, as a teacher's; of the other direction the target alone has a gradient.
+    # Those of another model, such as a teacher that is trained by mistake. In the other direction
+    # the model under training is the target, and its input has no gradient.
     is_others = name == "kl_div" and given.requires_grad
     is_others &= {*leaves(given)}.isdisjoint(leaves(target))
     # Two outputs of one model are computed from a result that both have.

@@ -143,7 +143,7 @@ def state_of(optimizer: Optimizer) -> float:
 
 
 def sum_of_small(parameters: Iterable[Tensor]) -> float:
-    """Return a digest of those of usual sizes."""
+    """Return a digest of the parameters that are not too large for it."""
     return sum(digest(one) for one in parameters if one.numel() < MOST_SMALL)
 
 

@@ -357,7 +357,7 @@ class RunningScript:
     def _without(
         self, what: str, instead: Callable[..., Any] = lambda *_, **__: None
     ) -> Callable[..., Any]:
-        """Return what notes a use, and calls `instead`."""
+        """Return a function that notes what the script uses, and calls `instead`."""
 
         def run(_: Any, *args: Any, **options: Any) -> Any:
             self.notes[f"it uses {what}"] = None
