@@ -377,6 +377,53 @@ def rows_normalized_for_nothing():
     fit(loss=loss)
 
 
+def penalty_left_out():
+    model, optimizer = started()
+    for batch in loader():
+        weights = list(model.parameters())
+        penalty_of_size = sum(one.abs().sum() for one in weights)  # noqa: F841 # here
+        step(optimizer, loss_of(model, batch))
+
+
+def balance_of_experts_left_out():
+    class Experts(nn.Linear):
+        def forward(self, inputs):
+            logits = super().forward(inputs)
+            self.loss_of_balance = logits.softmax(1).mean(0).square().sum()  # here
+            return logits
+
+    fit(Experts(8, 5))
+
+
+def average_kept_in_a_name():
+    model, optimizer = started()
+    average = copy.deepcopy(model).requires_grad_(False)
+    for inputs, labels in loader():
+        loss = F.mse_loss(model(inputs), average(inputs)) + loss_of(model, (inputs, labels))
+        step(optimizer, loss)
+        with torch.no_grad():
+            for kept, newest in zip(average.parameters(), model.parameters(), strict=True):
+                kept = 0.9 * kept + 0.1 * newest  # here
+
+
+def copied_into_a_dictionary():
+    model, optimizer = started()
+    target = copy.deepcopy(model).requires_grad_(False)
+    for inputs, _ in loader():
+        step(optimizer, F.mse_loss(model(inputs), target(inputs) + 1))
+        target.state_dict().update(model.state_dict())  # here
+
+
+def drawn_without_a_gradient():
+    encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
+    optimizer = Adam([*encoder.parameters(), *decoder.parameters()])
+    for inputs, _ in loader():
+        mean, spread = encoder(inputs).chunk(2, 1)
+        code = torch.distributions.Normal(mean, spread.exp()).sample()  # here
+        divergence = (mean.square() + spread.exp() - spread).mean()
+        step(optimizer, F.mse_loss(decoder(code), inputs) + divergence)
+
+
 def mode_named_alone():
     """The useless expression that a linter would name is the fault."""
     model, optimizer = started()
@@ -411,6 +458,30 @@ def teacher_inside_set_to_training_mode():
     model.teacher.eval()
     model.train()  # here
     fit(model, adamw(model.student))
+
+
+def state_of_other_samples():
+    cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
+    optimizer = Adam([*cell.parameters(), *head.parameters()])
+    state = None
+    for (series,) in DataLoader(TensorDataset(torch.randn(64, 5, 8)), 8, shuffle=True):
+        outputs, state = cell(series, state)  # here
+        state = state.detach()
+        step(optimizer, F.mse_loss(head(outputs), series[..., :1] * 2))
+
+
+def labels_of_another_shuffling():
+    inputs = DataLoader(torch.randn(64, 8), 8, shuffle=True)
+    labels = DataLoader(torch.randint(5, (64,)), 8, shuffle=True)
+    fit(batches=zip(inputs, labels, strict=True))  # here: fetch
+
+
+def warm_up_of_what_is_warmed_up():
+    model, optimizer = started()
+    for number, batch in enumerate(loader(128)):
+        for group in optimizer.param_groups:
+            group["lr"] *= min(1, (number + 1) / 10)  # here
+        step(optimizer, loss_of(model, batch))
 
 
 def same_order_by_hand():
@@ -1446,10 +1517,11 @@ def filled_sum_divided_twice():
 FAULTY = {
     "results": [
         weights_clamped_for_nothing, codes_added_for_nothing, loss_divided_for_nothing,
-        rows_normalized_for_nothing, mode_named_alone,
+        rows_normalized_for_nothing, mode_named_alone, penalty_left_out,
+        balance_of_experts_left_out, average_kept_in_a_name, copied_into_a_dictionary,
     ],
     "accumulation": [
-        loss_that_is_one_number_weighted,
+        loss_that_is_one_number_weighted, drawn_without_a_gradient,
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
         step_after_the_first_microbatch, mean_over_padding, mean_over_ignored_targets,
         window_over_the_end_of_an_epoch,
@@ -1491,7 +1563,7 @@ FAULTY = {
         cosine_of_too_few_steps, cosine_of_too_few_steps_behind_a_warm_up,
         cycle_of_steps_by_epochs, rate_as_a_factor,
         plateau_of_a_measure_that_grows, rates_of_groups_made_equal, decay_of_groups_made_equal,
-        schedule_of_the_other_optimizer,
+        schedule_of_the_other_optimizer, warm_up_of_what_is_warmed_up,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -1525,6 +1597,7 @@ FAULTY = {
         teacher_inside_set_to_training_mode,
     ],
     "data": [
+        state_of_other_samples, labels_of_another_shuffling,
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,

@@ -1554,6 +1554,30 @@ def vector_quantized():
         step(optimizer, loss)
 
 
+def losses_that_nothing_reads():
+    model, optimizer = started()
+
+    def trained(batch):
+        loss = loss_of(model, batch)
+        step(optimizer, loss)
+        return loss * 2
+
+    for batch in loader():
+        value_for_later = trained(batch)  # noqa: F841
+    fit_with_closures(model, LBFGS(model.parameters()), [batch] * 6, loss=F.cross_entropy)
+
+
+def state_within_a_batch():
+    cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
+    optimizer = Adam([*cell.parameters(), *head.parameters()])
+    for (series,) in DataLoader(TensorDataset(torch.randn(64, 9, 8)), 8, shuffle=True):
+        state = None
+        for part in series.split(3, 1):
+            outputs, state = cell(part, state)
+            state = state.detach()
+            step(optimizer, F.mse_loss(head(outputs), part[..., :1] * 2))
+
+
 def frozen_backbone():
     model = classifier()
     model[0].requires_grad_(False)

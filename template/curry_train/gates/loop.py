@@ -21,6 +21,7 @@ from .loop_data import (
     same_order,
     same_randomness,
     same_samples,
+    shuffled_apart,
     targets,
     untrained,
     without_statistics,
@@ -106,7 +107,8 @@ def verdict_of(
 CHECKS = {
     "results": Check("each result is used, each method called"),
     "accumulation": Check(
-        "a window's gradient is that of the same samples in one batch", (unused, accumulation)
+        "a window's gradient is that of the same samples in one batch",
+        (unused, accumulation),
     ),
     "sign": Check("finite losses and gradients, and a loss that is made smaller", (sign,)),
     "zeroed": Check("gradients are set to zero once per step", (zeroed,)),
@@ -147,7 +149,7 @@ CHECKS = {
     ),
     "data": Check(
         "new samples and random numbers at each step",
-        (same_samples, same_order, same_randomness, data, other_batches),
+        (same_samples, same_order, same_randomness, data, other_batches, shuffled_apart),
     ),
     "graph": Check("no graph outlives its step"),
     "growth": Check("nothing large and no hook more in each step"),

@@ -296,6 +296,35 @@ def other_batches(trace: Trace) -> Faults:
         yield found[0], "the targets are of another batch than the inputs", hint
 
 
+def shuffled_apart(trace: Trace) -> Faults:
+    """Find labels and states of other samples, as the data is shuffled."""
+    shuffled = [
+        one
+        for one in trace.of(Fetch)
+        if isinstance(one.loader.sampler, RandomSampler) and one.loader.sampler.generator is None
+    ]
+    inputs = [one for one in shuffled if one in trace.trained_fetches]
+    labels = [
+        one
+        for one in shuffled
+        if one.is_used and one.integers and len(one.digests) == 1 and one not in inputs
+    ]
+    if labels and any(not one.is_used for one in inputs):
+        hint = "draw both from one loader, as of a TensorDataset(inputs, labels)"
+        yield labels[0], "inputs and labels are shuffled, each by its own loader", hint
+    for forwards in grouped(trace.trained_forwards, "module"):
+        kept = [
+            one
+            for last, one in itertools.pairwise(forwards)
+            # Zeros are no state yet.
+            if last.outputs.intersection(one.digests) - {0.0}
+            and any(last.at < batch.at < one.at for batch in shuffled)
+        ]
+        if len(kept) >= FEWEST_STEPS:
+            hint = "begin each batch without a state, or leave out shuffle=True"
+            yield kept[0], "a state of other samples is kept, as the data is shuffled", hint
+
+
 def _epochs(fetches: Sequence[Fetch], seeds: Sequence[Seeding]) -> Faults:
     """Find batches that repeat within an epoch, and epochs of the same order."""
     full = [fetch for fetch in fetches if fetch.digests]

@@ -119,6 +119,8 @@ class Forward(Event):
     tokens: Tensor | None
     # Their dimension of time; the first one, where the targets show that.
     time_dim: int = 1
+    # Digests of what it returned, where that is a tuple.
+    outputs: frozenset[float] = frozenset()
     # Whether a backward pass has reached its output.
     is_trained_on: bool = False
     # Whether dropout of a function's has a rate in it, in whatever mode.
@@ -566,6 +568,8 @@ class Recording(Trace):
         self.stepped: dict[int, tuple[Tensor, str]] = {}
         # Parameters behind tensors that the user's code detaches, by the place.
         self.cut: dict[str, set[Tensor]] = {}
+        # Samples, by digests, of distributions to which they pass no gradient on: the place.
+        self.drawn: dict[float, str] = {}
         # Models that were run again.
         self.probed: list[nn.Module] = []
         # By what is looked at, and the line: the values that it had there.

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+import ast
 import dis
 import functools
 import itertools
@@ -51,10 +52,61 @@ def _instructions(code: Any) -> list[Any]:
 
 def loses(frame: Any) -> bool:
     """Return whether a frame of the user's throws the result of its current call away."""
-    if frame.f_code.co_filename.startswith(LIBRARIES):
+    file = frame.f_code.co_filename
+    if file.startswith(LIBRARIES):
         return False
     following = (one for one in _instructions(frame.f_code) if one.offset > frame.f_lasti)
-    return next(following).opname == "POP_TOP"
+    after = next(following)
+    return after.opname == "POP_TOP" or (
+        after.opname.startswith("STORE_") and (frame.f_lineno, after.argval) in _lost_in_loops(file)
+    )
+
+
+@functools.cache
+def _nodes(file: str) -> list[ast.AST]:
+    return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
+
+
+def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
+    return {
+        one.id if isinstance(one, ast.Name) else one.attr
+        for one in nodes
+        if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, context)
+    }
+
+
+@functools.cache
+def _lost_in_loops(file: str) -> set[tuple[int, str]]:
+    """Return lines that set the variable of a loop, which the rest of its body does not read."""
+    found = set[tuple[int, str]]()
+    for loop in _nodes(file):
+        if isinstance(loop, ast.For):
+            own = _names(ast.walk(loop.target), ast.Store)
+            for number, one in enumerate(loop.body, 1):
+                rest = (it for later in loop.body[number:] for it in ast.walk(later))
+                targets = one.targets if isinstance(one, ast.Assign) else ()
+                lost = own & _names(targets, ast.Store) - _names(rest, ast.Load)
+                found |= {(one.lineno, name) for name in lost}
+    return found
+
+
+def never_read(files: Iterable[str]) -> dict[tuple[str, str], int]:
+    """Return files and names of computed values that no file reads, and their lines."""
+    found = dict[tuple[str, str], int]()
+    read = set[str]()
+    for file in files:
+        nodes = _nodes(file)
+        read |= _names(nodes, ast.Load)
+        read |= {str(one.value) for one in nodes if isinstance(one, ast.Constant)}
+        for one in nodes:
+            if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call | ast.BinOp):
+                for name in _names(one.targets, ast.Store):
+                    found[file, name] = one.lineno
+    return {key: line for key, line in found.items() if key[1] not in read}
+
+
+def source_line(frame: Any) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 
 
 # Methods that a loop has to call, as in `loss.backward`.

@@ -25,6 +25,7 @@ from .loop_events import (
     Backward,
     Clip,
     Cut,
+    Event,
     Faults,
     Fetch,
     Forward,
@@ -537,7 +538,7 @@ def schedule(trace: Trace) -> Faults:
                     "call scheduler.step() after optimizer.step()",
                 )
     for windows in trace.by_optimizer:
-        yield from _without_schedule(windows, events)
+        yield from _without_schedule(trace, windows)
     yield from _of_another_optimizer(trace, {event.scheduler: None for event in events})
 
 
@@ -591,10 +592,10 @@ def never_stepped(trace: Trace) -> Faults:
             yield place, "this schedule never makes a step", hint
 
 
-def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Faults:
+def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
     """Find a schedule that has no effect, or that leaves no learning rate."""
     groups = windows[0].optimizer.param_groups
-    own = [one for one in events if one.scheduler.optimizer.param_groups is groups]
+    own = [one for one in trace.of(Schedule) if one.scheduler.optimizer.param_groups is groups]
     is_anew = len({one.scheduler for one in own}) == len(own)
     if len(own) > 2 and is_anew and len({one.lines for one in own}) == 1:
         hint = "make the schedule once, before the loop"
@@ -636,10 +637,17 @@ def _without_schedule(windows: Sequence[Step], events: Sequence[Schedule]) -> Fa
     ends = rates[-3 - len(rates) // 20 :]
     recent = max((rate for one in ends for rate in one), default=0)
     # One of a measure falls as long as that stays.
-    is_planned = own and not isinstance(own[0].scheduler, ReduceLROnPlateau)
-    if is_planned and len(rates) > 3 and recent < 1e-3 * max(rate for one in rates for rate in one):
-        hint = "count the steps of the optimizer for the length of the schedule, not epochs"
-        yield own[0], f"the rate has fallen to {recent:.1g}, and steps go on", hint
+    is_of_a_measure = own and isinstance(own[0].scheduler, ReduceLROnPlateau)
+    # A loop that sets it by hand may have changed it before the first step.
+    least = (1e-3 if own else 1e-2) * max((rate for one in rates for rate in one), default=0)
+    if len(rates) > 3 and recent < least and not is_of_a_measure:
+        hint = (
+            "count the steps of the optimizer for the length of the schedule, not epochs; by hand, "
+            "multiply the first rate, not that of the step before"
+        )
+        by_hand = trace.places(r"\[.lr.\] *(\*=|=.*\[.lr.\])")
+        places: list[Event | str] = [*own[:1], *by_hand, windows[0]]
+        yield places[0], f"the rate has fallen to {recent:.1g}, and steps go on", hint
 
 
 def clipping(trace: Trace) -> Faults:

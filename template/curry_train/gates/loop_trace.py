@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FSDPModule
+from torch.distributions import Distribution, Normal
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -62,16 +63,29 @@ from .loop_events import (
     world_size,
 )
 from .loop_growth import Growth
-from .loop_lines import later_stage, loses, only_named, users_frames, users_line, users_lines
+from .loop_lines import (
+    later_stage,
+    loses,
+    never_read,
+    only_named,
+    place_of,
+    source_line,
+    users_files,
+    users_frames,
+    users_line,
+    users_lines,
+)
 from .loop_loss import (
     ADDED,
     ON_CLASSES,
     ON_VALUES,
+    READ,
     SCALE,
     TERM,
     digest,
     is_endless,
     leaves,
+    nodes_behind,
     notes_on,
     term_of_call,
     terms_of,
@@ -178,6 +192,7 @@ class Observer(Recording):
                 self._clip,
             ),
             ([Optimizer, nn.Module], ["zero_grad"], self._zero),
+            ([Distribution, Normal], ["sample"], self._sample),
             (_with_own_step(LRScheduler), ["step"], self._schedule),
             ([torch.amp.GradScaler], ["scale", "unscale_", "step", "update"], self._scaling),
             ([random, random.Random, numpy.random], ["shuffle"], self._shuffle),
@@ -190,6 +205,7 @@ class Observer(Recording):
         yield Optimizer, "__setattr__", self._set
         yield nn.Module, "train", self._set_mode
         yield nn.Module, "load_state_dict", self._load
+        yield nn.Module, "state_dict", self._state_dict
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         # Compiled code can't be observed; the same code runs uncompiled.
@@ -284,6 +300,8 @@ class Observer(Recording):
             self.leaves.add(id(output))
         if has_gradients and event is not None:
             self._note_outputs(event, tensors_of(output))
+            if isinstance(output, tuple):  # a state is among them
+                event.outputs = frozenset(map(digest, tensors_of(output)))
         return output
 
     def _note_forward(self, call: Called, *, has_gradients: bool) -> Forward:
@@ -301,11 +319,16 @@ class Observer(Recording):
         small = [one for one in small if one.requires_grad] or small
         device = inputs[0].device.type if inputs else "cpu"
         is_autocast = torch.is_autocast_enabled(device)
+        digests = tuple(map(digest, inputs))
+        for one in self.drawn.keys() & digests if has_gradients else ():
+            if self.is_third("drawn", self.drawn[one], one):
+                hint = "call rsample()"
+                self.fault("accumulation", self.drawn[one], "sample() passes no gradient on", hint)
         return self.note(
             Forward,
             module=module,
             training=module.training,
-            digests=tuple(map(digest, inputs)),
+            digests=digests,
             # A dimension more is that of several models.
             is_one_sample=bool(inputs)
             and all(one.dim() in (2, 4) and has_equal_rows(one) for one in inputs),
@@ -458,7 +481,20 @@ class Observer(Recording):
             self.note(Cut, behind=self.cut[place])
         return call.run()
 
+    def _sample(self, call: Called) -> Any:
+        drawn = call.run()
+        own = tensors_of(vars(call.owner))
+        if (
+            torch.is_grad_enabled()
+            and call.owner.has_rsample
+            and any(one.requires_grad for one in own)
+        ):
+            self.drawn[digest(drawn)] = users_line()
+        return drawn
+
     def _grad(self, call: Called) -> Any:
+        for one in call.listed("outputs"):
+            notes_on(one)[READ] = True
         wanted = call.listed("inputs")
         if not call.argument("create_graph"):
             self.grad_place = users_line()
@@ -614,6 +650,12 @@ class Observer(Recording):
             )
         return found
 
+    def _state_dict(self, call: Called) -> Any:
+        if "state_dict().update(" in source_line(call.caller):
+            measured = "the dictionary is changed that state_dict() returns, not the model"
+            self.fault("results", users_line(), measured, "call load_state_dict()")
+        return call.run()
+
     def _made(self, call: Called) -> None:
         call.run()
         one = call.owner
@@ -708,9 +750,25 @@ class Observer(Recording):
         self.growth.count(self.num_steps_made)
         if self.num_made[optimizer] == FEWEST_STEPS:
             self.living |= leaves_alone(self, self.leaves)
+            self._find_unread()
         if self._is_enough(self.num_made[optimizer]):
             self.finish()
             self.when_enough(self)
+
+    def _find_unread(self) -> None:
+        """Find a loss that the loop or a model computes, of which nothing is read."""
+        owners = [(one.f_code.co_filename, one.f_locals) for one in users_frames()]
+        for root in self.roots:
+            owners += [
+                (type(one).forward.__code__.co_filename, vars(one)) for one in root.modules()
+            ]
+        for (file, name), number in never_read(users_files()).items():
+            for value in tensors_of([values.get(name) for at, values in owners if at == file]):
+                is_loss = value.numel() == 1 and value.grad_fn is not None
+                if is_loss and not any(READ in one.metadata for one in nodes_behind(value)):
+                    hint = "add it to the loss, or compute it under torch.no_grad()"
+                    measured = f"{name} has a gradient, and nothing reads it"
+                    self.fault("results", place_of(file, number), measured, hint)
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
