@@ -110,6 +110,7 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(c
     ]
     assert {part for part in PARTS if part in found["withheld"][part]} == set(PARTS)
     assert "  data order: batch 1 came again (step 4)" in lines
+    assert lines[-1] == "not compared: values that no step reads, such as the best loss so far"
     assert any(line.startswith("  scheduler: rate 0.000291, not 0.00026") for line in lines)
 
 

@@ -257,6 +257,22 @@ def test_layers_behind_an_inserted_one_are_those_of_the_other_run(tmp_path):
     ]
 
 
+def test_layers_of_other_shapes_are_no_renamed_ones(tmp_path):
+    def train_wide(width):
+        model = nn.Module()
+        model.add_module(f"body{width}", nn.Linear(4, width))
+        model.add_module("head" if width == 4 else "last", nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        first, last = model.children()
+        model.forward = lambda inputs: last(first(inputs)[:, :4])
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    found = locate(*records_of(tmp_path, train_wide, 4, 8))
+    assert "renamed: model.head is model.last in B" in found.notes
+    assert "called in A alone: model.body4" in found.notes
+
+
 @pytest.mark.parametrize(
     "fault", ["", "more modules", "renamed", "recompute", "inserted", "other loader"]
 )

@@ -309,4 +309,4 @@ def describe(found: dict[str, Any]) -> list[str]:
         else:
             text = "proves nothing: the steps are equal without it"
         lines.append(f"  {part}: {text}")
-    return lines
+    return [*lines, "not compared: values that no step reads, such as the best loss so far"]

@@ -15,7 +15,7 @@ import difflib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -550,22 +550,32 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
         for one, state in zip(calls, initial, strict=True)
     ]
 
+    def shapes(state: Mapping[str, str], path: str) -> dict[str, str]:
+        own = (name for name in state if name.startswith(f"{path}."))
+        return {name.removeprefix(path): state[name].partition(":")[0] for name in own}
+
+    def is_one(path_a: str, path_b: str) -> bool:
+        one, other = shapes(initial[0], path_a), shapes(initial[1], path_b)
+        return all(other.get(name, shape) == shape for name, shape in one.items())
+
     def num_equal(renamed: Mapping[str, str]) -> int:
         (in_b,) = _in_names_of_a([{"digests": initial[1]}], renamed)
         return sum(initial[0].get(name) == it for name, it in in_b["digests"].items())
 
-    return max((_matched(calls, names) for names in (by_path, by_state)), key=num_equal)
+    return max((_matched(calls, names, is_one) for names in (by_path, by_state)), key=num_equal)
 
 
 def _matched(
-    calls: Sequence[Sequence[tuple[str, str]]], names: Sequence[Sequence[str]]
+    calls: Sequence[Sequence[tuple[str, str]]],
+    names: Sequence[Sequence[str]],
+    is_one: Callable[[str, str], bool],
 ) -> dict[str, str]:
     found = {}
     matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
     for place_a, place_b, size in matcher.get_matching_blocks():
         for number in range(size):
             path_a, path_b = calls[0][place_a + number][0], calls[1][place_b + number][0]
-            if path_a != path_b:
+            if path_a != path_b and is_one(path_a, path_b):
                 found[path_b] = path_a
     # A layer that only B has moves the others on, and may have the path of one of A.
     return found | {
