@@ -62,11 +62,6 @@ def loses(frame: Any) -> bool:
     )
 
 
-@functools.cache
-def _nodes(file: str) -> list[ast.AST]:
-    return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
-
-
 def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
     return {
         one.id if isinstance(one, ast.Name) else one.attr
@@ -79,7 +74,7 @@ def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str
 def _lost_in_loops(file: str) -> set[tuple[int, str]]:
     """Return lines that set the variable of a loop, which the rest of its body does not read."""
     found = set[tuple[int, str]]()
-    for loop in _nodes(file):
+    for loop in ast.walk(ast.parse("".join(linecache.getlines(file)))):
         if isinstance(loop, ast.For):
             own = _names(ast.walk(loop.target), ast.Store)
             for number, one in enumerate(loop.body, 1):
@@ -88,21 +83,6 @@ def _lost_in_loops(file: str) -> set[tuple[int, str]]:
                 lost = own & _names(targets, ast.Store) - _names(rest, ast.Load)
                 found |= {(one.lineno, name) for name in lost}
     return found
-
-
-def never_read(files: Iterable[str]) -> dict[tuple[str, str], int]:
-    """Return files and names of computed values that no file reads, and their lines."""
-    found = dict[tuple[str, str], int]()
-    read = set[str]()
-    for file in files:
-        nodes = _nodes(file)
-        read |= _names(nodes, ast.Load)
-        read |= {str(one.value) for one in nodes if isinstance(one, ast.Constant)}
-        for one in nodes:
-            if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call | ast.BinOp):
-                for name in _names(one.targets, ast.Store):
-                    found[file, name] = one.lineno
-    return {key: line for key, line in found.items() if key[1] not in read}
 
 
 def source_line(frame: Any) -> str:

@@ -66,9 +66,8 @@ from .loop_growth import Growth
 from .loop_lines import (
     later_stage,
     loses,
-    never_read,
     only_named,
-    place_of,
+    places_with,
     source_line,
     users_files,
     users_frames,
@@ -756,19 +755,24 @@ class Observer(Recording):
             self.when_enough(self)
 
     def _find_unread(self) -> None:
-        """Find a loss that the loop or a model computes, of which nothing is read."""
-        owners = [(one.f_code.co_filename, one.f_locals) for one in users_frames()]
-        for root in self.roots:
-            owners += [
-                (type(one).forward.__code__.co_filename, vars(one)) for one in root.modules()
-            ]
-        for (file, name), number in never_read(users_files()).items():
-            for value in tensors_of([values.get(name) for at, values in owners if at == file]):
-                is_loss = value.numel() == 1 and value.grad_fn is not None
-                if is_loss and not any(READ in one.metadata for one in nodes_behind(value)):
-                    hint = "add it to the loss, or compute it under torch.no_grad()"
-                    measured = f"{name} has a gradient, and nothing reads it"
-                    self.fault("results", place_of(file, number), measured, hint)
+        """Find a loss that the loop or a model computes, and of which nothing is read."""
+        owners = [(one.f_locals, [one.f_code.co_filename]) for one in users_frames()]
+        files = users_files()
+        owners += [(vars(one), files) for root in self.roots for one in root.modules()]
+        for values, files in owners:
+            for name, value in values.items():
+                if (
+                    isinstance(value, Tensor)
+                    and value.numel() == 1
+                    and value.grad_fn is not None
+                    and not any(READ in one.metadata for one in nodes_behind(value))
+                ):
+                    places = places_with(rf"\b{name}\b", files)
+                    sets = places_with(rf"^\s*(self\.)?{name} = (?!.*\b{name}\b)", files)
+                    if places and places == sets:
+                        hint = "add it to the loss, or compute it under torch.no_grad()"
+                        measured = f"{name} has a gradient, and nothing reads it"
+                        self.fault("results", places[-1], measured, hint)
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
