@@ -428,6 +428,8 @@ class Trace(Events):
     schedules: list[tuple[str, Optimizer, Any]] = field(default_factory=list)
     # Files whose functions led to a step.
     files: set[str] = field(default_factory=set)
+    # Single numbers with a gradient that no line reads.
+    unread: list[str] = field(default_factory=list)
     # A line that may train more, and did not run.
     later: str = ""
     # Whether ranks may have different numbers of batches.

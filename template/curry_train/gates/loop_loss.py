@@ -372,7 +372,7 @@ def _inside(node: Any) -> list[tuple[Any, float]] | None:
 
 
 def is_endless(loss: Tensor) -> bool:
-    """Return whether a loss has a sum of x - exp(x) in it, and so falls without end."""
+    """Return whether a loss has x - exp(x) or log(x) - x in it, and so falls without end."""
     weights = defaultdict[Any, float](float)
     left: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
     while left:
@@ -383,8 +383,9 @@ def is_endless(loss: Tensor) -> bool:
         weights[node] += factor
         left += [(one, factor * times) for one, times in inner or ()]
     return any(
-        operation(node) == "Exp" and factor < 0 < weights.get(node.next_functions[0][0], 0)
+        factor * sign < 0 < weights.get(node.next_functions[0][0], 0) * sign
         for node, factor in weights.items()
+        for sign in [{"Exp": 1, "Log": -1}.get(operation(node), 0)]
     )
 
 

@@ -762,7 +762,8 @@ class Observer(Recording):
         for values, files in owners:
             for name, value in values.items():
                 if (
-                    isinstance(value, Tensor)
+                    not name.startswith("_")
+                    and isinstance(value, Tensor)
                     and value.numel() == 1
                     and value.grad_fn is not None
                     and not any(READ in one.metadata for one in nodes_behind(value))
@@ -770,9 +771,7 @@ class Observer(Recording):
                     places = places_with(rf"\b{name}\b", files)
                     sets = places_with(rf"^\s*(self\.)?{name} = (?!.*\b{name}\b)", files)
                     if places and places == sets:
-                        hint = "add it to the loss, or compute it under torch.no_grad()"
-                        measured = f"{name} has a gradient, and nothing reads it"
-                        self.fault("results", places[-1], measured, hint)
+                        self.unread.append(f"{name} of {places[-1]}")
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
