@@ -44,6 +44,7 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     ("change", "message"),
     [
         (lambda data: json.dumps(data)[:100], "not a complete plan, its JSON can't be read"),
+        (lambda data: "[" * 100_000, "not a complete plan, its JSON can't be read"),
         (lambda data: json.dumps([data]), "this is not a plan of version 1, its version is 'list'"),
         (
             lambda data: json.dumps({k: v for k, v in data.items() if k != "options"}),

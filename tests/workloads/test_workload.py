@@ -121,6 +121,20 @@ def test_a_hugging_face_causal_model_is_trained_on_its_tokens(factory, kind):
     )
 
 
+def test_another_loss_of_a_hugging_face_model_is_kept(factory):
+    source = """
+    from tests.language_models import language_model
+
+    def build():
+        model = language_model("GPT2")
+        model.loss_function = lambda logits, labels, vocab_size, **_: logits.square().mean()
+        return model
+    """
+    case = Case(load_workload(factory(source)), batch_size=2)
+    module, batch = case.build().eval(), case.batch()
+    assert case.workload.mean_loss(module, batch).item() == module(**batch).loss.item()
+
+
 def test_a_routers_loss_stays_in_the_loss_of_a_wrapped_model(factory):
     source = """
     import torch

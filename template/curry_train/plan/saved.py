@@ -420,7 +420,7 @@ class Plan:
                 f"can't read the plan {path}: {error.strerror}; write one with "
                 "curry-train plan --out"
             ) from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a complete plan, its JSON can't be read: {error}"
             ) from error

@@ -412,6 +412,8 @@ def default_workload(
         raise ValueError("the batch is empty: return one with at least one sample")
     has_labels = isinstance(example, Mapping) and "labels" in example
     is_causal = has_labels and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    # Set where the user gives a model of Hugging Face another loss.
+    is_causal &= not hasattr(module, "_loss_function")
     batch, is_divisible = batches_like(example)
 
     return Workload(
