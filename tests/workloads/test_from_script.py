@@ -230,7 +230,7 @@ def test_it_shows_how_long_it_holds_what_the_model_returned(folder, until, loop)
 
 
 NOTES = {
-    "gan": "this is the first that steps, and the others (Adam) train other parameters",
+    "gan": "and the others (Adam) train other parameters, which are left out",
     "own_batches": "it uses compile, which is left out",
     "amp_scaler": "it uses GradScaler, whose scale is left out",
     "ddp_under_torchrun": "it trains on ranks: this is one, without its wrapper",

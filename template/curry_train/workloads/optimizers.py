@@ -243,7 +243,7 @@ def optimizers_together(
     if others:
         notes.append(
             f"it has {len(found) + len(others)} optimizers; this is the first that steps, and the "
-            f"others ({', '.join(others)}) train other parameters"
+            f"others ({', '.join(others)}) train other parameters, which are left out"
         )
     return found, notes
 
