@@ -37,10 +37,11 @@ def cases(num_each: int) -> Iterator[Case]:
             yield name, fault, number
 
 
-def replayed(case: Case, folder: str, *, times: int) -> Figures:
+def replayed(case: Case, folder: str) -> Figures:
     """Make the box of a case and replay it; return what was said, and whether that is right."""
     name, fault, seed = case
     words = [PROGRAM, *map(str, case)]
+    times = 1 if fault in FAULTS else TIMES
     with contextlib.chdir(folder):
         subprocess.run([sys.executable, *words], check=True)
         (box,) = Path("run/boxes").iterdir()
@@ -78,9 +79,8 @@ def main() -> None:
     rows = []
     for case in cases(options.each):
         with tempfile.TemporaryDirectory(prefix="boxes-") as folder:
-            row = replayed(case, folder, times=1 if case[1] in FAULTS else TIMES)
-        rows.append(row)
-        print(*row.values(), sep=", ", flush=True)
+            rows.append(replayed(case, folder))
+        print(*rows[-1].values(), sep=", ", flush=True)
         named = [row["right"] for row in rows if row["fault"] in FAULTS]
         told = [row["right"] for row in rows if row["fault"] in CHANGING]
         figures = {

@@ -184,11 +184,6 @@ MODEL_SIZES = {
 }
 
 
-def build(size: str, length: int) -> nn.Module:
-    vars(script).update(MODEL_SIZES[size])
-    return script.Decoder(length)
-
-
 def written_out_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy, operation by operation in the dtype of the logits."""
     negative = -written_out_log_softmax(logits)
@@ -237,10 +232,14 @@ class Program:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
     autocast: bool = False
 
+    def build(self) -> nn.Module:
+        vars(script).update(MODEL_SIZES[self.size])
+        return script.Decoder(self.length)
+
     def workload(self) -> Workload:
         return Workload(
             f"{self.size}, {self.length} tokens",
-            lambda: build(self.size, self.length),
+            self.build,
             lambda size: torch.randint(script.VOCABULARY, (size, self.length + 1)),
             self._loss,
             count=lambda batch: 1,

@@ -274,7 +274,7 @@ def means_of_cases(rows: Sequence[Row], figure: str) -> dict[str, dict[str, floa
 def _interval(values: Sequence[float]) -> list[float]:
     mean = statistics.fmean(values)
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return [round(one, 4) for one in (mean, mean - 2 * error, mean + 2 * error)]
+    return [round(mean + width * error, 4) for width in (0, -2, 2)]
 
 
 def described(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:

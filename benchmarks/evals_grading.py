@@ -102,11 +102,11 @@ class Work:
 
     def call(self, function: Callable[..., Any], *args, seconds: float = LONGEST_CALL):
         """Return the result of a grader's function, run in a fork inside the agent's folder."""
-        return _finish(_start(self.folder, lambda: function(*args)), seconds)
+        return _finish(_start(self.folder, partial(function, *args)), seconds)
 
     def original(self, function: Callable[..., Any], *args):
         """Return the result of a grader's function, run in a fork inside the fixture."""
-        return _finish(_start(self._untouched, lambda: function(*args)))
+        return _finish(_start(self._untouched, partial(function, *args)))
 
     def ranks(self, count: int, function: Callable[..., Any], *args) -> list[Any]:
         """Run a grader's function on several gloo ranks; return the result of each."""
@@ -124,7 +124,7 @@ class Work:
             finally:
                 dist.destroy_process_group()
 
-        started = [_start(self.folder, lambda rank=rank: body(rank)) for rank in range(count)]
+        started = [_start(self.folder, partial(body, rank)) for rank in range(count)]
         return [_finish(one) for one in started]
 
     def run(self, script: str, *words: str, at: Mapping[str, Action] | None = None) -> Ended:
@@ -351,25 +351,25 @@ Fork = tuple[multiprocessing.process.BaseProcess, tempfile.TemporaryDirectory[st
 def _start(folder: Path, body: Callable[[], Any]) -> Fork:
     """Run a function in a fork, in a folder, with its own output and importable modules."""
     place = tempfile.TemporaryDirectory(prefix="eval")
-    process = FORK.Process(target=_become, args=(folder, Path(place.name), body))
+
+    def become() -> None:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for number, name in ((1, "output"), (2, "errors")):
+            file = os.open(f"{place.name}/{name}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, number)
+        # They stay open until the fork ends.
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        sys.dont_write_bytecode = True
+        torch.set_num_threads(1)
+        Path(place.name, "result").write_text(json.dumps(body()))
+
+    process = FORK.Process(target=become)
     process.start()
     return process, place
-
-
-def _become(folder: Path, place: Path, body: Callable[[], Any]) -> None:
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for number, name in ((1, "output"), (2, "errors")):
-        file = os.open(place / name, os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, number)
-    # They stay open until the fork ends.
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    sys.dont_write_bytecode = True
-    torch.set_num_threads(1)
-    (place / "result").write_text(json.dumps(body()))
 
 
 def _wait(fork: Fork, seconds: float = LONGEST_CALL) -> tuple[int, dict[str, str]]:

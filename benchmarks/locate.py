@@ -32,9 +32,18 @@ from curry_train.runs import fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints
 from curry_train.runs.locate import Located, expected_values, first_operation, locate
 from curry_train.runs.rounding import NUM_NOISES, Exchange
-from locate_faults import KINDS, SOUND, Fault, Planter, Training, record
+from locate_faults import (
+    KINDS,
+    SOUND,
+    Fault,
+    Planter,
+    Training,
+    cases_of_ranks,
+    fault_of_rank,
+    record,
+    record_ranks,
+)
 from locate_models import MODELS, quietly, sized_gpt2
-from locate_ranks import cases, fault_of_rank, record_trainings
 from recording import Figures, record_parser, write_record
 
 # Models that compile within a minute.
@@ -232,7 +241,7 @@ def rounding(name: str, count: int) -> list[Figures]:
 
 def ranks(name: str, count: int) -> list[Figures]:
     folder = tempfile.mkdtemp()
-    job = functools.partial(record_trainings, Path(folder), count)
+    job = functools.partial(record_ranks, Path(folder), count)
     run_ranks(job, ["script"], num_ranks=2, ignored=[folder])
 
     def located(b: str, a: str) -> tuple[int, Located]:
@@ -240,7 +249,7 @@ def ranks(name: str, count: int) -> list[Figures]:
         return _first([locate(*pair) for pair in pairs])
 
     rows = []
-    for number, (kind, name) in enumerate(cases(count)):
+    for number, (kind, name) in enumerate(cases_of_ranks(count)):
         rank, found = located(f"fault-{number}", f"right-{name}")
         fault = fault_of_rank(number, kind, read_fingerprints(Path(folder, f"right-{name}"), 1))
         is_right = rank == 1 and is_named(found, fault)

@@ -2,6 +2,7 @@
 
 A fault is drawn over the modules, parameters and calls that a record of the training has, so it
 says where the first difference must be: step, phase, path and call, and words of the operation.
+The trainings on two ranks are a job of `run_ranks`, without a program of a user's.
 """
 
 import contextlib
@@ -9,9 +10,10 @@ import functools
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from random import Random
 from types import MethodType
 from typing import Any
@@ -19,12 +21,15 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from curry_train.gates.loop_run import End
 from curry_train.runs import record_run
 from curry_train.runs.fingerprints import read_fingerprints
-from locate_models import BATCH_SIZE, LOOPS, MICROBATCHES, MODELS, STEPS, plain
+from locate_models import BATCH_SIZE, LOOPS, MICROBATCHES, MODELS, STEPS, plain, quietly
 
 HERE = "locate_faults.py"
 OF_DROPOUT = ("bernoulli_", "empty_like", "new_empty")
@@ -520,3 +525,50 @@ class Planter:
 
 # Each kind is a method, in the order in which kinds take turns.
 KINDS = [name for name in vars(Planter) if name[0] != "_" and name != "draw"]
+
+
+# Trainings on two ranks, each recorded into a folder.
+
+# Faults of one rank: of its data, its forward, its copy of the state.
+KINDS_OF_A_RANK = ("data", "activation", "weight_between_steps", "optimizer_state", "kernel")
+MODELS_OF_RANKS = ("encoder", "sampled")
+
+
+def record_rank(name: str, folder: Path, wrap, fault: Fault = SOUND, *, own: bool = True):
+    rank = torch.distributed.get_rank()
+    with record_run(folder, steps=STEPS):
+        torch.manual_seed(0)
+        model, samples = MODELS[name]()
+        begin = rank * STEPS * MICROBATCHES * BATCH_SIZE if own else 0
+        wrapped = wrap(model)
+        training = Training(model, samples[begin:], fault if rank == 1 else SOUND)
+        plain(wrapped, training.optimizer, training.samples)
+    return read_fingerprints(folder, rank)
+
+
+def cases_of_ranks(count: int) -> Iterator[tuple[str, str]]:
+    """Yield the kind of each fault, and the model in which it is planted."""
+    every = zip(itertools.cycle(KINDS_OF_A_RANK), itertools.cycle(MODELS_OF_RANKS))
+    return itertools.islice(every, count)
+
+
+def fault_of_rank(number: int, kind: str, reference) -> Fault:
+    return Planter(reference, [], f"{number} 0").draw(kind)
+
+
+def record_ranks(folder: Path, count: int, run: Callable[[], None], end: End) -> None:
+    """Record trainings into a folder, so many of them with a fault on the second rank."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    with quietly():
+        reference = {
+            name: record_rank(name, folder / f"right-{name}", DistributedDataParallel)
+            for name in MODELS_OF_RANKS
+        }
+        for number, (kind, name) in enumerate(cases_of_ranks(count)):
+            fault = fault_of_rank(number, kind, reference[name])
+            record_rank(name, folder / f"fault-{number}", DistributedDataParallel, fault)
+        record_rank("encoder", folder / "one process", lambda model: model, own=False)
+        record_rank("encoder", folder / "FSDP2", fully_shard, own=False)
+    torch.distributed.destroy_process_group()
+    end({"count": count})

@@ -63,8 +63,12 @@ def freeze_base(model) -> None:
 # Ways of a user's own, each with torch's calls.
 
 
-def shard_blocks(model: nn.Module, mesh, **options) -> list[Any]:
-    return [fully_shard(one, mesh=mesh, **options) for one in find_blocks(model).values()]
+def shard_all(model: nn.Module, mesh, **options) -> list[Any]:
+    """Shard the blocks, which are returned, and what is left of the model as one more unit."""
+    blocks = [*find_blocks(model).values()]
+    for one in (*blocks, model):
+        fully_shard(one, mesh=mesh, **options)
+    return blocks
 
 
 def root_alone(model: nn.Module, mesh) -> None:
@@ -74,7 +78,8 @@ def root_alone(model: nn.Module, mesh) -> None:
 
 def blocks_alone(model: nn.Module, mesh) -> None:
     """Shard the blocks, and leave embedding, norm and head whole on every rank."""
-    shard_blocks(model, mesh)
+    for block in find_blocks(model).values():
+        fully_shard(block, mesh=mesh)
 
 
 def norms_left_out(model: nn.Module, mesh) -> None:
@@ -85,14 +90,12 @@ def norms_left_out(model: nn.Module, mesh) -> None:
         if isinstance(module, nn.RMSNorm)
         for parameter in module.parameters()
     }
-    shard_blocks(model, mesh, ignored_params=ignored)
-    fully_shard(model, mesh=mesh, ignored_params=ignored)
+    shard_all(model, mesh, ignored_params=ignored)
 
 
 def prefetched(model: nn.Module, mesh) -> None:
     """Shard the blocks, and gather two blocks ahead."""
-    blocks = shard_blocks(model, mesh)
-    fully_shard(model, mesh=mesh)
+    blocks = shard_all(model, mesh)
     for index, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 3])
         block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
@@ -100,18 +103,15 @@ def prefetched(model: nn.Module, mesh) -> None:
 
 def not_prefetched(model: nn.Module, mesh) -> None:
     """Shard the blocks, and gather each one only when it runs in backward."""
-    blocks = shard_blocks(model, mesh)
-    fully_shard(model, mesh=mesh)
-    for block in blocks:
+    for block in shard_all(model, mesh):
         block.set_modules_to_backward_prefetch([block])
 
 
 def never_synced(model: nn.Module, mesh) -> None:
     """Shard the blocks, and sync the gradients of no microbatch, not of the last one either."""
-    shard_blocks(model, mesh)
-    whole = fully_shard(model, mesh=mesh)
-    whole.set_requires_gradient_sync(False)
-    whole.set_requires_gradient_sync = keep
+    shard_all(model, mesh)
+    model.set_requires_gradient_sync(False)
+    model.set_requires_gradient_sync = keep
 
 
 def keep(*arguments: object) -> None:
