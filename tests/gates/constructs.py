@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections import OrderedDict
 
 import torch
 from torch import nn
@@ -232,16 +233,8 @@ def with_momentum(model):
     return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, nesterov=True)
 
 
-class Looks(nn.Module):
-    """Looks rows up, whose gradients are sparse."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(50, WIDTH, sparse=True)
-        self.body = Model()
-
-    def forward(self, words):
-        return self.body(self.table(words))
+def sparse_rows():
+    return nn.Sequential(nn.Embedding(50, WIDTH, sparse=True), Model())
 
 
 def words(size):
@@ -287,15 +280,8 @@ class Dense(nn.Module):
         return torch.cat(outputs, -1)
 
 
-class Normalized(Block):
-    """Has batch statistics."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x):
-        return super().forward(self.norm(x))
+def with_batch_statistics():
+    return nn.Sequential(nn.BatchNorm1d(32), Block())
 
 
 class SharesWeight(Model):
@@ -344,19 +330,13 @@ class Scale(nn.Module):
         return torch.sigmoid(x * self.scale)
 
 
-class Words(nn.Module):
-    """A head that is tied to its embedding or has a bias."""
-
-    def __init__(self, *, is_tied=False):
-        super().__init__()
-        self.table = nn.Embedding(256, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, 256, bias=not is_tied)
-        if is_tied:
-            self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.head(self.norm(self.table(tokens)))
+def word_model(*, is_tied=False):
+    """Return a model whose head is tied to its embedding or has a bias."""
+    table = nn.Embedding(256, WIDTH)
+    head = nn.Linear(WIDTH, 256, bias=not is_tied)
+    if is_tied:
+        head.weight = table.weight
+    return nn.Sequential(OrderedDict(table=table, norm=nn.LayerNorm(WIDTH), head=head))
 
 
 def texts(size):
@@ -378,12 +358,9 @@ def penalized(model, tokens):
     return loss + gradient.square().sum()
 
 
-class LazyBlock(Block):
-    """Gets its widths in the first forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.up = nn.LazyLinear(4 * WIDTH)
+def lazy_block():
+    """Return a block that gets its widths in the first forward."""
+    return nn.Sequential(nn.LazyLinear(4 * WIDTH), nn.GELU(), nn.LazyLinear(WIDTH))
 
 
 class Frozen(Model):
@@ -421,15 +398,10 @@ def in_place():
     return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
 
 
-class Overwrites(nn.Sequential):
-    """Writes to the output of its product, and has a buffer."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))
-        self.register_buffer("scale", torch.ones(1))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
+def overwrites():
+    """Return a block that writes to the output of its product, and has buffers."""
+    block = [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.BatchNorm1d(32)]
+    return nn.Sequential(*block)
 
 
 def ragged(size):
@@ -467,23 +439,23 @@ CONSTRUCTS = {
     "noisy_loss": [Model, noisy],
     "own_batch": [Model, of_own_rows, own_rows, {"count": len}],
     "own_optimizer": [Model, square_sum, rows, {"optimizer": with_momentum}],
-    "sparse": [Looks, square_sum, words],
+    "sparse": [sparse_rows, square_sum, words],
     "grows_a_list": [Dense],
-    "normalized": [of_block(Normalized)],
+    "normalized": [of_block(with_batch_statistics)],
     "shares_a_weight": [SharesWeight],
     "partly_frozen": [Parts],
     "lone_layers": [of_block(nn.Linear, WIDTH, WIDTH)],
     "no_products": [lambda: stacked(Scale, 3)],
     "flat": [lambda: nn.Linear(WIDTH, WIDTH)],
-    "tied_words": [functools.partial(Words, is_tied=True), next_words, texts],
-    "weighted_words": [Words, weighted, texts],
-    "penalized_words": [Words, penalized, texts],
-    "lazy": [of_block(LazyBlock)],
+    "tied_words": [functools.partial(word_model, is_tied=True), next_words, texts],
+    "weighted_words": [word_model, weighted, texts],
+    "penalized_words": [word_model, penalized, texts],
+    "lazy": [of_block(lazy_block)],
     "frozen": [Frozen],
     "partly_unused": [PartlyUnused],
     "quantized": [Quantized],
     "opens_in_place": [of_block(in_place)],
-    "overwrites": [of_block(Overwrites)],
+    "overwrites": [of_block(overwrites)],
     "ragged": [Model, squares_of_values, ragged],
 }
 

@@ -51,7 +51,7 @@ NEED_NOT_APPLY = {
     "derivative_in_loss": (["recompute/*", "sac/*"], "forward or loss takes derivatives"),
     "noisy_loss": (["grad-accum/*"], "draws random numbers in eval mode"),
     "own_optimizer": (["loss-spike/found"], ""),
-    "sparse": (["*"], "table.weight: the gradient is sparse"),
+    "sparse": (["*"], "0.weight: the gradient is sparse"),
     "partly_frozen": (ON_BLOCKS, ""),
     "lone_layers": (ON_BLOCKS, ""),
     "no_products": (ON_BLOCKS, ""),

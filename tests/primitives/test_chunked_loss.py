@@ -25,7 +25,7 @@ from curry_train.primitives import (
 from curry_train.primitives.chunked_loss import LazyLogits
 from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
 
-from ..gates.constructs import Words
+from ..gates.constructs import word_model
 from ..plan_models import Called
 from ..toy_steps import all_equal
 
@@ -45,7 +45,7 @@ def both(loss, *, dtype=torch.float64, tolerance=None, **options):
     records = []
     for apply in (lambda model: None, lambda model: apply_chunked_loss(model, chunk_tokens=20)):
         torch.manual_seed(0)
-        model = Words(**options).to(dtype).train()
+        model = word_model(**options).to(dtype).train()
         model.norm = nn.Linear(16, 16, dtype=dtype)
         apply(model)
         records.append(record_step(model, TOKENS, loss))
@@ -145,7 +145,7 @@ def test_an_index_picks_the_same_logits_and_terms(name):
 
 
 def test_a_chunk_has_as_many_tokens_as_asked_for():
-    model = Words()
+    model = word_model()
     apply_chunked_loss(model, chunk_tokens=20)
     with Called() as called:
         flat_loss(model(TOKENS), TOKENS).backward()
@@ -155,7 +155,7 @@ def test_a_chunk_has_as_many_tokens_as_asked_for():
 
 def test_hooks_on_the_node_of_the_logits_run_in_backward():
     # FSDP2, module trackers and pipelines learn from them that backward has come this far.
-    model = Words()
+    model = word_model()
     apply_chunked_loss(model)
     calls = []
     logits = model(TOKENS)
@@ -197,7 +197,7 @@ def test_written_logits_and_their_views_stay_in_step():
 
 
 def test_logits_asked_for_after_the_weight_changed_are_refused():
-    model = Words()
+    model = word_model()
     apply_chunked_loss(model)
     logits = model(TOKENS)
     with torch.no_grad():
@@ -214,7 +214,7 @@ def test_logits_asked_for_after_the_weight_changed_are_refused():
 
 
 def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
-    bare = Words()
+    bare = word_model()
     model = copy.deepcopy(bare)
     assert apply_chunked_loss(model, head="he*", chunk_tokens=5) == ["head"]
     assert list(model.state_dict()) == list(bare.state_dict())
@@ -236,7 +236,7 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
 
 @pytest.mark.parametrize("way", ["traced", "in shards"])
 def test_traced_code_and_a_head_in_shards_have_plain_logits(way, monkeypatch):
-    model = Words()
+    model = word_model()
     apply_chunked_loss(model)
     if way == "traced":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -261,7 +261,7 @@ class Doubled(nn.Linear):
             "^Sequential has no output layer: no Linear is wider than all others and than its own "
             "input; name it with head=$",
         ),
-        (Words, {"head": "x"}, "^head 'x' matches no module; there are head$"),
+        (word_model, {"head": "x"}, "^head 'x' matches no module; there are head$"),
         (
             lambda: Doubled(8, 32),
             {},
