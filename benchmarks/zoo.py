@@ -5,7 +5,7 @@
 
 `make zoo` installs the libraries next to the project's own environment. Models that an earlier run
 recorded in the same file are skipped with `--resume`.
-Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 Nothing is downloaded. `model` adds the factory of a row of the table; those that take more than a
 call are functions at the end. `make zoo` runs every one of them.
-Proof: `python -m pytest tests/benchmarks/test_zoo.py`.
+Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import re

@@ -46,6 +46,7 @@ SMALLEST = {
     "saving_cost memory": (SAVING, {}),
     "saving_cost steps": (SAVING, {"small.0.batch": 32, "small.1.batch": 512}),
     "saving_cost cadence": (SAVING, {}),
+    "zoo": ("--only snntorch_net", {"summary.status_0": 1, "summary.plans_equal_to_the_byte": 1}),
 }
 
 

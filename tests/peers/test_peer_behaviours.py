@@ -75,11 +75,8 @@ def test_on_two_ranks_the_same_holds():
         assert {error for errors in found.values() for error in errors.values()} == {"None"}
 
 
-def test_the_table_has_enough_behaviours_and_a_cell_for_each_lever():
-    assert len(BEHAVIOURS) >= 50
-    assert len({one.name for one in BEHAVIOURS}) == len(BEHAVIOURS)
-    assert all(set(one.outcomes) == {*LEVERS, "torch"} for one in BEHAVIOURS)
-    assert len(LEVERS) == 5
+def test_the_table_has_enough_behaviours():
+    assert len({one.name for one in BEHAVIOURS}) == len(BEHAVIOURS) >= 50
 
 
 def test_the_page_shows_the_table():

@@ -186,26 +186,6 @@ def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
             planner.plan(2**40, global_batch=4, microbatch=1)
 
 
-# No combination that fits is faster.
-
-
-def test_no_combination_of_options_that_fits_is_faster():
-    size, steps = MICRO, 2
-    made = {"global_batch": size * steps, "microbatch": size}
-    with Planner(net(64, 256), without=("sac",), chunked_loss=False) as planner:
-        planner.plan(2**40, **made)
-        blocks = planner.whole_steps.priced(Candidate(size, steps, False)).blocks
-        found = []
-        for options in itertools.product(*(block.options for block in blocks)):
-            chosen = {block.name: option for block, option in zip(blocks, options, strict=True)}
-            whole = planner.whole_steps.whole(Candidate(size, steps, False, options=chosen))
-            found.append((whole.peak_bytes, whole.step_seconds))
-        planner.whole_steps.known.clear()  # cached results would skip the search
-        for budget in sorted({peak for peak, _ in found})[::3]:
-            best = min(seconds for peak, seconds in found if peak <= budget)
-            assert planner.plan(budget, **made).step_seconds <= best * (1 + 1e-9)
-
-
 # What fits is planned.
 
 

@@ -222,18 +222,6 @@ def test_a_length_that_is_given_replaces_the_models_own():
     assert train.batch([0])["tokens"].shape == (1, 5)
 
 
-def test_a_users_own_dataset_is_found_by_its_name():
-    train, dev = opened(
-        "tests.training_models:line",
-        "data.source=tests.training_models:points",
-        "data.dev_fraction=0.1",
-    )
-    assert (len(train), len(dev)) == (180, 20)
-    points, halves = train.batch([0, 199 - 20])
-    assert points.shape == (2, 2)
-    assert halves.tolist() == [0, 1]
-
-
 def test_too_few_samples_to_train_on_are_refused(tmp_path):
     numpy.save(tmp_path / "0.npy", numpy.arange(20))
     with pytest.raises(
