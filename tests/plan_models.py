@@ -165,21 +165,15 @@ def net(*hidden, **settings):
     return squares(lambda: Net(hidden, **settings), 64, 8, name="net")
 
 
-class Routed(nn.Module):
-    """A model that sends some rows through each block, so shapes depend on values."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(activated(8) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            chosen = (x[:, 0] > 0).nonzero()[:, 0]
-            x = x.index_add(0, chosen, layer(x[chosen]))
-        return x
+def routed(layers, x):
+    """Send some rows through each layer, so that shapes depend on values."""
+    for layer in layers:
+        chosen = (x[:, 0] > 0).nonzero()[:, 0]
+        x = x.index_add(0, chosen, layer(x[chosen]))
+    return x
 
 
-ROUTED = squares(Routed, 8, name="routed")
+ROUTED = squares(lambda: Runs(routed, activated(8), activated(8)), 8, name="routed")
 
 
 class ByParameter(torch.optim.Optimizer):

@@ -57,10 +57,8 @@ class Skill:
 
 def skills(root):
     """List the techniques; the folders of skills/ are the only catalogue."""
-    return list(_read_skills(root))
-
-
-def _read_skills(root):
+    found = []
     for path in sorted(root.glob("skills/*/SKILL.md")):
         _, frontmatter, _ = path.read_text(encoding="utf-8").split("---\n", 2)
-        yield Skill(path.parent.name, yaml.safe_load(frontmatter))
+        found.append(Skill(path.parent.name, yaml.safe_load(frontmatter)))
+    return found

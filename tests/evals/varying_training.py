@@ -43,10 +43,12 @@ class Varying(Training):
         temporary = self.make("temporaries of forward", 2 * width, self.in_forward("forward", 71))
         held = [self.activation(width, "forward", 72)]
         self.drop(temporary)
-        held.append(self.activation(3 * width, "attend", 88))
-        held.append(self.activation(4 * self.tokens**2, "reach", 103))
-        held.append(self.activation(8 * self.tokens**2, "attend", 91))
-        held.append(self.activation(4 * width, "forward", 118))
+        held += [
+            self.activation(3 * width, "attend", 88),
+            self.activation(4 * self.tokens**2, "reach", 103),
+            self.activation(8 * self.tokens**2, "attend", 91),
+            self.activation(4 * width, "forward", 118),
+        ]
         return held, self.activation(width, "forward", 119)
 
     def forward(self):
@@ -63,8 +65,10 @@ class Varying(Training):
             self.blocks.append([*held, output])
         size = self.tokens * VOCABULARY_BYTES
         logits = self.make("logits and loss", size, self.in_forward("forward", 131))
-        self.head.append(self.make("logits and loss", 2 * size, self.in_loss()))
-        self.head.append(self.make("logits and loss", 512, self.in_loss("nll_loss")))
+        self.head += [
+            self.make("logits and loss", 2 * size, self.in_loss()),
+            self.make("logits and loss", 512, self.in_loss("nll_loss")),
+        ]
         self.drop(*self.logits)
         self.logits = [logits]
         return []

@@ -40,4 +40,4 @@ def test_a_model_whose_shapes_need_values_has_no_estimate():
     verdict = gates()["memory-plan/estimate"].run(Case(ROUTED))
     assert verdict.passed is None
     assert "nonzero" in verdict.hint
-    assert "Routed" in verdict.hint
+    assert "Runs" in verdict.hint

@@ -65,12 +65,6 @@ def test_a_router_is_known_by_its_attribute_alone():
     assert not has_router(nn.Linear(2, 2))
 
 
-def perturb_bias(model, seed):
-    """Update the bias in place between forward and backward, as balancing without a loss does."""
-    for block in model:
-        block.router.bias += drawn(EXPERTS, seed=seed)
-
-
 def step_of(model, batch, during=None):
     loss = square_sum(model, batch)
     with during or contextlib.nullcontext():
@@ -122,7 +116,9 @@ def test_a_second_backward_repeats_the_same_choices():
 
     loss = square_sum(other, batch)
     loss.backward(retain_graph=True)
-    perturb_bias(other, 5)
+    # In place between forward and backward, as balancing without a loss does.
+    for block in other:
+        block.router.bias += drawn(EXPERTS, seed=5)
     loss.backward()
     assert all_equal(gradients_of(other), [2 * gradient for gradient in expected])
 

@@ -54,15 +54,15 @@ def keeping(act, kept):
     return lambda: Net(lambda: Between(act, kept=kept()))
 
 
-def norms():
-    return nn.ModuleList([nn.BatchNorm1d(WIDTH) for _ in range(4)])
-
-
 STORED = {
     "buffer in place": keeping(writes, lambda: torch.zeros(1)),
     "list": keeping(lists, list),
     "layer of the timestep": lambda: Net(
-        lambda: Between(has_parameters_for_each_timestep, kept=0, layers=norms())
+        lambda: Between(
+            has_parameters_for_each_timestep,
+            kept=0,
+            layers=nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(4)),
+        )
     ),
     "neuron in a list": keeping(lambda self, x: self.kept[1](x), lambda: [0, Keeper()]),
     "parametrization": lambda: Net(

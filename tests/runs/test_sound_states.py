@@ -30,12 +30,6 @@ def odd_network():
     return model
 
 
-def odd_state():
-    state = new_state(build=odd_network, extra={"x": Holder({"x": torch.ones(2)})})
-    train(state, 1)
-    return state
-
-
 def moment(state):
     return state.optimizers[0].state[state.model[0].weight]["exp_avg_sq"]
 
@@ -54,7 +48,8 @@ DAMAGE = {
 @pytest.mark.parametrize("name", DAMAGE)
 def test_nan_in_any_tensor_is_not_saved_and_masks_and_nan_by_design_are(store, name, caplog):
     find, value, message = DAMAGE[name]
-    state = odd_state()
+    state = new_state(build=odd_network, extra={"x": Holder({"x": torch.ones(2)})})
+    train(state, 1)
     policy = SavingPolicy(store, EACH_STEP)
     policy.resume(state)
     assert [one.step for one in policy.after_step(1, state, {"loss": 1.0})] == [1]

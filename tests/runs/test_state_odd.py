@@ -173,10 +173,6 @@ def step_with_closure(state, steps):
     return losses
 
 
-def perceptron():
-    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1))
-
-
 # Of weights in bfloat16 an optimizer may keep state in float32.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", [0, 3])
@@ -185,7 +181,10 @@ def test_every_optimizer_continues_bit_equal(store, name, steps, dtype):
     """Cover the time before the first step, when an optimizer has no state."""
 
     def made(seed):
-        return unscheduled(seed, OPTIMIZERS[name], lambda: perceptron().to(dtype))
+        def build():
+            return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+
+        return unscheduled(seed, OPTIMIZERS[name], build)
 
     state = made(0)
     step_with_closure(state, steps)

@@ -128,11 +128,6 @@ def note_worker(path, worker):
     path.write_text(str(worker))
 
 
-def signal_from_outside(process):
-    """Signal a process as another one does: the kernel names the sender."""
-    subprocess.run(["/bin/sh", "-c", f"kill -TERM {process.pid}"], check=True)
-
-
 def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(tmp_path, later):
     """Signal the workers alone: the training would end with their error in the middle of a step."""
     workers = []
@@ -140,7 +135,9 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(tm
     def signal_workers(step):
         if step == 1:
             workers.extend(multiprocessing.active_children())
-            signal_from_outside(*workers)
+            # As another process does it: the kernel names the sender.
+            (worker,) = workers
+            subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
             time.sleep(0.2)
 
     own_start = functools.partial(note_worker, tmp_path / "worker")

@@ -14,17 +14,10 @@ from curry_train.runs.values import PLAIN_DTYPES
 from ..store_models import new_state
 
 
-def holding(tensors):
-    module = nn.Module()
-    for name, tensor in tensors.items():
-        module.register_buffer(name, tensor)
-    return module
-
-
-def of_every_dtype():
+def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
     dtypes = sorted(PLAIN_DTYPES - NOT_IN_SAFETENSORS, key=str)
     both = torch.randn(6)
-    return {
+    tensors = {
         **{f"t_{number}": torch.ones(2, 3).to(dtype) for number, dtype in enumerate(dtypes)},
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
@@ -32,11 +25,10 @@ def of_every_dtype():
         "overlapping": both[:4],
         "with it": both[2:],
     }
-
-
-def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
-    tensors = of_every_dtype()
-    state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), holding(tensors)))
+    module = nn.Module()
+    for name, tensor in tensors.items():
+        module.register_buffer(name, tensor)
+    state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), module))
     saved = store.save("best-k", 1, state, metric=("dev_loss", 0.25))
     path = tmp_path / saved.folder / "model.safetensors"
     found = load_file(path)

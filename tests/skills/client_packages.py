@@ -20,15 +20,11 @@ class Unavailable(RuntimeError):
     """Raised when a client's package can't be installed here."""
 
 
-def packages_folder():
-    named = os.environ.get("CURRY_CLIENTS_DIR")
-    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(named) if named else cached / "curry-train/clients"
-
-
 def package(spec, *, seconds=None):
     """Return the folder of an installed package; with `seconds` install it within that time."""
-    folder = packages_folder() / re.sub(r"[^\w.-]+", "-", spec).strip("-")
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "curry-train/clients")
+    packages = Path(os.environ.get("CURRY_CLIENTS_DIR") or cached)
+    folder = packages / re.sub(r"[^\w.-]+", "-", spec).strip("-")
     if folder.is_dir():
         return folder
     if seconds is None:

@@ -232,23 +232,12 @@ def test_an_empty_batch_is_refused():
         load_workload(f"{__file__}:empty")
 
 
-class Complex(nn.Module):
-    """Complex weights, as Fourier and state-space layers have."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-        self.scale = nn.Parameter(torch.randn(3))
-
-    def forward(self, x):
-        return torch.fft.ifft(torch.fft.fft(x) * self.weight).real * self.scale
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_complex_parameters_stay_complex(dtype):
-    module = Case(squares(Complex), dtype=dtype).build()
-    assert module.weight.dtype is torch.complex64
-    assert module.scale.dtype is dtype
+    """Fourier and state-space layers have complex weights."""
+    parameters = [torch.randn(3, dtype=torch.complex64), torch.randn(3)]
+    module = Case(squares(lambda: nn.ParameterList(parameters)), dtype=dtype).build()
+    assert [one.dtype for one in module] == [torch.complex64, dtype]
 
 
 def test_positions_that_all_samples_share_stay_whole_in_batches_of_their_length():

@@ -177,14 +177,11 @@ def trained_by_hugging_face(trainer):
 def trained_by_lightning(made):
     trainer, module, data = made
     trainer.fit(module, data)
-    batches = [module.on_before_batch_transfer(one, 0) for one in loader_of(data)]
+    loader = data.train_dataloader() if hasattr(data, "train_dataloader") else data
+    batches = [module.on_before_batch_transfer(one, 0) for one in loader]
     if hasattr(data, "on_after_batch_transfer"):
         batches = [data.on_after_batch_transfer(one, 0) for one in batches]
     return module, batches[:2]
-
-
-def loader_of(data):
-    return data.train_dataloader() if hasattr(data, "train_dataloader") else data
 
 
 def trained_by_accelerate(made):
