@@ -35,7 +35,6 @@ from curry_train.workloads.workload import Case, Workload
 from finetune_models import OPTIMIZERS
 from recording import Figures, record_parser, write_record
 
-BATCH_SIZE = 4
 # Microbatches of a window that accumulates; the middle ones are alike.
 WINDOW = 3
 REPEATS = 5
@@ -134,6 +133,7 @@ class Configuration:
     change: Callable[[nn.Module], object] = keep
     dtype: torch.dtype = torch.float32
     optimizer: Any = "adamw"
+    batch_size: int = 4
     window: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -203,7 +203,7 @@ def predict(name: str, world: int, rank: int) -> int:
     one = CONFIGURATIONS[name]
     given = {"dtype": one.dtype, "optimizer": one.optimizer, "sharding": one.sharding(world, rank)}
     with Sketch(one.workload(), **given) as sketch:
-        step = sketch.step(BATCH_SIZE, accumulated=one.window > 1, change=one.change)
+        step = sketch.step(one.batch_size, accumulated=one.window > 1, change=one.change)
     return step.peak_bytes
 
 
@@ -214,7 +214,7 @@ def measure_all(names: list[str], repeats: int = REPEATS) -> dict[str, int]:
         one = CONFIGURATIONS[name]
         sharding = one.sharding(dist.get_world_size(), dist.get_rank())
         mesh = mesh_of(tuple(sharding.mesh.items()))
-        make = functools.partial(_program, one, sharding, mesh)
+        make = functools.partial(make_program, one, sharding, mesh)
         found[name] = peak_of_running_rank(make, repeats=repeats)
     return found
 
@@ -248,7 +248,8 @@ def mesh_of(sizes: tuple[tuple[str, int], ...]):
     return init_device_mesh("cpu", numbers, mesh_dim_names=names)
 
 
-def _program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], None]:
+def make_program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], None]:
+    """Build the program of a rank, and return its step."""
     case = Case(one.workload(), dtype=one.dtype)
     model = case.build()
     blocks = find_blocks(model)
@@ -256,7 +257,7 @@ def _program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], None]
     inside = [model.get_submodule(name) for name in blocks]
     called = sharding.parallelize(model, mesh, blocks=inside)
     optimizer = make_optimizer(one.optimizer, model)
-    batch = case.batch(BATCH_SIZE)
+    batch = case.batch(one.batch_size)
     switch = getattr(called, "set_requires_gradient_sync", keep)
     no_sync = getattr(called, "no_sync", contextlib.nullcontext)
 

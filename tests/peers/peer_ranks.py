@@ -70,15 +70,17 @@ def ddp_unused(change):
     )
 
 
+def shard_layers(model):
+    """Shard each layer of a model that has some, and the rest of the model."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in getattr(model, "layers", ()):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 @behaviour("FSDP2 that shards each block", on_ranks=True)
 def fsdp2(change):
-    def shard(model):
-        mesh = init_device_mesh("cpu", (2,))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    require_same_on_ranks(change, shard)
+    require_same_on_ranks(change, shard_layers)
 
 
 def errors_on_ranks():

@@ -1,17 +1,15 @@
 """Models with experts on several ranks, for predicted ranks and for real processes."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from curry_train.core.blocks import find_blocks
 from curry_train.plan import Sharding
-from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.rank_step import EvenRouting
-from curry_train.workloads import Case
-from ranks import peak_of_running_rank
+from ranks import Configuration, make_program, mesh_of, peak_of_running_rank
 
 from ..plan_models import squares
 from ..toy_steps import feed_forward
@@ -112,21 +110,8 @@ def program(name, *, rank=0):
 def measure(name, batch_size):
     """Measure a program by name, with an even routing, in this rank."""
     workload, sharding = program(name)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=tuple(sharding.mesh))
-
-    def make():
-        case = Case(workload)
-        model = case.build()
-        called = sharding.parallelize(model, mesh, blocks=[*find_blocks(model).values()])
-        optimizer = make_optimizer("adamw", model)
-        batch = case.batch(batch_size)
-
-        def step():
-            case.workload.mean_loss(called, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
+    one = Configuration(workload=lambda: workload, batch_size=batch_size)
+    mesh = mesh_of(tuple(sharding.mesh.items()))
+    make = functools.partial(make_program, one, sharding, mesh)
     with EvenRouting():
         return peak_of_running_rank(make, repeats=3)

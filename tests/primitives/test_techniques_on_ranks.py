@@ -26,13 +26,13 @@ from curry_train.primitives import (
 from curry_train.workloads import Case, load_workload
 from curry_train.workloads.models import transformer
 
-from ..peers.peer_ranks import require_same_on_ranks, whole
+from ..peers.peer_ranks import require_same_on_ranks, shard_layers, whole
 from ..peers.peer_table import LEVERS
 from ..plan_models import Called, Runs
 from ..rank_calls import run_on_ranks
 from ..toy_steps import all_equal, gradients_of
 
-KINDS = ("ddp", "fsdp2")
+KINDS = {"ddp": nn.parallel.DistributedDataParallel, "fsdp2": shard_layers}
 
 
 def step_on_ranks(name, kind, technique):
@@ -41,7 +41,7 @@ def step_on_ranks(name, kind, technique):
     batch = case.split(case.batch(4), [2, 2])[dist.get_rank()]
     model = case.build()
     technique(model)
-    wrapped = _wrapped(model, kind)
+    wrapped = KINDS[kind](model)
     for _ in range(2):
         wrapped.zero_grad()
         with GradientSyncs() as counted:
@@ -57,15 +57,6 @@ def compare_on_ranks(name, technique):
         plain, changed = (step_on_ranks(name, kind, act)[:2] for act in (id, technique))
         found.append(plain[0] > 0 and plain == changed)
     return found
-
-
-def _wrapped(model, kind):
-    if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in getattr(model, "layers", ()):
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
 
 
 def moved_bytes(kind):
@@ -183,7 +174,7 @@ def figures(kind, *, recompute, rank=None):
     if recompute:
         recompute_blocks(model)
     if kind != "bare":
-        model = _wrapped(model, kind.split()[0])
+        model = KINDS[kind.split()[0]](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     parts = CASE.split(batch, [2, 2]) if "accumulated" in kind else [batch]
     with GradFlow(model, optimizer, every=1) as flow:
