@@ -1,4 +1,4 @@
-"""A plan is within its budget to the byte, and none that fits is faster.
+"""A plan is within its budget to the byte, and its measured peak is the predicted one.
 
 python -m pytest tests/plan/test_plan.py
 """
