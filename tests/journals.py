@@ -31,8 +31,9 @@ def loss_of(step):
 
 def train(journal, steps, *, loss=loss_of, learning_rate=1e-3, **more):
     for step in steps:
-        journal.step(
-            step,
+        journal.write(
+            "step",
+            step=step,
             loss=loss(step),
             learning_rate=learning_rate,
             peak_bytes=2**30,
@@ -46,8 +47,7 @@ def train(journal, steps, *, loss=loss_of, learning_rate=1e-3, **more):
 def plant(folder, *, last=20, loss=loss_of, **config):
     """Write an uneventful run from step 1 to `last`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with Journal(folder, clock=clock()) as journal:
-        journal.start(facts=facts(**config))
+    with Journal(folder, facts=facts(**config), clock=clock()) as journal:
         train(journal, range(1, last + 1), loss=loss)
         journal.write("stop", step=last, reason="steps")
     return folder
@@ -56,16 +56,15 @@ def plant(folder, *, last=20, loss=loss_of, **config):
 def plant_eventful(folder):
     """Write 20 steps, a spike, back to 10, a kill at 30, a resume at 20, and the end at 40."""
     folder.mkdir(parents=True)
-    with Journal(folder, clock=clock()) as journal:
-        journal.start(facts=facts())
+    with Journal(folder, facts=facts(), clock=clock()) as journal:
         train(journal, range(1, 19))
         train(journal, range(19, 21), loss=lambda step: 9.0)
         journal.write("spike", step=20, loss=9.0, reason="9 after 4.05")
-        journal.rollback(10, from_step=20, reason="a spike")
+        journal.write("rollback", step=10, from_step=20, reason="a spike")
         journal.write("skip", step=10, reason="64 samples")
         train(journal, range(11, 31), loss=lambda step: loss_of(step) + 0.001)
-    with Journal(folder, clock=clock()) as journal:
-        journal.resume(20, facts=facts(steps=40) | {"checkpoint": "rollback/step-00000020.dcp"})
+    resumed = facts(steps=40) | {"checkpoint": "rollback/step-00000020.dcp"}
+    with Journal(folder, step=20, facts=resumed, clock=clock()) as journal:
         train(journal, range(21, 41), loss=lambda step: loss_of(step) + 0.002)
         journal.write("eval", step=40, metric="dev_loss", value=4.5)
         journal.write("stop", step=40, reason="steps")

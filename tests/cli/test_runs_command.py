@@ -71,10 +71,9 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
     folder = tmp_path / "run-001"
     (folder / "rollback").mkdir(parents=True)
     with Journal(folder) as journal:
-        journal.start()
-        journal.step(12, loss=9.0, learning_rate=1e-3)
+        journal.write("step", step=12, loss=9.0, learning_rate=1e-3)
         journal.write("spike", step=12, reason="loss 9 at step 12")
-        journal.rollback(10, from_step=12, reason="loss 9 at step 12")
+        journal.write("rollback", step=10, from_step=12, reason="loss 9 at step 12")
         journal.write("skip", step=10, reason="positions 40 to 47 of the data")
         for step in range(11, 24):
             journal.write("warning", step=step, reason="a word " * 20)

@@ -41,8 +41,7 @@ def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
     new_facts = facts(steps=40)
     new_facts["environment"]["world_size"] = 2
     new_facts["environment"]["packages"]["scipy"] = "x" * 60
-    with Journal(tmp_path / "runs/second") as journal:
-        journal.resume(20, facts=new_facts)
+    with Journal(tmp_path / "runs/second", step=20, facts=new_facts) as journal:
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
@@ -113,11 +112,11 @@ def test_code_environment_and_costs_that_differ_are_named(tmp_path):
         if name == "two":
             new_facts["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
             new_facts["command"] = "python train.py"
-        with Journal(tmp_path / name, clock=clock()) as journal:
-            journal.start(facts=new_facts)
+        with Journal(tmp_path / name, facts=new_facts, clock=clock()) as journal:
             for step in range(1, 6):
                 slow = 60.0 if step == 1 else 0.5 if name == "one" else 1.25
-                journal.step(step, loss=1.0, learning_rate=1e-3, seconds=slow, peak_bytes=2**30)
+                figures = {"loss": 1.0, "learning_rate": 1e-3, "peak_bytes": 2**30}
+                journal.write("step", step=step, seconds=slow, **figures)
     found = compare(tmp_path / "one", tmp_path / "two")
     assert {one["name"]: one["b"] for one in found["changes"]} == {
         "run": "B",
@@ -134,8 +133,7 @@ def test_code_environment_and_costs_that_differ_are_named(tmp_path):
 def test_facts_that_a_journal_lacks_are_not_called_the_same(tmp_path):
     plant(tmp_path / "one")
     (tmp_path / "two").mkdir()
-    with Journal(tmp_path / "two") as journal:
-        journal.start()
+    Journal(tmp_path / "two").close()
     text = text_of(compare(tmp_path / "one", tmp_path / "two"))
     assert "not recorded: config of B, code of B, environment of B" in text
     assert "the same" not in text
@@ -145,8 +143,7 @@ def test_facts_that_a_journal_lacks_are_not_called_the_same(tmp_path):
 def test_dev_metrics_of_both_are_compared(tmp_path):
     folder = plant_eventful(tmp_path / "run")
     plant(tmp_path / "other", last=40)
-    with Journal(tmp_path / "other") as journal:
-        journal.resume(40)
+    with Journal(tmp_path / "other", step=40) as journal:
         journal.write("eval", step=40, metric="dev_loss", value=4.75)
     found = compare(folder, tmp_path / "other")["metrics"]["dev_loss"]["first"]
     assert found == {"step": 40, "a": 4.5, "b": 4.75}
@@ -172,8 +169,8 @@ def test_json_is_complete_and_alone_on_standard_output(tmp_path):
 def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(tmp_path):
     plant(tmp_path / "runs/a")
     (tmp_path / "runs/b").mkdir()
-    with Journal(tmp_path / "runs/b") as journal:
-        journal.start(facts={"config": {"\x1b[31m": "\x1b]0;x\x07", "\ud800": 1}})
+    hostile = {"config": {"\x1b[31m": "\x1b]0;x\x07", "\ud800": 1}}
+    with Journal(tmp_path / "runs/b", facts=hostile) as journal:
         journal.write("eval", step=1, metric="\x1b[2J", value=1.0)
         journal.write("stop", step=1, reason="\x1b[2J\n\n")
     ended = run("a", "b")

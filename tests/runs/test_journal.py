@@ -20,41 +20,35 @@ from ..journals import clock, lines_of, plant
     [
         (lambda j: j.write("save", step=-1), ValueError, "a step is a whole number from 0, got -1"),
         (
-            lambda j: j.step(1, loss=1.0, learning_rate=0.1, time=3.0, v=1),
+            lambda j: j.write("step", step=1, loss=1.0, time=3.0, v=1),
             ValueError,
             "facts called time, v: rename them",
         ),
         (
-            lambda j: j.step(1, loss=torch.ones(2), learning_rate=0.1),
+            lambda j: j.write("step", step=1, loss=torch.ones(2)),
             ValueError,
             "step of step 1 can't be written as JSON",
-        ),
-        (
-            lambda j: j.start(),
-            JournalError,
-            r"has events already: give a new run its own folder, or call resume\(0\)",
         ),
     ],
 )
 def test_a_wrong_call_is_an_error_and_writes_nothing(tmp_path, act, error, message):
     with Journal(tmp_path) as journal:
-        journal.start()
         before = (tmp_path / "journal.jsonl").read_bytes()
         with pytest.raises(error, match=message):
             act(journal)
         assert (tmp_path / "journal.jsonl").read_bytes() == before
         assert journal.attempt == 1
-        journal.step(1, loss=1.0, learning_rate=1.0)
+        journal.write("step", step=1, loss=1.0, learning_rate=1.0)
 
 
-def test_a_journal_that_is_opened_again_takes_no_event_before_a_resume(tmp_path):
-    plant(tmp_path / "run", last=2)
-    with Journal(tmp_path / "run") as journal:
-        with pytest.raises(JournalError, match="step before the run began: call start or resume"):
-            journal.step(3, loss=1.0, learning_rate=1.0)
-        journal.resume(2)
-        journal.step(3, loss=1.0, learning_rate=1.0)
-    assert lines_of(tmp_path / "run")[-1]["attempt"] == 2
+def test_a_journal_begins_with_the_start_of_a_run_or_its_resume(tmp_path):
+    for folder, step in (("new", 0), ("new", 0), ("new", 2), ("without", 3)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        Journal(tmp_path / folder, step=step).close()
+    found = [(line["kind"], line["step"], line["attempt"]) for line in lines_of(tmp_path / "new")]
+    assert found[:3] == [("start", 0, 1), ("resume", 0, 2), ("resume", 2, 3)]
+    # The run was resumed, and its first part had no journal.
+    assert [line["kind"] for line in lines_of(tmp_path / "without")] == ["resume"]
 
 
 def test_a_journal_cut_at_any_byte_of_its_lines_is_continued(tmp_path):
@@ -64,13 +58,11 @@ def test_a_journal_cut_at_any_byte_of_its_lines_is_continued(tmp_path):
     for length in range(0, len(whole) + 1, 3):
         path.write_bytes(whole[:length])
         before = lines_of(tmp_path)
-        with Journal(tmp_path, clock=clock()) as journal:
+        with Journal(tmp_path, step=1 if before else 0, clock=clock()) as journal:
             if not before:
-                assert journal.empty
-                journal.start()
+                assert [line["kind"] for line in lines_of(tmp_path)] == ["start"]
                 continue
-            journal.resume(1)
-            journal.step(2, loss=1.0, learning_rate=1.0)
+            journal.write("step", step=2, loss=1.0, learning_rate=1.0)
         rest = lines_of(tmp_path)[len(before) :]
         assert {line["attempt"] for line in rest} == {2}, length
         assert (rest[0]["kind"], rest[-1]["kind"]) == ("resume", "step")
@@ -98,8 +90,7 @@ def test_a_place_where_no_journal_can_be_written_is_reported(tmp_path):
 
 def test_steps_missing_in_the_journal_are_reported_at_the_resume(tmp_path):
     plant(tmp_path / "run", last=20)
-    with Journal(tmp_path / "run") as journal:
-        journal.resume(30)
+    Journal(tmp_path / "run", step=30).close()
     assert lines_of(tmp_path / "run")[-1]["reason"] == "steps 21 to 30 are not in this journal"
 
 
@@ -120,10 +111,9 @@ def test_a_full_disk_loses_events_with_a_warning_and_training_continues(tmp_path
     with Journal(tmp_path) as journal, caplog.at_level(logging.WARNING):
         journal._file.close()
         journal._file = Disk(tmp_path / "journal.jsonl", "a")
-        journal.start()
         for step, free in ((1, None), (2, 30), (3, 0), (4, 0), (5, None), (6, None)):
             journal._file.room = free
-            journal.step(step, loss=1.0, learning_rate=1.0)
+            journal.write("step", step=step, loss=1.0, learning_rate=1.0)
     assert [record.message.split(": ", 1)[1] for record in caplog.records] == [
         "No space left on device; training goes on without its journal"
     ]

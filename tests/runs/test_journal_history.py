@@ -24,10 +24,9 @@ def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):
 
 def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):
     with Journal(tmp_path) as journal:
-        journal.start()
         for step in (10, 20):
             journal.write("eval", step=step, metric="dev_loss", value=float(step))
-        journal.rollback(10, from_step=20, reason="x")
+        journal.write("rollback", step=10, from_step=20, reason="x")
         # Of a step that is measured twice the later figure counts.
         for value in (4.0, 5.0):
             journal.write("eval", step=30, metric="dev_loss", value=value)

@@ -84,26 +84,18 @@ class AttachedJournal(Journal):
     def __init__(self, run: "AttachedRun", *, on: bool) -> None:
         self._run = run
         self._on = on
-        ranks = Ranks()
-        super().__init__(run.store.files.root, rank=ranks.rank if on else 1)
         self.begin_step()
-        if not on:
-            return
-
-        self._device = next(
-            (parameter.device for parameter in run.state.model.parameters()), torch.device("cpu")
-        )
-        facts = run_facts(
-            run.state.config or {"checkpoint": asdict(run.policy.config)},
-            device=self._device,
-            world_size=ranks.size,
-        )
+        ranks = Ranks()
+        facts: dict[str, Any] = {}
+        if on:
+            parameter = next(run.state.model.parameters(), torch.empty(0))
+            self._device = parameter.device
+            config = run.state.config or {"checkpoint": asdict(run.policy.config)}
+            facts = run_facts(config, device=self._device, world_size=ranks.size)
         if run.resumed is not None:
             facts |= {"checkpoint": run.resumed.saved.folder, "notes": run.resumed.notes}
-        elif self.empty:
-            self.start(facts=facts)
-            return
-        self.resume(run.steps, facts=facts)
+        rank = ranks.rank if on else 1
+        super().__init__(run.store.files.root, step=run.steps, facts=facts, rank=rank)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -136,7 +128,7 @@ class AttachedJournal(Journal):
             if epoch is not None:
                 figures["epoch"] = epoch
             figures |= notes.figures
-            self.step(step, loss=number_of(notes.metrics["loss"]), **figures)
+            self.write("step", step=step, loss=number_of(notes.metrics["loss"]), **figures)
         if not notes.stepped:
             self.write(
                 "skip", step=step, reason="a gradient was not finite, and the scale is lowered"
@@ -152,8 +144,7 @@ class AttachedJournal(Journal):
     def went_back(self, spike: Spike, recovery: Recovery) -> None:
         """Write the rollback, and the positions of the data that are skipped from now on."""
         back_to = recovery.back_to
-        number = recovery.attempt
-        self.rollback(back_to, from_step=spike.step, reason=spike.words, number=number)
+        self.write("rollback", step=back_to, from_step=spike.step, reason=spike.words)
         reason = (
             f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
             f"step {spike.step}"

@@ -1,10 +1,9 @@
 """Record what happened in a run: one process writes, one JSON line for each event.
 
-    with Journal("runs/run-001", rank=rank) as journal:
-        journal.start(facts=run_facts(config, device=device))  # or journal.resume(500, facts=...)
-        journal.step(1, loss=4.2, learning_rate=3e-4, seconds=0.1, peak_bytes=2**30)
+    with Journal("runs/run-001", rank=rank, facts=run_facts(config, device=device)) as journal:
+        journal.write("step", step=1, loss=4.2, learning_rate=3e-4, seconds=0.1, peak_bytes=2**30)
         journal.write("save", step=100, checkpoint="rollback/step-00000100.dcp")
-        journal.rollback(100, from_step=180, reason="loss 9.1 after 4.0")
+        journal.write("rollback", step=100, from_step=180, reason="loss 9.1 after 4.0")
         journal.write("stop", step=300, reason="steps")
 
 Only one process of the run may write. Each line has `v`, `time`, `step`, `attempt` and `kind`; each
@@ -176,29 +175,41 @@ SYNCED_EVENT_KINDS = {"start", "resume", "rollback", "save", "stop"}
 
 
 class Journal:
-    """The journal of a run's folder, open for writing by rank 0; other ranks write nothing."""
+    """The journal of a run's folder, open for writing by rank 0; other ranks write nothing.
+
+    It begins an attempt from the state of `step`: the first one at step 0 is the start of the run,
+    and any other one resumes it. `facts` are the result of `run_facts`.
+    """
 
     def __init__(
-        self, folder: StrPath, *, rank: int = 0, clock: Callable[[], float] = time.time
+        self,
+        folder: StrPath,
+        *,
+        step: int = 0,
+        facts: Mapping[str, Any] | None = None,
+        rank: int = 0,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(folder) / JOURNAL_FILE_NAME
         self.writes = rank == 0
         self._clock = clock
-        self._last: Event | None = None
         # Whether the last line has no newline: its writer died.
         self._torn = False
-        if self.writes:
-            self._open()
-        self.attempt = self._last.attempt if self._last else 0
-        # Whether this process has called start or resume.
-        self._begun = False
         # Whether the last event could not be written.
         self._is_losing = False
+        last = self._open() if self.writes else None
+        self.attempt = last.attempt if last else 0
+        self.write("resume" if self.attempt or step else "start", step=step, **(facts or {}))
+        if last and step > last.step:
+            missing = f"steps {last.step + 1} to {step} are not in this journal"
+            self.write("warning", step=step, reason=missing)
 
-    def _open(self) -> None:
+    def _open(self) -> Event | None:
+        """Open the file, and return its last event."""
+        last = None
         with contextlib.suppress(NoEvents):
             if self.path.is_file():
-                self._last = collections.deque(read_events(self.path, []), maxlen=1).pop()
+                last = collections.deque(read_events(self.path, []), maxlen=1).pop()
         try:
             # Without a buffer, so that a line is a single append.
             self._file = self.path.open("a+b", buffering=0)
@@ -207,6 +218,7 @@ class Journal:
         if self._file.tell():
             self._file.seek(-1, os.SEEK_END)
             self._torn = self._file.read(1) != b"\n"
+        return last
 
     def __enter__(self) -> "Journal":
         return self
@@ -214,51 +226,20 @@ class Journal:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    @property
-    def empty(self) -> bool:
-        """Return whether the journal has no attempt yet, so that `start` may be called."""
-        return self.attempt == 0
-
-    def start(self, *, facts: Mapping[str, Any] | None = None) -> None:
-        """Begin the run; `facts` are the result of `run_facts`."""
-        if not self.empty:
-            raise JournalError(
-                f"{self.path} has events already: give a new run its own folder, or call resume(0)"
-            )
-        self.write("start", step=0, **(facts or {}))
-
-    def resume(self, step: int, *, facts: Mapping[str, Any] | None = None) -> None:
-        """Continue the run from the state of a step."""
-        self.write("resume", step=step, **(facts or {}))
-        if self._last and step > self._last.step:
-            missing = f"steps {self._last.step + 1} to {step} are not in this journal"
-            self.write("warning", step=step, reason=missing)
-
-    def rollback(self, step: int, *, from_step: int, reason: str, **facts: Any) -> None:
-        """Record that the run went back from `from_step` to its state at `step`."""
-        self.write("rollback", step=step, from_step=from_step, reason=reason, **facts)
-
-    def step(self, step: int, *, loss: float, learning_rate: float, **figures: Any) -> None:
-        """Record one optimizer step and its figures, such as `grad_norm` and `seconds`."""
-        self.write("step", step=step, loss=loss, learning_rate=learning_rate, **figures)
-
     def write(self, kind: str, *, step: int, **facts: Any) -> None:
-        """Write any other event: save, prune, eval, spike, skip, warning or stop.
+        """Write an event: step, save, prune, eval, spike, skip, rollback, warning or stop.
 
-        An eval has `metric` and `value`; a spike, skip, warning or stop has `reason`.
+        A step has figures, such as `loss`, `learning_rate` and `seconds`, and an eval `metric` and
+        `value`. A rollback to the state of `step` has `from_step`. It has a `reason`, as a spike,
+        skip, warning or stop has.
         """
         if not self.writes:
             return
-        if not self._begun and kind not in ("start", "resume"):
-            raise JournalError(
-                f"{self.path}: {kind} before the run began: call start or resume first"
-            )
         if type(step) is not int or step < 0:
             raise ValueError(f"a step is a whole number from 0, got {step!r}")
         attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
         line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt)
         self.attempt = attempt
-        self._begun = True
         self._append(line, sync=kind in SYNCED_EVENT_KINDS)
 
     def close(self) -> None:

@@ -431,17 +431,13 @@ class _WatchedJournal:
 
     def begin(self, step: int, *, rank: int, config: dict[str, Any]) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(self._folder, rank=rank)
-        facts = {"config": config}
-        if self.journal.empty:
-            self.journal.start(facts=facts)
-        else:
-            self.journal.resume(step, facts=facts)
+        self.journal = Journal(self._folder, step=step, facts={"config": config}, rank=rank)
 
     def step(self, step: int, loss: Any, rate: Any, norm: Any = None) -> None:
         """Record a step, and look for a spike."""
         norm = None if norm is None else float(norm)
-        self.journal.step(step, loss=float(loss), learning_rate=float(rate), grad_norm=norm)
+        figures = {"loss": float(loss), "learning_rate": float(rate), "grad_norm": norm}
+        self.journal.write("step", step=step, **figures)
         config = self._watchdog.config
         spike = None if config.action == "none" else self._watchdog.observe(step, float(loss))
         if spike is not None:
