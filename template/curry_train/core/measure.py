@@ -651,22 +651,23 @@ def as_trained(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def forward_flops(blocks: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, int]:
-    """Count the FLOPs that each block spends during `run`, over all its calls."""
-    spent = dict.fromkeys(blocks, 0)
+def forward_flops(blocks: Iterable[nn.Module], run: Callable[[], Any]) -> int:
+    """Count the FLOPs that blocks spend during `run`, over all their calls."""
     counter = FlopCount()
+    # What was counted when a call ended, and minus what was counted when it began.
+    spent: list[int] = []
 
-    def add(name: str, sign: int, *_: Any) -> None:
-        spent[name] += sign * counter.flops
+    def note(sign: int, *_: Any) -> None:
+        spent.append(sign * counter.flops)
 
     with contextlib.ExitStack() as hooks:
-        for name, block in blocks.items():
-            begin, end = (functools.partial(add, name, sign) for sign in (-1, 1))
+        for block in blocks:
+            begin, end = (functools.partial(note, sign) for sign in (-1, 1))
             hooks.enter_context(block.register_forward_pre_hook(begin))
             hooks.enter_context(block.register_forward_hook(end))
-        with counter:
-            run()
-    return spent
+        hooks.enter_context(counter)
+        run()
+    return sum(spent)
 
 
 # Recognize errors that mean that the device is out of memory.

@@ -145,7 +145,7 @@ def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) ->
     blocks = find_blocks(plain, case.blocks)
     # Seeded as `count_flops` is: a model may drop layers at random.
     with seeded(0):
-        expected = sum(forward_flops(blocks, lambda: case.workload.loss(plain, batch)).values())
+        expected = forward_flops(blocks.values(), lambda: case.workload.loss(plain, batch))
     if not expected:
         raise NotApplicable(
             "the blocks have no matrix product, convolution or attention to count FLOPs of"

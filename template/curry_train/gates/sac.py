@@ -107,8 +107,7 @@ def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcom
     blocks = find_blocks(module, case.blocks)
     # Seeded as `count_flops` is: a model may drop layers at random.
     with untouched(module), seeded(0):
-        flops = forward_flops(blocks, lambda: case.workload.mean_loss(module, case.batch()))
-    most = sum(flops.values())
+        most = forward_flops(blocks.values(), lambda: case.workload.mean_loss(module, case.batch()))
     if not most:
         raise NotApplicable("the blocks have no matrix product, convolution or attention")
     with _where_ours_runs(case, "save_expensive"):

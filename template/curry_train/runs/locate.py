@@ -449,19 +449,18 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
     same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
     begin = len(list(itertools.takewhile(bool, same)))
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
-    names = [[one["name"] for one in run] for run in rest]
-    matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
-    for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
-        if tag != "equal":
-            sides = ("B", rest[1][begin_b:end_b]), ("A", rest[0][begin_a:end_a])
-            return "; ".join(_alone(run, alone) for run, alone in sides if alone)
-        for one, other in zip(rest[0][begin_a:end_a], rest[1][begin_b:end_b], strict=True):
-            changed = next(_changes(one["values"], other["values"]), "")
-            if changed or one["digests"] != other["digests"]:
-                lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
-                what = f"argument {changed}" if changed else "another result"
-                return f"{one['name']} ({lines}): {what}"
-    return "no operation differs there: an assignment of Python, or it does not repeat"
+    if rest == [[], []]:
+        return "no operation differs there: an assignment of Python, or it does not repeat"
+    matched = _matched([[one["name"] for one in run] for run in rest])
+    end_a, end_b = next(iter(matched), (None, None))
+    if (end_a, end_b) != (0, 0):
+        sides = ("B", rest[1][:end_b]), ("A", rest[0][:end_a])
+        return "; ".join(_alone(run, alone) for run, alone in sides if alone)
+    one, other = rest[0][0], rest[1][0]
+    lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
+    changed = next(_changes(one["values"], other["values"]), "")
+    what = f"argument {changed}" if changed else "another result"
+    return f"{one['name']} ({lines}): {what}"
 
 
 def _alone(run: str, operations: Sequence[Observation]) -> str:
@@ -533,56 +532,38 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
     by_path = [
         [path if (path, kind) in known else f"({kind})" for path, kind in one] for one in calls
     ]
-    initial = [
-        {
-            name: digest
+    by_state = []
+    for run, called in zip((a, b), calls, strict=True):
+        initial = [
+            item
             for one in run
             if (one["kind"], one.get("step")) == ("state", 1)
-            for name, digest in one["digests"].items()
-        }
-        for run in (a, b)
-    ]
-    by_state = [
-        [
-            kind + "".join(it for name, it in state.items() if name.startswith(f"{path}."))
-            for path, kind in one
+            for item in one["digests"].items()
         ]
-        for one, state in zip(calls, initial, strict=True)
-    ]
-
-    def shapes(state: Mapping[str, str], path: str) -> dict[str, str]:
-        own = (name for name in state if name.startswith(f"{path}."))
-        return {name.removeprefix(path): state[name].partition(":")[0] for name in own}
-
-    def is_one(path_a: str, path_b: str) -> bool:
-        one, other = shapes(initial[0], path_a), shapes(initial[1], path_b)
-        return all(other.get(name, shape) == shape for name, shape in one.items())
-
-    def num_equal(renamed: Mapping[str, str]) -> int:
-        (in_b,) = _in_names_of_a([{"digests": initial[1]}], renamed)
-        return sum(initial[0].get(name) == it for name, it in in_b["digests"].items())
-
-    return max((_matched(calls, names, is_one) for names in (by_path, by_state)), key=num_equal)
-
-
-def _matched(
-    calls: Sequence[Sequence[tuple[str, str]]],
-    names: Sequence[Sequence[str]],
-    is_one: Callable[[str, str], bool],
-) -> dict[str, str]:
-    found = {}
-    matcher = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False)
-    for place_a, place_b, size in matcher.get_matching_blocks():
-        for number in range(size):
-            path_a, path_b = calls[0][place_a + number][0], calls[1][place_b + number][0]
-            if path_a != path_b and is_one(path_a, path_b):
-                found[path_b] = path_a
+        by_state.append(
+            [
+                kind + "".join(it for name, it in initial if name.startswith(f"{path}."))
+                for path, kind in called
+            ]
+        )
+    matched = max(
+        map(_matched, (by_path, by_state)),
+        key=lambda pairs: sum(by_state[0][a] == by_state[1][b] for a, b in pairs),
+    )
+    paths = [(calls[1][b][0], calls[0][a][0]) for a, b in matched]
+    found = {path_b: path_a for path_b, path_a in paths if path_a != path_b}
     # A layer that only B has moves the others on, and may have the path of one of A.
     return found | {
         path: f"{path} of B"
         for path in dict(calls[1])
         if path in found.values() and path not in found
     }
+
+
+def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+    """Return the numbers of those that match in two lists, in their order."""
+    blocks = difflib.SequenceMatcher(None, names[0], names[1], autojunk=False).get_matching_blocks()
+    return [(a + number, b + number) for a, b, size in blocks for number in range(size)]
 
 
 def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequence[Observation]:

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .files import MOST_SMALL_BYTES, Files, StrPath
@@ -261,11 +260,7 @@ class Store(SavedRun):
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
-        about = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "torch": torch.__version__.split("+")[0],
-            "world_size": ranks.size,
-        }
+        about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         final = folder_name(kind, step, metric)
         folder = ""
         try:
