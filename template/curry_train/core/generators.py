@@ -48,10 +48,9 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
                 importlib.import_module("numpy").random.set_state(state)
             elif name == "torch":
                 torch.set_rng_state(state)
-            elif name.startswith("cuda-"):
-                torch.cuda.set_rng_state(state, int(name.removeprefix("cuda-")))
             else:
-                torch.get_device_module(name).set_rng_state(state)
+                kind, *index = name.split("-")
+                torch.get_device_module(kind).set_rng_state(state, *map(int, index))
 
 
 def same_state(one: Any, other: Any) -> bool:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config as functorch_config
@@ -33,8 +34,7 @@ from .measure import ATTENTION, FlopCount, Flops, Loss, Memory, measure_memory
 ALLOCATION_EVENT = "[memory]"
 FORWARD_END_EVENT = "curry_train: forward ends"
 # Without this torch 2.13 writes two lines to standard error for each profile, and 2.11 one.
-LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
-NO_LOG_LEVEL = "99"
+NO_LOG = {"KINETO_LOG_LEVEL": "99"}
 
 
 def measure_allocated(module: nn.Module, batch: Any, loss: Loss) -> Memory:
@@ -94,26 +94,20 @@ def _events_of_step(
     module: nn.Module, batch: Any, loss: Loss, *, shapes: bool = False
 ) -> list[Any]:
     """Return the profiler's events of a second step, sorted by start time."""
-    is_set = LOG_LEVEL_VARIABLE in os.environ
-    os.environ.setdefault(LOG_LEVEL_VARIABLE, NO_LOG_LEVEL)
-    try:
-        with untouched(module):
-            loss(module, batch).backward()
-            module.zero_grad(set_to_none=True)
-            gc.collect()
-            with profile(
-                activities=[ProfilerActivity.CPU],
-                profile_memory=True,
-                record_shapes=shapes,
-                acc_events=True,
-            ) as profiled:
-                value = loss(module, batch)
-                with record_function(FORWARD_END_EVENT):
-                    pass
-                value.backward()
-    finally:
-        if not is_set:
-            del os.environ[LOG_LEVEL_VARIABLE]
+    with mock.patch.dict(os.environ, NO_LOG | os.environ), untouched(module):
+        loss(module, batch).backward()
+        module.zero_grad(set_to_none=True)
+        gc.collect()
+        with profile(
+            activities=[ProfilerActivity.CPU],
+            profile_memory=True,
+            record_shapes=shapes,
+            acc_events=True,
+        ) as profiled:
+            value = loss(module, batch)
+            with record_function(FORWARD_END_EVENT):
+                pass
+            value.backward()
 
     results: Any = profiled.profiler
     return sorted(results.kineto_results.events(), key=lambda event: event.start_ns())

@@ -53,12 +53,11 @@ def memory_record(path: str | Path) -> Iterator[None]:
 
 def _is_full_device(error: BaseException) -> bool:
     """Check whether CUDA's out-of-memory error is this error, or the cause of it."""
-    seen: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in seen:
-        seen.append(following)
-        following = following.__cause__ or following.__context__
-    return any(isinstance(one, torch.OutOfMemoryError) for one in seen)
+    chain = [error]
+    # One that was raised from itself would have no end.
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
+        chain.append(cause)
+    return any(isinstance(one, torch.OutOfMemoryError) for one in chain)
 
 
 def _write_snapshot(path: Path) -> None:
@@ -89,8 +88,7 @@ def _write_snapshot(path: Path) -> None:
             text=True,
             timeout=MOST_SECONDS_TO_DESCRIBE,
             check=True,
-        )
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        print(f"see what holds it: curry-train memory --snapshot {target}", file=sys.stderr)
-    else:
-        print(described.stdout, file=sys.stderr, flush=True)
+        described = f"see what holds it: curry-train memory --snapshot {target}"
+    print(described, file=sys.stderr, flush=True)

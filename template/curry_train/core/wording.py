@@ -36,11 +36,7 @@ def parse_bytes(text: str) -> int:
     A whole number of at least 2**20 without a unit is in bytes. The result is in whole bytes.
     """
     found = _SIZE_PATTERN.fullmatch(text.strip())
-    if found is None:
-        raise ValueError(
-            f"{text!r} is not a memory size: write a number and a unit, such as 24GiB or 512MiB"
-        )
-    number, unit = found["number"], found["unit"]
+    number, unit = found.groups() if found else ("0", "")
     is_bytes = number.isdecimal() and int(number) >= 2**20
     if not unit and not is_bytes and Fraction(number) > 0:
         raise ValueError(
@@ -52,7 +48,8 @@ def parse_bytes(text: str) -> int:
     size = int(Fraction(number) * _BY_LOWER_CASE.get(unit.lower(), 1))
     if size < 1:
         raise ValueError(
-            f"{text!r} is not a memory size: it must be at least 1 byte, such as 24GiB or 512MiB"
+            f"{text!r} is not a memory size: write a number and a unit, such as 24GiB or 512MiB; "
+            "it must be at least 1 byte"
         )
     return size
 

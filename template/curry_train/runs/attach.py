@@ -27,6 +27,7 @@ Proof: `python -m pytest tests/runs`.
 """
 
 import contextlib
+import itertools
 import logging
 import math
 import os
@@ -392,10 +393,7 @@ class AttachedRun:
         Code after the loop over batches still belongs to its epoch.
         """
         position = self._require_loader("run.epochs")
-        first = position.epoch
-        for number, epoch in enumerate(epochs):
-            if number < first:
-                continue
+        for number, epoch in itertools.islice(enumerate(epochs), position.epoch, None):
             self._in_epoch = True
             yield epoch
             self._in_epoch = False
@@ -418,9 +416,7 @@ class AttachedRun:
         self._iterating = True
         try:
             for batch in () if self._is_done() else self._remaining(position, loader):
-                is_taken = position.advance()
-                self.state.position = position.position
-                if is_taken:
+                if position.advance():
                     self._journal.read_rate()
                     yield batch if self._boxes is None else self._boxes.hand_out(batch)
                     self._save()
@@ -490,7 +486,6 @@ class AttachedRun:
                 "saving(..., stream=stream), or take the batches from run.batches(loader)"
             )
         self.state.step += 1
-        self.state.position = self.data.position
         if isinstance(self.data, DataPosition):
             self.data.stepped()
 
@@ -595,6 +590,7 @@ class AttachedRun:
 
         Without a stream a signal ends the process here.
         """
+        self.state.position = self.data.position
         notes = self._notes
         self._notes = StepNotes()
         name = self.policy.config.best_k_metric

@@ -37,8 +37,6 @@ class Staging:
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
-        # Shape, dtype and whether it is pinned, of each buffer.
-        self._forms: list[tuple[Any, ...]] = []
         # The CUDA stream of the copies.
         self.stream: Any = None
 
@@ -64,8 +62,7 @@ class Staging:
 
     def _copy_all(self, sources: Sequence[Tensor]) -> None:
         forms = [(one.shape, one.dtype, one.is_cuda) for one in sources]
-        if forms != self._forms:
-            self._forms = forms
+        if forms != [(one.shape, one.dtype, one.is_pinned()) for one in self.buffers]:
             self.buffers = [
                 torch.empty(shape, dtype=dtype, pin_memory=is_pinned)
                 for shape, dtype, is_pinned in forms

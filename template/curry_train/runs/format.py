@@ -79,9 +79,10 @@ class HashingFolder:
         with self.files.create(key) as stream:
             try:
                 yield stream
-            except Exception as error:
-                if stream.failed is not None:
-                    raise stream.failed from error
+            except RuntimeError as error:
+                # Torch's zip writer hides the error of a full disk behind "unexpected pos".
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from error
                 raise
             self.entries[name] = FileEntry(stream.tell(), stream.hash.hexdigest())
 

@@ -216,7 +216,7 @@ def run_facts(
         "python": known["python"],
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version() if torch.version.cuda else None,
+        "cudnn": torch.backends.cudnn.version(),
         "threads": known["threads"],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul_precision": torch.get_float32_matmul_precision(),

@@ -114,12 +114,9 @@ class Comparison:
         digests = [digest for one in a for digest in one.get("digests", {}).values()]
         # So many terms may be summed up to one value.
         self.most_terms = max(map(num_elements, digests), default=0) if noises else 0
-        self.start = a[0], b[0]
         self.renamed = _renamed(a, b)
         self.b = _in_names_of_a(b, self.renamed)
         self.in_b = _by_place(self.b)
-        self.settings = _settings_of(a), _settings_of(self.b)
-        self.calls = _calls(a), _calls(self.b)
         # What both runs have, though one of their optimizers may lack it.
         self.known = _names_of(a) & _names_of(self.b)
         # Step of the last observation, and whether the record is whole.
@@ -148,7 +145,7 @@ class Comparison:
         found = other["distances"].get(name, {})
         # Initial values are drawn or loaded, nothing is computed between two steps, and sums of
         # equal gradients are equal, except those of several ranks.
-        is_alone = all(start["environment"]["world_size"] == 1 for start in self.start)
+        is_alone = all(run[0]["environment"]["world_size"] == 1 for run in (self.a, self.b))
         is_sum = one["kind"] == "gradients" and is_alone
         is_kept = one["kind"] == "update" and "gradient" not in name
         if one["kind"] == "state" or is_sum or is_kept:
@@ -238,7 +235,7 @@ class Comparison:
         kind = "in_state" if one["kind"] in IN_STATE else one["kind"]
         phase, path, call, text = getattr(self, f"_{kind}")((one, other), names)
         place = {"step": one["step"], "phase": phase, "path": path, "call": call}
-        a, b = (of_run.get(path, {}) for of_run in self.settings)
+        a, b = (_settings_of(run).get(path, {}) for run in (self.a, self.b))
         notes = [*_changes(a, b, path)]
         what = {"enter": "input ", "exit": "output "}.get(one["kind"], "") + names[0]
         if names[0] in one["digests"].keys() & other["digests"].keys():
@@ -388,7 +385,7 @@ class Comparison:
 
     def _of_the_runs(self) -> Iterator[str]:
         """Yield modules that only one run calls, those with other names, and other settings."""
-        a, b = map(dict[str, str], self.calls)
+        a, b = (dict(_calls(run)) for run in (self.a, self.b))
         for name, own, other in (("A", a, b), ("B", b, a)):
             if alone := [path for path in own if path not in other]:
                 yield f"called in {name} alone: {some_of(alone)}"

@@ -187,20 +187,12 @@ def unsound_tensors(snapshot: Snapshot) -> dict[str, str]:
 
 
 def with_infinite_sum(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the tensors that may not be finite; synchronizes only once with each device.
+    """Return the tensors that may not be finite; waits for a device when all sums are under way.
 
     A sum reads memory once and allocates none, and NaN or infinity in a tensor is in its sum too.
     """
-    sums: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        values = floats_of(tensor)
-        if values.numel():
-            sums.setdefault(values.device, {})[name] = torch.isfinite(values.sum())
-    found = []
-    for by_name in sums.values():
-        flags = torch.stack(list(by_name.values())).tolist()
-        found += [name for name, flag in zip(by_name, flags, strict=True) if not flag]
-    return found
+    flags = {name: torch.isfinite(floats_of(tensor).sum()) for name, tensor in tensors.items()}
+    return [name for name, flag in flags.items() if not flag]
 
 
 def number_of(value: Any) -> float:

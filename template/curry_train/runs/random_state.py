@@ -7,7 +7,6 @@ Proof: `python -m pytest tests/runs/test_random_state.py tests/runs/test_state.p
 
 import contextlib
 import functools
-import hashlib
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader
 
-from ..core.generators import generator_states, seed_generators, set_generator_states
+from ..core.generators import generator_states, hash_of, seed_generators, set_generator_states
 from .ranks import reading
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
@@ -94,9 +93,7 @@ def seed_new_rank(
     The seed comes from the state of the first rank and this rank's number.
     """
     first_state = states["torch"].numpy().tobytes()
-    digest = hashlib.sha256(first_state + rank.to_bytes(8)).digest()
-    seed = int.from_bytes(digest[:8]) >> 1
-
+    seed = int(hash_of(first_state + rank.to_bytes(8)), 16) >> 1
     seed_generators(seed)
     for generator in generators.values():
         generator.manual_seed(seed)

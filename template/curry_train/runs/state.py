@@ -128,11 +128,14 @@ class TrainingState:
         content = encode(self.content(self.parts.keys() - own_parts), tensors)
         prefix = f"rank-{ranks.rank}."
         own = {"random": take_random_state(self.generators), **self._of_parts(own_parts)}
-        own = encode({prefix + name: one for name, one in own.items()}, tensors)
+        of_rank = encode(own, tensors, prefix=prefix)
 
         # An average of weights changes only after a step; a loader's state may change at once.
-        averages = [name for name, part in self.parts.items() if isinstance(part, nn.Module)]
-        stays = tuple(f"{PART_PREFIX}{name}/" for name in averages)
+        stays = tuple(
+            f"{PART_PREFIX}{name}/"
+            for name, part in self.parts.items()
+            if isinstance(part, nn.Module)
+        )
         parameters = {MODEL_PREFIX + name for name in parameter_names(self.model).values()}
         taken = {
             name: tensor
@@ -152,7 +155,6 @@ class TrainingState:
             "world_size": ranks.size,
             "threads": torch.get_num_threads(),
         }
-        of_rank = {name.removeprefix(prefix): one for name, one in own.items()}
         return Snapshot(taken, values, of_rank, tensors.inline, self.optimizers, parameters)
 
     def content(self, parts: Collection[str]) -> dict[str, Any]:

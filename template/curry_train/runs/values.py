@@ -203,14 +203,17 @@ _SIMPLE_TYPES = frozenset(
 )
 
 
-def encode(content: Mapping[str, Any], tensors: CollectedTensors) -> dict[str, Any]:
+def encode(
+    content: Mapping[str, Any], tensors: CollectedTensors, *, prefix: str = ""
+) -> dict[str, Any]:
     """Return a copy of named values that `dump` can write; their tensors go into `tensors`.
 
-    Raises ValueError, with the path, for a value that could not be restored.
+    The names of tensors begin with `prefix`. Raises ValueError, with the path, for a value that
+    could not be restored.
     """
     write = functools.partial(_encode_leaf, tensors=tensors)
     try:
-        return {name: _with_leaves(value, write, name) for name, value in content.items()}
+        return {name: _with_leaves(value, write, prefix + name) for name, value in content.items()}
     except RecursionError as error:
         raise ValueError("a value that contains itself can't be saved") from error
 
