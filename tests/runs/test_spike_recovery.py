@@ -30,8 +30,8 @@ def test_an_invalid_file_of_recoveries_is_an_error_with_its_purpose(tmp_path, te
     (tmp_path / RECOVERIES_FILE_NAME).write_text(text, encoding="latin-1")
     with pytest.raises(
         RunError,
-        match=r"recoveries.json lists the samples that are skipped, and can't be read \(.*\): "
-        "restore it, or remove it to train on those samples again$",
+        match=r"recoveries.json lists the samples that are skipped, and can't be read: "
+        r"restore it, or remove it to train on those samples again \(.*\)$",
     ):
         read_recoveries(Files(tmp_path))
 
@@ -133,7 +133,7 @@ def test_each_rollback_skips_twice_as_much_and_the_fourth_is_an_error(
 def test_rollbacks_near_each_other_are_attempts_at_one_place(
     watch, state, tmp_path, step, attempt, asked
 ):
-    earlier = [Recovery(spike, 0, 3, 4, 1) for spike in (9, 25)]
+    earlier = [Recovery(9, 0, 3, 4, 1), Recovery(25, 0, 3, 4, 2)]
     (tmp_path / RECOVERIES_FILE_NAME).write_text(json.dumps([asdict(one) for one in earlier]))
     watch.begin(Files(tmp_path))
     found = []

@@ -317,12 +317,13 @@ class TrainingStep:
         # The tensors that exist before the step.
         others = tensors_in([self.optimizer.state, self.window.microbatches])
         existing = [*self.model.parameters(), *self.model.buffers(), *others]
+        before = bytes_on_device(existing, self.device)
         if self.device.type != "cuda" and holds_compiled_code(self.model):
             if len(self.window) > 1:
                 return None
             within = measure_allocated(self.model, self.window.microbatches[0], self.mean_loss)
-            return bytes_on_device(existing, self.device) + within.peak_bytes
-        peak = peak_of_step(self, existing, self.device)
+            return before + within.peak_bytes
+        peak = before + peak_of_step(self, self.device)
         self.drop_gradients()
         return peak
 

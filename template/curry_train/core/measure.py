@@ -684,16 +684,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 ALLOCATION_BLOCK_BYTES = 512
 
 
-def peak_of_step(step: Callable[[], object], there: Iterable[Tensor], device: torch.device) -> int:
-    """Return the peak bytes of a step, including `there`, the tensors that stay through it.
+def peak_of_step(step: Callable[[], object], device: torch.device) -> int:
+    """Return the peak bytes of a step, without those of tensors that are there before it.
 
     On the CPU the step runs slower than without the measurement.
     """
-    before = bytes_on_device(there, device)
     if device.type != "cuda":
         with LiveStorages() as storages:
             step()
-        return before + storages.bytes_peak
+        return storages.bytes_peak
 
     # Garbage that is collected during the step would lower the figure.
     gc.collect()
@@ -702,7 +701,7 @@ def peak_of_step(step: Callable[[], object], there: Iterable[Tensor], device: to
     allocated = torch.cuda.memory_allocated(device)
     step()
     torch.cuda.synchronize(device)
-    return before + torch.cuda.max_memory_allocated(device) - allocated
+    return torch.cuda.max_memory_allocated(device) - allocated
 
 
 def bytes_on_device(tensors: Iterable[Tensor], device: torch.device) -> int:

@@ -10,7 +10,6 @@ Proof: `python -m pytest tests/core/test_allocated.py`.
 import gc
 import os
 import sys
-import types
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -185,9 +184,8 @@ def with_own_code(function: Callable[..., Any], *, name: str) -> Callable[..., A
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    return types.FunctionType(
-        call.__code__.replace(co_name=name), globals(), name, None, call.__closure__
-    )
+    call.__code__ = call.__code__.replace(co_name=name)
+    return call
 
 
 def current_budget() -> float:

@@ -56,14 +56,10 @@ def parse_bytes(text: str) -> int:
 
 def format_bytes(size: int) -> str:
     """Format a size to at least three digits in the largest binary unit: `1.50 GiB`, `512 MiB`."""
-    number = float(size)
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(number) < 1024:
-            break
-        number /= 1024
-        unit = larger
-    return f"{size} B" if unit == "B" else f"{three_digits(number)} {unit}"
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(size) >= SIZE_UNITS[unit]:
+            return f"{three_digits(size / SIZE_UNITS[unit])} {unit}"
+    return f"{size} B"
 
 
 # Figures to three digits, as tables and pictures show them.

@@ -244,7 +244,7 @@ def _sizes(step: Sequence[Observation], kind: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for one in step:
         if one["kind"] == kind and one["phase"] == "forward":
-            path = _module(one["path"])
+            path = one["path"]
             ranges = [ends for name, ends in one["ranges"].items() if name[:7] != "buffer "]
             found[path] = max(
                 [found.get(path, 0.0), *(abs(end) for ends in ranges for end in ends)]
@@ -267,16 +267,12 @@ def growth(good: Sequence[Observation], bad: Sequence[Observation]) -> dict[str,
     gains = {name: one / (inputs.get(name) or 1.0) for name, one in _ratios(*sizes).items()}
     least = math.sqrt(max(gains.values(), default=1.0))
     grown = [name for name, gain in gains.items() if gain >= least]
-    inner = [
-        name
-        for name in grown
-        if not any(one != name and one.startswith(f"{name}." if name else "") for one in grown)
-    ]
+    inner = [name for name in grown if not any(one.startswith(f"{name}.") for one in grown)]
     named = max(inner, key=lambda name: gains[name], default="")
     gradients = _ratios(_last_norms(good), _last_norms(bad))
     largest = max(gradients, key=lambda name: gradients[name], default="")
     return {
-        "module": named,
+        "module": _module(named),
         "gain": gains.get(named, 1.0),
         "sizes": [one.get(named, 0.0) for one in sizes],
         "batch": next(iter(inputs.values()), 1.0),

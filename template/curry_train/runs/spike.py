@@ -31,7 +31,7 @@ import torch
 from .files import Files
 from .policy import number_of
 from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields
-from .ranks import Ranks, RunError
+from .ranks import Ranks, RunError, reading
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
 from .state import TrainingState
 
@@ -182,15 +182,13 @@ class Recovery:
 def read_recoveries(files: Files) -> list[Recovery]:
     if files.kind(RECOVERIES_FILE_NAME) != "file":
         return []
-    try:
+    with reading(
+        f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't be "
+        "read: restore it, or remove it to train on those samples again"
+    ):
         return [
             read_fields(Recovery, entry) for entry in json.loads(files.read(RECOVERIES_FILE_NAME))
         ]
-    except (ValueError, TypeError, AttributeError) as error:
-        raise RunError(
-            f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't "
-            f"be read ({error}): restore it, or remove it to train on those samples again"
-        ) from error
 
 
 # The watchdog of a run made by `saving`: judge each step, roll back, and skip the samples.
@@ -260,7 +258,11 @@ class AttachedWatch:
         `load` gets `before-STEP`, and restores the state and the position of the data. Raises
         SpikeNotRecovered.
         """
-        attempt = self._attempt(spike.step)
+        last = next(reversed(self._recoveries), None)
+        attempt = 1
+        # It came back, if it is at most a window from the last one.
+        if last and abs(spike.step - last.spike) <= self.config.window:
+            attempt += last.attempt
         around = self.config.skip_around * 2 ** (attempt - 1)
         first = max(1, spike.first - around)
         if attempt > self.config.attempts:
@@ -301,16 +303,3 @@ class AttachedWatch:
                 *(attempt, self.config.attempts),
             )
         return recovery
-
-    def _attempt(self, step: int) -> int:
-        """Return the number of the attempt that a rollback at `step` is.
-
-        Earlier ones count as long as each spike was at most a window from the next.
-        """
-        number = 1
-        for recovery in reversed(self._recoveries):
-            if abs(step - recovery.spike) > self.config.window:
-                break
-            number += 1
-            step = recovery.spike
-        return number

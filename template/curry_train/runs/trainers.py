@@ -324,7 +324,7 @@ class _HuggingFaceCommits:
         self._ranks.all_do(lambda: None)
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
         best = state.best_model_checkpoint
-        keep = None if best is None else Path(best)
+        keep = best and Path(best)
         self._ranks.agree(lambda: _commit_in_place(path, "checkpoint-*", self._limit, keep))
 
 
