@@ -288,7 +288,7 @@ def equip(
     `record_training`; `commit` is `commit_checkpoints`. `memory` is the path, without its suffix,
     of the snapshot that `memory_record` writes when a GPU is full.
     """
-    library = library_of(trainer, otherwise="for a loop of your own call saving(...) in it")
+    library, _ = library_of(trainer, otherwise="for a loop of your own call saving(...) in it")
     if watch is not None and journal is None:
         raise ValueError("watch reads the losses of the journal: give journal=FOLDER too")
     if memory is not None and library == "accelerate":

@@ -67,12 +67,11 @@ def _same_part(one: Any, other: Any) -> bool:
 
 def generator_digests() -> dict[str, str]:
     """Return a digest of the state of each generator, by its name."""
-    states = {
+    return {
         # The bytes of a pickled tensor are not always the same.
-        name: pickle.dumps(state.numpy() if isinstance(state, Tensor) else state)
+        name: hash_of(pickle.dumps(state.numpy() if isinstance(state, Tensor) else state))
         for name, state in generator_states().items()
     }
-    return {name: hash_of(one) for name, one in states.items()}
 
 
 def hash_of(content: bytes) -> str:

@@ -551,6 +551,8 @@ class Boundaries(RunningLayers):
         self.storages = LiveStorages(owner=lambda: self.current, device=_device(model))
         self._inputs: dict[str, set[Life]] = defaultdict(set)
         self._outputs: dict[str, set[Life]] = defaultdict(set)
+        # Inputs that stay for a layer already.
+        self._counted: set[Life] = set()
 
     def entered(self, layer: str, inputs: Any) -> None:
         self._inputs[layer].update(*map(self.storages.lives_of, tensors_in(inputs)))
@@ -558,16 +560,15 @@ class Boundaries(RunningLayers):
     def left(self, layer: str, output: Any) -> None:
         self._outputs[layer].update(*map(self.storages.lives_of, tensors_in(output)))
 
-    def stays(self, layer: str, counted: set[Life]) -> int:
-        """Return the bytes that stay held if the layer is recomputed.
+    def stays(self, layer: str) -> int:
+        """Return the bytes that stay held if the layer is recomputed; call it once for each layer.
 
         These are inputs that are freed without recompute, and the layer's own storages that go
-        into it or out of it. Inputs in `counted`, which another layer holds too, are left out, and
-        this layer's are added to it.
+        into it or out of it. Inputs of several layers stay for the first one.
         """
         inputs = self._inputs[layer]
-        freed_inputs = {life for life in inputs if life.died is not None} - counted
-        counted |= freed_inputs
+        freed_inputs = {life for life in inputs if life.died is not None} - self._counted
+        self._counted |= freed_inputs
         # An output that no other layer uses does not stay.
         both = inputs | {life for life in self._outputs[layer] if life.used_elsewhere}
         own = {life for life in both if life.died is None and life.owner == layer}
@@ -623,11 +624,10 @@ def measure_layers(
         if cuda:
             # The libraries' workspaces belong to no layer.
             held[REST_LAYER] += requested_bytes(device) - before - sum(held.values())
-        counted: set[Life] = set()
         report = []
         for name, layer in {**layers, REST_LAYER: model}.items():
             calls = running.calls[name]
-            stays = running.stays(name, counted) if calls else held[name]
+            stays = running.stays(name) if calls else held[name]
             report.append(LayerMemory(name, type(layer).__name__, held[name], stays, calls))
         # The loss keeps what backward needs alive until the bytes are counted.
         del value

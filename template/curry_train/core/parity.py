@@ -176,8 +176,14 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     ]
     floor = 0.01 * math.hypot(*norms)
     found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
-    found += _compare_all("gradient", reference.gradients, candidate.gradients, floor=floor)
-    found += _compare_all("buffer", reference.buffers, candidate.buffers, floor=0.0)
+    for kind, least, was, now in (
+        ("gradient", floor, reference.gradients, candidate.gradients),
+        ("buffer", 0.0, reference.buffers, candidate.buffers),
+    ):
+        found += [
+            Difference(kind, name, _error(was.get(name), now.get(name), floor=least))
+            for name in {**was, **now}
+        ]
     for name, state in reference.generators.items():
         same = same_state(state, candidate.generators.get(name))
         found.append(Difference("generator", name, 0.0 if same else math.inf))
@@ -189,19 +195,6 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
             name for name, gradient in candidate.gradients.items() if gradient is None
         ),
     )
-
-
-def _compare_all(
-    kind: str,
-    reference: Mapping[str, Tensor | None],
-    candidate: Mapping[str, Tensor | None],
-    *,
-    floor: float,
-) -> list[Difference]:
-    return [
-        Difference(kind, name, _error(reference.get(name), candidate.get(name), floor=floor))
-        for name in {**reference, **candidate}
-    ]
 
 
 def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:

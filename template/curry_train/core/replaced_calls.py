@@ -33,21 +33,21 @@ def replaced_calls(
 
     Other modules than torch's, which may have imported a function, get what replaces it too.
     """
-    functions: dict[int, tuple[Any, Any]] = {}
+    # By the replaced calls, which they keep alive.
+    functions: dict[int, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(_of_training(before_step)).remove)
         stack.callback(register_optimizer_step_post_hook(_of_training(after_step)).remove)
         for owner, name, watch in replacements:
             call = getattr(owner, name)
             function = watched(watch, call)
-            functions[id(call)] = call, function
+            functions[id(call)] = function
             stack.enter_context(mock.patch.object(owner, name, function))
         for module in [*sys.modules.values()]:
             if getattr(module, "__name__", "torch").partition(".")[0] not in SKIPPED:
                 for name, value in [*vars(module).items()]:
                     if id(value) in functions:
-                        _, function = functions[id(value)]
-                        stack.enter_context(mock.patch.object(module, name, function))
+                        stack.enter_context(mock.patch.object(module, name, functions[id(value)]))
         yield
 
 

@@ -69,9 +69,8 @@ class StepStart:
 
     step: int
     generators: dict[str, Any]
-    batches: list[Any] = field(default_factory=list)
-    # The versions of the batches' tensors, which count the changes in place.
-    versions: list[list[int]] = field(default_factory=list)
+    # Each with the versions of its tensors, which count the changes in place.
+    batches: list[tuple[Any, list[int]]] = field(default_factory=list)
 
 
 class Boxes:
@@ -87,7 +86,8 @@ class Boxes:
         self._store = store
         self._ranks = Ranks.on_the_host()
         self._starts = deque[StepStart](maxlen=patience + 1)
-        self._losses: dict[int, float] = {}
+        # The losses of the last steps, by their numbers.
+        self._losses = deque[tuple[int, float]](maxlen=MOST_LOSSES)
 
     def begin(self) -> None:
         """Note the generators at the beginning of the next step, once."""
@@ -98,21 +98,19 @@ class Boxes:
     def hand_out(self, batch: Any) -> Any:
         """Note a batch of the next step, and return it."""
         self.begin()
-        self._starts[-1].batches.append(batch)
-        self._starts[-1].versions.append(versions_of(batch))
+        self._starts[-1].batches.append((batch, versions_of(batch)))
         return batch
 
     def stepped(self, loss: float) -> None:
         """Note the loss of the step that was just done."""
-        self._losses[self._state.step] = loss
-        self._losses.pop(self._state.step - MOST_LOSSES, None)
+        self._losses.append((self._state.step, loss))
 
     def keep(self, step: int, reason: str, *, found_at: int) -> None:
         """Write the box of a step, and remove the oldest boxes beyond the bounds."""
         parameters = digest_of(self._state) if found_at == step else None
         name = f"step-{step:08d}"
         part = f"{FOLDER}/.{name}.part"
-        self._losses.setdefault(step, float("nan"))
+        losses = {step: float("nan")} | dict(self._losses)
         try:
             checkpoint = self._ranks.agree(lambda: self._gather(part, step))
             self._ranks.all_do(lambda: self._write_rank(part, step))
@@ -120,7 +118,7 @@ class Boxes:
                 step,
                 reason,
                 checkpoint,
-                {str(number): loss.hex() for number, loss in self._losses.items()},
+                {str(number): loss.hex() for number, loss in losses.items()},
                 parameters,
                 self._ranks.size,
                 shlex.join([sys.argv[0], *(["--", *sys.argv[1:]] if sys.argv[1:] else [])]),
@@ -168,14 +166,13 @@ class Boxes:
             if start is None:
                 raise ValueError("it began before this start of the process")
             content["generators"] = start.generators
-            if [versions_of(one) for one in start.batches] != start.versions:
+            if any(versions_of(one) != versions for one, versions in start.batches):
                 raise ValueError("the loop has changed it in place")
+            batches = [one for one, _ in start.batches]
             # Raises where a value could not be read back.
-            encode({"batches": start.batches}, CollectedTensors())
+            encode({"batches": batches}, CollectedTensors())
             # A view would be written with all of its storage.
-            content["batches"] = tree_map_only(
-                Tensor, lambda one: one.detach().clone(), start.batches
-            )
+            content["batches"] = tree_map_only(Tensor, lambda one: one.detach().clone(), batches)
         except ValueError as error:
             logger.warning(
                 "the batch of step %d is not in its box: %s. A replay takes it from the script's "

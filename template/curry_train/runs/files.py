@@ -119,9 +119,7 @@ class Files:
 
     def names(self, key: str) -> list[str]:
         path = self.path(key)
-        if not path.is_dir():
-            return []
-        return sorted(entry.name for entry in path.iterdir())
+        return sorted(one.name for one in path.iterdir()) if path.is_dir() else []
 
     def sizes(self, key: str) -> dict[str, int | None]:
         """Return the size of each file below a folder, relative to it; None of others."""

@@ -281,8 +281,7 @@ class Recorder:
             name = self._name_of(root, "model" if has_parameters else type(root).__name__)
             settings = {}
             for inner, module in root.named_modules():
-                bare = bare_name(root, inner)
-                path = f"{name}.{bare}" if bare else name
+                path = f"{name}.{bare_name(root, inner)}".removesuffix(".")
                 if self.names.setdefault(module, path) == path:
                     settings[path] = _settings(module)
             for inner, parameter in root.named_parameters():
@@ -541,8 +540,7 @@ Range = tuple[float, float]
 
 
 def ranges_of(values: Mapping[str, Any]) -> dict[str, Range]:
-    found = {name: value_range(one) for name, one in values.items()}
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: ends for name, one in values.items() if (ends := value_range(one)) is not None}
 
 
 def value_range(value: Any) -> Range | None:

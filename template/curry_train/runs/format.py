@@ -276,10 +276,7 @@ class SafetensorsLayout:
                 name: _own_memory(one) for name, one in zip(self._names, tensors, strict=True)
             }
             path = self._folder.files.path(f"{self._folder.folder}/{SAFETENSORS_FILE_NAME}")
-            try:
-                save_file(contents, path, metadata={"format": "pt"})
-            except SafetensorError as error:
-                raise SaveError(str(error)) from error
+            save_file(contents, path, metadata={"format": "pt"})
             self._folder.entries[SAFETENSORS_FILE_NAME] = entry_of(path, sync=True)
         return {}
 

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Savable, Snapshot
-from .layout import BEST_KIND, SavedCheckpoint, folder_name
+from .layout import BEST_KIND, SavedCheckpoint
 from .policy_config import AUTO_INTERVAL, PolicyConfig
-from .ranks import Ranks, RunError
+from .ranks import Ranks, RunError, StepExists
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
 from .retention import is_among_best, to_delete
 from .state import TrainingState
@@ -358,32 +358,29 @@ class SavingPolicy:
     def _save(
         self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
     ) -> list[SavedCheckpoint]:
-        folder = folder_name(kind, step, metric)
-        if Ranks().agree(lambda: self.store.is_saved(folder)):
-            logger.warning("%s was not saved: it already exists", folder)
+        try:
+            saved = (self.saver or self.store).save(kind, step, state, metric=metric)
+        except StepExists as error:
+            logger.warning("%s", error)
             return []
-
         self._begun = True
-        if self.saver is None:
-            return self._committed([self.store.save(kind, step, state, metric=metric)])
-        self.saver.save(kind, step, state, metric=metric)
-        return []
+        return self._committed(saved)
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the save in the background, and return what it committed."""
-        committed = None if self.saver is None else self.saver.finish()
-        return self._committed([committed]) if committed else []
+        return self._committed(None if self.saver is None else self.saver.finish())
 
-    def _committed(self, committed: list[SavedCheckpoint]) -> list[SavedCheckpoint]:
-        """Record the committed checkpoints, and delete those that retention no longer keeps."""
-        for saved in committed:
-            if saved.is_state:
-                self._last = saved
+    def _committed(self, saved: SavedCheckpoint | None) -> list[SavedCheckpoint]:
+        """Record what was committed, if anything, and delete what retention no longer keeps."""
+        if saved is None:
+            return []
+        if saved.is_state:
+            self._last = saved
         for superseded in Ranks().agree(lambda: to_delete(self.store.committed(), self.config)):
             if superseded != self._last:
                 self.store.discard(superseded)
                 self.pruned.append(superseded)
-        return committed
+        return [saved]
 
     def _enter_line(self, step: int) -> None:
         """Check at the first save that the run has no states from this step or beyond.

@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/runs/test_random_state.py tests/runs/test_state.p
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import signal
@@ -102,7 +103,6 @@ def seed_new_rank(
 # The position in the training data, with any DataLoader.
 
 BatchT = TypeVar("BatchT")
-_NO_BATCH: Any = object()
 
 
 class DataPosition:
@@ -179,13 +179,13 @@ class DataPosition:
             restore_random_state(self.began, generators)
         with spared_workers(loader):
             iterator = iter(loader)
-        for number in range(self.batch):
-            if next(iterator, _NO_BATCH) is _NO_BATCH:
-                raise ValueError(
-                    f"{self.batch} batches of epoch {self.epoch} were taken before the save, and "
-                    f"the loader now has only {number}: use the data and the batch size of the "
-                    f"saved run, or start a new run"
-                )
+        num_taken = sum(1 for _ in itertools.islice(iterator, self.batch))
+        if num_taken < self.batch:
+            raise ValueError(
+                f"{self.batch} batches of epoch {self.epoch} were taken before the save, and the "
+                f"loader now has only {num_taken}: use the data and the batch size of the saved "
+                "run, or start a new run"
+            )
         return iterator
 
 

@@ -134,7 +134,8 @@ class Ranks:
         found = {rank: one for rank, one in enumerate(failures) if one is not None}
         if not found:
             return result
-        # Damage is passed over, so a rank may not raise it where another rank ends.
+        # Damage is passed over, and so is a step that is saved already. So a rank may not raise it
+        # where another rank ends.
         kinds = {kind for kind, _ in found.values()}
         kind = kinds.pop() if len(kinds) == 1 else OtherRank
         if own_error is None or kind is not _described(own_error)[0]:
@@ -219,7 +220,5 @@ def _other_ranks_answer() -> Iterator[None]:
 
 def _described(error: Exception) -> tuple[type[RunError], str]:
     """Return the class of the error that the other ranks raise, and its message."""
-    words = f"{type(error).__name__}: {error}"
-    if isinstance(error, DamagedCheckpoint) and not isinstance(error, HostileCheckpoint):
-        return type(error), words
-    return OtherRank, words
+    kind = type(error) if isinstance(error, RunError) else OtherRank
+    return kind, f"{type(error).__name__}: {error}"

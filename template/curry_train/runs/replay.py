@@ -138,8 +138,7 @@ class Replay:
     def stepped(self, loss: float) -> None:
         """Compare the state after a step; end after the last one."""
         step = self._state.step
-        self._recorder.is_on = False
-        self.found["steps"][str(step)] = [loss.hex(), digest_of(self._state)]
+        self._note(step, loss)
         parameters = dict(self._state.model.named_parameters())
         if with_infinite_sum(parameters) and self.found["not finite"] is None:
             self.found["not finite"] = step
@@ -149,9 +148,12 @@ class Replay:
     def keep(self, step: int, reason: str, *, found_at: int) -> None:
         """End at a step that can't be made, because it is not finite."""
         if found_at > self._state.step:
-            self._recorder.is_on = False
-            self.found["steps"][str(step)] = ["nan", digest_of(self._state)]
+            self._note(step, math.nan)
             self._finish()
+
+    def _note(self, step: int, loss: float) -> None:
+        self._recorder.is_on = False
+        self.found["steps"][str(step)] = [loss.hex(), digest_of(self._state)]
 
     def _finish(self) -> NoReturn:
         self._recording.close()

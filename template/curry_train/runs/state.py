@@ -196,17 +196,17 @@ def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) ->
             f"{kind} keeps {', '.join(sorted(map(str, additional)))} besides its state and groups, "
             f"which would be lost: save it under TrainingState(extra=...)"
         )
-    groups: list[list[str]] = []
+    groups = []
     found = {}
     for index, group in enumerate(optimizer.param_groups):
-        groups.append([])
+        own = []
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
                     f"group {index} of {kind} has a parameter of shape {list(parameter.shape)} "
                     f"that the model does not have: save the module that holds it"
                 )
-            groups[-1].append(names[parameter])
+            own.append(names[parameter])
             if entries := optimizer.state.get(parameter):
                 # A load makes tensors like the parameter of its class again.
                 found[f"{place}.{names[parameter]}"] = {
@@ -215,12 +215,9 @@ def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) ->
                     else value
                     for key, value in entries.items()
                 }
-    options = [
-        {key: value for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+        groups.append({**group, "params": own})
     others = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
-    whole = {"class": kind, "groups": groups, "options": options, "others": others}
+    whole = {"class": kind, "groups": groups, "others": others}
     return {place: whole, **found}
 
 
@@ -265,8 +262,7 @@ class Load:
                     raise TypeError(f"{name} is {values[name]!r:.40}")
             # A rank that was not there at the save loads the values of rank 0.
             self._is_new_rank = self._ranks.rank >= values["world_size"]
-            of_ranks = contents.rank_values or [{}]
-            of_rank = of_ranks[0 if self._is_new_rank else self._ranks.rank]
+            of_rank = contents.rank_values[0 if self._is_new_rank else self._ranks.rank]
             # The saved values of this rank, by name.
             self._saved = {**values["content"], **of_rank}
             current = {PART_PREFIX + name: 0 for name in state.parts} | current
@@ -323,21 +319,20 @@ class Load:
             elif name.startswith(OPTIMIZER_PREFIX) and not _OF_PARAMETERS.match(name):
                 found[name] = item["class"]
                 for index, group in enumerate(item["groups"]):
-                    found |= {f"{one} of {name}": f"in group {index}" for one in group}
+                    found |= {f"{one} of {name}": f"in group {index}" for one in group["params"]}
         return found
 
     def _choose_tensors(self) -> None:
         """Find the tensors to fill."""
         state = self._state
         if not self._model_only:
-            for number in range(len(state.optimizers)):
-                for parameter, group, name, entries in self._entries(number, self._saved):
-                    was_moved = self._saved[MODEL_PREFIX + name].device is not None
-                    # Torch keeps `step` on the host, except with capturable or fused.
-                    keeps_step = not (group.get("capturable") or group.get("fused"))
-                    for key, item in entries.items():
-                        on_host = was_moved or (key == "step" and keeps_step)
-                        self._add(item, functools.partial(_new_entry, parameter, on_host))
+            for _, group, parameter, name, place in self._with_state():
+                was_moved = self._saved[MODEL_PREFIX + name].device is not None
+                # Torch keeps `step` on the host, except with capturable or fused.
+                keeps_step = not (group.get("capturable") or group.get("fused"))
+                for key, item in self._saved[place].items():
+                    on_host = was_moved or (key == "step" and keeps_step)
+                    self._add(item, functools.partial(_new_entry, parameter, on_host))
         self._add(self._saved)
         if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
@@ -346,17 +341,19 @@ class Load:
                 if own_name in self._contents.tensors:
                     self.targets[own_name] = self.targets.pop(name)
 
-    def _entries(
-        self, number: int, content: Mapping[str, Any]
-    ) -> Iterator[tuple[Tensor, Mapping[str, Any], str, Mapping[Any, Any]]]:
-        """Yield each parameter of an optimizer that has state: its group, name and the state."""
+    def _with_state(self) -> Iterator[tuple[Optimizer, Mapping[str, Any], Tensor, str, str]]:
+        """Yield the parameters that have saved state, with their optimizer and group.
+
+        The last two are the names of the parameter and of its state.
+        """
         names = parameter_names(self._state.model)
-        for group in self._state.optimizers[number].param_groups:
-            for parameter in group["params"]:
-                name = names[parameter]
-                entries = content.get(f"{OPTIMIZER_PREFIX}{number}.{name}")
-                if entries is not None:
-                    yield parameter, group, name, entries
+        for number, optimizer in enumerate(self._state.optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = names[parameter]
+                    place = f"{OPTIMIZER_PREFIX}{number}.{name}"
+                    if place in self._saved:
+                        yield optimizer, group, parameter, name, place
 
     def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
@@ -387,14 +384,12 @@ class Load:
         with reading(_NO_STATE):
             for number, optimizer in enumerate(state.optimizers):
                 saved = found[f"{OPTIMIZER_PREFIX}{number}"]
-                entries = {
-                    parameter: {**entry} for parameter, _, _, entry in self._entries(number, found)
-                }
-                entries |= saved["others"]
                 optimizer.state.clear()
-                optimizer.state.update(entries)
-                for group, options in zip(optimizer.param_groups, saved["options"], strict=True):
-                    group.update(options)
+                optimizer.state.update(saved["others"])
+                for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
+                    group.update({**was, "params": group["params"]})
+            for optimizer, _, parameter, _, place in self._with_state():
+                optimizer.state[parameter] = {**found[place]}
         for parameter in state.model.parameters():
             parameter.grad = None
         for name, part in state.parts.items():

@@ -230,7 +230,8 @@ def commit_checkpoints(trainer: Any) -> Any:
     Returns what it was given. Deletion by `save_total_limit` and `total_limit` goes on, and follows
     the commit of the newer checkpoint.
     """
-    COMMITS[library_of(trainer, otherwise="commit its folders with commit_folder")](trainer)
+    library, _ = library_of(trainer, otherwise="commit its folders with commit_folder")
+    COMMITS[library](trainer)
     return trainer
 
 
@@ -243,12 +244,11 @@ LIBRARIES = {
 }
 
 
-def library_of(trainer: Any, *, otherwise: str) -> str:
-    """Return which library a trainer is of; `otherwise` ends the error for other objects."""
-    return _library_and_callback(trainer, otherwise)[0]
+def library_of(trainer: Any, *, otherwise: str) -> tuple[str, str]:
+    """Return which library a trainer is of, and where its callbacks are.
 
-
-def _library_and_callback(trainer: Any, otherwise: str) -> tuple[str, str]:
+    `otherwise` ends the error for other objects.
+    """
     for one in type(trainer).__mro__:
         package = one.__module__.partition(".")[0]
         if package in LIBRARIES:
@@ -261,7 +261,7 @@ def _library_and_callback(trainer: Any, otherwise: str) -> tuple[str, str]:
 
 def add_callback(trainer: Any, methods: type, *args: Any) -> None:
     """Add a callback with these methods to a Trainer of Hugging Face or Lightning."""
-    library, path = _library_and_callback(trainer, "it takes no callbacks")
+    library, path = library_of(trainer, otherwise="it takes no callbacks")
     module, _, name = path.rpartition(".")
     # The library is there, because the trainer is.
     interface = getattr(sys.modules[module], name)
@@ -410,7 +410,7 @@ def record_training(trainer: Any, folder: StrPath, *, watch: SpikeConfig | None 
     from an older checkpoint; under Accelerate it ends with a RunError. Hugging Face logs a NaN only
     with `logging_nan_inf_filter=False`. Returns what it was given.
     """
-    library = library_of(trainer, otherwise="call saving(..., journal=True) in the loop")
+    library, _ = library_of(trainer, otherwise="call saving(..., journal=True) in the loop")
     if library == "accelerate":
         _AcceleratorJournal(folder, watch).attach(trainer)
     else:

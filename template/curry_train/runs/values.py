@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import numpy
 import torch
@@ -39,11 +40,10 @@ MOST_INTEGER_BITS = 2000
 
 def name_component(key: Any) -> str:
     """Return a text for the key of an element; no other key of its container has the same."""
-    text = key if type(key) is str else f"{key!r}"
-    text = text.replace("~", "~0").replace("/", "~1")
-    if type(key) is not str:
-        return f"#{text}"
-    return f"~2{text[1:]}" if text.startswith("#") else text
+    is_text = type(key) is str
+    # Without # and /.
+    text = quote(key if is_text else repr(key), safe=" ", errors="surrogatepass")
+    return text if is_text else f"#{text}"
 
 
 class CollectedTensors:
