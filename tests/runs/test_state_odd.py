@@ -217,7 +217,7 @@ def test_a_model_without_memory_is_refused_with_the_reason(store):
         ),
         (
             lambda s: s.optimizers[0].param_groups[0].update(rule=print),
-            r"optimizer.0/options/#0/rule: a builtin",
+            r"optimizer.0/groups/#0/rule: a builtin",
         ),
         (
             lambda s: s.model.register_buffer("packed", Packed()),

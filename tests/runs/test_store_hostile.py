@@ -178,8 +178,8 @@ WRONG_VALUES = {
     "a part that its object refuses": lambda values, _: values["content"].update(
         {"part.scheduler-0": 3}
     ),
-    "options that are no mapping": lambda values, _: values["content"]["optimizer.0"].update(
-        options=[1]
+    "a group that is no mapping": lambda values, _: values["content"]["optimizer.0"].update(
+        groups=[1]
     ),
     "a generator of python": lambda _, random: random.update(python=(1, 2)),
     "a generator of numpy": lambda _, random: random.update(numpy=(1, 2)),

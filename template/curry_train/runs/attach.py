@@ -144,13 +144,18 @@ class AttachedJournal(Journal):
 
     def went_back(self, spike: Spike, recovery: Recovery) -> None:
         """Write the rollback, and the positions of the data that are skipped from now on."""
-        back_to = recovery.back_to
-        self.write("rollback", step=back_to, from_step=spike.step, reason=spike.words)
+        self.write("rollback", step=recovery.back_to, from_step=spike.step, reason=spike.words)
         reason = (
             f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
             f"step {spike.step}"
         )
-        self.write("skip", step=back_to, reason=reason, start=recovery.start, stop=recovery.stop)
+        self.write(
+            "skip",
+            step=recovery.back_to,
+            reason=reason,
+            start=recovery.start,
+            stop=recovery.stop,
+        )
 
     def ended(self, reason: str) -> None:
         """Write the last event."""
@@ -535,22 +540,22 @@ class AttachedRun:
             self._save()
             if self.state.step:
                 self._journal.saved(self.policy.save_now(self.state.step, self.state))
-            if self._ranks.first and reason in [number.name for number in STOP_SIGNALS]:
-                logger.warning("%s", self._stopped(reason))
-            elif self._ranks.first and self.resumed and self.steps == self.resumed.saved.step:
-                logger.warning(
-                    "%s: resumed at step %d, and trained no further step",
-                    self.store.files.root,
-                    self.steps,
-                )
-            config = self.policy.config
-            measured = ", ".join(sorted(self._measured)) if self._ranks.first else ""
-            if config.best_k and measured and not self._chooses:
-                logger.warning(
-                    "no best-K was kept: best_k_metric is %s, and the loop measured %s",
-                    config.best_k_metric,
-                    measured,
-                )
+            if self._ranks.first:
+                if reason in [number.name for number in STOP_SIGNALS]:
+                    logger.warning("%s", self._stopped(reason))
+                elif self.resumed and self.steps == self.resumed.saved.step:
+                    logger.warning(
+                        "%s: resumed at step %d, and trained no further step",
+                        self.store.files.root,
+                        self.steps,
+                    )
+                config = self.policy.config
+                if config.best_k and self._measured and not self._chooses:
+                    logger.warning(
+                        "no best-K was kept: best_k_metric is %s, and the loop measured %s",
+                        config.best_k_metric,
+                        ", ".join(sorted(self._measured)),
+                    )
             self._journal.ended(reason)
         finally:
             self._release()

@@ -143,13 +143,13 @@ class History:
 
         The opening event may be lost; the next event then has a higher attempt number.
         """
-        opens = event.kind in OPENING_EVENT_KINDS
-        step = event.step if opens else max(0, event.step - 1)
-        facts = event.facts if opens else {}
-        kind = event.kind if opens else "lost"
-        self.attempts.append(Attempt(event.attempt, kind, step, event.time, facts))
+        if event.kind not in OPENING_EVENT_KINDS:
+            event = event._replace(kind="lost", step=max(0, event.step - 1), facts={})
+        self.attempts.append(
+            Attempt(event.attempt, event.kind, event.step, event.time, event.facts)
+        )
         for course in (self.course, *self.metrics.values()):
-            course.keep_up_to(step)
+            course.keep_up_to(event.step)
 
 
 def read_history(run: StrPath, *, root: StrPath = "") -> History:

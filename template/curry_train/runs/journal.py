@@ -186,7 +186,7 @@ class Journal:
         folder: StrPath,
         *,
         step: int = 0,
-        facts: Mapping[str, Any] | None = None,
+        facts: Mapping[str, Any] = {},
         rank: int = 0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -199,7 +199,7 @@ class Journal:
         self._is_losing = False
         last = self._open() if self.writes else None
         self.attempt = last.attempt if last else 0
-        self.write("resume" if self.attempt or step else "start", step=step, **(facts or {}))
+        self.write("resume" if self.attempt or step else "start", step=step, **facts)
         if last and step > last.step:
             missing = f"steps {last.step + 1} to {step} are not in this journal"
             self.write("warning", step=step, reason=missing)
@@ -240,23 +240,20 @@ class Journal:
         attempt = self.attempt + (kind in OPENING_EVENT_KINDS)
         line = encode_event(kind, facts, time=self._clock(), step=step, attempt=attempt)
         self.attempt = attempt
-        self._append(line, sync=kind in SYNCED_EVENT_KINDS)
-
-    def close(self) -> None:
-        """Close the file. Write the event `stop` with its reason before this call."""
-        if self.writes:
-            self._file.close()
-
-    def _append(self, line: bytes, *, sync: bool) -> None:
-        """Write the line with one call, on a new line after a torn one."""
+        # With one call, on a new line after a torn one.
         line = b"\n" + line if self._torn else line
         try:
             self._torn = self._file.write(line) < len(line)
             why = os.strerror(errno.ENOSPC) if self._torn else ""
-            if sync:
+            if kind in SYNCED_EVENT_KINDS:
                 os.fsync(self._file.fileno())
         except OSError as error:
             why = error.strerror or str(error)
         if why and not self._is_losing:
             logger.warning("%s: %s; training goes on without its journal", self.path, why)
         self._is_losing = bool(why)
+
+    def close(self) -> None:
+        """Close the file. Write the event `stop` with its reason before this call."""
+        if self.writes:
+            self._file.close()

@@ -119,14 +119,17 @@ class Ranks:
         if not self.together:
             return act()
         own_error: Exception | None = None
+        # What the other ranks raise, with the message.
+        own: tuple[type[RunError], str] | None = None
         failures: list[Any] = [None] * self.size
         try:
             result = act()
         except Exception as error:  # noqa: BLE001 - raised below, once the other ranks got it
             own_error = error
+            kind = type(error) if isinstance(error, RunError) else OtherRank
+            own = kind, f"{type(error).__name__}: {error}"
         try:
             with _other_ranks_answer():
-                own = own_error and _described(own_error)
                 dist.all_gather_object(failures, own, group=self.group)
         except OtherRank as error:
             raise own_error or error from error
@@ -138,10 +141,10 @@ class Ranks:
         # where another rank ends.
         kinds = {kind for kind, _ in found.values()}
         kind = kinds.pop() if len(kinds) == 1 else OtherRank
-        if own_error is None or kind is not _described(own_error)[0]:
-            words = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in found.items())
-            raise kind(words) from own_error
-        raise own_error
+        if own_error is not None and own and kind is own[0]:
+            raise own_error
+        words = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in found.items())
+        raise kind(words) from own_error
 
     def collect(
         self, local: Callable[[], LocalT], central: Callable[[list[LocalT]], ResultT]
@@ -216,9 +219,3 @@ def _other_ranks_answer() -> Iterator[None]:
             f"another rank ended, or did not answer within the process group's timeout: read its "
             f"error first ({str(error).strip().partition(chr(10))[0]})"
         ) from error
-
-
-def _described(error: Exception) -> tuple[type[RunError], str]:
-    """Return the class of the error that the other ranks raise, and its message."""
-    kind = type(error) if isinstance(error, RunError) else OtherRank
-    return kind, f"{type(error).__name__}: {error}"

@@ -77,7 +77,10 @@ class Exchange:
                 if not is_plain(tensor) or tensor.is_meta:
                     continue
                 if self.expected is None:
-                    self._keep(tensor, digests[name])
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    if not (path := self._path(digests[name])).exists():
+                        # A view would be written with all of its storage.
+                        torch.save(tensor.detach().cpu().clone(), path)
                     continue
                 wanted, epsilon = self.expected.get(place, {}).get(name, ("", 0.0))
                 if not wanted or not (self.noise is not None or wanted != digests[name]):
@@ -91,12 +94,6 @@ class Exchange:
 
     def _path(self, digest: str) -> Path:
         return self.folder / digest.replace(" ", "").replace(":", "-")
-
-    def _keep(self, tensor: Tensor, digest: str) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if not (path := self._path(digest)).exists():
-            # A view would be written with all of its storage.
-            torch.save(tensor.detach().cpu().clone(), path)
 
     def _noisy(self, value: Tensor, epsilon: float) -> Tensor:
         if self.noise is None or not value.is_floating_point():

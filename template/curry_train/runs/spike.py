@@ -291,11 +291,10 @@ class AttachedWatch:
         stop = self._data.after(state.position, windows=spike.step + around - state.step)
         recovery = Recovery(spike.step, state.step, start, stop, attempt)
         self._recoveries.append(recovery)
+        self._data.skip(start, stop)
         if self.ranks.first:
             data = json.dumps([asdict(one) for one in self._recoveries]).encode()
             self._files.write(RECOVERIES_FILE_NAME, data)
-        self._data.skip(start, stop)
-        if self.ranks.first:
             logger.warning(
                 "spike: %s. Rolled back to %s, without the data at positions %d to %d (attempt %d "
                 "of %d)",

@@ -231,6 +231,12 @@ def _as_json(config: Any) -> Any:
 _NO_STATE = "the saved state is not that of a training run"
 
 
+def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
+    """Return a tensor on the current device of the kind that it was on, or on the host."""
+    is_cuda = found.device == "cuda" and torch.cuda.is_available()
+    return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
+
+
 class Load:
     """A load that passed its checks: fill `targets`, and call `finish`.
 
@@ -355,7 +361,7 @@ class Load:
                     if place in self._saved:
                         yield optimizer, group, parameter, name, place
 
-    def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] | None = None) -> None:
+    def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] = _new_tensor) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
         for found in references(content):
             saved = self._contents.tensors[found.name]
@@ -370,7 +376,7 @@ class Load:
             ):
                 self.targets[found.name] = current
             else:
-                self.targets[found.name] = (make or _new_tensor)(found, saved)
+                self.targets[found.name] = make(found, saved)
 
     def finish(self) -> None:
         """Restore everything from the filled tensors and the saved values."""
@@ -470,12 +476,6 @@ def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -
     if is_strided and parameter.shape == saved.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
     return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
-
-
-def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
-    """Return a tensor on the current device of the kind that it was on, or on the host."""
-    is_cuda = found.device == "cuda" and torch.cuda.is_available()
-    return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
 
 
 def _once(value: Any) -> Any:

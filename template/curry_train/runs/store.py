@@ -14,7 +14,7 @@ import functools
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -76,15 +76,6 @@ class Writing:
         """Write this rank's files, from the live tensors or from copies of them."""
         places = self.layout.write(self.layout.tensors if tensors is None else tensors)
         return Part(self.new.entries, places, self.snapshot.rank_values)
-
-
-@contextlib.contextmanager
-def committed_anyway(location: str) -> Iterator[None]:
-    """Report an error as a warning, because the checkpoint is complete in its place."""
-    try:
-        yield
-    except OSError as error:
-        logger.warning("%s is saved, but an error followed: %s", location, error)
 
 
 def removed_name(folder: str) -> str:
@@ -320,25 +311,20 @@ class Store(SavedRun):
         rendered = readable(saved.render(), MOST_SMALL_BYTES, "the manifest")
         self.files.write(f"{writing.new.folder}/{MANIFEST_FILE_NAME}", rendered)
 
-        self._rename(writing)
+        # A folder of this name was given up.
+        removed = removed_name(saved.folder)
+        if self.files.kind(saved.folder) is not None:
+            self.files.rename(saved.folder, removed)
+        self.files.rename(writing.new.folder, saved.folder)
         # From here on the checkpoint is committed, and an error does not undo it.
-        with committed_anyway(saved.location):
+        try:
             self.files.sync_folder(saved.kind)
             if saved.is_state:
                 self._point()
+            self.files.remove_folder(removed)
+        except OSError as error:
+            logger.warning("%s is saved, but an error followed: %s", saved.location, error)
         return saved
-
-    def _rename(self, writing: Writing) -> None:
-        """Give the folder its final name; one that was given up is renamed just before."""
-        final = writing.saved.folder
-        removed = removed_name(final)
-        is_in_the_way = self.files.kind(final) is not None
-        if is_in_the_way:
-            self.files.rename(final, removed)
-        self.files.rename(writing.new.folder, final)
-        if is_in_the_way:
-            with committed_anyway(writing.saved.location):
-                self.files.remove_folder(removed)
 
     def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""
@@ -362,13 +348,6 @@ class Store(SavedRun):
         self.open()
         self.branches = (*self.branches, after)
 
-    def is_saved(self, folder: str) -> bool:
-        """Return whether a folder holds a committed checkpoint that a save does not replace."""
-        try:
-            return len(read_manifest(self.files, folder).branches) >= len(self.branches)
-        except DamagedCheckpoint:
-            return False
-
     def discard(self, checkpoint: Which) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
         folder = folder_of(checkpoint)
@@ -390,10 +369,12 @@ class Store(SavedRun):
         An incomplete checkpoint of the same name, or one that was given up, stays until the new
         one is written; any other raises StepExists.
         """
-        if self.is_saved(final):
-            raise StepExists(
-                f"{self.files.location(final)} is saved already: if it is stale, discard it first"
-            )
+        with contextlib.suppress(DamagedCheckpoint):
+            saved = read_manifest(self.files, final)
+            if len(saved.branches) >= len(self.branches):
+                raise StepExists(
+                    f"{saved.location} is saved already: if it is stale, discard it first"
+                )
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self.files.make_folder(folder)
         return folder
