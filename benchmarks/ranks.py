@@ -30,7 +30,7 @@ from curry_train.plan.optimizers import make_optimizer
 from curry_train.plan.parallel import Sharding, tensor_parallel
 from curry_train.plan.record import RankStorages
 from curry_train.primitives import apply_chunked_loss, apply_regions, apply_sac, recompute_blocks
-from curry_train.workloads.models import mlp, resnet, transformer
+from curry_train.workloads.models import import_callable, mlp, resnet, transformer
 from curry_train.workloads.workload import Case, Workload
 from finetune_models import OPTIMIZERS
 from recording import Figures, record_parser, write_record
@@ -276,9 +276,10 @@ def make_program(one: Configuration, sharding: Sharding, mesh) -> Callable[[], N
 
 def compare(names: list[str], world: int) -> list[Figures]:
     """Return both peaks of the first and of the last rank of each configuration."""
-    target = f"{Path(__file__).resolve()}:measure_all"
+    # By the name of this file, because the ranks have another main module.
+    job = functools.partial(import_callable(f"{Path(__file__).resolve()}:measure_all"), names)
     with contextlib.closing(RankProcesses(world)) as processes:
-        ranks = processes.call(target, {"names": names}, timeout=7200.0)
+        ranks = processes.call(job, timeout=7200.0)
     return [
         {
             "configuration": name,

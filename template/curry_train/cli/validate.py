@@ -3,7 +3,6 @@
 Proof: `python -m pytest tests/cli/test_cli.py tests/cli/test_interrupt.py`.
 """
 
-import fnmatch
 import functools
 import inspect
 import itertools
@@ -28,7 +27,6 @@ from ..gates.verdict import (
     Gate,
     GateRow,
     Verdict,
-    checked_globs,
     claims,
     discover,
     measure_rows,
@@ -178,17 +176,10 @@ def coverage(rows: Sequence[GateRow]) -> str:
 
 
 def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) -> tuple[Gate, ...]:
-    """Return the gates that match any pattern; without patterns, all, or all that take `given`.
-
-    A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
-    """
+    """Return the gates that match any pattern; without patterns, all, or all that take `given`."""
+    names = set() if patterns else {one.name for one in given}
     gates = discover(patterns)
-    if not patterns:
-        names = {one.name for one in given}
-        return tuple(gate for gate in gates if not names or not names.isdisjoint(gate.takes))
-
-    globs = checked_globs(patterns, [gate.name for gate in gates])
-    return tuple(gate for gate in gates if any(fnmatch.fnmatch(gate.name, glob) for glob in globs))
+    return tuple(gate for gate in gates if not names or not names.isdisjoint(gate.takes))
 
 
 def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:

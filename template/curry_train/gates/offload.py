@@ -74,12 +74,11 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outc
         """Lose the strides of what is saved, as `save_on_cpu` does with pinned memory."""
         return _pack(module, _names_to_offload(module, sample.blocks), Tensor.contiguous)
 
+    def why_nothing_moves(plain: Activity, names: Sequence[str]) -> str:
+        return "" if _held_at_best(case, names) < plain.held_bytes else NOTHING_TO_FREE
+
     with _host_apart(case, offload_blocks):
-        return same_training(case, apply, by_torch=_why_nothing_moves, same_as=in_order)
-
-
-def _why_nothing_moves(case: Case, plain: Activity, _: Any, names: Sequence[str]) -> str:
-    return "" if _held_at_best(case, names) < plain.held_bytes else NOTHING_TO_FREE
+        return same_training(case, apply, why_equal=why_nothing_moves, same_as=in_order)
 
 
 NOTHING_TO_FREE = (

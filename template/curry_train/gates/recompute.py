@@ -41,7 +41,6 @@ from .same_training import (
     same_training,
     same_without_training,
     step_of,
-    why_torch_reruns_nothing,
 )
 from .two_ranks import (
     Found,
@@ -101,9 +100,7 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
 
 def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
     """Compare a short training with every block recomputed to the plain one."""
-    return same_training(
-        case, on_blocks(recompute_blocks), by_torch=why_torch_reruns_nothing, every_block=True
-    )
+    return same_training(case, on_blocks(recompute_blocks), every_block=True)
 
 
 def compare_segments(case: Case) -> Outcome:
@@ -114,8 +111,7 @@ def compare_segments(case: Case) -> Outcome:
         count = choose_segments(case.build(), sample.batch, sample.loss, blocks=sample.blocks)
         return recompute_segments(module, count, blocks=sample.blocks)
 
-    full = STRATEGIES["full"].apply
-    return same_training(case, apply, alone=full, every_block=True)
+    return same_training(case, apply, alone=STRATEGIES["full"].apply, every_block=True)
 
 
 def compare_selection(case: Case) -> Outcome:
@@ -125,13 +121,7 @@ def compare_selection(case: Case) -> Outcome:
         names = STRATEGIES["selective"].apply(case.build(), sample)
         return recompute_blocks(module, blocks=names) if names else []
 
-    return same_training(
-        case,
-        apply,
-        alone=STRATEGIES["full"].apply,
-        by_torch=why_torch_reruns_nothing,
-        every_block=True,
-    )
+    return same_training(case, apply, alone=STRATEGIES["full"].apply, every_block=True)
 
 
 def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:

@@ -26,7 +26,6 @@ from .same_training import (
     same_training,
     same_without_training,
     sample_of,
-    why_torch_reruns_nothing,
 )
 from .verdict import Gate, NotApplicable, Outcome
 
@@ -45,13 +44,13 @@ def compare_count(case: Case, *, apply: Apply = STRATEGIES["sac_every_second"].a
 
 def _compare(case: Case, apply: Apply, policy: str) -> Outcome:
     with _where_ours_runs(case, policy):
-        return same_training(case, apply, by_torch=why_torch_reruns_nothing, every_block=True)
+        return same_training(case, apply, every_block=True)
 
 
 def compare_regions(case: Case, *, apply: Apply = STRATEGIES["regions"].apply) -> Outcome:
     """Compare a training with regions to the plain one."""
 
-    def why_nothing_differs(*found: Any) -> str:
+    def why_nothing_differs(*_: Any) -> str:
         def change(module: nn.Module, *, blocks: Any) -> None:
             apply(module, sample_of(case))
 
@@ -61,9 +60,9 @@ def compare_regions(case: Case, *, apply: Apply = STRATEGIES["regions"].apply) -
                 "the model draws at random which layers run, and those that ran while bytes were "
                 "counted hold nothing that regions could free: set the rate of dropped layers to 0"
             )
-        return why_torch_reruns_nothing(*found)
+        return ""
 
-    return same_training(case, apply, by_torch=why_nothing_differs)
+    return same_training(case, apply, why_equal=why_nothing_differs)
 
 
 @contextlib.contextmanager

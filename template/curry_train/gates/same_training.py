@@ -92,9 +92,9 @@ def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
 
 # Changes the parts of a model that its keywords name, in place: a technique, or the user's own.
 Change = Callable[..., Any]
-# Tells why torch's own way has no effect on the plain training; empty if it has one. It gets the
-# names of the modules that the technique changed.
-ByTorch = Callable[[Case, "Activity", "TrainingCourse", Sequence[str]], str]
+# Tells why no technique of its kind has an effect on the plain training; empty if one may have. It
+# gets the names of the modules that the technique changed.
+WhyEqual = Callable[["Activity", Sequence[str]], str]
 
 
 def same_training(
@@ -102,7 +102,7 @@ def same_training(
     apply: Apply,
     *,
     alone: Apply | None = None,
-    by_torch: ByTorch | None = None,
+    why_equal: WhyEqual | None = None,
     same_as: Apply | None = None,
     every_block: bool = False,
 ) -> Outcome:
@@ -111,10 +111,10 @@ def same_training(
     They must be equal bit for bit in every step if the plain training repeats bit for bit; else
     the weights stay as they are, so that each step is within the bound of one step. To find the
     blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
-    a single block. `by_torch`: torch's own way to the same end; where that has no effect
-    either, the technique is not judged. `same_as` changes the plain training in a way that only
-    rounds differently; the technique may equal that one too. `every_block`: each block that it
-    names has to run again.
+    a single block. A technique that changes nothing is not judged where `why_equal` has a reason.
+    `same_as` changes the plain training in a way that only rounds differently; the technique may
+    equal that one too. `every_block`: each block that it names has to run again, if it does under
+    torch's own checkpoint.
     """
     course, reference, plain = _plain(case)
     tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
@@ -140,8 +140,10 @@ def same_training(
     if not found.holds:
         measured = f"step {step + 1} of {NUM_STEPS}: {measured}"
         return measured, required, _where(case, alone, _cause(found))
+    left_out = _run_again_by_torch(case, ours, plain, names, course) if every_block else []
     if not ours.differs_from(plain):
-        if by_torch is not None and (why := by_torch(case, plain, course, names)):
+        why = NOTHING_RUNS_AGAIN if left_out is None else why_equal and why_equal(plain, names)
+        if why:
             raise NotApplicable(why)
         hint = (
             f"nothing ran twice or was freed of the {len(names)} modules to change: "
@@ -152,9 +154,9 @@ def same_training(
     if ours.growth > max(0, plain.growth):
         measured += f"; {ours.growth - plain.growth:,} bytes more stay alive after each call"
         hint = "inputs or activations are kept after backward: drop them with the graph"
-    elif every_block and (idle := _idle_blocks(case, ours, plain, names, course)):
-        measured += f"; {len(idle)} run as plain"
-        hint = f"{', '.join(idle[:4])} did not run again: wrap every block that is named"
+    elif left_out:
+        measured += f"; {len(left_out)} run as plain"
+        hint = f"{', '.join(left_out[:4])} did not run again: wrap every block that is named"
     return measured, required, hint
 
 
@@ -424,36 +426,28 @@ def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None) -> None:
 _by_torch = on_blocks(checkpoint_by_torch)
 
 
-def why_torch_reruns_nothing(
-    case: Case, plain: Activity, course: TrainingCourse, changed: Sequence[str]
-) -> str:
-    """Return why torch's own checkpoint of each block has no effect; empty if it may have one.
-
-    It cannot be tested if there are no blocks, if a block does not run, or if the checkpoint fails.
-    """
-    try:
-        _, theirs, names = _train(case, _by_torch, course)
-    except (NoBlocks, CheckpointError):
-        return ""
-    if theirs.differs_from(plain) or not all(map(theirs.calls_in, names)):
-        return ""
-    return (
-        "torch's own checkpoint of each block frees nothing and runs nothing again: name larger "
-        "blocks, or leave out what checkpoints already"
-    )
+NOTHING_RUNS_AGAIN = (
+    "torch's own checkpoint of each block frees nothing and runs nothing again: name larger "
+    "blocks, or leave out what checkpoints already"
+)
 
 
-def _idle_blocks(
+def _run_again_by_torch(
     case: Case, ours: Activity, plain: Activity, names: Sequence[str], course: TrainingCourse
-) -> list[str]:
-    """Return the named blocks that did not run again, but do under torch's own checkpoint."""
+) -> list[str] | None:
+    """Return the blocks that run again under torch's own checkpoint alone.
+
+    None if that has no effect either. It can't be tested where it fails.
+    """
     idle = [name for name in names if ours.calls_in(name) <= plain.calls_in(name)]
     if not idle:
         return []
     try:
         _, theirs, _ = _train(replace(case, blocks=idle), _by_torch, course)
-    except (NoBlocks, *REFUSALS):
+    except REFUSALS:
         return []
+    if not theirs.differs_from(plain) and all(map(theirs.calls_in, idle)):
+        return None
     return [name for name in idle if theirs.calls_in(name) > plain.calls_in(name)]
 
 

@@ -8,8 +8,9 @@ Proof: `python -m pytest tests/gates/test_two_ranks.py`.
 
 import contextlib
 import functools
-import json
+import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -34,18 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..core.blocks import find_blocks
 from ..core.digest import digest
 from ..core.generators import seeded
-from ..workloads.from_script import LAUNCHER_VARIABLES, launcher_variables
-from ..workloads.models import import_callable
 from ..workloads.workload import Case
-from .verdict import (
-    NotApplicable,
-    Outcome,
-    RankFailed,
-    error_in_a_line,
-    pickled,
-    run_pickled,
-    where_to_look,
-)
+from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
 
 # Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that.
 Wrapped = Callable[..., nn.Module]
@@ -110,28 +101,12 @@ def _on_two_ranks(
         _ranks.pop().close()
     if not _ranks:
         _ranks.append(RankProcesses(2))
-    of_rank = functools.partial(check, replace(case, device=torch.device("cpu")), **arguments)
-    given = {
-        "job": pickled(of_rank).hex(),
-        # A rank loads the workload with this process's values.
-        "environment": {
-            name: os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ
-        },
-    }
-    timeout = LEAST_SECONDS + MOST_STEPS * step_seconds
-    return _ranks[0].call(f"{__name__}:_on_this_rank", given, timeout=timeout)
+    job = functools.partial(check, replace(case, device=torch.device("cpu")), **arguments)
+    return _ranks[0].call(job, timeout=LEAST_SECONDS + MOST_STEPS * step_seconds)
 
 
 # The ranks of all gates, once one was called.
 _ranks: list["RankProcesses"] = []
-
-
-def _on_this_rank(job: str, environment: Mapping[str, str]) -> Any:
-    # A trainer that saw a launcher would give each rank a part of the data.
-    for name in LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(environment)
-    return run_pickled(bytes.fromhex(job))
 
 
 def under_both(
@@ -226,54 +201,49 @@ class RankProcesses:
         self._processes = [self._start(rank) for rank in range(num_ranks)]
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
-        """Start a process with the environment variables that torchrun would set.
+        """Start a process in the environment of this one.
 
-        Starting torchrun itself would take as long as starting a rank.
+        With the variables that torchrun sets, a trainer would give each rank a part of the data.
         """
-        environment = os.environ | launcher_variables(rank, self.num_ranks)
-        environment |= {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_NUM_THREADS": "1",
-        }
+        paths = os.pathsep.join(filter(None, sys.path))
+        arguments = (str(self.folder), str(rank), str(self.num_ranks))
         with Path(self.folder, f"{rank}.log").open("wb") as log:
             return subprocess.Popen(
-                [PYTHON_EXECUTABLE, "-m", str(__spec__.name), str(self.folder)],
-                env=environment,
+                [PYTHON_EXECUTABLE, "-m", str(__spec__.name), *arguments],
+                env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 text=True,
             )
 
-    def call(self, target: str, arguments: Mapping[str, Any], *, timeout: float) -> list[Any]:
-        """Call a function on every rank and return the results; both pass as JSON.
+    def call(self, job: Callable[[], Any], *, timeout: float) -> list[Any]:
+        """Call a function on every rank and return the results; both are pickled.
 
         If a rank fails, the others are killed, and the error quotes the end of its log. Where
         memory runs out the system kills a rank, which is a MemoryError.
         """
         self._num_calls += 1
-        job = json.dumps([self._num_calls, target, arguments])
+        line = f"{pickle.dumps(job).hex()}\n"
         for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended, which is found below
-                process.stdin.write(job + "\n")
+                process.stdin.write(line)
                 process.stdin.flush()
-        results = [self.folder / f"{rank}.{self._num_calls}.json" for rank in range(self.num_ranks)]
+        results = [self.folder / f"{rank}.{self._num_calls}" for rank in range(self.num_ranks)]
         until = time.monotonic() + timeout
         while not all(path.exists() for path in results):
             codes = [process.poll() for process in self._processes]
             if any(code is not None for code in codes) or time.monotonic() > until:
-                self._raise(target, codes, timeout)
+                self._raise(codes, timeout)
             time.sleep(0.01)
-        return [json.loads(path.read_text()) for path in results]
+        return [pickle.loads(path.read_bytes()) for path in results]
 
-    def _raise(self, target: str, codes: Sequence[int | None], timeout: float) -> NoReturn:
+    def _raise(self, codes: Sequence[int | None], timeout: float) -> NoReturn:
         failures = [_failure(self.folder, rank) for rank in range(self.num_ranks)]
         self.close()
         if all(code is None for code in codes):
-            raise RuntimeError(
-                f"{target} on {self.num_ranks} ranks did not end within {timeout:.0f} s"
-            )
+            raise RuntimeError(f"{self.num_ranks} ranks did not end within {timeout:.0f} s")
         if -signal.SIGKILL in codes:
             raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
         # The others lose their connection to the rank that failed first.
@@ -302,7 +272,7 @@ def _failure(folder: Path, rank: int) -> tuple[str, str]:
     """Return why a rank failed and where to look; its log if it could not say; else nothing."""
     error = folder / f"{rank}.error"
     if error.exists():
-        reason, hint = json.loads(error.read_text())
+        reason, hint = pickle.loads(error.read_bytes())
         return reason, hint
     log = (folder / f"{rank}.log").read_text(errors="replace").strip().splitlines()
     return "\n".join([f"rank {rank}:", *log[-LAST_LINES:]]) if log else "", ""
@@ -330,8 +300,8 @@ class GradientSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _rank_main(folder: str) -> None:
-    """Call what the lines of standard input name, one after the other, until it ends."""
+def _rank_main(folder: str, rank: int, num_ranks: int) -> None:
+    """Call what the lines of standard input hold, one after the other, until it ends."""
     torch.set_num_threads(1)
     jobs = SimpleQueue[str]()
 
@@ -342,24 +312,23 @@ def _rank_main(folder: str) -> None:
         # exits; with 2.11 it did not in 15.
         os._exit(0)
 
+    def write(name: str, content: Any) -> None:
+        unfinished = Path(folder, f"{name}.part")
+        unfinished.write_bytes(pickle.dumps(content))
+        unfinished.rename(unfinished.with_suffix(""))
+
     Thread(target=read_jobs, daemon=True).start()
-    rank = int(os.environ["RANK"])
     store = Path(folder, "store").as_uri()
-    world_size = int(os.environ["WORLD_SIZE"])
     try:
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-        while True:
-            number, target, arguments = json.loads(jobs.get())
-            result = json.dumps(import_callable(target)(**arguments))
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=num_ranks)
+        for number in itertools.count(1):
+            result = pickle.loads(bytes.fromhex(jobs.get()))()
             sys.stdout.flush()
-            unfinished = Path(folder, f"{rank}.{number}")
-            unfinished.write_text(result)
-            unfinished.rename(Path(folder, f"{rank}.{number}.json"))
+            write(f"{rank}.{number}", result)
     except BaseException as error:
-        failure = json.dumps([error_in_a_line(error), where_to_look(error)])
-        Path(folder, f"{rank}.error").write_text(failure)
+        write(f"{rank}.error", (error_in_a_line(error), where_to_look(error)))
         raise
 
 
 if __name__ == "__main__":
-    _rank_main(*sys.argv[1:])
+    _rank_main(sys.argv[1], *map(int, sys.argv[2:]))

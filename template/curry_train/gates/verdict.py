@@ -10,14 +10,14 @@ out the same for every user is a test of this package.
 Proof: `python -m pytest tests/gates/test_verdict.py tests/cli/test_cli.py`.
 """
 
+import copyreg
 import fnmatch
 import functools
 import gc
 import importlib
 import inspect
-import io
 import multiprocessing
-import pickle
+import operator
 import tomllib
 import traceback
 from collections import Counter
@@ -276,24 +276,20 @@ def technique_of(gate: str) -> str:
     return gate.partition("/")[0]
 
 
-def techniques_of(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the techniques that gate patterns may match, in the order of `TECHNIQUES`.
-
-    All of them, if a pattern has wildcards in its first word or starts with an unknown one.
-    """
-    found = {technique_of(pattern) for pattern in patterns}
-    if not found or not found <= set(TECHNIQUES):
-        return TECHNIQUES
-    return tuple(technique for technique in TECHNIQUES if technique in found)
-
-
 def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
-    """Return every gate of the techniques that the patterns name; of all without patterns."""
-    modules = (technique.replace("-", "_") for technique in techniques_of(patterns))
-    return tuple(
-        gate
+    """Return the gates that match any pattern; without patterns, all.
+
+    A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
+    """
+    modules = (technique.replace("-", "_") for technique in TECHNIQUES)
+    gates: dict[str, Gate] = {
+        gate.name: gate
         for module in modules
         for gate in importlib.import_module(f"{__package__}.{module}").GATES
+    }
+    globs = checked_globs(patterns, [*gates]) or ["*"]
+    return tuple(
+        gate for name, gate in gates.items() if any(fnmatch.fnmatch(name, glob) for glob in globs)
     )
 
 
@@ -363,7 +359,7 @@ def _in_workers(
     Where memory runs out the system ends a process. The gates that have no verdict by then run one
     at a time; one that even then ends its process does not apply.
     """
-    jobs = [pickled(functools.partial(gate.run, case, given)) for case, gate in pairs]
+    jobs = [functools.partial(gate.run, case, given) for case, gate in pairs]
     first = 0
     while first < len(jobs):
         try:
@@ -371,7 +367,7 @@ def _in_workers(
             context = multiprocessing.get_context("spawn")
             threads = max(1, torch.get_num_threads() // num_processes)
             with ProcessPoolExecutor(num_processes, context, _start_worker, (threads,)) as pool:
-                for verdict in pool.map(run_pickled, jobs[first:]):
+                for verdict in pool.map(operator.call, jobs[first:]):
                     first += 1
                     yield verdict
         except BrokenProcessPool:
@@ -393,20 +389,11 @@ def _start_worker(threads: int) -> None:
     gc.freeze()
 
 
-def pickled(job: Callable[[], Any]) -> bytes:
-    """Pickle a call with a case, whose workload is pickled by its name alone."""
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream)
-    pickler.dispatch_table = {Workload: lambda workload: (_loaded, (workload.spec,))}
-    pickler.dump(job)
-    return stream.getvalue()
-
-
 @functools.cache
 def _loaded(spec: str) -> Workload:
     """Load a workload, once per process for all gates."""
     return load_workload(spec)
 
 
-def run_pickled(job: bytes) -> Any:
-    return pickle.loads(job)()
+# A workload is pickled by its name, with which another process loads it.
+copyreg.pickle(Workload, lambda workload: (_loaded, (workload.spec,)))
