@@ -183,7 +183,7 @@ if __name__ == "__main__":
     gates = [gate for gate in verdict.discover() if gate.name == "recompute/flops"]
     cases = [Case(load_workload(f"greedy.py:{name}")) for name in ("small", "large", "small")]
     given = [load_implementation("recompute_blocks=greedy.py:again")]
-    verdict.processes_that_pay_off = lambda *_: 2
+    verdict.GATES_WORTH_A_PROCESS, verdict.num_cores = 1, lambda: 2
     for row in verdict.measure_rows(cases, gates, implementations=given):
         print(row.verdict.passed, *row.verdict.ran, row.verdict.hint)
 """

@@ -49,7 +49,7 @@ NEED_NOT_APPLY = {
     "compiled": (["grad-flow/*"], "the model is compiled as a whole"),
     "compiled_blocks": ([*ON_BLOCKS], "are compiled, scripted or wrapped already"),
     "derivative_in_loss": (["recompute/*", "sac/*"], "forward or loss takes derivatives"),
-    "noisy_loss": (["grad-accum/*"], "draws random numbers in eval mode"),
+    "noisy_loss": (["grad-accum/*"], ""),
     "own_optimizer": (["loss-spike/found"], ""),
     "sparse": (["*"], "0.weight: the gradient is sparse"),
     "partly_frozen": (ON_BLOCKS, ""),

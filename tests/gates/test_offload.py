@@ -6,7 +6,7 @@ python -m pytest tests/gates/test_offload.py
 import pytest
 from torch import nn
 
-from curry_train.gates import offload
+from curry_train import primitives
 from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
 from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import transformer
@@ -46,9 +46,9 @@ def test_a_budget_does_not_apply_where_nothing_can_be_compiled():
 
 
 def test_an_error_of_a_budget_alone_stays_one(monkeypatch):
-    def broken(model, budget, *, blocks):
+    def broken(*_, **__):
         raise RuntimeError("only this implementation fails")
 
-    monkeypatch.setattr(offload, "bound_blocks", broken)
+    monkeypatch.setattr(primitives, "memory_budget", broken)
     with pytest.raises(RuntimeError, match="only this implementation fails"):
         compare_budget(case_of("mlp"))

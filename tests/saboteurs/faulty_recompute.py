@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
+from curry_train import primitives
 from curry_train.core.blocks import find_blocks
 from curry_train.core.measure_compiled import with_own_code
-from curry_train.gates import offload
 from curry_train.gates import recompute as gates
 from curry_train.primitives import memory_budget, recompute_blocks
 
@@ -131,7 +131,7 @@ def with_own_weights(model, *, blocks):
 # The compiler's memory budget.
 
 
-def by_the_setting(model, budget, *, blocks):
+def by_the_setting(model, budget, *, blocks, **_):
     """Let torch compile the blocks with its setting, which draws again."""
 
     def backend(graph, inputs):
@@ -144,7 +144,7 @@ def by_the_setting(model, budget, *, blocks):
         block.forward = torch.compile(code, backend=backend)
 
 
-def detached_with_a_budget(model, budget, *, blocks):
+def detached_with_a_budget(model, budget, *, blocks, **_):
     memory_budget(model, budget, blocks=blocks, backend="aot_eager")
     if budget < 1:
         block = model.get_submodule(blocks[0])
@@ -160,7 +160,7 @@ def offload_fault(claim, name, change, hint, **options):
 
 
 def budget_fault(name, change, hint, **options):
-    patches = [(offload, "bound_blocks", change)]
+    patches = [(primitives, "memory_budget", change)]
     return planted("recompute.budget", name, patches=patches, hint=hint, **options)
 
 
@@ -211,7 +211,7 @@ FAULTS = [
         model="shrink=3:transformer",
     ),
     offload_fault("offload-bytes", "recomputes", foreign.policy_of_torch, "this is recompute"),
-    budget_fault("no-op", lambda model, budget, *, blocks: None, "compile them"),
+    budget_fault("no-op", lambda *_, **__: None, "compile them"),
     budget_fault("other-draws", by_the_setting, "draws other random numbers", model="dropout"),
     budget_fault("detached", detached_with_a_budget, "recomputed values differ"),
 ]

@@ -20,7 +20,7 @@ import click
 
 from .. import __version__
 from ..core.wording import provenance, write_output
-from ..gates.verdict import checked_globs
+from ..gates.verdict import TECHNIQUES
 from ..workloads.models import BUILTIN_WORKLOADS, TRAINER_PREFIX, load_workload
 from ..workloads.workload import Case, WorkloadError
 from .options import (
@@ -115,7 +115,8 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
             f"can't import {package}.gates ({error}): --package names a package with gates "
             "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
-    return tuple(checked_globs(gates, [gate.name for gate in discover()])) or ("*",)
+    discover(gates)
+    return tuple(f"{one}/*" if one in TECHNIQUES else one for one in gates) or ("*",)
 
 
 def _path_expression(path: Path, out: Path) -> str:

@@ -12,7 +12,7 @@ Proof: `python -m pytest tests/gates/test_first_look.py`.
 
 import fnmatch
 import gc
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import buffers_kept, generator_states, same_state, seeded
+from ..core.generators import buffers_kept, seeded
 from ..primitives.grad_flow_probe import in_backward
 from ..primitives.rerun import TORCH_ATTRIBUTES
 from ..primitives.running_blocks import (
@@ -142,24 +142,6 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             "before torch.compile",
             ("grad-flow/*",),
         )
-    yield from _on_batch(batch)
-    try:
-        names = list(find_blocks(module, case.blocks))
-    except NoBlocks:
-        names = []
-    checkpointed: set[str] = set()
-    try:
-        record = record_forward(module, batch, case.workload.mean_loss)
-        yield from _on_blocks(record, names)
-        checkpointed = {*unusual_blocks(record, names).get("checkpointed", ("", ()))[1]}
-        names = [name for name in names if name in record.calls]
-    except HooksRefused as refusal:
-        yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
-    yield from _on_calls(case, module, batch)
-    yield from _on_step(case, batch, names, checkpointed)
-
-
-def _on_batch(batch: Any) -> Iterator[FailureCause]:
     kinds: list[bool] = []
     map_tensors(batch, lambda tensor: kinds.append(tensor.is_nested))
     if any(kinds):
@@ -168,6 +150,20 @@ def _on_batch(batch: Any) -> Iterator[FailureCause]:
             "padded tensors",
             MEASURE_TENSORS,
         )
+    try:
+        names = list(find_blocks(module, case.blocks))
+    except NoBlocks:
+        names = []
+    saves = True
+    try:
+        record = record_forward(module, batch, case.workload.mean_loss)
+        yield from _on_blocks(record, names)
+        names = [name for name in names if name in record.calls]
+        saves = any(call.end > call.start for name in names for call in record.calls[name])
+    except HooksRefused as refusal:
+        yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
+    yield from _on_calls(case, module, batch)
+    yield from _on_step(case, batch, names, saves=saves)
 
 
 def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureCause]:
@@ -209,7 +205,6 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
         with seeded(case.seed), buffers_kept(module):
             return case.workload.mean_loss(module, batch).item()
 
-    attributes = _tensor_attributes(module)
     before = _numbers_and_generators(module)
     values = [loss_of_call() for _ in range(2)]
     changing = [
@@ -218,17 +213,6 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
     # A counter may act only in each n-th call.
     while changing and len(set(values)) == 1 and len(values) < CALLS_OF_A_COUNTER:
         values.append(loss_of_call())
-    kept = [
-        name
-        for name, tensor in _tensor_attributes(module).items()
-        if attributes.get(name) is not tensor
-    ]
-    if kept:
-        yield FailureCause(
-            f"{listed(kept)}: a tensor of the last call stays in the module, with its graph if it "
-            "has one, and counts in what the next step holds; reset it before each step",
-            HOLD_ONE_STEP,
-        )
     if values[-1] != values[0]:
         where = f"{listed(changing)}: " if changing else ""
         yield FailureCause(
@@ -251,13 +235,11 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
 
 
 def _on_eval_mode(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
-    """Call the module in eval mode, which may raise or draw."""
+    """Call the module in eval mode, which may raise."""
     module.eval()
     try:
         with seeded(case.seed), buffers_kept(module):
-            generators = generator_states()
             case.workload.mean_loss(module, batch)
-            draws = not same_state(generators, generator_states())
     except Exception as error:  # noqa: BLE001 the user's model may raise anything
         yield FailureCause(
             f"the model raises {type(error).__name__} in eval mode: {error}; gates that compare "
@@ -265,15 +247,8 @@ def _on_eval_mode(case: Case, module: nn.Module, batch: Any) -> Iterator[Failure
             ("*",),
             symptom=str(error).partition("\n")[0].lower(),
         )
-        return
     finally:
         module.train()
-    if draws:
-        yield FailureCause(
-            "the model draws random numbers in eval mode, so two calls can't be compared: draw "
-            "them only if module.training is set",
-            COMPARE_CALLS,
-        )
 
 
 # Calls after which a number that changes in each is taken for one that changes nothing else.
@@ -297,18 +272,8 @@ def _numbers_and_generators(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _tensor_attributes(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors in plain attributes of the modules inside, by name."""
-    return {
-        f"{name}{keystr(path)}": value
-        for name, kept in _own_attributes(module)
-        for path, value in tree_flatten_with_path(kept)[0]
-        if isinstance(value, Tensor)
-    }
-
-
 def _on_step(
-    case: Case, batch: Any, names: Sequence[str], checkpointed: Set[str]
+    case: Case, batch: Any, names: Sequence[str], *, saves: bool
 ) -> Iterator[FailureCause]:
     """Find gradients that are not dense, and blocks that get none."""
     module = case.build()
@@ -327,19 +292,33 @@ def _on_step(
     for hook in hooks:
         hook.remove()
     known = {parameter.grad for parameter in module.parameters()}
-    known |= {*module.parameters(), *module.buffers(), *_tensor_attributes(module).values()}
-    left = [
-        tuple(one.shape) for one in _living_tensors() if id(one) not in before and one not in known
-    ]
-    if left:
+    known |= {*module.parameters(), *module.buffers()}
+    left = dict.fromkeys(
+        one for one in _living_tensors() if id(one) not in before and one not in known
+    )
+    kept = {
+        one: f"{name}{keystr(path)}"
+        for name, value in _own_attributes(module)
+        for path, one in tree_flatten_with_path(value)[0]
+        if isinstance(one, Tensor) and one in left
+    }
+    if kept:
         yield FailureCause(
-            f"{len(left)} tensors of a step, the first of shape {left[0]}, stay alive after it, in "
-            "a closure or a list outside of the modules, and count in what the next step holds; "
-            "let go of them after each step",
+            f"{listed([*kept.values()])}: a tensor of the last call stays in the module, with its "
+            "graph if it has one, and counts in what the next step holds; reset it before each "
+            "step",
             HOLD_ONE_STEP,
         )
-    # If every block is checkpointed, that is another finding.
-    if again and not checkpointed >= set(names):
+    others = [tuple(one.shape) for one in left if one not in kept]
+    if others:
+        yield FailureCause(
+            f"{len(others)} tensors of a step, the first of shape {others[0]}, stay alive after "
+            "it, in a closure or a list outside of the modules, and count in what the next step "
+            "holds; let go of them after each step",
+            HOLD_ONE_STEP,
+        )
+    # If no block saves anything in forward, that is another finding.
+    if again and saves:
         yield FailureCause(
             f"{listed(sorted({*again}))}: the model recomputes these by itself in backward, which "
             "counts with what a technique on them recomputes; turn that off",

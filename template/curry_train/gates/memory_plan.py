@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..bench.steps import TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded
-from ..core.measure import FlopCount, Memory, measure_memory
+from ..core.measure import Memory, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import OUTER_BOUND, Parity, StepRecord, check_comparable, compare, record_step
 from ..plan.optimizers import make_optimizer
@@ -27,7 +26,7 @@ from ..primitives.chunked_loss import UnsuitableHead, apply_chunked_loss, chunke
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.strategies import Sample
 from ..workloads.workload import Case
-from .same_training import Change, run_forward, same_training, step_of
+from .same_training import Change, check_equal_steps, run_forward, same_training, step_of
 from .verdict import Gate, NotApplicable, Outcome, shared
 
 # Gates of the chunked loss: the same training step, and few logits at a time.
@@ -240,9 +239,6 @@ FULL_VARIANT = "full recompute"
 BUDGET_POSITION = 0.5
 # On CUDA, where the allocator rounds up and libraries allocate workspaces.
 CUDA_PEAK_TOLERANCE = 0.02
-# Plain steps that are compared where a gate would fail. Where a step drops each of three layers
-# one time in ten, 40 equal steps come once in 300,000 times, and 8 once in 12.
-STEPS_TO_COMPARE = 40
 
 
 @dataclass(frozen=True)
@@ -309,8 +305,8 @@ def compare_estimate(case: Case) -> Outcome:
     prediction = predict(case)
     if prediction.why_real is not None:
         raise NotApplicable(prediction.why_real)
-    changes: dict[str, ModelChange | None] = {
-        PLAIN_VARIANT: None,
+    changes: dict[str, ModelChange] = {
+        PLAIN_VARIANT: lambda module: None,
         FULL_VARIANT: _recompute_all(prediction.blocks),
     }
     pairs = {
@@ -338,8 +334,8 @@ def check_budget(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     Without `plan` it is our plan, whose peak must also be the predicted one.
     """
     required = "a peak within the budget" + (", as predicted" if plan is None else "")
-    ours = _our_plan(case)
-    peak = measured_peak(case, _chosen_plan(case, ours, plan).apply)
+    ours, chosen = _plans(case, plan)
+    peak = measured_peak(case, chosen.apply)
     measured = f"peak {peak:,}, budget {ours.budget_bytes:,}"
     hint = ""
     if peak > ours.budget_bytes:
@@ -352,25 +348,20 @@ def check_budget(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     return measured, required, hint
 
 
-def _our_plan(case: Case) -> Plan:
-    plan = predict(case).plan
-    if isinstance(plan, str):
-        raise NotApplicable(plan)
-    return plan
-
-
-def _chosen_plan(case: Case, ours: Plan, plan: MakePlan | None) -> Any:
-    """Return our plan, or the user's for the same budget."""
+def _plans(case: Case, plan: MakePlan | None) -> tuple[Plan, Any]:
+    """Return our plan, and the user's for the same budget; without one, ours twice."""
+    ours = predict(case).plan
+    if isinstance(ours, str):
+        raise NotApplicable(ours)
     if plan is None:
-        return ours
+        return ours, ours
     size = case.batch_size
-    return plan(case.workload, ours.budget_bytes, global_batch=size, microbatch=size)
+    return ours, plan(case.workload, ours.budget_bytes, global_batch=size, microbatch=size)
 
 
 def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Outcome:
     """Compare a planned training with the plain one; without `plan`, of our plan."""
-    ours = _our_plan(case)
-    chosen = _chosen_plan(case, ours, plan)
+    ours, chosen = _plans(case, plan)
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         chosen.apply(module)
@@ -384,12 +375,11 @@ def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Out
     return same_training(case, apply, alone=apply_alone)
 
 
-def measured_peak(case: Case, change: ModelChange | None) -> int:
+def measured_peak(case: Case, change: ModelChange) -> int:
     """Measure the peak of a real step, with the workload's optimizer or AdamW."""
     module = case.build()
     optimizer = make_optimizer(case.workload.optimizer or "adamw", module)
-    if change is not None:
-        change(module)
+    change(module)
     return measure_timeline(
         module,
         case.batch(),
@@ -397,22 +387,6 @@ def measured_peak(case: Case, change: ModelChange | None) -> int:
         optimizer=optimizer,
         keeps_output=case.device.type == "cuda" and case.workload.output_until != "loss",
     ).peak.bytes_alive
-
-
-def check_equal_steps(case: Case) -> None:
-    """Raise `NotApplicable` if plain steps of the model differ in their FLOPs."""
-    step = TrainingStep(case)
-    counts = set()
-    with seeded(case.seed):
-        for _ in range(STEPS_TO_COMPARE):
-            with FlopCount() as count:
-                step()
-            counts.add(count.flops)
-    if len(counts) > 1:
-        raise NotApplicable(
-            f"steps of this model take {min(counts):,} to {max(counts):,} FLOPs, as where "
-            "layers are dropped at random, so one says nothing of the next"
-        )
 
 
 GATES = (

@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_offload.py`.
 """
 
 import contextlib
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -15,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+# Loads the compiler, which takes seconds, when a budget is set.
+from .. import primitives
 from ..core.blocks import find_blocks
 from ..core.generators import seeded
 from ..core.measure import LiveStorages
@@ -25,13 +26,14 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
-from ..core.parity import OUTER_BOUND, StepRecord, check_comparable, compare
+from ..core.parity import StepRecord, compare
 from ..core.replaced_calls import Call, watched
 from ..core.wording import format_bytes
 from ..primitives.offload import (
     DUPLICATE_REASON,
     PARAMETER_REASON,
     SMALL_REASON,
+    host_buffer,
     offload_blocks,
     offload_report,
 )
@@ -42,6 +44,7 @@ from .same_training import (
     Change,
     calls_by_module,
     change_in_place,
+    plain_training,
     same_training,
     step_of,
 )
@@ -74,11 +77,12 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outc
         """Lose the strides of what is saved, as `save_on_cpu` does with pinned memory."""
         return _pack(module, _names_to_offload(module, sample.blocks), Tensor.contiguous)
 
-    def why_nothing_moves(plain: Activity, names: Sequence[str]) -> str:
-        return "" if _held_at_best(case, names) < plain.held_bytes else NOTHING_TO_FREE
+    def check_effect(plain: Activity, names: Sequence[str]) -> None:
+        if _held_at_best(case, names) >= plain.held_bytes:
+            raise NotApplicable(NOTHING_TO_FREE)
 
     with _host_apart(case, offload_blocks):
-        return same_training(case, apply, why_equal=why_nothing_moves, same_as=in_order)
+        return same_training(case, apply, check_effect=check_effect, same_as=in_order)
 
 
 NOTHING_TO_FREE = (
@@ -117,7 +121,7 @@ def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> 
     return measured, f"at least {format_bytes(least)}, at most {num_calls} calls", hint
 
 
-def _held_bytes(case: Case, module: nn.Module) -> tuple[int, int]:
+def _held_bytes(case: Case, module: nn.Module, *, backward: bool = True) -> tuple[int, int]:
     """Return the device's bytes that are held after forward, and the calls of layers in a step."""
     batch = case.batch()
     with (
@@ -127,7 +131,8 @@ def _held_bytes(case: Case, module: nn.Module) -> tuple[int, int]:
     ):
         value = case.workload.mean_loss(module, batch)
         held = storages.bytes_alive
-        value.backward()
+        if backward:
+            value.backward()
     return held, sum(calls.values())
 
 
@@ -138,12 +143,9 @@ def _held_at_best(case: Case, names: Sequence[str]) -> int:
         return tensor if tensor.untyped_storage().nbytes() < LEAST_BYTES else None
 
     module = case.build()
-    # There is no backward that would need what is dropped.
     _pack(module, names, keep)
-    batch = case.batch()
-    with seeded(case.seed), LiveStorages(device=case.device) as storages:
-        _value = case.workload.mean_loss(module, batch)
-        return storages.bytes_alive
+    # Backward would need what is dropped.
+    return _held_bytes(case, module, backward=False)[0]
 
 
 def _pack(module: nn.Module, names: Sequence[str], pack: Callable[..., Any]) -> list[str]:
@@ -181,9 +183,7 @@ def _into_host_memory(function: Call, *args: Any, **kwargs: Any) -> Tensor:
     out: Tensor = function(*args, **kwargs)
     if torch.is_grad_enabled() or out.layout is not torch.strided or not out.numel():
         return out
-    # No operation of torch makes this buffer, so `LiveStorages` does not count it.
-    host = torch.frombuffer(mmap.mmap(-1, out.nbytes), dtype=out.dtype).view(out.shape)
-    return host.copy_(out)
+    return host_buffer(out.nbytes, pinned=False).view(out.dtype).view(out.shape).copy_(out)
 
 
 # The compiler's memory budget: the same step from fewer saved bytes.
@@ -192,19 +192,10 @@ BUDGET = 0.5  # of the strategy
 MOST_CLASSES = 2
 
 
-def bound_blocks(model: nn.Module, budget: float, *, blocks: Sequence[str]) -> None:
-    # Imported here because it imports the compiler, which takes seconds.
-    from ..primitives.compile_budget import memory_budget
-
-    memory_budget(model, budget, blocks=blocks, backend="aot_eager")
-
-
 @warnings_of_the_compiler_ignored()
 def compare_budget(case: Case) -> Outcome:
     """Compare a step and its saved bytes at a budget with those of the blocks compiled without."""
-    eager, again = (step_of(case, case.build()) for _ in range(2))
-    check_comparable(eager)
-    tolerance = 0.0 if compare(eager, again).bit_equal else OUTER_BOUND[case.dtype]
+    tolerance = plain_training(case)[0].tolerance
     equality = f"within {tolerance:.0e} of" if tolerance else "bit-equal to"
     required = f"{equality} the blocks compiled without a budget, fewer bytes"
 
@@ -226,7 +217,7 @@ def compare_budget(case: Case) -> Outcome:
 
     module = case.build()
     try:
-        bound_blocks(module, BUDGET, blocks=names)
+        primitives.memory_budget(module, BUDGET, blocks=names, backend="aot_eager")
         step, num_bytes = _step_and_bytes(case, module)
     except CompileFailed as error:
         raise NotApplicable(str(error)) from error

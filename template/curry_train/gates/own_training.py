@@ -15,14 +15,13 @@ from ..plan.optimizers import make_optimizer
 from ..workloads.workload import Case
 from .same_training import REFUSALS
 from .two_ranks import printed_bits
-from .verdict import NotApplicable
+from .verdict import NotApplicable, error_in_a_line
 
 
 def new_training(case: Case, *, seed: int) -> tuple[nn.Module, Optimizer]:
     """Build the model with the values of a seed, and the user's optimizer or AdamW."""
     model = replace(case, seed=seed).build()
-    own = case.workload.optimizer
-    optimizer = make_optimizer("adamw", model) if own is None else own(model)
+    optimizer = make_optimizer(case.workload.optimizer or "adamw", model)
     for group in optimizer.param_groups:
         # Left by a schedule, which no gate steps.
         group.pop("initial_lr", None)
@@ -43,9 +42,8 @@ def take_user_step(
     try:
         optimizer.step()
     except REFUSALS as error:
-        raise NotApplicable(
-            f"the optimizer takes no step here ({type(error).__name__}: {error})"
-        ) from error
+        why = f"the optimizer takes no step here ({error_in_a_line(error)})"
+        raise NotApplicable(why) from error
     optimizer.zero_grad()
     return loss.detach()
 

@@ -7,11 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
-
-from ..core.blocks import find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import forward_flops
 from ..primitives import sac
 from ..primitives.regions import apply_regions
 from ..primitives.sac import PolicyError
@@ -19,13 +15,14 @@ from ..primitives.strategies import STRATEGIES, Apply
 from ..workloads.workload import Case
 from .same_training import (
     Change,
+    block_flops,
     changed,
+    check_equal_steps,
     flops_again,
     memory_of,
     on_blocks,
     same_training,
     same_without_training,
-    sample_of,
 )
 from .verdict import Gate, NotApplicable, Outcome
 
@@ -49,20 +46,8 @@ def _compare(case: Case, apply: Apply, policy: str) -> Outcome:
 
 def compare_regions(case: Case, *, apply: Apply = STRATEGIES["regions"].apply) -> Outcome:
     """Compare a training with regions to the plain one."""
-
-    def why_nothing_differs(*_: Any) -> str:
-        def change(module: nn.Module, *, blocks: Any) -> None:
-            apply(module, sample_of(case))
-
-        # Both draw the same random numbers.
-        if _held_bytes(case, change) < _held_bytes(case, _nothing):
-            return (
-                "the model draws at random which layers run, and those that ran while bytes were "
-                "counted hold nothing that regions could free: set the rate of dropped layers to 0"
-            )
-        return ""
-
-    return same_training(case, apply, why_equal=why_nothing_differs)
+    # Other layers may have run while bytes were counted.
+    return same_training(case, apply, check_effect=lambda *_: check_equal_steps(case))
 
 
 @contextlib.contextmanager
@@ -102,19 +87,10 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
 def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcome:
     """Check that a policy frees bytes, and recomputes less than all that the blocks compute."""
     required = "fewer bytes than plain, fewer FLOPs again than all of the blocks"
-    module = case.build()
-    blocks = find_blocks(module, case.blocks)
-    # Seeded as `count_flops` is: a model may drop layers at random.
-    with untouched(module), seeded(0):
-        most = forward_flops(blocks.values(), lambda: case.workload.mean_loss(module, case.batch()))
-    if not most:
-        raise NotApplicable("the blocks have no matrix product, convolution or attention")
+    most = block_flops(case)
     with _where_ours_runs(case, "save_expensive"):
-        plain = _held_bytes(case, _nothing)
-        if _held_bytes(case, sac.apply_sac) >= plain:
-            raise NotApplicable("our own policy frees nothing in these blocks")
-        held = _held_bytes(case, apply_sac) / plain
-        again = flops_again(case, changed(case, apply_sac))
+        why = "our own policy frees nothing in these blocks"
+        held, again = _held_and_again(case, apply_sac, ours=sac.apply_sac, why=why)
     hint = ""
     if again >= most:
         hint = (
@@ -126,12 +102,16 @@ def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcom
     return f"holds {held:.0%}, {again:,} of {most:,} FLOPs again", required, hint
 
 
-def _nothing(module: nn.Module, *, blocks: Any) -> None:
-    pass
+def _held_and_again(case: Case, change: Change, *, ours: Change, why: str) -> tuple[float, int]:
+    """Return the share of the plain held bytes, and the FLOPs of a step that are spent again.
 
-
-def _held_bytes(case: Case, change: Change) -> int:
-    return memory_of(case, change).held_bytes
+    Where ours frees nothing, raise `NotApplicable` with the reason.
+    """
+    plain = memory_of(case, lambda *_, **__: None).held_bytes
+    if memory_of(case, ours).held_bytes >= plain:
+        raise NotApplicable(why)
+    again, _ = flops_again(case, changed(case, change))
+    return memory_of(case, change).held_bytes / plain, again
 
 
 # Regions.
@@ -139,15 +119,11 @@ def _held_bytes(case: Case, change: Change) -> int:
 
 def measure_regions(case: Case, *, apply: Change = apply_regions) -> Outcome:
     """Check that regions hold fewer bytes, and recompute no FLOPs."""
-    plain = _held_bytes(case, _nothing)
-    if _held_bytes(case, apply_regions) >= plain:
-        raise NotApplicable(
-            "no tensor in the blocks is cheap to compute from saved tensors, as with Linear and "
-            "ReLU, or convolutions"
-        )
-
-    held = _held_bytes(case, apply) / plain
-    again = flops_again(case, changed(case, apply))
+    why = (
+        "no tensor in the blocks is cheap to compute from saved tensors, as with Linear and ReLU, "
+        "or convolutions"
+    )
+    held, again = _held_and_again(case, apply, ours=apply_regions, why=why)
     hint = "a product runs again; if nothing is freed, give also= modules"
     measured = f"holds {held:.0%}, {again:,} FLOPs again"
     return measured, "under 100%, 0 FLOPs", "" if held < 1 and again == 0 else hint

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
+from ..bench.steps import TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import LiveStorages, Memory, count_flops, measure_memory
+from ..core.measure import LiveStorages, Memory, count_flops, forward_flops, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,
@@ -40,7 +41,7 @@ from ..core.replaced_calls import Call, watched
 from ..core.wording import some_of
 from ..primitives.strategies import Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
-from .verdict import NotApplicable, Outcome, shared
+from .verdict import NotApplicable, Outcome, error_in_a_line, shared
 
 NUM_STEPS = 3
 # A batch with this many held bytes is large enough for any model.
@@ -56,6 +57,9 @@ AUTOCAST_STEP = 2
 # Calls after which no more bytes may stay alive than before; what the first ones allocate may stay.
 NUM_LEAK_CALLS = 2
 MOST_LEAK_CALLS = 4
+# Plain steps that are compared where a gate would fail. Where a step drops each of three layers
+# one time in ten, 40 equal steps come once in 300,000 times, and 8 once in 12.
+STEPS_TO_COMPARE = 40
 # Errors of models that can't run in one of these ways.
 REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError)
 
@@ -92,9 +96,9 @@ def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
 
 # Changes the parts of a model that its keywords name, in place: a technique, or the user's own.
 Change = Callable[..., Any]
-# Tells why no technique of its kind has an effect on the plain training; empty if one may have. It
-# gets the names of the modules that the technique changed.
-WhyEqual = Callable[["Activity", Sequence[str]], str]
+# Raises `NotApplicable` if no technique of its kind has an effect on the plain training. It gets
+# the names of the modules that the technique changed.
+CheckEffect = Callable[["Activity", Sequence[str]], None]
 
 
 def same_training(
@@ -102,7 +106,7 @@ def same_training(
     apply: Apply,
     *,
     alone: Apply | None = None,
-    why_equal: WhyEqual | None = None,
+    check_effect: CheckEffect | None = None,
     same_as: Apply | None = None,
     every_block: bool = False,
 ) -> Outcome:
@@ -111,23 +115,23 @@ def same_training(
     They must be equal bit for bit in every step if the plain training repeats bit for bit; else
     the weights stay as they are, so that each step is within the bound of one step. To find the
     blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
-    a single block. A technique that changes nothing is not judged where `why_equal` has a reason.
-    `same_as` changes the plain training in a way that only rounds differently; the technique may
-    equal that one too. `every_block`: each block that it names has to run again, if it does under
-    torch's own checkpoint.
+    a single block. `check_effect` is called for a technique that changes nothing. `same_as` changes
+    the plain training in a way that only rounds differently; the technique may equal that one too.
+    `every_block`: each block that it names has to run again, if it does under torch's own
+    checkpoint.
     """
-    course, reference, plain = _plain(case)
-    tolerance = 0.0 if course.trains else OUTER_BOUND[case.dtype]
+    course, reference, plain = plain_training(case)
+    tolerance = course.tolerance
     required = "bit-equal"
-    if not course.trains:
+    if tolerance:
         required = f"within {tolerance:.0e}: the plain step does not repeat bit for bit"
 
     alone = alone or apply
     try:
         candidate, ours, names = _train(case, apply, course)
     except CheckpointError as error:
-        measured = f"CheckpointError: {str(error).splitlines()[0]}"
-        return measured, required, _where(case, alone, "computes other tensors the second time")
+        hint = _where(case, alone, "computes other tensors the second time")
+        return error_in_a_line(error), required, hint
 
     step, found = _first_difference(reference, candidate, tolerance)
     if same_as is not None and not found.holds:
@@ -142,9 +146,8 @@ def same_training(
         return measured, required, _where(case, alone, _cause(found))
     left_out = _run_again_by_torch(case, ours, plain, names, course) if every_block else []
     if not ours.differs_from(plain):
-        why = NOTHING_RUNS_AGAIN if left_out is None else why_equal and why_equal(plain, names)
-        if why:
-            raise NotApplicable(why)
+        if check_effect is not None:
+            check_effect(plain, names)
         hint = (
             f"nothing ran twice or was freed of the {len(names)} modules to change: "
             "is the wrapper in the forward?"
@@ -201,12 +204,41 @@ def memory_of(case: Case, change: Change) -> Memory:
     return measure_memory(changed(case, change), case.batch(), case.workload.mean_loss)
 
 
-def flops_again(case: Case, module: nn.Module, *, early_stop: bool = False) -> int:
-    """Count the FLOPs that a step of a changed module recomputes."""
+def block_flops(case: Case) -> int:
+    """Count the FLOPs that the blocks spend in one forward; there have to be some."""
+    module = case.build()
+    blocks = find_blocks(module, case.blocks)
+    # Seeded as `count_flops` is: a model may drop layers at random.
+    with untouched(module), seeded(0):
+        spent = forward_flops(blocks, lambda: case.workload.mean_loss(module, case.batch()))
+    if not any(spent.values()):
+        raise NotApplicable(
+            "the blocks have no matrix product, convolution or attention to count FLOPs of"
+        )
+    return sum(spent.values())
+
+
+def flops_again(case: Case, module: nn.Module) -> list[int]:
+    """Count the FLOPs that a step of a changed module recomputes, and those with early stop."""
     loss = case.workload.mean_loss
     plain = count_flops(case.build(), case.batch(), loss)
-    with set_checkpoint_early_stop(early_stop):
-        return count_flops(module, case.batch(), loss).backward - plain.backward
+    found = []
+    for early_stop in (False, True):
+        with set_checkpoint_early_stop(early_stop):
+            found.append(count_flops(module, case.batch(), loss).backward - plain.backward)
+    return found
+
+
+def check_equal_steps(case: Case) -> None:
+    """Raise `NotApplicable` if plain steps of the model differ in their FLOPs."""
+    step = TrainingStep(case)
+    with seeded(case.seed):
+        counts = {step.count_flops() for _ in range(STEPS_TO_COMPARE)}
+    if len(counts) > 1:
+        raise NotApplicable(
+            f"steps of this model take {min(counts):,} to {max(counts):,} FLOPs, as where "
+            "layers are dropped at random, so one says nothing of the next"
+        )
 
 
 # The same where nothing is trained.
@@ -217,8 +249,7 @@ def same_without_training(case: Case, changes: Mapping[str, Change]) -> Outcome:
     try:
         step, facts = _without_training(case, case.build())
     except Exception as error:  # the user's model may raise anything in eval mode
-        reason = str(error).partition("\n")[0]
-        why = f"the plain model raises {type(error).__name__} in eval mode: {reason}"
+        why = f"in eval mode the plain model raises {error_in_a_line(error)}"
         raise NotApplicable(why) from error
 
     def difference(module: nn.Module) -> str:
@@ -306,8 +337,8 @@ class Activity:
 class TrainingCourse:
     """The steps of the training that is compared, and what the plain model can't do in them."""
 
-    # Whether the weights change; they do not if the plain step does not repeat itself.
-    trains: bool = True
+    # Of the comparison; where the plain step does not repeat itself, the weights stay as they are.
+    tolerance: float = 0.0
     # Whether the forwards of one step run before one backward.
     joint: bool = True
     # Whether one step runs under autocast.
@@ -317,7 +348,7 @@ class TrainingCourse:
 
 
 @shared
-def _plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
+def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
     reasons: tuple[str, ...] = ()
     for autocast, joint in itertools.product((case.dtype is torch.float32, False), (True, False)):
@@ -340,7 +371,7 @@ def _plain(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
             note = "without autocast: the plain model does not repeat itself under it"
             course = replace(course, autocast=False, left_out=(*course.left_out, note))
         else:
-            course = replace(course, trains=False)
+            course = replace(course, tolerance=OUTER_BOUND[case.dtype])
         reference, activity, _ = _train(case, _nothing, course)
     return course, reference, activity
 
@@ -370,7 +401,9 @@ def _train(
     rate = LEARNING_RATE if case.dtype.itemsize > 2 else LEARNING_RATE_IN_HALF
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = (
-        torch.optim.AdamW(trained, lr=rate, foreach=False) if trained and course.trains else None
+        torch.optim.AdamW(trained, lr=rate, foreach=False)
+        if trained and not course.tolerance
+        else None
     )
     records = []
     with seeded(case.seed), calls_by_module(module) as calls:
@@ -389,6 +422,7 @@ def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCours
     precision: Any = nullcontext()
     if course.autocast and step == AUTOCAST_STEP:
         precision = torch.autocast(case.device.type, torch.bfloat16)
+    is_joint = course.joint and step == JOINT_STEP
     values = []
     for index in range(NUM_MICROBATCHES if step else 1):
         batch = microbatch(case, step * NUM_MICROBATCHES + index)
@@ -396,9 +430,9 @@ def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCours
             value = case.workload.mean_loss(module, batch)
         values.append(value)
         # A faulty technique may cut off every gradient; they are recorded as None then.
-        if value.requires_grad and not (course.joint and step == JOINT_STEP):
+        if value.requires_grad and not is_joint:
             value.backward()
-    if course.joint and step == JOINT_STEP and (total := torch.stack(values).sum()).requires_grad:
+    if is_joint and (total := torch.stack(values).sum()).requires_grad:
         total.backward()
     return torch.stack([value.detach() for value in values])
 
@@ -426,18 +460,12 @@ def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None) -> None:
 _by_torch = on_blocks(checkpoint_by_torch)
 
 
-NOTHING_RUNS_AGAIN = (
-    "torch's own checkpoint of each block frees nothing and runs nothing again: name larger "
-    "blocks, or leave out what checkpoints already"
-)
-
-
 def _run_again_by_torch(
     case: Case, ours: Activity, plain: Activity, names: Sequence[str], course: TrainingCourse
-) -> list[str] | None:
-    """Return the blocks that run again under torch's own checkpoint alone.
+) -> list[str]:
+    """Return the blocks that run again under torch's own checkpoint alone; none where it fails.
 
-    None if that has no effect either. It can't be tested where it fails.
+    Raise `NotApplicable` if neither has an effect.
     """
     idle = [name for name in names if ours.calls_in(name) <= plain.calls_in(name)]
     if not idle:
@@ -446,8 +474,12 @@ def _run_again_by_torch(
         _, theirs, _ = _train(replace(case, blocks=idle), _by_torch, course)
     except REFUSALS:
         return []
-    if not theirs.differs_from(plain) and all(map(theirs.calls_in, idle)):
-        return None
+    has_effect = ours.differs_from(plain) or theirs.differs_from(plain)
+    if not has_effect and all(map(theirs.calls_in, idle)):
+        raise NotApplicable(
+            "torch's own checkpoint of each block frees nothing and runs nothing again: name "
+            "larger blocks, or leave out what checkpoints already"
+        )
     return [name for name in idle if theirs.calls_in(name) > plain.calls_in(name)]
 
 
@@ -503,7 +535,7 @@ def _cause(found: Parity) -> str:
 
 def _where(case: Case, apply: Apply, cause: str) -> str:
     """Name the blocks that break parity on their own, with the cause."""
-    course, reference, _ = _plain(case)
+    course, reference, _ = plain_training(case)
 
     def differs(names: str | Sequence[str] | None, change: Apply) -> bool:
         try:

@@ -189,7 +189,24 @@ def where_to_look(error: BaseException) -> str:
     return f"no line of yours: it was raised in {last.filename}, line {last.lineno}"
 
 
-@functools.lru_cache(maxsize=1)
+# Forget the results that gates of one case share.
+_forget: list[Callable[[], None]] = []
+
+
+def shared(make: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Let a function make its result once for all gates of a case; its next case drops it."""
+    kept = functools.lru_cache(maxsize=1)(make)
+    _forget.append(kept.cache_clear)
+    return kept
+
+
+def drop_shared_results() -> None:
+    """Free what gates share, such as gradients on the device."""
+    for forget in _forget:
+        forget()
+
+
+@shared
 def with_calls_counted(workload: Workload) -> tuple[Workload, Counter[str]]:
     """Return the workload with functions that count their calls, and the counts.
 
@@ -208,31 +225,6 @@ def with_calls_counted(workload: Workload) -> tuple[Workload, Counter[str]]:
     build = counting("model", workload.build)
     loss = counting("loss", workload.loss)
     return replace(workload, build=build, loss=loss), calls
-
-
-# Results that several gates of one case share: the case, and its results by their function.
-_shared_of_case: list[Any] = []
-
-
-def shared(make: Callable[[Case], T]) -> Callable[[Case], T]:
-    """Let a function make its result once for all gates of a case; the next case drops it."""
-
-    def result(case: Case) -> T:
-        if not (_shared_of_case and _shared_of_case[0] == case):
-            _shared_of_case[:] = [case, {}]
-        results = _shared_of_case[1]
-        if make not in results:
-            results[make] = make(case)
-        found: T = results[make]
-        return found
-
-    return result
-
-
-def drop_shared_results() -> None:
-    """Free what gates share, such as gradients on the device."""
-    _shared_of_case.clear()
-    with_calls_counted.cache_clear()
 
 
 # Find the gates of techniques, each by the name of its module.
@@ -279,7 +271,8 @@ def technique_of(gate: str) -> str:
 def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
     """Return the gates that match any pattern; without patterns, all.
 
-    A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`).
+    A pattern is a technique (`grad-accum`) or a glob (`grad-accum/*-window`). One that matches no
+    gate, such as `recompute/memry`, is an error.
     """
     modules = (technique.replace("-", "_") for technique in TECHNIQUES)
     gates: dict[str, Gate] = {
@@ -287,25 +280,14 @@ def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
         for module in modules
         for gate in importlib.import_module(f"{__package__}.{module}").GATES
     }
-    globs = checked_globs(patterns, [*gates]) or ["*"]
-    return tuple(
-        gate for name, gate in gates.items() if any(fnmatch.fnmatch(name, glob) for glob in globs)
-    )
-
-
-def checked_globs(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return globs over names of gates; a technique becomes all of its gates.
-
-    A pattern that matches none of the names, such as `recompute/memry`, is an error.
-    """
-    techniques = list(dict.fromkeys(map(technique_of, names)))
-    globs = []
-    for pattern in patterns:
-        globs.append(f"{pattern}/*" if pattern in techniques else pattern)
-        if not fnmatch.filter(names, globs[-1]):
-            advice = did_you_mean(pattern, [*techniques, *names])
+    chosen = set[str]()
+    for pattern in patterns or ["*"]:
+        found = fnmatch.filter(gates, f"{pattern}/*" if pattern in TECHNIQUES else pattern)
+        if not found:
+            advice = did_you_mean(pattern, [*TECHNIQUES, *gates])
             raise ValueError(f"no gate matches {pattern!r}; {advice}")
-    return globs
+        chosen.update(found)
+    return tuple(gate for name, gate in gates.items() if name in chosen)
 
 
 # Run every gate on every workload, in parallel on the cores of a CPU.
@@ -329,7 +311,9 @@ def measure_rows(
     With `implementations` the gates check these instead of ours. Worker processes look up case and
     implementations by name, so more than one process needs cases that `load_workload` made.
     """
-    num_processes = processes_that_pay_off(cases, gates)
+    num_processes = 1
+    if all(case.device.type == "cpu" for case in cases):
+        num_processes = min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, num_cores())
     pairs = [(case, gate) for case in cases for gate in gates]
     # Gates on ranks run in this process, so that all use the same ranks.
     in_workers = _in_workers(
@@ -343,12 +327,6 @@ def measure_rows(
     finally:
         in_workers.close()
         drop_shared_results()
-
-
-def processes_that_pay_off(cases: Sequence[Case], gates: Sequence[Gate]) -> int:
-    if any(case.device.type != "cpu" for case in cases):
-        return 1
-    return min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, num_cores())
 
 
 def _in_workers(

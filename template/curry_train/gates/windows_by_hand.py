@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
 from ..primitives.grad_accum import GradientAccumulation, Window
 from ..workloads.workload import Case, batch_size
@@ -159,8 +160,6 @@ def compare_windows(
         batch = case.workload.mask(batch)
     microbatches = case.split(batch, sizes)
     module = case.build().eval()
-    check_repeats(case, module)
-
     by_hand = [microbatches[start : start + num_steps] for start in range(0, len(sizes), num_steps)]
     gradients = _by_hand(case, by_hand[:1]).steps[0].gradients.values()
     norm = math.hypot(*(one.norm().item() for one in gradients if one is not None))
@@ -172,7 +171,6 @@ def compare_windows(
     }
     reference, tolerance = reference_by_hand(case, by_hand, batch, **settings)
     windows = [*GradientAccumulation(num_steps).windows(microbatches, count=case.workload.count)]
-    module = case.build().eval()
     observed = observe(module, windows, train, case.workload.loss, scaler=scaler, **settings)
     parity = observed.compare(reference, tolerance=tolerance)
     measured = f"{parity.describe()}; {observed.counts()}"
@@ -181,20 +179,20 @@ def compare_windows(
     return measured, required, "" if holds else hint
 
 
-def check_repeats(case: Case, module: nn.Module) -> None:
+def check_repeats(case: Case) -> None:
     """Raise `NotApplicable` if two calls give two losses for the same batch in eval mode."""
+    module = case.build().eval()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    values = []
-    for _ in range(2):
-        values.append(case.workload.loss(module, case.batch()).item())
-    first, second = values
+    with seeded(case.seed):
+        first, second = (case.workload.loss(module, case.batch()).item() for _ in range(2))
     if first == second or (math.isnan(first) and math.isnan(second)):
         return
     changed = [name for name, one in module.named_buffers() if not torch.equal(one, before[name])]
     where = f", such as {changed[0]}, which changes with each call" if changed else ""
     raise NotApplicable(
         f"the loss is {first:.6g} and then {second:.6g} for the same batch in eval mode: the model "
-        f"draws random numbers there, or keeps state between calls{where}"
+        "draws random numbers there (draw them only if module.training is set), or keeps state "
+        f"between calls{where}"
     )
 
 
@@ -234,6 +232,7 @@ def reference_by_hand(
             return difference <= COUPLED_DIFFERENCE * min(scale, 100)
         return ROUNDING_FACTOR * remaining < difference
 
+    check_repeats(case)
     whole, difference = whole_and_difference(case)
     check_comparable(whole.steps[-1])
     tolerance = GRADIENT_TOLERANCES[case.dtype]

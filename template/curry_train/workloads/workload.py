@@ -265,6 +265,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise WorkloadError(f"batch size must be at least 1, got {self.batch_size}")
+        if isinstance(self.blocks, list):
+            object.__setattr__(self, "blocks", tuple(self.blocks))
         dtype = self.dtype or self.workload.dtype or torch.float32
         object.__setattr__(self, "dtype", dtype)
 
