@@ -44,28 +44,28 @@ def check_resume(
     `start` and `again` are kind and words of the program at its start and at its resume.
     """
 
-    def run(mode: str, last: int, program: list[str]) -> dict[str, Any]:
+    def run(mode: str, last: int, program: list[str]) -> Steps:
         show(f"without its {mode}" if mode in PARTS else mode)
         undo = str(folder) if mode == "killed" else None
         left = [] if mode in ("straight", "killed") else map(str, read_changes(folder))
         ignored = [str(folder), *left]
         job = functools.partial(_watch, mode, last, str(folder), program)
-        found = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]
-        forget(found["steps"], unseeded)
-        return found
+        steps: Steps = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]["steps"]
+        forget(steps, unseeded)
+        return steps
 
     # Generators that begin differently in each process. If the training drew from one of them, its
     # batches or parameters would differ too.
     unseeded: set[str] = set()
 
-    straight = run("straight", num_steps, start)["steps"]
+    straight = run("straight", num_steps, start)
     if len(straight) < num_steps:
         raise UnusableInput(
             f"it ended after {len(straight)} steps of an optimizer: give fewer --steps, or a "
             "program that trains"
         )
     try:
-        killed = run("killed", kill_at, start)["steps"]
+        killed = run("killed", kill_at, start)
         states = straight[0]["generators"], killed[0]["generators"]
         unseeded |= {name for name in states[0] if states[0][name] != states[1].get(name)}
         forget(straight, unseeded)
@@ -77,18 +77,19 @@ def check_resume(
             )
         restore = archived_changes(folder)
         try:
-            whole = run("resumed", num_steps - 1, again)
+            resumed = run("resumed", num_steps - 1, again)
         except LoopFailed as error:
             raise click.ClickException(f"NOT equal, the resume fails: {error}") from error
-        begun = began_after(straight, whole["steps"], kill_at)
+        begun = began_after(straight, resumed, kill_at)
         last = num_steps - begun
         withheld = {}
-        for part in whole["present"]:
-            restore()
-            withheld[part] = differences(straight, run(part, last, again)["steps"], begun)
+        for part in PARTS:
+            if any(step[part] for step in resumed):
+                restore()
+                withheld[part] = differences(straight, run(part, last, again), begun)
     finally:
         put_back(folder)
-    compared = whole["steps"][:last]
+    compared = resumed[:last]
     found = differences(straight, compared, begun)
     pairs = enumerate(zip(compared, straight[begun:], strict=False), begun + 1)
     unequal = [step for step, (now, was) in pairs if now["after"] != was["after"]]
@@ -216,7 +217,7 @@ def _watch(
     """Watch the state of a program until a step, in a mode of `StateWatch`."""
 
     def finish(watched: StateWatch) -> None:
-        end({"steps": watched.steps, "present": watched.present})
+        end({"steps": watched.steps})
 
     kind, *words = program
     watched = StateWatch(last, finish, str(Path(folder, "fresh.pt")), mode)

@@ -17,7 +17,6 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -52,8 +51,9 @@ class StateWatch:
         self._found: list[tuple[str, Any]] = []
         # The number of them whose first state was taken or withheld.
         self._num_settled = 0
-        # The states that they had at first; the inputs of the model in all steps.
-        self.fresh: dict[str, Any] = {part: [] for part in ("data order", "model", *KINDS)}
+        # The states that they had at first, by part and number; the inputs of the model, by step
+        # and call.
+        self.fresh: dict[Any, Any] = {}
         if self.mode in PARTS:
             # The parent process has let another process write it.
             self.fresh = torch.load(self.path, weights_only=False)
@@ -61,35 +61,24 @@ class StateWatch:
         self._depth = 0
         self._stepping = 0
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            calls = [(nn.Module, "__call__", self._call)]
-            steps = self._before_step, self._after_step
-            stack.enter_context(replaced_calls(calls, *steps))
-            for part, kind in KINDS.items():
-                for one in _with_subclasses(kind):
-                    if "__init__" in vars(one):
-                        noted = self._noted(part, vars(one)["__init__"])
-                        stack.enter_context(mock.patch.object(one, "__init__", noted))
-            yield
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the steps of the training are noted."""
+        made = (
+            (one, "__init__", functools.partial(self._make, part))
+            for part, kind in KINDS.items()
+            for one in _with_subclasses(kind)
+            if "__init__" in vars(one)
+        )
+        call = (nn.Module, "__call__", self._call)
+        return replaced_calls([call, *made], self._before_step, self._after_step)
 
-    def _noted(self, part: str, begin: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(begin)
-        def run(made: Any, *args: Any, **options: Any) -> None:
-            self._add(part, made)
-            begin(made, *args, **options)
-
-        return run
+    def _make(self, part: str, begin: Any, made: Any, /, *args: Any, **options: Any) -> None:
+        self._add(part, made)
+        begin(made, *args, **options)
 
     def _add(self, part: str, found: Any) -> None:
         if all(one is not found for _, one in self._found):
             self._found.append((part, found))
-
-    @property
-    def present(self) -> list[str]:
-        """Return the parts that this training has."""
-        return [part for part in PARTS if any(step[part] for step in self.steps)]
 
     def _settle(self) -> None:
         """Take or withhold the state of what was made since, before anything of it is noted."""
@@ -99,7 +88,7 @@ class StateWatch:
             set_generator_states(self.fresh.pop("generators"))
         for part, one in self._found[self._num_settled :]:
             if self.mode == "straight":
-                self.fresh[part].append(copy.deepcopy(one.state_dict()))
+                self.fresh.setdefault(part, []).append(copy.deepcopy(one.state_dict()))
             elif self.mode == part:
                 one.load_state_dict(self.fresh[part].pop(0))
         self._num_settled = len(self._found)
@@ -168,14 +157,11 @@ class StateWatch:
             for number, one in enumerate(leaves)
             if isinstance(one, Tensor) and one.grad_fn is None
         ]
-        inputs = self.fresh["data order"]
-        step = len(self.steps)
-        number = len(self._now["data order"])
+        place = len(self.steps), len(self._now["data order"])
         if self.mode == "straight":
-            inputs += [[] for _ in range(step + 1 - len(inputs))]
-            inputs[step].append([leaves[one].detach().clone() for one in tensors])
-        elif self.mode == "data order" and step < len(inputs) and number < len(inputs[step]):
-            for one, kept in zip(tensors, inputs[step][number], strict=False):
+            self.fresh[place] = [leaves[one].detach().clone() for one in tensors]
+        elif self.mode == "data order":
+            for one, kept in zip(tensors, self.fresh.get(place, ()), strict=False):
                 leaves[one] = kept.to(leaves[one].device)
         self._now["data order"].append([digest(leaves[one]) for one in tensors])
         changed: tuple[Any, Any] = tree_unflatten(leaves, form)

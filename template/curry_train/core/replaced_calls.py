@@ -10,6 +10,7 @@ Proof: `python -m pytest tests/runs/test_fingerprints.py tests/gates/test_loop.p
 """
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -66,6 +67,8 @@ def _of_training(watch: Call) -> Call:
 def watched(watch: Call, call: Call) -> Any:
     """Return a function that calls `watch(call, ...)`; as a class attribute it is a method."""
 
+    # Libraries read the signatures of what they make.
+    @functools.wraps(call)
     def run(*args: Any, **options: Any) -> Any:
         return watch(call, *args, **options)
 
