@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -103,12 +104,14 @@ def make_bundle(root):
         for path, text in files.items():
             write(template / folder / path, text)
     techniques = tuple(entry for entry in TECHNIQUES if entry.name in SMALL_TECHNIQUES)
-    return Bundle(template / "curry_train", template / "project", template / "tests", techniques)
+    folders = (template / name for name in ("curry_train", "project", "tests"))
+    return Bundle(*folders, techniques, "0.2.0")
 
 
 def release(bundle, version):
-    """Give the bundle another version."""
+    """Return the bundle with another version."""
     (bundle.package / "__init__.py").write_text(f'__version__ = "{version}"\n')
+    return replace(bundle, version=version)
 
 
 def edit(path, old, new):

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from curry_train.cli.ownership import Kind, find_bundle, technique_files
+from curry_train.cli.ownership import find_bundle, technique_files
 
 from ..command_runs import finished
 from ..warm_python import warm_python
 
 BUNDLE = find_bundle()
-OWNED = {one.name: one for one in BUNDLE.techniques if one.kind is Kind.OWNED}
+OWNED = {one.name: one for one in BUNDLE.techniques if not one.usage}
 GENERATORS_LEFT_AS_THEY_ARE = (
     'settings["preserve_rng_state"] = False\n        output = checkpoint(call,'
 )

@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 
-from curry_train.cli.ownership import TECHNIQUES, Kind
+from curry_train.cli.ownership import TECHNIQUES
 
 from ..warm_python import warm_python
 from .scaffold_case import REAL, after, refusal, scaffold, shell, times, tree, write
 
-ROOMS = [technique for technique in TECHNIQUES if technique.kind is Kind.ROOM]
-TOOLS = [technique for technique in TECHNIQUES if technique.kind is Kind.TOOL]
+ROOMS = [technique for technique in TECHNIQUES if technique.rooms]
+TOOLS = [technique for technique in TECHNIQUES if technique.usage and not technique.rooms]
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     for name in ("gone", "gone_edited", "missing"):
         write(bundle.project / f"{name}.txt", "1\n")
     scaffold(bundle, "update")
-    release(bundle, "0.3.0")
+    bundle = release(bundle, "0.3.0")
     (project / "missing.txt").unlink()
     (bundle.project / "gone.txt").unlink()
     (bundle.project / "gone_edited.txt").unlink()
@@ -127,9 +127,9 @@ def test_update_brings_what_several_calls_added_with_its_new_imports(bundle, tmp
 
 
 def test_update_refuses_an_older_release(bundle, project):
-    release(bundle, "0.10.0")
+    bundle = release(bundle, "0.10.0")
     scaffold(bundle, "update")
-    release(bundle, "0.9.0")
+    bundle = release(bundle, "0.9.0")
     assert "is from curry-train 0.10.0, and this is 0.9.0" in refusal(bundle, "update")
 
 

@@ -9,11 +9,11 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from curry_train.cli.ownership import Kind, find_bundle, technique_modules
+from curry_train.cli.ownership import find_bundle, technique_modules
 from curry_train.primitives import memory_budget
 
 BUNDLE = find_bundle()
-OWNED = {one.name: one for one in BUNDLE.techniques if one.kind is Kind.OWNED}
+OWNED = {one.name: one for one in BUNDLE.techniques if not one.usage}
 MOST_MODULES = 4
 MOST_LINES = 1380
 

@@ -17,10 +17,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from .. import __version__
 from ..core.wording import did_you_mean
 from .screen import UnusableInput, render_template
 
@@ -43,26 +43,18 @@ TEST_IMPORT = re.compile(rb"^from curry_train\.(?:\w+\.)*(\w+) import ", re.MULT
 PROOF_PATTERN = re.compile(rb"^Proof: `[^`]*`[^\n]*", re.MULTILINE)
 
 
-class Kind(Enum):
-    """The way a user gets a technique: as modules of their own, as a room, or never copied."""
-
-    OWNED = "owned"
-    ROOM = "room"
-    TOOL = "tool"
-
-
 @dataclass(frozen=True)
 class Technique:
-    """One technique and its home module, relative to the package.
-
-    `usage` is what `add` prints where it copies nothing: code for a room, a command for a tool.
-    """
+    """One technique and its home module, relative to the package."""
 
     name: str
     decides: str
     home: str
-    kind: Kind = Kind.OWNED
+    # What `add` prints where it does not copy the module with its imports: code for the training
+    # loop, or the command of a tool.
     usage: tuple[str, ...] = ()
+    # Rooms that `add --own` copies then; none for a tool.
+    rooms: tuple[str, ...] = ()
 
     @property
     def test(self) -> str:
@@ -86,7 +78,6 @@ TECHNIQUES = (
         "memory-plan",
         "Who owns the peak of GPU memory, and the fastest plan that fits.",
         "plan/planner.py",
-        Kind.TOOL,
         ("curry-train plan --model your_package.module:factory --budget 24GiB",),
     ),
     Technique(
@@ -136,22 +127,21 @@ TECHNIQUES = (
         "checkpoint-policy",
         "Saves, keeps, deletes and loads checkpoints, and resumes exactly.",
         "runs/attach.py",
-        Kind.ROOM,
         tuple(line.replace("{more}", "") for line in SAVING_LINES),
+        SAVING_ROOMS,
     ),
     Technique(
         "loss-spike",
         "Detects loss spikes, rolls back to an earlier checkpoint and skips bad batches or "
         "samples.",
         "runs/spike.py",
-        Kind.ROOM,
         tuple(line.replace("{more}", ", spike={'action': 'rollback'}") for line in SAVING_LINES),
+        SAVING_ROOMS,
     ),
     Technique(
         "bench",
         "Times training steps: tokens per second, throughput, MFU (FLOPs utilization).",
         "benchmark.py",
-        Kind.TOOL,
         ("curry-train bench --model your_package.module:factory",),
     ),
 )
@@ -164,16 +154,8 @@ class Bundle:
     package: Path
     project: Path
     tests: Path
-    techniques: tuple[Technique, ...] = field(default=TECHNIQUES, repr=False)
-
-    @property
-    def version(self) -> str:
-        """Return the version of the package."""
-        text = (self.package / "__init__.py").read_text(encoding="utf-8")
-        found = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
-        if found is None:
-            raise UnusableInput(f"{self.package} has no version; take a whole copy of curry-train")
-        return found[1]
+    techniques: tuple[Technique, ...] = TECHNIQUES
+    version: str = __version__
 
     def find(self, name: str) -> Technique:
         """Return the technique called `name`."""
@@ -212,10 +194,8 @@ def closure(package: Path, home: str) -> tuple[str, ...]:
 
 def technique_modules(bundle: Bundle, technique: Technique) -> tuple[str, ...]:
     """Return the modules that `add` copies for `technique`, relative to the package."""
-    if technique.kind is Kind.TOOL:
-        return ()
-    if technique.kind is Kind.ROOM:
-        return tuple(_modules_of(bundle, SAVING_ROOMS))
+    if technique.usage:
+        return tuple(_modules_of(bundle, technique.rooms))
     return closure(bundle.package, technique.home)
 
 
@@ -233,13 +213,13 @@ def technique_files(
         for path in modules:
             content = _with_origin(bundle, path)
             place = f"{directory}/{path}"
-            if technique.kind is Kind.OWNED:
+            if not technique.usage:
                 content = RELATIVE_IMPORT.sub(rb"\1from .\2 import ", content)
                 place = f"{directory}/{PurePosixPath(path).name}"
             assert files.get(place, content) == content, f"two modules become {place}"
             files[place] = content
         test = bundle.tests / technique.test
-        if technique.kind is Kind.OWNED and test.is_file():
+        if not technique.usage and test.is_file():
             sibling = f"from {package}.".encode() + rb"\1 import "
             content = TEST_IMPORT.sub(sibling, test.read_bytes())
             files[f"tests/{technique.test}"] = content
@@ -265,13 +245,12 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     """Return the files of a new project called `name`, with the run-time rooms if `own`."""
     files = {}
     for path in _files_of(bundle.project):
-        content = (bundle.project / path).read_bytes()
-        place = path.removesuffix(TEMPLATE_SUFFIX)
-        if path != place:
-            template = bundle.project / path
-            text = render_template(template, name=name, version=bundle.version, own=own)
-            content = text.encode()
-        files[place] = content
+        place = bundle.project / path
+        if place.suffix == TEMPLATE_SUFFIX:
+            text = render_template(place, name=name, version=bundle.version, own=own)
+            files[path.removesuffix(TEMPLATE_SUFFIX)] = text.encode()
+        else:
+            files[path] = place.read_bytes()
     if not files:
         raise UnusableInput(
             f"{bundle.project} holds no project to copy; take a whole copy of curry-train"

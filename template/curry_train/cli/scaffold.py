@@ -38,7 +38,6 @@ from .ownership import (
     DISTRIBUTION_NAME,
     PACKAGE,
     Bundle,
-    Kind,
     Technique,
     build_wheel,
     check_project_name,
@@ -136,7 +135,7 @@ def add_command(
     """
     bundle = find_bundle()
     chosen = bundle.find(technique)
-    if chosen.kind is Kind.TOOL or (chosen.kind is Kind.ROOM and not own):
+    if chosen.usage and not (own and chosen.rooms):
         if own or overwrite:
             raise UnusableInput(
                 f"{technique} takes neither --own nor --overwrite: "
@@ -152,9 +151,9 @@ def add_command(
     target = find_target(directory)
     lock = with_technique(bundle, chosen, target, overwrite=overwrite)
     _bring(bundle, target.root, lock, what=chosen.name, dry_run=dry_run)
-    if chosen.kind is Kind.OWNED:
+    if not chosen.rooms:
         click.echo(f"Next:\n  {target.test_command(chosen.test)}")
-    module = "runs" if chosen.kind is Kind.ROOM else Path(chosen.home).stem
+    module = "runs" if chosen.rooms else Path(chosen.home).stem
     click.echo(f"Use it:\n  from {target.package} import {module}")
 
 
@@ -245,15 +244,15 @@ INIT_TEXT = b'"""Techniques of curry-train, owned here."""\n'
 
 
 def _echo_usage(bundle: Bundle, technique: Technique) -> None:
-    if technique.kind is Kind.TOOL:
-        click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
-    else:
+    if technique.rooms:
         click.echo("Nothing is copied without --own.")
         pin = f'"{DISTRIBUTION_NAME}=={bundle.version}"'
         click.echo(f"Dependency:\n  {pin}\nIn the training loop:")
+    else:
+        click.echo(f"{technique.name} is a tool; nothing is copied. Run:")
     for line in technique.usage:
         click.echo(f"  {line}".rstrip())
-    if technique.kind is Kind.ROOM:
+    if technique.rooms:
         click.echo(f"To own the code: curry-train add {technique.name} --own --into PACKAGE_DIR")
 
 
@@ -393,12 +392,12 @@ def list_command() -> None:
 
 def added_size(bundle: Bundle, technique: Technique) -> str:
     """Describe what `add` writes for a technique."""
-    if technique.kind is Kind.TOOL:
-        return "add: prints the command"
     modules = technique_modules(bundle, technique)
+    if not modules:
+        return "add: prints the command"
     lines = sum(len((bundle.package / path).read_bytes().splitlines()) for path in modules)
     count = "1 module" if len(modules) == 1 else f"{len(modules)} modules"
-    if technique.kind is Kind.ROOM:
+    if technique.rooms:
         return f"add: prints the lines; with --own {count}, {lines:,} lines"
     tests = ", 1 test" if (bundle.tests / technique.test).is_file() else ""
     return f"add: {count}, {lines:,} lines{tests}"
