@@ -210,12 +210,13 @@ def block_flops(case: Case) -> int:
     blocks = find_blocks(module, case.blocks)
     # Seeded as `count_flops` is: a model may drop layers at random.
     with untouched(module), seeded(0):
-        spent = forward_flops(blocks, lambda: case.workload.mean_loss(module, case.batch()))
-    if not any(spent.values()):
+        loss = case.workload.mean_loss
+        spent = forward_flops(blocks.values(), lambda: loss(module, case.batch()))
+    if not spent:
         raise NotApplicable(
             "the blocks have no matrix product, convolution or attention to count FLOPs of"
         )
-    return sum(spent.values())
+    return spent
 
 
 def flops_again(case: Case, module: nn.Module) -> list[int]:

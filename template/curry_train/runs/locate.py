@@ -15,7 +15,7 @@ import difflib
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -529,7 +529,8 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
     by_path = [
         [path if (path, kind) in known else f"({kind})" for path, kind in one] for one in calls
     ]
-    by_state = []
+    # The initial state of each path, by names within it.
+    states: list[list[dict[str, str]]] = []
     for run, called in zip((a, b), calls, strict=True):
         initial = [
             item
@@ -537,17 +538,25 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
             if (one["kind"], one.get("step")) == ("state", 1)
             for item in one["digests"].items()
         ]
-        by_state.append(
+        states.append(
             [
-                kind + "".join(it for name, it in initial if name.startswith(f"{path}."))
-                for path, kind in called
+                {name[len(path) :]: it for name, it in initial if name.startswith(f"{path}.")}
+                for path, _ in called
             ]
         )
+    by_state = [
+        [kind + "".join(state.values()) for (_, kind), state in zip(called, of_run, strict=True)]
+        for called, of_run in zip(calls, states, strict=True)
+    ]
     matched = max(
         map(_matched, (by_path, by_state)),
         key=lambda pairs: sum(by_state[0][a] == by_state[1][b] for a, b in pairs),
     )
-    paths = [(calls[1][b][0], calls[0][a][0]) for a, b in matched]
+    paths = [
+        (calls[1][b][0], calls[0][a][0])
+        for a, b in matched
+        if _have_shapes_of(states[0][a], states[1][b])
+    ]
     found = {path_b: path_a for path_b, path_a in paths if path_a != path_b}
     # A layer that only B has moves the others on, and may have the path of one of A.
     return found | {
@@ -555,6 +564,10 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
         for path in dict(calls[1])
         if path in found.values() and path not in found
     }
+
+
+def _have_shapes_of(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
+    return all(b.get(name, it).partition(":")[0] == it.partition(":")[0] for name, it in a.items())
 
 
 def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
