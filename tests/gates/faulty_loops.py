@@ -934,6 +934,11 @@ def divergence_made_larger():
     variational(0.5)  # here: divergence
 
 
+def probabilities_made_smaller():
+    rows = torch.arange(8)
+    fit(loss=lambda logits, labels: logits.log_softmax(1)[rows, labels].mean())  # here: sample
+
+
 def divergence_of_distributions_made_larger():
     encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
 
@@ -1528,7 +1533,7 @@ FAULTY = {
     ],
     "sign": [
         gradient_ascent, not_finite, maximized, divergence_made_larger,
-        divergence_of_distributions_made_larger, ended_by_its_fault,
+        divergence_of_distributions_made_larger, probabilities_made_smaller, ended_by_its_fault,
     ],
     "zeroed": [
         end_of_an_epoch_lost, stepped_twice, zeroed_by_hand_per_microbatch,

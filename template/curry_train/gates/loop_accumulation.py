@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from .loop_events import Backward, Fault, Faults, LossCall, Step, Trace, grouped, world_size
-from .loop_loss import TOLERANCE, Term
+from .loop_loss import LOG_PROBABILITY, TOLERANCE, Term
 from .verdict import NotApplicable
 
 
@@ -254,16 +254,19 @@ def unused(trace: Trace) -> Faults:
 
 def sign(trace: Trace) -> Faults:
     """Losses are made smaller, and are finite."""
-    by_loss = ("cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+    of_values = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
+    by_loss = ("cross_entropy", LOG_PROBABILITY, *of_values)
     windows = trace.windows if len(trace.by_optimizer) == 1 else []
     for calls in grouped((call for window in windows for call in window.calls), "lines"):
         window = windows[0]
         is_up = bool(window.optimizer.defaults.get("maximize"))
-        hint = f"remove {'maximize=True' if is_up else 'the minus of the loss'}"
+        hint = "remove maximize=True" if is_up else "give the loss the other sign"
         # An attack learns a change of the inputs that makes the loss larger.
         is_model = any(one in window.own for root in trace.roots for one in root.parameters())
         # A reward may have either sign.
         terms = [term for call in calls for term in call.terms]
         is_known = is_model and all(term.name in by_loss for term in terms)
-        if is_known and {(term.factor > 0) == is_up for term in terms} == {True}:
+        # A log-probability is to be made larger.
+        ups = [(term.factor > 0) == (term.name == LOG_PROBABILITY) for term in terms]
+        if is_known and ups and is_up not in ups:
             yield window if is_up else calls[0], "the loss is made larger", hint

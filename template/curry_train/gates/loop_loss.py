@@ -66,6 +66,9 @@ class Term:
         return self.factor / self.num_terms if self.reduction == "mean" else self.factor
 
 
+# Name of a mean of log-probabilities of the targets.
+LOG_PROBABILITY = "log_probability"
+
 # A likely mistake in a call of a loss function: the measured figure, and what to do.
 Doubt = tuple[str, str]
 Doubts = Iterator[Doubt]
@@ -418,9 +421,11 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
             return Term(name, "", math.nan, factor, divisors)
         masked = _num_masked(below) or (_num_filled(below) if name == "Sum" else 0)
         counted = num_terms - masked
+        if name == "Mean" and _is_log_probability(below):
+            name = LOG_PROBABILITY
         # What the part is multiplied by, without what it is divided by.
         times = abs(factor) * math.prod(divisors)
-        if masked and name == "Mean" and abs(times * counted / num_terms - 1) < 1e-3:
+        if masked and name != "Sum" and abs(times * counted / num_terms - 1) < 1e-3:
             # Divided by the share of terms that count: their sum, divided by their number.
             name, factor, divisors = "Sum", factor / num_terms, (*divisors, counted)
         if name == "Sum":
@@ -429,6 +434,13 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
             return Term(name, "sum", counted, factor, divisors, in_mean)
         return Term(name, "mean", num_terms, factor, divisors, masked)
     return Term(name, "", math.nan, factor, divisors)
+
+
+def _is_log_probability(node: Any) -> bool:
+    """Return whether values are those that a log_softmax has at the targets."""
+    node = _behind_shapes(node)
+    is_chosen = operation(node) in ("Index", "Gather")
+    return is_chosen and operation(node.next_functions[0][0]) == "LogSoftmax"
 
 
 def _num_filled(node: Any) -> int:
