@@ -15,7 +15,6 @@ from ..core.wording import (
     format_mebibytes,
     format_percent,
     format_seconds,
-    provenance,
     three_digits,
 )
 from ..plan.available import load_that_fits
@@ -27,6 +26,7 @@ from .options import (
     CaseOptions,
     blocks_text,
     echo_notes,
+    facts_of,
     number_option,
     parsed,
     plot_option,
@@ -202,8 +202,8 @@ def bench_command(
 
     echo_notes(workload)
     click.echo(f"{blocks_text(choice)}\n\n{bench_table(bench)}")
-    facts = provenance(asked.device)
+    facts = facts_of([case])
     if plot_path:
         plot_bench(bench, plot_path, device=facts["device"])
-    figures = bench.to_json() | {"device": facts["device"]}
-    return facts | figures | {"seed": asked.seed, "blocks": choice.to_json()}, 0
+    more = {"device": facts["device"], "blocks": choice.to_json()}
+    return facts | bench.to_json() | more, 0

@@ -11,7 +11,6 @@ import click
 import torch
 
 from ..core.generators import seeded
-from ..core.wording import provenance
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
 from ..runs.journal import finite
@@ -20,8 +19,8 @@ from ..workloads.workload import Case, Workload
 from .figures import plot_flow
 from .options import (
     CaseOptions,
-    dtype_name,
     echo_notes,
+    facts_of,
     number_option,
     plot_option,
     run_options,
@@ -78,16 +77,12 @@ def grad_flow_command(
 
     echo_notes(workload)
     click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec))
-    facts = provenance(asked.device)
-    dtype = dtype_name(case.dtype)
+    facts = facts_of([case])
     if plot_path:
-        title = f"{case.workload.name}, {dtype}, {facts['device']}, torch {facts['torch']}"
+        title = f"{workload.name}, {facts['dtype']}, {facts['device']}, torch {facts['torch']}"
         plot_flow(flow.records, plot_path, title=title)
     facts |= {
-        "workload": case.workload.name,
-        "dtype": dtype,
-        "batch_size": case.batch_size,
-        "seed": asked.seed,
+        "workload": workload.name,
         "learning_rate": optimizer.param_groups[0]["lr"],
         "losses": finite(losses),
     }

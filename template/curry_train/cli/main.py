@@ -37,7 +37,6 @@ COMMANDS = {
     cls=LazyGroup,
     lazy=COMMANDS,
     example="validate --model mlp --gate grad-accum",
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(__version__, prog_name="curry-train")
 def main() -> None:

@@ -31,9 +31,9 @@ from .memory_page import MemoryCourse, course_of_blocks, course_of_timeline, wri
 from .options import (
     CaseOptions,
     blocks_text,
-    dtype_name,
-    dtype_to_use,
     echo_notes,
+    facts_of,
+    heading,
     output_option,
     own_workload,
     plot_option,
@@ -41,7 +41,7 @@ from .options import (
     samples_of,
     settle_blocks,
     training_options,
-    typed_options,
+    typed,
 )
 from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command, table
 
@@ -217,15 +217,14 @@ def memory_command(
 
     Exit status: 0 measured, 2 wrong usage, 3 device not available.
     """
-    ignored = [option.opts[0] for option in typed_options() if option.name in MODEL_OPTIONS]
     if (spec is None) == (snapshot_path is None):
         raise click.UsageError("give either --model or --snapshot")
-    if snapshot_path is not None and ignored:
+    if spec is not None:
+        report = measure_model(spec, asked, on_shapes=on_shapes)
+    elif ignored := typed(MODEL_OPTIONS):
         raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
-    if snapshot_path is not None:
-        report = report_snapshot(snapshot_path)
     else:
-        report = measure_model(str(spec), asked, on_shapes=on_shapes)
+        report = report_snapshot(str(snapshot_path))
     click.echo(report.text)
     if plot_path:
         plot_course(report.course(), plot_path)
@@ -248,8 +247,7 @@ def _case_to_measure(
     if why is None:
         yield asked.case(load_workload(spec)), None
         return
-    precision = dtype_to_use(asked.dtype)
-    with Sketch(source, dtype=precision, seed=asked.seed, blocks=asked.blocks) as sketch:
+    with Sketch(source, dtype=asked.dtype, seed=asked.seed, blocks=asked.blocks) as sketch:
         if sketch.why_real is not None:
             raise ValueError(f"{spec} does not run on shapes: {sketch.why_real}")
         size = samples_of(sketch.case.workload, asked.batch_size)
@@ -277,12 +275,11 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
         )
         timeline = timeline_of(lives)
 
-    facts = provenance(case.device)
-    dtype, size, seed = dtype_name(case.dtype), case.batch_size, case.seed
+    facts = facts_of([case])
     echo_notes(workload)
-    header = f"{facts['device']}, torch {facts['torch']}, {dtype}, batch size {size}, seed {seed}"
     shapes = [] if why is None else [fill_screen(f"run on shapes alone, {why}")]
-    texts = [header, *shapes, blocks_text(choice), profile.table(most=5), timeline.table(most=3)]
+    texts = [heading(facts), *shapes, blocks_text(choice)]
+    texts += [profile.table(most=5), timeline.table(most=3)]
     workspace = max((one.num_bytes for one in lives.convolutions), default=0)
     if workspace:
         texts.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
@@ -290,9 +287,6 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
         texts.append(fill_screen(note))
     facts |= {
         "workload": workload.name,
-        "dtype": dtype,
-        "batch_size": size,
-        "seed": seed,
         "blocks": choice.to_json(),
         "on_shapes": why,
         "convolution_workspace_bytes": workspace,

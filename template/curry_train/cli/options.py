@@ -8,7 +8,7 @@ import importlib.util
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
-from ..core.wording import write_output
+from ..core.wording import provenance, write_output
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import (
     BUILTIN_WORKLOADS,
@@ -30,7 +30,7 @@ from ..workloads.models import (
     load_workload,
 )
 from ..workloads.workload import Case, Workload, WorkloadError
-from .screen import JSON_KEY, UnusableInput, echo_lines, fill_screen
+from .screen import UnusableInput, echo_lines, fill_screen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
@@ -134,7 +134,6 @@ def training_options(
             raise click.UsageError("--factory writes what --script has read: give it too")
         if not multiple and (len(specs) > 1 or (required and not specs)):
             raise click.UsageError("give either --model, --trainer or --script")
-        click.get_current_context().meta[FACTORY_KEY] = factory_path
         return values | {name: tuple(specs) if multiple else next(iter(specs), None)}
 
     return all_of(
@@ -155,10 +154,6 @@ def training_options(
     )
 
 
-# The path of --factory in the context of a command.
-FACTORY_KEY = "curry_train.factory_path"
-
-
 def echo_notes(workload: Workload | None) -> None:
     """Print what was read off the user's trainer or script, and what can't be taken over.
 
@@ -167,7 +162,7 @@ def echo_notes(workload: Workload | None) -> None:
     if workload is None:
         return
     echo_lines(*workload.notes)
-    path = click.get_current_context().meta.get(FACTORY_KEY)
+    path = click.get_current_context().params["factory_path"]
     if workload.factory and path is not None:
         write_output(path, workload.factory)
         click.echo(f"wrote {path}: use it as --model {shlex.quote(f'{path}:build')}")
@@ -178,18 +173,35 @@ def echo_notes(workload: Workload | None) -> None:
         click.echo()
 
 
-def typed_options() -> list[click.Parameter]:
-    """Return the options and arguments of this command that were typed."""
+def typed(names: Sequence[str]) -> list[str]:
+    """Return the options of these names that were typed, as they are written."""
     context = click.get_current_context()
     return [
-        option
+        option.opts[0]
         for option in context.command.params
-        if context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        if option.name in names
+        and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
     ]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def facts_of(cases: Sequence[Case]) -> dict[str, Any]:
+    """Return what the figures of some cases depend on, for the results."""
+    sizes = list(dict.fromkeys(case.batch_size for case in cases))
+    dtypes = dict.fromkeys(str(case.dtype).removeprefix("torch.") for case in cases)
+    return provenance(cases[0].device) | {
+        "dtype": ", ".join(dtypes),
+        "batch_size": sizes[0] if len(sizes) == 1 else sizes,
+        "seed": cases[0].seed,
+    }
+
+
+def heading(facts: Mapping[str, Any]) -> str:
+    """Return the facts of some cases in a line."""
+    sizes = str(facts["batch_size"]).strip("[]")
+    return (
+        f"{facts['device']}, torch {facts['torch']}, {facts['dtype']}, batch size {sizes}, "
+        f"seed {facts['seed']}"
+    )
 
 
 def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
@@ -199,11 +211,7 @@ def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
 
 # `--json`, where a `ScreenCommand` writes the results that the command returns.
 RESULTS_OPTION = output_option(
-    "Write the results as JSON; - is standard output.",
-    "--json",
-    "json_path",
-    callback=lambda context, _, path: context.meta.update({JSON_KEY: path}),
-    expose_value=False,
+    "Write the results as JSON; - is standard output.", "--json", "json_path"
 )
 
 
@@ -234,6 +242,7 @@ def dtype_option(**settings: Any) -> OptionDecorator:
     """Add `--dtype`, the type of weights and batch."""
     defaults: dict[str, Any] = {
         "type": click.Choice(list(DTYPES)),
+        "callback": parsed(DTYPES.get),
         "help": "Type of weights and batch; by default the model's own.",
     }
     return click.option("--dtype", **defaults | settings)
@@ -287,17 +296,13 @@ def own_workload(spec: str) -> Workload | None:
     return load_workload(spec) if is_taken(spec) else None
 
 
-def dtype_to_use(name: str | None) -> Any:
-    """Return the dtype of `--dtype`, or None, which leaves that of the user's model."""
-    return name and DTYPES[name]
-
-
 @dataclass(frozen=True)
 class CaseOptions:
     """The options that mean the same in every command that runs a model."""
 
     device: torch.device
-    dtype: str | None
+    # None leaves that of the user's model.
+    dtype: Any
     batch_size: int | None
     seed: int
     blocks: str | None
@@ -305,8 +310,7 @@ class CaseOptions:
     def case(self, workload: Workload, *, default: int | None = None) -> Case:
         """Return a workload as it was asked for, on its device."""
         size = samples_of(workload, self.batch_size, default=default)
-        dtype = dtype_to_use(self.dtype)
-        return Case(workload, self.device, dtype, size, self.seed, self.blocks)
+        return Case(workload, self.device, self.dtype, size, self.seed, self.blocks)
 
 
 def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:
@@ -332,7 +336,7 @@ def blocks_text(choice: BlockChoice) -> str:
 
 def _as_asked(
     device: str,
-    dtype: str | None,
+    dtype: torch.dtype | None,
     seed: int,
     blocks: str | None,
     batch_size: int | None = None,

@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/cli/test_scaffold.py`.
 
 import ast
 import importlib.metadata
+import io
 import os
 import re
 import shutil
@@ -22,10 +23,9 @@ from pathlib import Path, PurePosixPath
 
 from .. import __version__
 from ..core.wording import did_you_mean
-from .screen import UnusableInput, render_template
+from .screen import PACKAGE_FOLDER, UnusableInput, render_template
 
 PACKAGE = "curry_train"
-PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 DISTRIBUTION_NAME = "curry-train"
 BUNDLED_FOLDER = "bundled"  # where an installed package has what lies next to it in a clone
 
@@ -327,19 +327,18 @@ def build_wheel(bundle: Bundle) -> bytes:
 
 def _pack_again(distribution: importlib.metadata.Distribution) -> bytes:
     """Return the wheel that a package was installed from, by the record of the installation."""
-    with tempfile.TemporaryFile() as packed:
-        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-            rows = []
-            record = ""
-            for file in distribution.files or ():
-                if file.name == "RECORD":
-                    record = str(file)
-                if file.hash is None or ".." in file.parts or file.name in WRITTEN_BY_INSTALLERS:
-                    continue
-                # Without the time of the file, which is that of the installation.
-                packed_file = zipfile.ZipInfo(str(file))
-                archive.writestr(packed_file, file.read_binary(), zipfile.ZIP_DEFLATED)
-                rows.append(f"{file},{file.hash.mode}={file.hash.value},{file.size}\n")
-            archive.writestr(zipfile.ZipInfo(record), "".join([*rows, f"{record},,\n"]))
-        packed.seek(0)
-        return packed.read()
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        rows = []
+        record = ""
+        for file in distribution.files or ():
+            if file.name == "RECORD":
+                record = str(file)
+            if file.hash is None or ".." in file.parts or file.name in WRITTEN_BY_INSTALLERS:
+                continue
+            # Without the time of the file, which is that of the installation.
+            packed_file = zipfile.ZipInfo(str(file))
+            archive.writestr(packed_file, file.read_binary(), zipfile.ZIP_DEFLATED)
+            rows.append(f"{file},{file.hash.mode}={file.hash.value},{file.size}\n")
+        archive.writestr(zipfile.ZipInfo(record), "".join([*rows, f"{record},,\n"]))
+    return packed.getvalue()

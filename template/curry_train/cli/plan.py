@@ -32,10 +32,8 @@ from .options import (
     BLOCKS_OPTION,
     RESULTS_OPTION,
     SEED_OPTION,
-    all_of,
     choose_device,
     dtype_option,
-    dtype_to_use,
     echo_notes,
     number_option,
     output_option,
@@ -43,7 +41,7 @@ from .options import (
     parsed,
     plot_option,
     training_options,
-    typed_options,
+    typed,
 )
 from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command
 
@@ -66,47 +64,6 @@ def _reshard(text: str) -> bool | int:
     if text.isdecimal() and int(text) > 1:
         return int(text)
     raise ValueError(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
-
-
-# How ranks share the training.
-SHARDING_OPTIONS = all_of(
-    click.option(
-        "--parallel",
-        metavar="KIND",
-        help="How ranks share the training: "
-        f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
-    ),
-    number_option("Number of ranks.", "--ranks", default=1),
-    click.option(
-        "--mesh",
-        "meshes",
-        multiple=True,
-        callback=parsed(lambda texts: [*map(parse_mesh, texts)]),
-        metavar="SIZES",
-        help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
-    ),
-    number_option("The rank to plan for.", "--rank", default=0, least=0),
-    click.option(
-        "--reshard-after-forward",
-        callback=parsed(_reshard),
-        metavar="HOW",
-        help="Reshard parameters after forward: yes, no, or to how many ranks.  "
-        "[default: as torch does]",
-    ),
-    click.option(
-        "--gather-in",
-        "precision",
-        type=click.Choice([*PRECISIONS]),
-        help="Dtype of gathered parameters.",
-    ),
-    click.option(
-        "--link",
-        "links",
-        callback=parsed(parse_links),
-        metavar="RATES",
-        help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
-    ),
-)
 
 
 @screen_command("plan", example="--model transformer --budget 16MiB")
@@ -150,14 +107,49 @@ SHARDING_OPTIONS = all_of(
 )
 @click.option(
     "--margin",
-    "margin_percent",
     type=click.FloatRange(0, 100),
+    callback=parsed(lambda percent: percent / 100),
     default=round(100 * WORST_RESERVED_ERROR, 2),
     show_default=True,
     metavar="PERCENT",
     help="Leave so much free on a GPU; the default is the worst recorded error.",
 )
-@SHARDING_OPTIONS
+@click.option(
+    "--parallel",
+    metavar="KIND",
+    help="How ranks share the training: "
+    f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
+)
+@number_option("Number of ranks.", "--ranks", default=1)
+@click.option(
+    "--mesh",
+    "meshes",
+    multiple=True,
+    callback=parsed(lambda texts: [*map(parse_mesh, texts)]),
+    metavar="SIZES",
+    help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
+)
+@number_option("The rank to plan for.", "--rank", default=0, least=0)
+@click.option(
+    "--reshard-after-forward",
+    callback=parsed(_reshard),
+    metavar="HOW",
+    help="Reshard parameters after forward: yes, no, or to how many ranks.  "
+    "[default: as torch does]",
+)
+@click.option(
+    "--gather-in",
+    "precision",
+    type=click.Choice([*PRECISIONS]),
+    help="Dtype of gathered parameters.",
+)
+@click.option(
+    "--link",
+    "links",
+    callback=parsed(parse_links),
+    metavar="RATES",
+    help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
+)
 @BLOCKS_OPTION
 @click.option(
     "--without",
@@ -182,21 +174,24 @@ SHARDING_OPTIONS = all_of(
 def plan_command(
     spec: str,
     budget_bytes: int | None,
+    fits: str | None,
     global_batch: int | None,
     microbatch: int | None,
     target: str | None,
-    dtype: str | None,
-    optimizer: str | None,
-    blocks: str | None,
+    parallel: str | None,
+    ranks: int,
+    meshes: list[dict[str, int]],
+    rank: int,
+    reshard_after_forward: bool | int | None,
+    precision: str | None,
     without: tuple[str, ...],
     chunked_loss: bool | None,
-    seed: int,
     explain: bool,
     verify: bool,
     out: str | None,
     plot_path: str | None,
     page_path: str | None,
-    **shared: Any,
+    **settings: Any,
 ) -> Ended:
     """Find the fastest way to train within a memory budget.
 
@@ -208,25 +203,22 @@ def plan_command(
         # A trainer is read before the planner makes tensors without values. The batch of a factory
         # is known when the planner has called it.
         own = own_workload(spec)
-        precision = dtype_to_use(dtype)
         size = global_batch
         if own is not None and size is None:
             size = (own.own_batch or 1) * own.accumulation
-        settings: dict[str, Any] = {"dtype": precision, "optimizer": optimizer}
-        settings |= {"blocks": blocks, "seed": seed}
-        meshes, gpu, kind = (shared.pop(name) for name in ("meshes", "fits", "parallel"))
-        settings |= {name: shared.pop(name) for name in ("links", "context_bytes")}
-        settings["margin"] = shared.pop("margin_percent") / 100
-        way = kind if gpu is None else kind or "fsdp2"
-        shardings = [Sharding(way, mesh=mesh, **shared) for mesh in meshes or [{}]]
-        if gpu is not None:
-            fewest = _find_fewest(spec, gpu, shardings, size, settings)
+        way = parallel if fits is None else parallel or "fsdp2"
+        shardings = [
+            Sharding(way, ranks, mesh, rank, reshard_after_forward, precision)
+            for mesh in meshes or [{}]
+        ]
+        if fits is not None:
+            fewest = _find_fewest(spec, fits, shardings, size, settings)
             click.echo(fewest.table())
             return provenance() | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
             raise ValueError("--fits alone takes several meshes: give --mesh once")
         (sharding,) = shardings
-        if kind is not None and not sharding.is_shared and not meshes:
+        if parallel is not None and not sharding.is_shared and not meshes:
             raise ValueError("--parallel shares a training among ranks: give --ranks or --mesh too")
         if verify and sharding.is_shared:
             raise ValueError("--verify runs one rank: leave --ranks out, or measure under torchrun")
@@ -242,7 +234,7 @@ def plan_command(
         plan, plain = _find_plan(
             planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
         )
-        measured = _measure(plan, spec, place, precision, optimizer, seed) if verify else None
+        measured = _measure(plan, spec, place, **settings) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
         return {}, 1
@@ -288,8 +280,7 @@ def _find_fewest(
     settings: dict[str, Any],
 ) -> FewestGpus:
     """Find the fewest GPUs, after a check that no other option was given."""
-    others = [one.opts[0] for one in typed_options() if one.name in OPTIONS_OF_BUDGET]
-    if others:
+    if others := typed(OPTIONS_OF_BUDGET):
         raise ValueError(f"--fits tries settings by itself: leave out {', '.join(others)}")
     with messages_on_screen() as show_message:
         return fewest_gpus(
@@ -354,7 +345,14 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
 
 
 def _measure(
-    plan: Plan, spec: str, place: torch.device, dtype: torch.dtype, optimizer: str | None, seed: int
+    plan: Plan,
+    spec: str,
+    place: torch.device,
+    *,
+    dtype: torch.dtype,
+    optimizer: str | None,
+    seed: int,
+    **_: Any,
 ) -> int:
     """Measure the peak of a real step of the plan, on one rank."""
     case = Case(load_workload(spec), place, dtype, batch_size=plan.microbatch, seed=seed)

@@ -38,9 +38,9 @@ def preflight_command(
         kind, words, num_steps=num_steps, num_ranks=num_ranks, num_layers=num_layers or 0
     )
     echo_lines(*describe(shlex.join(words), verdicts), indent="    ")
-    facts = provenance() | {"program": words, "steps": num_steps}
-    facts["results"] = [asdict(verdict) for verdict in verdicts]
-    return facts, status_of(verdicts, verdicts[0].hint)
+    results = [asdict(verdict) for verdict in verdicts]
+    facts = {"program": words, "steps": num_steps, "results": results}
+    return provenance() | facts, status_of(verdicts, verdicts[0].hint)
 
 
 def status_of(verdicts: Sequence[Verdict], reason: str) -> int | UnusableInput:

@@ -26,7 +26,7 @@ from .screen import (
     Ended,
     LazyGroup,
     UnusableInput,
-    fill_screen,
+    echo_lines,
     messages_on_screen,
     screen_command,
     table,
@@ -119,16 +119,15 @@ def story(history: History) -> list[dict[str, Any]]:
 
 
 def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Format the rows at 80 columns."""
+    """Describe the attempts and their first events."""
     for row in rows:
         ended = f"ended by {printable(row['ended'])}" if row["ended"] else "no record of its end"
-        yield fill_screen(
+        yield (
             f"attempt {row['attempt']}: {row['began']} at step {row['from_step']}, "
             f"up to {row['to_step']}, {ended}"
         )
         for event in row["events"][:MOST_EVENTS]:
-            line = f"  step {event['step']}, {event['kind']}: {printable(event['reason'])}"
-            yield fill_screen(line, indent="    ")
+            yield f"  step {event['step']}, {event['kind']}: {printable(event['reason'])}"
         if more := len(row["events"][MOST_EVENTS:]):
             yield f"  and {more} more events, which --json has"
 
@@ -209,9 +208,8 @@ def show_command(run: str) -> Ended:
         try:
             attempts = story(read_history(journal))
         except JournalError as error:
-            click.echo(fill_screen(printable(str(error)), indent=""))
-    for line in story_lines(attempts):
-        click.echo(line)
+            echo_lines(printable(str(error)), indent="")
+    echo_lines(*story_lines(attempts), indent="    ")
     latest = newest.folder if newest else None
     facts = {"run": run, "latest": latest, "checkpoints": rows, "attempts": attempts}
     return facts, any(row["damaged"] for row in rows)
@@ -241,7 +239,7 @@ def verify_command(run: str, checkpoint: str | None) -> Ended:
             except DamagedCheckpoint as error:
                 damaged[folder] = str(error)
     for folder, why in damaged.items():
-        click.echo(f"damaged: {folder}\n{fill_screen(f'  {why}')}")
+        echo_lines(f"damaged: {folder}", f"  {why}")
     click.echo(f"{len(folders) - len(damaged)} of {len(folders)} checkpoints intact")
     return {"run": run, "damaged": damaged, "checkpoints": len(folders)}, bool(damaged)
 

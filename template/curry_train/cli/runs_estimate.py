@@ -72,7 +72,10 @@ def estimate_table(found: Mapping[str, Any]) -> str:
     help="Number of parameters, such as 7e9.",
 )
 @dtype_option(
-    type=click.Choice(list(BYTES_PER_PARAMETER)), default="float32", help="Type of the weights."
+    type=click.Choice(list(BYTES_PER_PARAMETER)),
+    callback=None,
+    default="float32",
+    help="Type of the weights.",
 )
 @click.option(
     "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."

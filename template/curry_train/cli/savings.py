@@ -28,7 +28,6 @@ from ..core.wording import (
     format_percent,
     format_seconds,
     parse_bytes,
-    provenance,
     three_digits,
     write_json,
 )
@@ -41,8 +40,8 @@ from .options import (
     CaseOptions,
     blocks_text,
     case_options,
-    dtype_name,
     echo_notes,
+    facts_of,
     named_once,
     number_option,
     parsed,
@@ -100,8 +99,8 @@ def _cells(row: SavingsRow) -> list[str]:
         str(len(row.modules)),
         "" if row.held_bytes is None else format_mebibytes(row.held_bytes),
         "" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
-        "" if row.peak_ratio is None else format_percent(row.peak_ratio),
-        "" if row.recompute_ratio is None else format_percent(row.recompute_ratio),
+        format_percent(row.peak_ratio),
+        format_percent(row.recompute_ratio),
         time,
         interval_cell(row.ratio),
         "" if row.largest_batch is None else str(row.largest_batch),
@@ -207,9 +206,7 @@ def savings_command(
     cases, choices = _cases(models or ("transformer",), asked, **sizes)
     if limit is not None:
         check_limit(limit, asked.device)
-    dtypes = ", ".join(dict.fromkeys(dtype_name(case.dtype) for case, _ in cases))
-    facts = provenance(asked.device) | {"dtype": dtypes, "seed": asked.seed}
-    facts |= {"repeats": repeats, "blocks": {n: one.to_json() for n, one in choices.items()}}
+    facts = facts_of([case for case, _ in cases])
     rows = list[SavingsRow]()
     with messages_on_screen() as show:
         for case, depth in cases:
@@ -218,7 +215,12 @@ def savings_command(
                 case, names, depth=depth, repeats=repeats, limit=limit, tell=show
             )
     out.mkdir(parents=True, exist_ok=True)
-    data = facts | {"limit_bytes": limit, "rows": [asdict(row) for row in rows]}
+    data = facts | {
+        "repeats": repeats,
+        "blocks": {name: choice.to_json() for name, choice in choices.items()},
+        "limit_bytes": limit,
+        "rows": [asdict(row) for row in rows],
+    }
     write_json(str(out / "savings.json"), data)
     title = f"{facts['device']}, torch {facts['torch']}"
     written = [out / "savings.json"]
@@ -227,7 +229,7 @@ def savings_command(
         written.append(out / "savings.png")
     for workload in {case.workload.spec: case.workload for case, _ in cases}.values():
         echo_notes(workload)
-    click.echo(f"{title}, {dtypes}, seed {asked.seed}\n")
+    click.echo(f"{title}, {facts['dtype']}, seed {asked.seed}\n")
     click.echo("\n".join(f"{name}: {blocks_text(choice)}" for name, choice in choices.items()))
     click.echo("\n" + savings_table(rows, limit=limit))
     click.echo(f"\nwrote {' and '.join(map(str, written))}")

@@ -61,10 +61,8 @@ OTHER_SECTION = "Options"
 _HOME_PATTERN = re.compile(r"^((?:[\w.-]+=)?)~(?=/)")
 
 
-PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 LIBRARY_FOLDERS = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
-# The path of --json in the context of a command.
-JSON_KEY = "curry_train.json_path"
 # For each command that may take longer than ten seconds: what it does, and how long that takes.
 LONG_COMMANDS = {
     "validate": "runs the gates: seconds for a small model, a time follows for others",
@@ -98,34 +96,36 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption) and error.possibilities:
             del error.possibilities[1:]  # the first is the closest
-        width = SCREEN_WIDTH - len("Error: ")
-        message = fill_screen(error.format_message(), indent="", width=width)
+        # Which begins its first line.
+        word = "Error: "
+        message = fill_screen(word + error.format_message(), indent="").removeprefix(word)
         error.format_message = lambda: message  # type: ignore[method-assign]
         raise
     except OSError as error:
         if error.errno == errno.EPIPE or keeps_traceback:
             raise
-        place = f"{error.filename}: " if error.filename else ""
-        where = "" if place else f" ({place_of(error)})"
-        raise UnusableInput(f"{place}{error.strerror or error}{where}") from error
+        what = error.strerror or error
+        if error.filename:
+            raise UnusableInput(f"{error.filename}: {what}") from error
+        raise UnusableInput(f"{what} ({place_of(error)})") from error
 
 
 def place_of(error: BaseException) -> str:
     """Return the file and the line of an error: the last that is in no other library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    *_, own = (
         frame
         for frame in frames
-        if frame.filename.startswith(PACKAGE_FOLDER)
+        if frame.filename.startswith(str(PACKAGE_FOLDER))
         or not frame.filename.startswith(LIBRARY_FOLDERS)
-    ]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+    )
+    return f"{Path(own.filename).name}:{own.lineno}"
 
 
 def with_place(error: Exception) -> str:
     """Return the message of an error, with its place where the package did not mean to raise it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_meant = last.filename.startswith(PACKAGE_FOLDER) and str(last.line).startswith("raise ")
+    is_meant = last.filename.startswith(str(PACKAGE_FOLDER)) and str(last.line).startswith("raise ")
     if is_meant or type(error).__module__.startswith(f"{__package__.split('.')[0]}."):
         return str(error)
     return f"{type(error).__name__}: {error} ({place_of(error)})"
@@ -192,7 +192,7 @@ class ScreenCommand(click.Command):
             return super().make_context(*args, **settings)
 
     def invoke(self, ctx: click.Context) -> None:
-        path = ctx.meta.get(JSON_KEY)
+        path = ctx.params.pop("json_path", None)
         kept = standard_output_kept() if path == "-" else nullcontext()
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
             ended = self._ended(ctx)
@@ -265,6 +265,7 @@ class LazyGroup(ScreenCommand, click.Group):
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
         # Their names and summaries, which are all that a page of help and a shell need.
         listed = {name: click.Command(name, short_help=lazy[name][1]) for name in lazy}
+        settings["context_settings"] = {"help_option_names": ["-h", "--help"]}
         super().__init__(*args, commands=listed, keeps_traceback=True, **settings)
         self.lazy = lazy
 
@@ -372,11 +373,15 @@ def render_template(place: Path, **values: Any) -> str:
     return environment.get_template(place.name).render(**values)
 
 
-def fill_screen(text: str, *, indent: str = "  ", width: int = SCREEN_WIDTH) -> str:
+def fill_screen(text: str, *, indent: str = "  ") -> str:
     """Break each line of a text between words; what follows of a line is indented."""
     return "\n".join(
         textwrap.fill(
-            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+            line,
+            SCREEN_WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
         )
         for line in text.splitlines()
     )

@@ -40,7 +40,6 @@ from .screen import LIBRARY_FOLDERS, UnusableInput, flag, literal, render_templa
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
-AUTO_DEVICE = '"cuda" if torch.cuda.is_available() else "cpu"'
 
 
 def render_loop(script: str, *arguments: str, out: Path, command: str) -> str:
@@ -72,7 +71,6 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     if options["package"] != DEFAULT_PACKAGE_NAME:
         modules.append(options["package"])
     roots = {Path.cwd().resolve(), *_import_roots(modules)}
-    device = options["device"]
     return render_template(
         Path(__file__).with_name("test_gates.py.jinja"),
         recipe=options | {"batch_size": size},
@@ -82,11 +80,9 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
         version=__version__,
         command=command,
         roots=[_path_expression(root, out) for root in sorted(roots)],
-        prefix="" if source == spec else f"{literal(TRAINER_PREFIX)} + ",
+        prefix=spec.removesuffix(source),
         path=_path_expression(Path(source).expanduser().resolve(), out) if is_file else None,
         patterns=patterns,
-        is_trainer=source != spec,
-        device=AUTO_DEVICE if device == "auto" else literal(device),
         # Blocks that the model's containers don't give are chosen again in each run of the tests.
         chosen=settle_blocks(case)[0].blocks != case.blocks,
     )

@@ -22,7 +22,6 @@ from torch import nn
 
 from ..config import Config, DataConfig, load_config
 from ..core.generators import seeded
-from ..core.timing import NoSuchDevice
 from ..core.wording import format_bytes, format_count, format_duration, provenance
 from ..data import (
     BYTE_VOCABULARY_SIZE,
@@ -56,7 +55,6 @@ from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
     RESULTS_OPTION,
     WORDS_ARGUMENT,
-    DeviceMissing,
     choose_device,
     dtype_option,
     model_option,
@@ -162,7 +160,7 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 )
 @model_option("model", more=". Same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
-@dtype_option(help="Same as dtype=.")
+@dtype_option(help="Same as dtype=.", callback=None)
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
 @RESULTS_OPTION
@@ -192,6 +190,7 @@ def train_command(
                 if show_config:
                     click.echo(config.to_yaml(), nl=False)
                     return None
+                device = choose_device(config.device)
                 watch: list[Watch] = [functools.partial(show_progress, every=config.log.every)]
                 if config.log.tensorboard:
                     require_tensorboard()
@@ -199,8 +198,6 @@ def train_command(
                 run = opened.enter_context(open_named_run(config, resume=resume))
             except torch.OutOfMemoryError:
                 raise
-            except NoSuchDevice as error:
-                raise DeviceMissing(str(error)) from error
             except (ValueError, RuntimeError) as error:
                 raise UnusableInput(str(error)) from error
             trained = train_run(run, watch=watch)
@@ -208,10 +205,10 @@ def train_command(
         # Training can't go on, or its state can't be saved.
         click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
-    return _results(config, trained, start), run.attached.exit_status
+    return _results(device, trained, start), run.attached.exit_status
 
 
-def _results(config: Config, trained: Trained, start: list[str]) -> dict[str, Any]:
+def _results(device: torch.device, trained: Trained, start: list[str]) -> dict[str, Any]:
     """Print how the run ended, and return it; both on the first rank.
 
     `start` are the words that started it, with which it is resumed.
@@ -237,7 +234,7 @@ def _results(config: Config, trained: Trained, start: list[str]) -> dict[str, An
     figures = {}
     if last is not None:
         figures = {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
-    return provenance(choose_device(config.device)) | ended | figures
+    return provenance(device) | ended | figures
 
 
 # Progress of a run: lines on the console, and TensorBoard.

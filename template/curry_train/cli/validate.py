@@ -16,7 +16,7 @@ import click
 
 from ..core.blocks import find_blocks
 from ..core.measure import heap_kept
-from ..core.wording import format_duration, format_seconds, provenance
+from ..core.wording import format_duration, format_seconds
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import CONTRACTS, Implementation, load_implementation
 from ..gates.loop_run import loop_verdicts
@@ -40,9 +40,10 @@ from ..workloads.workload import Case
 from .options import (
     DEFAULT_BATCH_SIZE,
     CaseOptions,
-    dtype_name,
     echo_notes,
+    facts_of,
     first_line,
+    heading,
     named_once,
     number_option,
     run_options,
@@ -138,7 +139,7 @@ def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
     return ": ".join([counted, *reasons])
 
 
-def print_end(rows: Sequence[GateRow], notes: Sequence[str]) -> None:
+def print_end(rows: Sequence[GateRow], *, by_gate: bool) -> None:
     """Print once what failed alike and what to do, the counts, and what of the user's ran."""
     causes: dict[tuple[str, str, str, str], list[str]] = {}
     for row in rows:
@@ -151,7 +152,9 @@ def print_end(rows: Sequence[GateRow], notes: Sequence[str]) -> None:
             echo_lines(f"  {label}: {text}", indent="    ")
     counts = Counter(row.verdict.passed for row in rows)
     counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
-    click.echo("\n" + "; ".join([counted, *notes]))
+    if not by_gate:
+        counted += "; --figures shows what each measured"
+    click.echo(f"\n{counted}")
     if counts[True] + counts[False]:
         click.echo(coverage(rows))
 
@@ -244,7 +247,6 @@ def validate_command(
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
     specs = models or BUILTIN_WORKLOADS
 
-    facts = provenance(asked.device)
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
     loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
     looked_at = [_look(make_case(workload)) for workload in named_once(loaded)]
@@ -255,17 +257,20 @@ def validate_command(
     if is_long := seconds * sum(gate.steps for gate in gates) >= LONG_SECONDS:
         _announce_time(seconds, gates, shrinks=bool(shrink))
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
-    settings = _print_settings(cases, facts, asked.seed)
+    facts = facts_of(cases)
+    click.echo(heading(facts))
+    for case in cases:
+        echo_notes(case.workload)
     for one in given:
         click.echo(f"{one.spec} in place of our {one.name}")
-        settings.setdefault("implementations", {})[one.name] = one.spec
+        facts.setdefault("implementations", {})[one.name] = one.spec
 
     by_gate = bool(figures or patterns or is_long)
     began = time.perf_counter()
     with heap_kept():
         measured = _measured(cases, gates, given, looks)
         rows = print_verdicts(measured, looks, by_gate=by_gate)
-    settings["seconds"] = round(time.perf_counter() - began, 1)
+    facts["seconds"] = round(time.perf_counter() - began, 1)
     loops = (
         GateRow(case.workload.name, verdict)
         for spec, case in zip(specs, cases, strict=True)
@@ -273,9 +278,8 @@ def validate_command(
         for verdict in loop_verdicts(spec)
     )
     rows += print_verdicts(loops, looks, by_gate=by_gate)
-    notes = [] if by_gate else ["--figures shows what each measured"]
-    print_end(rows, notes)
-    return facts | settings | _as_json(rows, looks), _status(rows, patterns)
+    print_end(rows, by_gate=by_gate)
+    return facts | _as_json(rows, looks), _status(rows, patterns)
 
 
 # A run that takes longer is announced, and a line is printed for each gate as it ends.
@@ -291,19 +295,6 @@ def _announce_time(seconds: float, gates: Sequence[Gate], *, shrinks: bool) -> N
     steps = f"{num_steps} steps of {format_seconds(seconds)}, {total}"
     click.echo(f"about {steps}: a line for each gate, short gates first")
     click.echo(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
-
-
-def _print_settings(cases: Sequence[Case], facts: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Print what the cases are, and return it for the results."""
-    sizes = list(dict.fromkeys(case.batch_size for case in cases))
-    dtypes = ", ".join(dict.fromkeys(dtype_name(case.dtype) for case in cases))
-    click.echo(
-        f"{facts['device']}, torch {facts['torch']}, {dtypes}, "
-        f"batch size {', '.join(map(str, sizes))}, seed {seed}"
-    )
-    for case in cases:
-        echo_notes(case.workload)
-    return {"dtype": dtypes, "batch_size": sizes[0] if len(sizes) == 1 else sizes, "seed": seed}
 
 
 def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
