@@ -210,7 +210,7 @@ runs estimate --parameters 7e9 retention=5 retention.rollback_keep=2 | retention
 runs estimate --parameters 7e9 retention.rollback_keep=2 retention=5 | checkpoint.retention must be a block of keys, got 5
 runs estimate --parameters 7e9 rollback_every.x=1 | rollback_every
 runs estimate --parameters 7e9 rollback_every=1 rollback_every.x=1 | rollback_every is 1
-runs inspect none.pt                        | can't be read
+runs inspect none.pt                        | Error: none.pt: No such file or directory
 runs record --out A                         | give either --script or --trainer
 runs record --script gone.py --out A        | there is no file gone.py
 runs record --script train.py               | --out

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from ..core.wording import format_bytes, some_of
 from ..runs.format import INDEX_GLOBALS
@@ -33,7 +33,7 @@ from ..runs.ranks import RunError
 from ..runs.trainers import read_commit, verify_commit
 from .options import RESULTS_OPTION
 from .runs import is_run
-from .screen import Ended, UnusableInput, echo_lines, screen_command, table
+from .screen import Ended, echo_lines, screen_command, table
 from .tensor_files import (
     DAMAGE,
     FoundTensor,
@@ -41,23 +41,21 @@ from .tensor_files import (
     add_names,
     in_a_line,
     open_regular,
-    read_piece,
     read_tensor_file,
+    read_tensors,
     read_whole,
 )
 
 # Judge the names of classes and functions that loading a checkpoint would import.
 
 # fmt: off
-# Names, as globs, that a checkpoint of tensors may need; none of them runs what a file contains.
+# Names, as globs, that a checkpoint of tensors may need besides those that torch allows without
+# being asked; none of them runs what a file contains.
 HARMLESS_NAMES = (
-    "_codecs.encode", "copyreg._reconstructor", "copy_reg._reconstructor",
-    "collections.OrderedDict", "collections.defaultdict", "collections.deque",
-    "collections.Counter", "datetime.*", "pathlib.*Path", "decimal.Decimal", "uuid.UUID",
+    "copyreg._reconstructor", "copy_reg._reconstructor", "collections.defaultdict",
+    "collections.deque", "datetime.*", "pathlib.*Path", "decimal.Decimal", "uuid.UUID",
     "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO",
     "fractions.Fraction", "functools.partial",
-    "torch.Size", "torch.Tensor", "torch.device", "torch.*Storage", "torch.storage.*Storage",
-    "torch._utils._rebuild_*", "torch._tensor._rebuild_*", "torch.nn.parameter.*",
     "torch.distributed.checkpoint.metadata.*", "torch_checkpointing.tensor_slice.*",
     "torch_checkpointing.distributed_metadata.*",
     "torch_checkpointing.checkpoint_layout.*", "curry_train.runs.values.*",
@@ -89,14 +87,11 @@ def _matches(name: str, globs: Iterable[str]) -> bool:
 
 def _is_harmless(name: str) -> bool:
     module, _, last = name.rpartition(".")
-    types = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
-    if module == "torch" and isinstance(getattr(torch, last, None), types):
-        return True
     if module in ("builtins", "__builtin__"):
         return last in HARMLESS_BUILTINS
     # A dotted rest could reach anything that the module has imported.
     globs = (glob for glob in HARMLESS_NAMES if glob.count(".") == name.count("."))
-    return name in INDEX_GLOBALS or _matches(name, globs)
+    return name in _get_allowed_globals().keys() | INDEX_GLOBALS or _matches(name, globs)
 
 
 def _is_dangerous(name: str) -> bool:
@@ -244,11 +239,10 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
     metadata = IndexReader(io.BytesIO(data)).load()
 
     # The pieces of each tensor that its files hold.
-    pieces: dict[str, list[FoundTensor]] = {}
+    pieces: dict[str, Inspection] = {}
     for key, place in metadata.storage_data.items():
-        content = _read_place(files, key.fqn, place)
-        of_key = pieces.setdefault(key.fqn, [])
-        of_key += content.tensors
+        content = _read_place(files, place)
+        pieces.setdefault(key.fqn, Inspection()).tensors += content.tensors
         if not hasattr(metadata.state_dict_metadata[key.fqn], "chunks"):
             content.unknown = []
         content.tensors, content.values = [], {}
@@ -260,19 +254,17 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
             found.values[str(name)] = "a pickled value"
             continue
         dtype = str(entry.properties.dtype).removeprefix("torch.")
-        own = pieces.get(name, [])
-        nan, inf = (sum(getattr(one, kind) for one in own) for kind in ("nan", "inf"))
-        tensor = FoundTensor(str(name), tuple(entry.size), dtype, nan, inf)
-        found.tensors.append(tensor)
-        num_elements = sum(math.prod(one.shape) for one in own)
-        if num_elements != math.prod(tensor.shape):
+        own = pieces.get(name, Inspection())
+        size = tuple(entry.size)
+        found.tensors.append(FoundTensor(str(name), size, dtype, own.num_nan, own.num_inf))
+        if own.num_values != math.prod(size):
             found.problems.append(
-                f"{name:.80} has {num_elements:,} of {math.prod(tensor.shape):,} elements"
+                f"{name:.80} has {own.num_values:,} of {math.prod(size):,} elements"
             )
     found.unknown.append(".metadata has no hash: a changed bit in the index can't be told")
 
 
-def _read_place(files: Mapping[str, Path], name: str, place: Any) -> Inspection:
+def _read_place(files: Mapping[str, Path], place: Any) -> Inspection:
     """Read one piece: a part of a file, which torch.save wrote."""
     file = files.get(str(place.relative_path))
     if file is None:
@@ -281,7 +273,7 @@ def _read_place(files: Mapping[str, Path], name: str, place: Any) -> Inspection:
         return Inspection(problems=[f"it lies beyond the end of {file.name}, which is cut off"])
     with open_regular(file) as stream:
         stream.seek(place.offset)
-        return read_piece(stream.read(place.length))
+        return read_tensors(io.BytesIO(stream.read(place.length)))
 
 
 # The command, and how it prints what was found.
@@ -302,11 +294,7 @@ def inspect_command(path: str) -> Ended:
     """
     if is_run(Path(path)):
         raise ValueError(f"{path} is a run: give one of its checkpoints, such as {path}/latest")
-    try:
-        found = inspect_checkpoint(path)
-    except OSError as error:
-        raise UnusableInput(f"{path} can't be read ({error.strerror or error})") from error
-
+    found = inspect_checkpoint(path)
     if found.tensors:
         click.echo(_tensors_table(found))
     echo_lines(*inspection_lines(found))
@@ -315,11 +303,10 @@ def inspect_command(path: str) -> Ended:
 
 def inspection_lines(found: Inspection) -> Iterator[str]:
     """Return the result of an inspection, most important lines last."""
-    num_values = sum(math.prod(one.shape) for one in found.tensors)
     hashes = [f"{number} of {algorithm} match" for algorithm, number in found.hashed.items()]
     yield (
         f"{found.format}, {format_bytes(found.num_bytes)}: {len(found.tensors)} tensors of "
-        f"{num_values:,} values"
+        f"{found.num_values:,} values"
     )
     if found.values:
         shown = [printable(f"{key}: {text}") for key, text in found.values.items()]

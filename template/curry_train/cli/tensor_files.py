@@ -9,7 +9,7 @@ Proof: `python -m pytest tests/cli/test_inspection.py`.
 """
 
 import contextlib
-import io
+import math
 import os
 import pickle
 import re
@@ -87,6 +87,10 @@ class Inspection:
         return False if self.problems else self.complete
 
     @property
+    def num_values(self) -> int:
+        return sum(math.prod(one.shape) for one in self.tensors)
+
+    @property
     def num_nan(self) -> int:
         return sum(one.nan for one in self.tensors)
 
@@ -157,16 +161,11 @@ def read_whole(path: Path) -> bytes:
 def read_tensor_file(path: Path) -> Inspection:
     """Read one file of tensors."""
     with open_regular(path) as stream:
-        return _read(stream, path)
+        return read_tensors(stream, path)
 
 
-def read_piece(data: bytes) -> Inspection:
-    """Read a part of a file, as torch.save wrote it."""
-    return _read(io.BytesIO(data), None)
-
-
-def _read(stream: BinaryIO, path: Path | None) -> Inspection:
-    """Read a file in the format that its first bytes show."""
+def read_tensors(stream: BinaryIO, path: Path | None = None) -> Inspection:
+    """Read a file, or a part of one, in the format that its first bytes show."""
     found = Inspection()
     head = stream.read(16)
     stream.seek(0)
