@@ -216,7 +216,7 @@ def _watch(
 ) -> None:
     """Watch the state of a program until a step, in a mode of `StateWatch`."""
 
-    def finish(watched: StateWatch) -> None:
+    def finish() -> None:
         end({"steps": watched.steps})
 
     kind, *words = program
@@ -229,7 +229,7 @@ def _watch(
             train_by(words[0], resume_from=lambda: _newest_checkpoint(folder))
         else:
             run()
-    finish(watched)
+    finish()
 
 
 def _newest_checkpoint(folder: str) -> Path | None:

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..core.digest import digest
 from ..core.generators import generator_digests, generator_states, set_generator_states
-from ..core.replaced_calls import replaced_calls
+from ..core.replaced_calls import defining, replaced_calls
+from ..gates.loop_trace import rates_of
 from ..runs.fingerprints import leaves_of
 
 # What is noted when it is made, by the part that its state_dict is; a model is at its first call.
@@ -39,7 +40,7 @@ class StateWatch:
     """Notes what each step of an optimizer began with, and calls `when_enough` after the last."""
 
     last: int
-    when_enough: Callable[["StateWatch"], None]
+    when_enough: Callable[[], None]
     # The file of the states at first.
     path: str
     # "straight", "killed", "resumed", or the part that is withheld.
@@ -66,8 +67,7 @@ class StateWatch:
         made = (
             (one, "__init__", functools.partial(self._make, part))
             for part, kind in KINDS.items()
-            for one in _with_subclasses(kind)
-            if "__init__" in vars(one)
+            for one in defining(kind, "__init__")
         )
         call = (nn.Module, "__call__", self._call)
         return replaced_calls([call, *made], self._before_step, self._after_step)
@@ -82,8 +82,8 @@ class StateWatch:
 
     def _settle(self) -> None:
         """Take or withhold the state of what was made since, before anything of it is noted."""
-        if self.mode == "straight" and "generators" not in self.fresh:
-            self.fresh["generators"] = generator_states()
+        if self.mode == "straight":
+            self.fresh.setdefault("generators", generator_states())
         elif self.mode == "generators" and "generators" in self.fresh:
             set_generator_states(self.fresh.pop("generators"))
         for part, one in self._found[self._num_settled :]:
@@ -176,8 +176,7 @@ class StateWatch:
         self._settle()
         # The forward pass may follow, in a closure of the optimizer.
         self._now |= {part: self._states(part) for part in KINDS}
-        rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self._now["rates"] = rates
+        self._now["rates"] = rates_of(optimizer)
 
     def _after_step(self, *_: Any) -> None:
         self._stepping -= 1
@@ -189,16 +188,9 @@ class StateWatch:
         if len(self.steps) == self.last:
             if self.mode == "straight":
                 torch.save(self.fresh, self.path)
-            self.when_enough(self)
+            self.when_enough()
 
 
 def _nothing() -> dict[str, Any]:
     """Return what is noted of a step without a call of a model."""
     return {"data order": [], "model": {}, "generators": {}}
-
-
-def _with_subclasses(kind: type) -> Iterator[type]:
-    yield kind
-    one: type
-    for one in kind.__subclasses__():
-        yield from _with_subclasses(one)

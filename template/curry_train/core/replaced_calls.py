@@ -64,6 +64,15 @@ def _of_training(watch: Call) -> Call:
     return run
 
 
+def defining(base: type, name: str) -> Iterator[type]:
+    """Yield the class and its subclasses that have an attribute of this name as their own."""
+    if name in vars(base):
+        yield base
+    subclass: type
+    for subclass in base.__subclasses__():
+        yield from defining(subclass, name)
+
+
 def watched(watch: Call, call: Call) -> Any:
     """Return a function that calls `watch(call, ...)`; as a class attribute it is a method."""
 

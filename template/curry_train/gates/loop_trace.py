@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from ..core.blocks import in_transform
 from ..core.digest import is_plain
 from ..core.measure import heap_kept
-from ..core.replaced_calls import Call, replaced_calls, watched
+from ..core.replaced_calls import Call, defining, replaced_calls, watched
 from ..primitives.grad_flow_probe import in_backward
 from ..runs.fingerprints import LoaderIterator
 from ..workloads.models import LIBRARIES
@@ -192,7 +192,7 @@ class Observer(Recording):
             ),
             ([Optimizer, nn.Module], ["zero_grad"], self._zero),
             ([Distribution, Normal], ["sample"], self._sample),
-            (_with_own_step(LRScheduler), ["step"], self._schedule),
+            ([*defining(LRScheduler, "step")], ["step"], self._schedule),
             ([torch.amp.GradScaler], ["scale", "unscale_", "step", "update"], self._scaling),
             ([random, random.Random, numpy.random], ["shuffle"], self._shuffle),
             ([numpy.random], ["permutation", "default_rng"], self._shuffle),
@@ -815,15 +815,6 @@ def _generator() -> int:
 def _uncompiled(call: Called) -> Any:
     model = call.argument("model")
     return (lambda function: function) if model is None else model
-
-
-def _with_own_step(base: type) -> list[type]:
-    """Return a class and its subclasses that define `step`."""
-    own = [base] if "step" in vars(base) else []
-    subclass: type
-    for subclass in base.__subclasses__():
-        own += _with_own_step(subclass)
-    return own
 
 
 def _stop(trace: Trace) -> None:
