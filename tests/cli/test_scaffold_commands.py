@@ -59,8 +59,8 @@ def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, projec
         "gone from bundle gone.txt",
         "missing          pyproject.toml",
         "newer in bundle  train.py",
-        "8 files: 2 as it came, 1 edited, 1 newer in bundle, 1 both, 1 missing, 1 gone",
-        "  from bundle, 1 new in bundle",
+        "8 files: 2 as it came, 1 edited, 1 both, 1 new in bundle, 1 gone from bundle, 1",
+        "  missing, 1 newer in bundle",
     ]
 
 

@@ -16,9 +16,9 @@ from .screen import UnusableInput, flag, screen_command
 LINES = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 BEGIN = b"<!-- curry-train: begin -->"
 END = b"<!-- curry-train: end -->"
-MARKED = rb"%s.*?%s" % (re.escape(BEGIN), re.escape(END))
+MARKED = rb"(?s:%s.*?%s)" % (re.escape(BEGIN), re.escape(END))
 # With the ends of lines that came with them.
-ADDED = re.compile(rb"(?:\r?\n)?%s\s*\Z|%s\r?\n" % (MARKED, MARKED), re.DOTALL)
+ADDED = rb"(?:\r?\n)?%s\s*\Z|%s\r?\n" % (MARKED, MARKED)
 
 
 @screen_command("agents-md", example="CLAUDE.md")
@@ -37,16 +37,14 @@ def agents_md_command(file: Path, remove: bool, only_print: bool) -> None:
         click.echo(LINES, nl=False)
         return
     before = file.read_bytes() if file.exists() else b""
-    found = re.search(MARKED, before, re.DOTALL)
-    if found is None and (BEGIN in before or END in before):
-        raise UnusableInput(f"{file}: one of the two marks of curry-train is missing: delete both")
     newline = b"\r\n" if b"\r\n" in before else b"\n"
     lines = newline.join([BEGIN, *LINES.encode().splitlines(), END])
+    after, num_found = re.subn(MARKED, lambda _: lines, before, count=1)
+    if not num_found and (BEGIN in before or END in before):
+        raise UnusableInput(f"{file}: one of the two marks of curry-train is missing: delete both")
     if remove:
-        after = ADDED.sub(b"", before, count=1)
-    elif found is not None:
-        after = before[: found.start()] + lines + before[found.end() :]
-    else:
+        after = re.sub(ADDED, b"", before, count=1)
+    elif not num_found:
         after = before + (newline if before else b"") + lines + newline
     if after == before:
         click.echo(f"{file} has {'no lines of curry-train' if remove else 'the lines already'}")

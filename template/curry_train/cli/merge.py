@@ -55,7 +55,7 @@ class Lock:
     directory: str | None = None
     package: str | None = None
     techniques: tuple[str, ...] = ()
-    files: Mapping[str, Base] = field(default_factory=dict, repr=False)
+    files: Mapping[str, Base] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the lock as JSON."""
@@ -86,17 +86,6 @@ def read_lock(root: Path) -> Lock | None:
 
 # States of copied files, and the changes that a command makes
 
-STATES = (
-    "as it came",
-    "edited",
-    "newer in bundle",
-    "both",
-    "missing",
-    "gone from bundle",
-    "new in bundle",
-    "yours",
-)
-
 
 @dataclass(frozen=True)
 class CopiedFile:
@@ -109,7 +98,7 @@ class CopiedFile:
 
     @property
     def state(self) -> str:
-        """Return one of STATES."""
+        """Return whose content it has, or lacks."""
         if self.wanted is None:
             return "gone from bundle"
         if self.yours is None:

@@ -103,11 +103,11 @@ def compare_values(a: Steps, b: Steps, name: str) -> dict[str, Any]:
     """Compare the values at the steps that both have; nan on both sides counts as equal."""
     of_a, of_b = (dict(zip(run.step, run.values[name], strict=True)) for run in (a, b))
     common = [step for step in of_a if step in of_b]
-    pairs = ((step, of_a[step], of_b[step]) for step in common)
     found = [
-        {"step": step, "a": one, "b": other}
-        for step, one, other in pairs
-        if one != other and not (math.isnan(one) and math.isnan(other))
+        {"step": step, "a": of_a[step], "b": of_b[step]}
+        for step in common
+        # As text nan equals itself.
+        if repr(of_a[step]) != repr(of_b[step])
     ]
 
     def size(difference: Mapping[str, float]) -> tuple[bool, float]:

@@ -22,7 +22,6 @@ from .main import COMMANDS
 from .merge import (
     LOCK_NAME,
     STAGING_PREFIX,
-    STATES,
     Base,
     Change,
     CopiedFile,
@@ -50,7 +49,6 @@ from .ownership import (
 from .screen import LazyGroup, UnusableInput, echo_lines, flag, screen_command
 
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
-EXIT_CONFLICT = 1
 
 
 # new
@@ -310,7 +308,7 @@ def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) 
         click.echo(
             f"{_files(counts['conflict'])} to resolve: look between <<<<<<< and >>>>>>>", err=True
         )
-        raise click.exceptions.Exit(EXIT_CONFLICT)
+        raise click.exceptions.Exit(1)
 
 
 def files_of_lock(bundle: Bundle, lock: Lock, root: Path) -> dict[str, bytes]:
@@ -363,7 +361,7 @@ def diff_command(directory: Path, patch: bool) -> None:
             for line in patch_lines(file):
                 click.echo(line, nl=False)
     counts = Counter(file.state for file in compared)
-    summary = ", ".join(f"{counts[state]} {state}" for state in STATES if counts[state])
+    summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     echo_lines(f"{_files(len(compared))}: {summary}")
 
 
@@ -411,7 +409,6 @@ def _files(count: int) -> str:
     cls=LazyGroup,
     lazy={name: COMMANDS[name] for name in ("new", "add", "update", "diff", "list")},
     example="new my-run",
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 def scaffold_group() -> None:
     """Start a training project, or own one technique in a repository."""
