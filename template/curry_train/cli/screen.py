@@ -96,9 +96,9 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     except click.ClickException as error:
         if isinstance(error, click.NoSuchOption) and error.possibilities:
             del error.possibilities[1:]  # the first is the closest
-        # Which begins its first line.
+        # click writes this word before it, and a long path would go to the next line.
         word = "Error: "
-        message = fill_screen(word + error.format_message(), indent="").removeprefix(word)
+        message = fill_screen(word + error.format_message(), indent="")[len(word) :]
         error.format_message = lambda: message  # type: ignore[method-assign]
         raise
     except OSError as error:
