@@ -16,8 +16,7 @@ Proof: `python -m pytest tests/plan/test_cuda_allocator.py`.
 """
 
 import bisect
-import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 MIB = 2**20
@@ -64,29 +63,30 @@ class MemoryBlock:
 
 @dataclass(eq=False, slots=True)
 class _Pool:
-    """The free blocks of one stream and size class, in order of size and address."""
+    """The free blocks of one stream and size class."""
 
     small: bool
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[int, MemoryBlock] = field(default_factory=dict)
-    # Of an expandable segment: its last block, and the bytes that are mapped.
-    last: MemoryBlock | None = None
-    mapped: int = 0
+    # With their sizes and addresses, by which they are sorted.
+    free: list[tuple[int, int, MemoryBlock]] = field(default_factory=list)
+    # Of an expandable segment: its address and its last block.
     base: int = 0
+    last: MemoryBlock | None = None
 
     def add(self, block: MemoryBlock) -> None:
         block.free = True
-        bisect.insort(self.keys, (block.num_bytes, block.address))
-        self.blocks[block.address] = block
+        bisect.insort(self.free, (block.num_bytes, block.address, block))
 
     def remove(self, block: MemoryBlock) -> None:
-        del self.keys[bisect.bisect_left(self.keys, (block.num_bytes, block.address))]
-        del self.blocks[block.address]
+        del self.free[bisect.bisect_left(self.free, (block.num_bytes, block.address))]
 
-    def at_least(self, num_bytes: int) -> Iterable[MemoryBlock]:
-        """Yield the free blocks that are large enough, the smallest and lowest first."""
-        for place in range(bisect.bisect_left(self.keys, (num_bytes, -1)), len(self.keys)):
-            yield self.blocks[self.keys[place][1]]
+    def find(self, num_bytes: int) -> MemoryBlock | None:
+        """Return the smallest free block that is large enough, of equal ones the lowest.
+
+        The end of an expandable segment counts as very large.
+        """
+        place = bisect.bisect_left(self.free, (num_bytes,))
+        two = [block for _, _, block in self.free[place : place + 2]]
+        return min(two, key=lambda block: block is self.last, default=None)
 
 
 class CudaAllocator:
@@ -117,7 +117,7 @@ class CudaAllocator:
         """Return the block that torch would take."""
         size = rounded(num_bytes)
         pool = self._pool(stream, small=size <= LARGEST_SMALL_BLOCK)
-        block = self._find(pool, size)
+        block = pool.find(size)
         if block is not None:
             pool.remove(block)
         elif self.expandable_segments:
@@ -154,7 +154,7 @@ class CudaAllocator:
             if self.expandable_segments:
                 given_back += self._unmap_end(pool)
                 continue
-            for block in list(pool.blocks.values()):
+            for _, _, block in list(pool.free):
                 if block.before is None and block.after is None:
                     pool.remove(block)
                     self.reserved -= self.segments.pop(block.address)
@@ -163,13 +163,6 @@ class CudaAllocator:
 
     def _pool(self, stream: int, *, small: bool) -> _Pool:
         return self._pools.setdefault((stream, small), _Pool(small))
-
-    def _find(self, pool: _Pool, size: int) -> MemoryBlock | None:
-        if self.expandable_segments:
-            # The end of the segment counts as very large.
-            two = itertools.islice(pool.at_least(size), 2)
-            return min(two, key=lambda block: block is pool.last, default=None)
-        return next(iter(pool.at_least(size)), None)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
         rest_bytes = block.num_bytes - size
@@ -191,17 +184,17 @@ class CudaAllocator:
         end = pool.last
         available = end.num_bytes if end is not None and end.free else 0
         num_bytes = _round_up(size - available, SMALL_SEGMENT if pool.small else LARGE_SEGMENT)
-        if pool.mapped == 0:
+        mapped = self.segments.get(pool.base, 0)
+        if mapped == 0:
             pool.base = self._new_address(num_bytes)
         if end is not None and end.free:
             pool.remove(end)
             end.num_bytes += num_bytes
         else:
-            new = MemoryBlock(pool.base + pool.mapped, num_bytes, pool, before=end)
+            new = MemoryBlock(pool.base + mapped, num_bytes, pool, before=end)
             if end is not None:
                 end.after = new
             end = pool.last = new
-        pool.mapped += num_bytes
         self._add_reserved(pool.base, num_bytes)
         return end
 
@@ -213,7 +206,6 @@ class CudaAllocator:
             return []
         pool.remove(end)
         end.num_bytes -= unmapped
-        pool.mapped -= unmapped
         self.reserved -= unmapped
         self.segments[pool.base] -= unmapped
         if end.num_bytes:

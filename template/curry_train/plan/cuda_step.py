@@ -120,7 +120,7 @@ class TrainingReplay:
 
     def __post_init__(self) -> None:
         trace = self.trace
-        self._steps = 0
+        self._is_first = True
         self._blocks: dict[Life, MemoryBlock] = {}
         self._convolutions: dict[int, list[Convolution]] = {}
         for convolution in trace.convolutions:
@@ -134,7 +134,7 @@ class TrainingReplay:
         trace = self.trace
         for life in trace.gradients:
             self._release(life)
-        products = {*trace.products} if self._steps == 0 else set[int]()
+        products = {*trace.products} if self._is_first else set[int]()
         for index, event in enumerate(trace.events[: trace.step_start]):
             for convolution in self._convolutions.get(index, ()):
                 self._convolve(convolution)
@@ -142,12 +142,12 @@ class TrainingReplay:
             if index in products:
                 # The result is there before cuBLAS asks for its workspace.
                 self.allocator.allocate(self.workspace_bytes)
-        is_first = self._steps == 0 and bool(trace.state)
+        is_first = self._is_first and bool(trace.state)
         events = trace.first_events if is_first else trace.events[trace.step_start :]
         for event in events:
             self._run(*event)
         self._name_state(events, is_first)
-        self._steps += 1
+        self._is_first = False
 
     def _convolve(self, convolution: Convolution) -> None:
         """Allocate a workspace for the time of a call, after the search for its algorithm."""
