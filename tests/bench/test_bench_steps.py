@@ -5,6 +5,7 @@ python -m pytest tests/bench/test_bench_steps.py
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,14 +206,19 @@ def skip_a_block(model, sample):
 
 def test_each_step_is_announced_prepared_and_waited_for(monkeypatch):
     events = []
+    dropped = []
     monkeypatch.setattr(steps, "wait_for", lambda device: events.append(device.type))
+    monkeypatch.setattr(steps, "seed_generators", lambda seed: events.append("before"))
     rows = [SetupRow("one"), SetupRow("two")]
+    made = [
+        SimpleNamespace(name=row.name, drop_gradients=lambda: dropped.append(1)) for row in rows
+    ]
     time_setups(
-        [(row, lambda name=row.name: events.append(name)) for row in rows],
+        list(zip(rows, made, strict=True)),
         Case(SMALL),
+        run=lambda step: events.append(step.name),
         rounds=2,
         warmup=1,
-        before=lambda: events.append("before"),
         clock=lambda: float(sum({"one": 1, "two": 9, "before": 50}.get(one, 0) for one in events)),
         tell=events.append,
     )
@@ -223,6 +229,8 @@ def test_each_step_is_announced_prepared_and_waited_for(monkeypatch):
     assert [row.seconds for row in rows] == [[1, 1], [9, 9]]
     assert rows[0].ratio is None
     assert rows[1].ratio.median == 9
+    # Of both, before each of six turns and at the end.
+    assert len(dropped) == 2 * 7
 
 
 @pytest.mark.parametrize(

@@ -189,13 +189,14 @@ def measure_levers(
                 row.fail(error, own)
             require_plain(rows[0], case)
 
-        def start_equal() -> None:
-            for _, step in alive:
-                step.drop_gradients()
-            seed_generators(case.seed)
-
         time_setups(
-            alive, case, rounds=rounds, warmup=warmup, before=start_equal, clock=clock, tell=tell
+            alive,
+            case,
+            run=TrainingStep.__call__,
+            rounds=rounds,
+            warmup=warmup,
+            clock=clock,
+            tell=tell,
         )
         require_plain(rows[0], case)
     for row, step in alive:

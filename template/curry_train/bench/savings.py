@@ -10,8 +10,6 @@ Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
 import bisect
-import contextlib
-import functools
 import math
 import os
 import sys
@@ -22,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.blocks import NoBlocks, find_blocks
+from ..core.blocks import blocks_if_any
 from ..core.generators import seeded
 from ..core.measure import bytes_on_device, count_flops, is_out_of_memory, measure_memory
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
@@ -206,8 +204,17 @@ def measure_savings(
                     require_plain(row, case)
             if record is not None and plain is not None:
                 _compare(row, record, rows[0], plain, case)
-        _time(alive, rows, case, batch, repeats, tell)
+        time_setups(
+            alive,
+            case,
+            run=lambda step: step.mean_loss(step.model, batch).backward(),
+            rounds=repeats,
+            warmup=WARMUP_ROUNDS,
+            tell=tell,
+        )
     for row, step in alive:
+        if rows[0].outcome != MEASURED_OUTCOME:
+            row.ratio = None
         if limit is not None:
             tell(f"{row.name}: largest batch")
             try:
@@ -256,12 +263,13 @@ def _measure(
 
 def _held_by_blocks(case: Case, model: nn.Module) -> int:
     """Return the bytes that the blocks alone hold; 0 if the model repeats none."""
-    with contextlib.suppress(NoBlocks), seeded(case.seed):
-        blocks = list(find_blocks(model, case.blocks))
+    blocks = list(blocks_if_any(model, case.blocks))
+    if not blocks:
+        return 0
+    with seeded(case.seed):
         loss = case.workload.mean_loss
         report = MemoryProfiler(model).profile(case.batch(), 1, loss=loss, blocks=blocks)
-        return sum(one.bytes for one in report.layers if one.name in blocks)
-    return 0
+    return sum(one.bytes for one in report.layers if one.name in blocks)
 
 
 def _compare(
@@ -282,34 +290,3 @@ def _compare(
     row.worst_error = parity.worst if math.isfinite(parity.worst) else None
     description = parity.describe(most=1)
     row.parity = description if parity.holds else f"differs: {description}"
-
-
-def _time(
-    alive: Sequence[tuple[SavingsRow, TrainingStep]],
-    rows: Sequence[SavingsRow],
-    case: Case,
-    batch: Any,
-    repeats: int,
-    tell: Tell,
-) -> None:
-    """Time forward and backward of every measured strategy in turns."""
-
-    def run(step: TrainingStep) -> None:
-        step.mean_loss(step.model, batch).backward()
-
-    def drop_gradients() -> None:
-        for _, step in alive:
-            step.drop_gradients()
-
-    time_setups(
-        [(row, functools.partial(run, step)) for row, step in alive],
-        case,
-        rounds=repeats,
-        warmup=WARMUP_ROUNDS,
-        before=drop_gradients,
-        tell=tell,
-    )
-    drop_gradients()
-    if rows[0].outcome != MEASURED_OUTCOME:
-        for row in rows:
-            row.ratio = None

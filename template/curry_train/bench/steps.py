@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.generators import seed_generators
 from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step, tensors_in
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
@@ -177,24 +178,29 @@ def require_plain(plain: SetupRow, case: Case) -> None:
 
 
 def time_setups(
-    setups: Sequence[tuple[SetupRow, Callable[[], object]]],
+    setups: Sequence[tuple[SetupRow, "TrainingStep"]],
     case: Case,
     *,
+    run: "Callable[[TrainingStep], object]",
     rounds: int,
     warmup: int,
-    before: Callable[[], None],
     clock: Clock = time.perf_counter,
     tell: Tell,
 ) -> None:
-    """Time a step of each row in turns; one that fails is skipped afterwards.
+    """Time what `run` does with the step of each row, in turns; one that fails is skipped then.
 
-    The ratios are to the first row. `before` is called before each step and is not timed.
+    Each begins without gradients and with the same random numbers. The ratios are to the first row.
     """
 
-    def run(row: SetupRow, step: Callable[[], object]) -> None:
+    def start_equal() -> None:
+        for _, step in setups:
+            step.drop_gradients()
+        seed_generators(case.seed)
+
+    def run_row(row: SetupRow, step: TrainingStep) -> None:
         if row.outcome == MEASURED_OUTCOME:
             try:
-                step()
+                run(step)
             except RuntimeError as error:
                 row.fail(error, case)
 
@@ -203,14 +209,15 @@ def time_setups(
         tell(f"{setups[way][0].name}: {which}")
 
     seconds = time_in_turns(
-        [functools.partial(run, *setup) for setup in setups],
+        [functools.partial(run_row, *setup) for setup in setups],
         rounds=rounds,
         warmup=warmup,
         clock=clock,
         wait=functools.partial(wait_for, case.device),
-        before=before,
+        before=start_equal,
         tell=show,
     )
+    start_equal()
     for way, (row, _) in enumerate(setups):
         if row.outcome == MEASURED_OUTCOME:
             row.seconds = seconds[way]
