@@ -26,7 +26,7 @@ from .estimate import Sketch, StepEstimate, time_of_window
 from .parallel import Sharding
 from .profiler import BATCH_GROUP
 from .rank_step import MOST_RANKS
-from .rank_time import OTHER_LINKS, Links, RankSeconds, links_of
+from .rank_time import Links, RankSeconds, links_of
 from .saved import FULL_KIND, Candidate, Option
 from .whole_step import WholeSteps
 
@@ -69,7 +69,10 @@ class GpuCount:
     seconds: RankSeconds
 
     # Parameters and optimizer state of this GPU, which no change makes less.
-    state_bytes: int = 0
+    state_bytes: int
+
+    # What the same change needs at least where the loss is computed in chunks too.
+    floor_bytes: int
 
     @property
     def num_gpus(self) -> int:
@@ -109,7 +112,7 @@ class FewestGpus:
     device: str
     global_batch: int
     attempts: tuple[GpuCount, ...]
-    links: Links = OTHER_LINKS
+    links: Links
 
     @property
     def best(self) -> GpuCount | None:
@@ -293,32 +296,25 @@ class _Search:
     def attempt(self, sharding: Sharding) -> GpuCount:
         """Return the cheapest change that fits on so many GPUs, or the least peak."""
         found: list[GpuCount] = []
-        limit, _ = self.card.limit()
-        # What a change with chunks needs at least. Many chunks take long to estimate.
-        floors: dict[Change, int] = {}
         with Sketch(self.workload, kernels="cuda", sharding=sharding, **self.options) as sketch:
             self.name = sketch.case.workload.name
             for change in CHANGES:
                 whole = tuple(part for part in change if part != CHUNKED)
-                if floors.get(whole, 0) > limit:
+                tried_whole = (one for one in found if one.change == whole)
+                # Many chunks take long to estimate.
+                if any(one.floor_bytes > one.limit_bytes for one in tried_whole):
                     continue
                 sketch.sharding = replace(sharding, sync_each_microbatch=SYNC_EACH in change)
                 tried = self._with(sketch, change)
                 if tried is None:
                     continue
-                one, floor = tried
-                if whole == change:
-                    floors[whole] = floor
-                found.append(one)
-                if one.fits or one.is_hopeless:
-                    return one
+                found.append(tried)
+                if tried.fits or tried.is_hopeless:
+                    return tried
         return min(found, key=lambda one: (one.peak_bytes, CHANGES.index(one.change)))
 
-    def _with(self, sketch: Sketch, change: Change) -> tuple[GpuCount, int] | None:
-        """Return the attempt with a change, and what it needs with a chunked loss at least.
-
-        None if the change does nothing here.
-        """
+    def _with(self, sketch: Sketch, change: Change) -> GpuCount | None:
+        """Return the attempt with a change; None if the change does nothing here."""
         sharding = sketch.sharding
         own = self.global_batch // sharding.data_ranks
         microbatch = 1 if SMALLEST in change else own
@@ -339,7 +335,7 @@ class _Search:
             return None
         state = step.fixed - max(step.timeline.owners.get(BATCH_GROUP, [0]))
         context = self.card.context(step.trace)
-        count = GpuCount(
+        return GpuCount(
             sharding,
             change,
             microbatch,
@@ -348,5 +344,5 @@ class _Search:
             self.card.limit()[0],
             time_of_window(step, self.card.profile, self.links, steps=steps),
             state + context,
+            context + floor_of(step),
         )
-        return count, context + floor_of(step)

@@ -156,15 +156,21 @@ class BytesForEach(torch.optim.Optimizer):
 
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
-OPTIMIZERS = {
-    "adamw": "AdamW with two moments in the parameters' dtype",
-    "adamw-master": "AdamW with moments and master weights in float32: 12 bytes per parameter",
-    "adamw-fused": "AdamW in one kernel, which needs no copies in its step",
-    "adamw-in-backward": "AdamW that steps in backward: no gradients, and no clip by their norm",
-    "adamw-8bit": "AdamW with moments of one byte: 2 bytes per parameter",
-    "sgd": "SGD without state",
-    "sgd-momentum": "SGD with momentum in the parameters' dtype",
-}
+OPTIMIZERS = (
+    # AdamW with two moments in the parameters' dtype.
+    "adamw",
+    # With moments and master weights in float32: 12 bytes per parameter.
+    "adamw-master",
+    # In one kernel, which needs no copies in its step.
+    "adamw-fused",
+    # It steps in backward: no gradients, and no clip by their norm.
+    "adamw-in-backward",
+    # With moments of one byte: 2 bytes per parameter.
+    "adamw-8bit",
+    # SGD without state, and with momentum in the parameters' dtype.
+    "sgd",
+    "sgd-momentum",
+)
 
 
 def optimizers_in_short() -> str:
@@ -232,7 +238,7 @@ def _of_factory(
     factory: "str | OptimizerFactory", module: nn.Module, *, foreach: bool | None
 ) -> torch.optim.Optimizer:
     """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
-    make = import_callable(factory) if isinstance(factory, str) else factory
+    make = import_callable(factory)
     with stepped_on_host():
         optimizer = make(module)
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.wording import require_whole
+from ..core.wording import require_whole, some_of
 from ..workloads.models import describe_raised, import_callable
 from ..workloads.workload import WorkloadError
 
@@ -101,7 +101,7 @@ class Sharding:
                 f"parallel must be one of {', '.join(SHARDING_KINDS)}, got {kind!r}, or a "
                 "function as package.module:function"
             )
-        uses_fsdp2 = isinstance(kind, str) and (kind == "hsdp" or kind.startswith("fsdp2"))
+        uses_fsdp2 = kind in SHARDING_KINDS and kind != "ddp"
         options = (self.reshard_after_forward, self.precision)
         if not uses_fsdp2 and any(one is not None for one in options):
             without = "set parallel to one of them" if kind is None else f"{self.name} sets its own"
@@ -113,9 +113,8 @@ class Sharding:
     @property
     def name(self) -> str | None:
         """The way as it is named in plans and messages."""
-        if self.kind is None or isinstance(self.kind, str):
-            return self.kind
-        return f"{self.kind.__module__}:{getattr(self.kind, '__qualname__', 'parallelize')}"
+        name: str | None = name_of(self.kind)
+        return name
 
     @property
     def mesh_text(self) -> str:
@@ -148,10 +147,9 @@ class Sharding:
         if microbatch is None:
             return [(size, own // size) for size in sizes]
         if microbatch not in sizes:
-            shown = ", ".join(map(str, sizes[:12])) + (", ..." if len(sizes) > 12 else "")
             raise ValueError(
                 f"microbatch {microbatch} does not divide the {own} samples of a rank: "
-                f"use one of {shown}"
+                f"use one of {some_of([*map(str, sizes)], 12)}"
             )
         return [(microbatch, own // microbatch)]
 
@@ -181,7 +179,7 @@ class Sharding:
                 f"{self.ranks} ranks need a way to share the training: set parallel to "
                 f"{', '.join(SHARDING_KINDS)} or package.module:function, or Workload.parallelize"
             )
-        function = import_callable(way) if isinstance(way, str) else way
+        function = import_callable(way)
         try:
             result = function(module, mesh)
         except KeyboardInterrupt:
@@ -224,6 +222,13 @@ class Sharding:
                 "module, name blocks that share none"
             ) from error
         return module
+
+
+def name_of(way: Any) -> Any:
+    """Return a function as `package.module:function`, and anything else as it is."""
+    if callable(way):
+        return f"{way.__module__}:{getattr(way, '__qualname__', type(way).__name__)}"
+    return way
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -271,6 +276,8 @@ def tensor_parallel(module: nn.Module, mesh: Any) -> None:
         parent, _, name = path.rpartition(".")
         if isinstance(child, nn.Linear) and name in COLUMN_NAMES and path != head:
             styles[path] = ColwiseParallel()
+            if parent in styles:
+                continue
             owner = module.get_submodule(parent)
             _divide_heads(owner, parent, size)
             layouts = _layouts(owner, Shard(1))
@@ -292,8 +299,6 @@ def _layouts(module: nn.Module, first: Any) -> tuple[Any, ...]:
 
 def _divide_heads(module: nn.Module, path: str, size: int) -> None:
     """Let an attention layer count the heads of this rank."""
-    if vars(module).get("_heads_divided"):
-        return
     for name in HEAD_COUNTS:
         count = vars(module).get(name)
         if not isinstance(count, int):
@@ -301,7 +306,6 @@ def _divide_heads(module: nn.Module, path: str, size: int) -> None:
         if count % size:
             raise ValueError(f"{path} has {name}={count}, which {size} ranks can't share evenly")
         setattr(module, name, count // size)
-    vars(module)["_heads_divided"] = size
 
 
 def _ends(module: nn.Module) -> tuple[str, str]:

@@ -395,9 +395,7 @@ class Plan:
                 "make the plan again"
             )
 
-        fields = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        for name in ("candidates", "own"):
-            fields.pop(name, None)
+        fields = {name: data[name] for name in PLAN_PARTS if name in data}
         optional = {"cuda", "communication"}
         if missing := sorted(PLAN_PARTS.keys() - optional - fields.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")

@@ -18,6 +18,7 @@ import functools
 import itertools
 import operator
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,45 +162,47 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
         raise ValueError("it has no segments; write one with torch.cuda.memory._dump_snapshot")
     settings = root.get("allocator_settings") or {}
     expandable = settings.get("expandable_segments") is True
-    # Events share their stacks, of which there are few.
-    stacks: dict[Stack, Stack] = {}
-    segments: dict[int, list[RecordedSegment]] = {}
+    segments: defaultdict[int, list[RecordedSegment]] = defaultdict(list)
     for value in root["segments"]:
-        found = segments.setdefault(_number(value, "device", 0), [])
-        found.append(_segment(value, stacks))
+        segments[_number(value, "device", 0)].append(_segment(value))
     events = {
-        device: tuple(_event(value, stacks) for value in trace)
+        device: tuple(map(_event, trace))
         for device, trace in enumerate(root.get("device_traces", ()))
     }
     records = []
     for device in sorted(segments.keys() | {device for device in events if events[device]}):
-        in_order = sorted(segments.get(device, ()), key=lambda segment: segment.address)
+        in_order = sorted(segments[device], key=lambda segment: segment.address)
         records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), expandable))
     if not records:
         raise ValueError("it has neither segments nor events")
     return MemorySnapshot(tuple(records), tuple(_notes(settings)))
 
 
-def _stack(value: Any, stacks: dict[Stack, Stack]) -> Stack:
+def _stack(value: Any) -> Stack:
     frames = value.get("frames") or ()
     read = (
         Frame(_text(one, "name"), _text(one, "filename"), _number(one, "line", 0)) for one in frames
     )
-    stack = tuple(read)
-    return stacks.setdefault(stack, stack)
+    return _shared(tuple(read))
 
 
-def _event(value: Any, stacks: dict[Stack, Stack]) -> MemoryEvent:
+@functools.lru_cache(maxsize=2**16)
+def _shared(stack: Stack) -> Stack:
+    """Return one stack for all equal ones: events have few different ones."""
+    return stack
+
+
+def _event(value: Any) -> MemoryEvent:
     return MemoryEvent(
         _text(value, "action"),
         _number(value, "addr", value.get("device_free", 0)),
         _number(value, "size", 0),
         _number(value, "stream", 0),
-        _stack(value, stacks),
+        _stack(value),
     )
 
 
-def _segment(value: Any, stacks: dict[Stack, Stack]) -> RecordedSegment:
+def _segment(value: Any) -> RecordedSegment:
     address = _number(value, "address")
     stream = _number(value, "stream", 0)
     blocks = []
@@ -210,7 +213,7 @@ def _segment(value: Any, stacks: dict[Stack, Stack]) -> RecordedSegment:
         position = start + size
         requested = min(_number(item, "requested_size", size), size)
         if item.get("state") in LIVE_STATES:
-            blocks.append(BlockLife(start, requested, stream, AT_START, _stack(item, stacks), size))
+            blocks.append(BlockLife(start, requested, stream, AT_START, _stack(item), size))
     is_expandable = value.get("is_expandable") is True
     return RecordedSegment(address, _number(value, "total_size"), is_expandable, tuple(blocks))
 
@@ -393,7 +396,7 @@ class Origin:
     """Where in a training an allocation was made."""
 
     phase: str
-    line: str = ""  # the innermost lines of the user's own code
+    line: str  # the innermost lines of the user's own code
     in_module: bool = False
     in_loss: bool = False
     builds_model: bool = False
@@ -452,8 +455,7 @@ def _is_backward(frame: Frame) -> bool:
 
 def _is_optimizer(frame: Frame) -> bool:
     path = frame.path
-    is_bookkeeping = frame.function in ("zero_grad", "__init__", "add_param_group")
-    if is_bookkeeping:
+    if frame.function in ("zero_grad", "__init__", "add_param_group"):
         return False
     if "/torch/optim/" in path or path.startswith("torch/optim/"):
         return "lr_scheduler" not in path

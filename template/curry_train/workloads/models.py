@@ -237,11 +237,12 @@ class SurrogateSpike(torch.autograd.Function):
 class SpikingLayer(nn.Module):
     """Linear layer and leaky integrate-and-fire neurons; takes and returns the state."""
 
-    def __init__(self, width: int, decay: float = 0.9, threshold: float = 1.0):
+    decay = 0.9
+    threshold = 1.0
+
+    def __init__(self, width: int):
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.decay = decay
-        self.threshold = threshold
 
     def forward(self, x: Tensor, potential: Tensor) -> tuple[Tensor, Tensor]:
         potential = self.decay * potential + self.linear(x)
@@ -346,13 +347,15 @@ def _place(error: BaseException, called: Callable[..., Any] | None) -> str:
 # Load a `Workload` from a built-in name or from the user's own factory.
 
 
-def load_workload(spec: str) -> Workload:
+def load_workload(spec: str | Workload) -> Workload:
     """Load a built-in workload by name, or the user's own from its factory.
 
     A factory is given as `pkg.module:factory` or `folder/file.py:factory`; modules in the current
     directory are found. It takes no arguments and returns an `nn.Module`, a `(module, batch)` pair
-    or a `Workload`.
+    or a `Workload`. A workload in place of the text is returned as it is.
     """
+    if isinstance(spec, Workload):
+        return spec
     text, (spec, shrink) = spec, split_shrink(spec)
     builtin = BUILTIN_WORKLOADS.get(spec)
     if builtin or is_taken(spec):
@@ -475,8 +478,13 @@ def load_object(spec: str) -> Any:
     return _call(import_callable(spec), spec)
 
 
-def import_callable(spec: str) -> Callable[..., Any]:
-    """Import `pkg.module:name` or `folder/file.py:name`; the name may be `Class.method`."""
+def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Import `pkg.module:name` or `folder/file.py:name`; the name may be `Class.method`.
+
+    A function is returned as it is.
+    """
+    if not isinstance(spec, str):
+        return spec
     source, _, attribute = spec.rpartition(":")
     file = Path(source).expanduser().resolve() if source.endswith(".py") else None
     if file is not None and not file.is_file():

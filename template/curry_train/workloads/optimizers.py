@@ -95,10 +95,7 @@ def _copy_over(
     copied = copy_optimizer(optimizer, parameters)
     if isinstance(copied, SteppedOnHost):
         copied.attach()
-    own = {*parameters.values()}
-    for group in copied.param_groups:
-        group["params"] = [one for one in group["params"] if one in own]
-    copied.param_groups[:] = [group for group in copied.param_groups if group["params"]]
+    copied.param_groups[:] = _groups_of(copied.param_groups, {*parameters.values()}.__contains__)
     with torch.no_grad():
         for parameter, state in copied.state.items():
             for name, value in state.items():
