@@ -9,14 +9,13 @@ from collections.abc import Callable
 
 import torch
 
-from ..core.generators import seeded
-from ..core.measure import LiveStorages
 from ..core.wording import format_bytes
 from ..primitives.offload import available_host_bytes
 from ..workloads.models import import_callable, is_taken, load_workload
 from ..workloads.shrink import split_shrink
 from ..workloads.workload import Case, Workload
 from .costs import ERRORS_OF_BLOCKS
+from .estimate import held_by_forward
 from .shapes import NEEDS_VALUES_ERRORS, PretendedCase, pretended
 
 # Bytes for each byte of a trained parameter: itself, its gradient, and two moments of AdamW.
@@ -29,11 +28,7 @@ def _least_bytes(case: Case) -> int:
     """Return what a step needs at least: parameters, gradients, AdamW's state, held bytes."""
     alone = PretendedCase(**vars(case) | {"device": torch.device("cpu")})
     module = alone.build()
-    batch = alone.batch()
-    with seeded(0), torch.enable_grad(), LiveStorages() as storages:
-        loss = case.workload.mean_loss(module, batch)
-        held = storages.bytes_alive
-    del loss
+    held = held_by_forward(case, module, alone.batch())
     for parameter in module.parameters():
         held += parameter.nbytes * (BYTES_OF_TRAINED if parameter.requires_grad else 1)
     return held
@@ -52,7 +47,7 @@ def missing_room(workload: Workload | str, make_case: MakeCase) -> str | None:
         import_callable(name)
     try:
         with pretended():
-            case = make_case(load_workload(workload) if isinstance(workload, str) else workload)
+            case = make_case(load_workload(workload))
             needed = _least_bytes(case)
     except (*NEEDS_VALUES_ERRORS, *ERRORS_OF_BLOCKS):
         # Shapes are not enough, or the real step reports what is wrong with the user's code.

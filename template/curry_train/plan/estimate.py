@@ -14,7 +14,7 @@ import contextlib
 import gc
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from ..core.blocks import NoBlocks, blocks_if_any
 from ..core.generators import seeded, unwatched
-from ..core.measure import REST_LAYER, LiveStorages
+from ..core.measure import REST_LAYER, LiveStorages, heap_kept, local_tensors
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import load_workload
 from ..workloads.workload import Case, Workload, WorkloadError
 from .cuda_step import StepTrace, trace_of
 from .device import DeviceProfile
-from .optimizers import OptimizerFactory, ValuesInSteps, make_optimizer, take_eagerly
+from .optimizers import OptimizerFactory, make_optimizer, take_eagerly
 from .parallel import Sharding
 from .profiler import (
     ACTIVATIONS_GROUP,
@@ -44,7 +44,6 @@ from .rank_step import (
     EvenRouting,
     RankKernels,
     RankProgram,
-    local_bytes,
     one_rank,
     record_rank_step,
 )
@@ -99,17 +98,21 @@ def needs_rehearsal(case: Case) -> bool:
     return drawn or unused or trial.bytes_alive > 0
 
 
+def held_by_forward(case: Case, module: nn.Module, batch: Any) -> int:
+    """Return the bytes that a forward makes and holds for the backward."""
+    with seeded(0), torch.enable_grad(), LiveStorages() as storages:
+        loss = case.workload.mean_loss(module, batch)
+        held = storages.bytes_alive
+    del loss
+    return held
+
+
 def _let_layers_run(case: Case, draws: EveryLayerRuns) -> None:
     """Choose the value of single uniform draws with which the forward holds most memory."""
     held = {}
     for value in (LARGEST_DRAW, SMALLEST_DRAW):
         draws.value = value
-        module = case.build()
-        batch = case.batch(trial_size(case))
-        with seeded(0), torch.enable_grad(), LiveStorages() as storages:
-            loss = case.workload.mean_loss(module, batch)
-            held[value] = storages.bytes_alive
-        del loss
+        held[value] = held_by_forward(case, case.build(), case.batch(trial_size(case)))
     draws.value = max(held, key=held.__getitem__)
 
 
@@ -161,10 +164,10 @@ class StepEstimate:
     flops: Any  # of each operation of forward and backward
     moved: Any  # bytes read and written by each operation of forward and backward
     dtype: str  # in which it computes: that of the parameters, or of FSDP2's policy
-    trace: StepTrace | None = None  # of a step on CUDA, for the model of its allocator
-    # Of a rank: a microbatch before the last of a window, and when both wait for collectives.
+    trace: StepTrace | None  # of a step on CUDA, for the model of its allocator
+    course: StepCourse | None  # of a rank: when it waits for collectives
+    # Of a rank: a microbatch before the last of a window.
     middle_bytes: int = 0
-    course: StepCourse | None = None
     middle_course: StepCourse | None = None
 
     @property
@@ -199,8 +202,6 @@ class Sketch:
         self.host_note: str | None = None
         self.draws = EveryLayerRuns()
         self._stack = contextlib.ExitStack()
-        # Answers to the optimizer's reads while it steps on tensors without values.
-        self._values = ValuesInSteps()
         # None where the second step differs from the first one.
         self._state: OptimizerState | None = None
         self.sharding = sharding or Sharding()
@@ -213,13 +214,14 @@ class Sketch:
     def __enter__(self) -> "Sketch":
         try:
             with self._stack as stack:
+                stack.enter_context(heap_kept())
                 mode = None
                 if self.sharding.is_shared:
                     mesh = one_rank(self.sharding.mesh, rank=self.sharding.rank)
                     self._mesh = stack.enter_context(mesh)
                     mode = RankKernels(kernels=self.kernels)
-                stack.enter_context(pretended(mode=mode, kernels=self.kernels, values=self._values))
-                self.case = PretendedCase(self._load(), **self._options)
+                active = stack.enter_context(pretended(mode=mode, kernels=self.kernels))
+                self.case = PretendedCase(load_workload(self._workload), **self._options)
                 module = self.build()
                 if self.sharding.is_shared:
                     # Imported here because a plan of one rank forces no routing.
@@ -229,7 +231,7 @@ class Sketch:
                         stack.enter_context(EvenRouting())
                 stack.enter_context(self.draws)
                 if not needs_rehearsal(self.case):
-                    self._state = OptimizerState(self._values)
+                    self._state = OptimizerState(active.values)
                 self._try_optimizer(module)
                 self._settle_blocks()
                 self._stack = stack.pop_all()
@@ -245,8 +247,9 @@ class Sketch:
             if self.sharding.is_shared:
                 raise ValueError(FROM_SHAPES_ALONE.format(self.why_real))
             self._stack = contextlib.ExitStack()
+            self._stack.enter_context(heap_kept())
             self._state = None
-            self.case = Case(self._load(), **self._options)
+            self.case = Case(load_workload(self._workload), **self._options)
             self._stack.enter_context(self.draws)
             self._settle_blocks()
         return self
@@ -274,9 +277,6 @@ class Sketch:
         with contextlib.suppress(NoBlocks):
             chosen, self.choice = sized.with_running_blocks()
             self.case = replace(self.case, blocks=chosen.blocks)
-
-    def _load(self) -> Workload:
-        return load_workload(self._workload) if isinstance(self._workload, str) else self._workload
 
     @property
     def optimizer(self) -> str | float | OptimizerFactory:
@@ -334,27 +334,25 @@ class Sketch:
         self, batch_size: int, *, accumulated: bool, change: ModelChange | None
     ) -> StepEstimate:
         """Estimate a step of one rank of the sharding."""
-        blocks: dict[str, nn.Module] = {}
+        blocks: list[str] = []
 
         def make_program(record: RankStorages) -> RankProgram:
             batch = self.case.batch(batch_size)
             module = self.build()
-            blocks.update(self.blocks(module))
+            names = [*self.blocks(module)]
             # FSDP2 shards the blocks that the model repeats, as the trainer of a project does,
             # whichever of them a plan works on.
-            units = [*(blocks_if_any(module, self._options["blocks"]) or self.blocks(module))]
+            units = [*blocks_if_any(module, self._options["blocks"])] or names
             if change is not None:
                 change(module)
-                # The modules that a change has put in the place of blocks.
-                blocks.update({name: module.get_submodule(name) for name in blocks})
             own = self.case.workload.parallelize
             with record:
                 called = self.sharding.parallelize(
                     module, self._mesh, blocks=map(module.get_submodule, units), own=own
                 )
             # A way of the user's own may leave experts to other ranks.
-            for name in blocks.keys() - dict(module.named_modules()).keys():
-                del blocks[name]
+            there = dict(module.named_modules())
+            blocks.extend(name for name in names if name in there)
             optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
             return RankProgram(module, called, batch, optimizer)
 
@@ -373,7 +371,7 @@ class Sketch:
         return replace(found, middle_bytes=middle.bytes_peak, middle_course=middle.course)
 
 
-def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch) -> StepEstimate:
+def _estimate(lives: StepLives, blocks: Collection[str], sketch: Sketch) -> StepEstimate:
     """Derive the figures of a step from the recorded storages, with its trace if it is on CUDA."""
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
@@ -388,7 +386,7 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch)
         if group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends <= died:
             held[layer] += life.nbytes
 
-    totals = lives.bytes_alive_by(lambda _: None)[None]
+    totals: Any = sum(lives.bytes_by_group().values())
     begins = [(at, name if name in blocks else REST_LAYER) for at, name in lives.running.begins]
     ends = lives.ends["backward"]
     while begins and begins[-1][1] == REST_LAYER:
@@ -402,6 +400,7 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch)
         if block != REST_LAYER:
             head = min(head, start)
             peaks[block] = max(peaks[block], int(totals[start:stop].max(initial=0)))
+    trained = (one for one in lives.module.parameters() if one.requires_grad)
     return StepEstimate(
         timeline=timeline_of(lives),
         blocks={
@@ -409,7 +408,7 @@ def _estimate(lives: StepLives, blocks: Mapping[str, nn.Module], sketch: Sketch)
             for name in blocks
         },
         fixed=fixed,
-        gradients=sum(local_bytes(p) for p in lives.module.parameters() if p.requires_grad),
+        gradients=sum(local.nbytes for one in trained for local in local_tensors(one)),
         head=int(totals[:head].max()),
         tail=int(totals[ends:].max()),
         flops=numpy.array(lives.flops, dtype=numpy.float64),
@@ -436,10 +435,10 @@ def time_of_window(
         seconds = profile.work_seconds(step.flops, step.moved, dtype=step.dtype)
         return RankSeconds(steps * seconds, optimizer=optimizer)
     last, middle = (
-        time_of_course(course, profile, links, dtype=step.dtype, scale=scale)
+        numpy.array(time_of_course(course, profile, links, dtype=step.dtype, scale=scale))
         for course in (step.course, step.middle_course or step.course)
     )
-    return last._replace(optimizer=optimizer).and_times(steps - 1, middle)
+    return RankSeconds(*(last + (steps - 1) * middle).tolist())._replace(optimizer=optimizer)
 
 
 def count_window(step: StepEstimate, steps: int) -> dict[str, dict[str, int]]:

@@ -41,6 +41,8 @@ TEMPORARIES_GROUP = "temporaries"
 GATHERED_GROUP = "gathered parameters"  # of FSDP2, while they are whole
 COLLECTIVES_GROUP = "collective buffers"  # what FSDP2 and DDP send and receive
 ALLOCATOR_GROUP = "allocator"  # CUDA only: rounding, and workspaces without a storage
+# Those that only a rank among others has, or a step on CUDA.
+SPECIAL_GROUPS = (GATHERED_GROUP, COLLECTIVES_GROUP, ALLOCATOR_GROUP)
 MEMORY_GROUPS = (
     PARAMETERS_GROUP,
     BATCH_GROUP,
@@ -48,12 +50,8 @@ MEMORY_GROUPS = (
     GRADIENTS_GROUP,
     ACTIVATIONS_GROUP,
     TEMPORARIES_GROUP,
-    GATHERED_GROUP,
-    COLLECTIVES_GROUP,
-    ALLOCATOR_GROUP,
+    *SPECIAL_GROUPS,
 )
-# Owners that only a rank among others has.
-RANK_GROUPS = (GATHERED_GROUP, COLLECTIVES_GROUP)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Run one rank of a distributed training in this process, on shapes, and follow its bytes.
 
-    with one_rank({"dp": 64}, rank=0) as mesh, pretended(mode=RankKernels()):
+    with one_rank({"dp": 64}, rank=0) as mesh, pretended(mode=RankKernels(kernels="cuda")):
         fully_shard(model, mesh=mesh)
 
 The rank is that of the user's own program, under torch's fake process group, whose collectives move
@@ -16,7 +16,7 @@ import gc
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..core.generators import seeded
-from ..core.measure import REST_LAYER, Loss, as_trained, divide, local_tensors, operands
+from ..core.measure import REST_LAYER, Loss, as_trained, divide, operands
 from ..workloads.models import describe_raised
 from ..workloads.workload import WorkloadError
 from .optimizers import patched_in_all
@@ -77,16 +77,16 @@ def record_rank_step(
     make_program: Callable[["RankStorages"], RankProgram],
     loss: Loss,
     *,
-    state: OptimizerState | None = None,
-    blocks: Iterable[str] = (),
-    accumulated: bool = False,
-    syncs_each: bool = False,
-    keeps_output: bool = False,
+    state: OptimizerState | None,
+    blocks: Sequence[str],
+    accumulated: bool,
+    syncs_each: bool,
+    keeps_output: bool,
 ) -> tuple[StepLives, StepLives | None]:
     """Record a step of the rank, and a microbatch that neither begins nor ends a window, if any.
 
     `record_step_storages` does this for a model alone. `make_program` enters the record that it
-    gets when it begins to wrap the module.
+    gets when it begins to wrap the module, and fills `blocks`.
     """
     group = COLLECTIVES_GROUP
     before = RankStorages(owner=lambda: (group, REST_LAYER))
@@ -106,7 +106,7 @@ def record_rank_step(
                 gc.collect()
                 group = GRADIENTS_GROUP
                 _run_microbatch(program, called_loss, syncs=syncs_each)
-        layers = divide(program.module, blocks=list(blocks) or None)
+        layers = divide(program.module, blocks=blocks or None)
 
         def begin_record() -> StepLives:
             gc.collect()
@@ -193,14 +193,13 @@ def _parameter_groups(module: nn.Module) -> list[Any]:
 def _run_microbatch(program: RankProgram, loss: Loss, *, syncs: bool) -> None:
     """Run forward and backward of a microbatch that is not the last of its window."""
     called = program.called
-    switch = getattr(called, "set_requires_gradient_sync", None)
+    # FSDP2 has a switch, and DDP a context.
+    switch = getattr(called, "set_requires_gradient_sync", lambda _: None)
     no_sync = getattr(called, "no_sync", contextlib.nullcontext)
-    if switch is not None:
-        switch(syncs)
-    with contextlib.nullcontext() if syncs or switch is not None else no_sync():
+    switch(syncs)
+    with contextlib.nullcontext() if syncs else no_sync():
         loss(called, program.batch).backward()
-    if switch is not None:
-        switch(True)
+    switch(True)
 
 
 # One rank of a world: torch's fake process group, and what differs under tensors without values.
@@ -218,20 +217,20 @@ class RankKernels(KernelsAsTheyRun):
 
     has_counts = False
 
-    def __init__(self, *, kernels: str = "cpu") -> None:
+    def __init__(self, *, kernels: str) -> None:
         # Imported here because a plan of one rank needs no collectives.
         from torch.distributed import _functional_collectives as functional
 
         super().__init__(kernels=kernels)
-        self._waiting: Callable[[Tensor], Tensor] = functional.AsyncCollectiveTensor
-        self._wait = torch.ops._c10d_functional.wait_tensor.default
-        self._wrap = torch.ops._c10d_functional._wrap_tensor_autograd.default
+        operations = torch.ops._c10d_functional
+        self._waits: dict[Any, Callable[[Tensor], Tensor]] = {
+            operations.wait_tensor.default: lambda tensor: tensor,
+            operations._wrap_tensor_autograd.default: functional.AsyncCollectiveTensor,
+        }
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is self._wait:
-            return args[0]
-        if func is self._wrap:
-            return self._waiting(args[0])
+        if func in self._waits:
+            return self._waits[func](args[0])
         if self.has_counts and _is_count(func, args, kwargs or {}):
             return run_with_values(func, args, kwargs or {})
         return super().dispatch(func, types, args, kwargs)
@@ -398,8 +397,3 @@ def _average(
     dist.all_reduce(buffer, async_op=True)
     future.set_result(buffer)
     return future
-
-
-def local_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor on this rank."""
-    return sum(one.numel() * one.itemsize for one in local_tensors(tensor))

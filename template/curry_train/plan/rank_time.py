@@ -169,19 +169,17 @@ class StepCourse:
         waits = {one for one in waits if one in self.collectives or self.streams[one] != stream}
         if waits:
             self.waits[index] = sorted(waits)
-        arguments = [
-            (argument, args[place] if place < len(args) else kwargs.get(argument.name))
-            for place, argument in enumerate(func._schema.arguments)
-        ]
+        arguments = func._schema.arguments
+        given = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
         if kind is not None:
-            self.collectives[index] = _collective(kind, func, arguments, out)
+            self.collectives[index] = _collective(kind, func, given, out)
             written = inputs
         else:
             written = _storages(
                 *(
-                    value
-                    for argument, value in arguments
-                    if argument.alias_info is not None and argument.alias_info.is_write
+                    given.get(one.name)
+                    for one in arguments
+                    if one.alias_info is not None and one.alias_info.is_write
                 )
             )
         self.writers.update(dict.fromkeys(made | written, index))
@@ -201,8 +199,7 @@ def kind_of_collective(func: Any) -> str | None:
     return next((kind for part, kind in KINDS_OF_NAMES.items() if part in name), None)
 
 
-def _collective(kind: str, func: Any, arguments: list[tuple[Any, Any]], out: Any) -> Collective:
-    given = {argument.name: value for argument, value in arguments}
+def _collective(kind: str, func: Any, given: dict[str, Any], out: Any) -> Collective:
     group: Any = given.get("process_group")
     if group is None:
         group = resolve_group(given["group_name"])
@@ -228,7 +225,7 @@ def resolve_group(name: str) -> Any:
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(one.numel() * one.itemsize for one in operands(tree))
+    return sum(one.nbytes for one in operands(tree))
 
 
 # Times of a course.
@@ -248,10 +245,6 @@ class RankSeconds(NamedTuple):
     @property
     def total(self) -> float:
         return self.compute + self.exposed + self.optimizer
-
-    def and_times(self, number: int, other: "RankSeconds") -> "RankSeconds":
-        """Return this time and so many times another one."""
-        return RankSeconds(*(own + number * one for own, one in zip(self, other, strict=True)))
 
     def to_json(self) -> dict[str, float]:
         seconds = {f"{name}_seconds": value for name, value in self._asdict().items()}

@@ -9,7 +9,7 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/plan/test_ranks.py`.
 import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -49,7 +49,7 @@ from .profiler import (
     STEP_PHASES,
     TEMPORARIES_GROUP,
 )
-from .rank_time import StepCourse
+from .rank_time import C10D_NAMESPACE, StepCourse
 from .workspaces import Convolution, convolutions_of
 
 # Storages of a program, which may be one rank among others.
@@ -62,7 +62,6 @@ MATRIX_PRODUCTS = {
 }
 # Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
 STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
-COLLECTIVES_NAMESPACE = "c10d"
 # Keys of what autograd's nodes note of layers: those that got the tensor, and the one that made it.
 NOTES = "layers of curry_train"
 MAKER = "maker"
@@ -76,8 +75,8 @@ class RankStorages(LiveStorages):
     number of the stream of each storage that is not of the default stream.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.streams: dict[Life, int] = {}
         self._stream_numbers: dict[Any, int] = {torch.cpu.current_stream(): 0}
         self._patches = contextlib.ExitStack()
@@ -116,7 +115,7 @@ class RankStorages(LiveStorages):
         if func is torch.ops.aten.lift_fresh.default:
             # `torch.tensor` has made its storage without an operation.
             self._meet(args[0], was_there=False)
-        if func.namespace == COLLECTIVES_NAMESPACE:
+        if func.namespace == C10D_NAMESPACE:
             lives = (life for tensor in operands(args, kwargs) for life in self.lives_of(tensor))
             for life in lives:
                 if isinstance(life.owner, tuple) and life.owner[0] in OWNERS_OF_PASSING:
@@ -252,7 +251,7 @@ class StepLives(RankStorages):
         device: torch.device,
         layers: Mapping[str, nn.Module],
         optimizer: torch.optim.Optimizer,
-        state: "OptimizerState | None" = None,
+        state: "OptimizerState | None",
     ) -> None:
         super().__init__(owner=self._owner_now, device=device)
         # What the optimizer's first step makes and frees on the device, if it is known.
@@ -271,13 +270,14 @@ class StepLives(RankStorages):
         self.before = 0
         self.running = StepLayers(self, layers)
         self.optimizer = optimizer
-        self.phase = STEP_PHASES[0]
+        self._later_phases = iter(STEP_PHASES)
+        self.phase = next(self._later_phases)
         self.phases: list[str] = []
         self.allocated: list[int] = []
         self.ends: dict[str, int] = {}
         # Numbers of events at the end of each phase, and at the first product of each thread.
         self.event_ends: dict[str, int] = {}
-        self.products: dict[str, int] = {}
+        self.products: dict[bool, int] = {}
         self.convolutions: list[Convolution] = []
         # Storages that exist before the step, and the gradients after it.
         self.given: list[Life] = []
@@ -288,8 +288,7 @@ class StepLives(RankStorages):
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func in MATRIX_PRODUCTS:
             # Autograd multiplies on a thread of its own.
-            thread = "backward" if self.phase == "backward" else "forward"
-            self.products.setdefault(thread, len(self.events))
+            self.products.setdefault(self.phase == "backward", len(self.events))
         with unwatched():
             out = super().run(func, args, kwargs)
             self.convolutions += convolutions_of(func, args, place=len(self.events))
@@ -336,18 +335,13 @@ class StepLives(RankStorages):
             self.follow_rest(record)
         self.given = list(self.lives)
 
-    def own(self, group: str, tensors: Iterable[Tensor]) -> None:
-        """Assign the tensors that the step made to a group."""
-        for tensor in tensors:
-            for life in self.lives_of(tensor):
-                if life.owner[0] != PARAMETERS_GROUP:
-                    life.owner = (group, REST_LAYER)
-
-    def take(self) -> None:
-        """Run the last phase, the optimizer step."""
-        take_eagerly(self.optimizer)
-        self.own(OPTIMIZER_STATE_GROUP, tensors_in(self.optimizer.state))
-        self.end_phase()
+    def own(self, group: str, tensors: Iterable[Tensor]) -> list[Life]:
+        """Assign the tensors that the step made to a group, and return their storages."""
+        lives = [life for tensor in tensors for life in self.lives_of(tensor)]
+        for life in lives:
+            if life.owner[0] != PARAMETERS_GROUP:
+                life.owner = (group, REST_LAYER)
+        return lives
 
     def end_phase(self) -> None:
         """Add a point for the bytes that remain when the local variables of a phase are gone."""
@@ -356,23 +350,23 @@ class StepLives(RankStorages):
         self.event_ends[self.phase] = len(self.events)
         self.num_operations += 1
         self._read()
-        self.phase = STEP_PHASES[min(STEP_PHASES.index(self.phase) + 1, len(STEP_PHASES) - 1)]
+        self.phase = next(self._later_phases, self.phase)
 
     def _read(self) -> None:
         self.phases.append(self.phase)
         if self.cuda:
             self.allocated.append(requested_bytes(self.cuda) - self.before)
 
-    def bytes_alive_by(self, key: Callable[[Life], Any]) -> dict[Any, NDArray[numpy.int64]]:
-        """Return the bytes alive after each operation, for each value of `key` of a storage."""
+    def bytes_by_group(self) -> dict[str, NDArray[numpy.int64]]:
+        """Return the bytes of each group that are alive after each operation."""
         length = len(self.phases)
-        changes: defaultdict[Any, NDArray[numpy.int64]]
+        changes: defaultdict[str, NDArray[numpy.int64]]
         changes = defaultdict(lambda: numpy.zeros(length + 1, dtype=numpy.int64))
         for life in self.lives:
-            change = changes[key(life)]
+            change = changes[life.owner[0]]
             change[life.born] += life.nbytes
             change[length if life.died is None else life.died] -= life.nbytes
-        return {value: numpy.cumsum(change[:length]) for value, change in changes.items()}
+        return {group: numpy.cumsum(change[:length]) for group, change in changes.items()}
 
     def _owner_now(self) -> tuple[str, str]:
         if self.phase == "forward":
@@ -387,15 +381,14 @@ class StepLives(RankStorages):
 
 # Optimizer state for models without values.
 
-Layouts = tuple[Any, ...]
-
 
 class OptimizerState:
     """Optimizer state of one model, which is rebuilt for each step, and one optimizer."""
 
     def __init__(self, values: ValuesInSteps) -> None:
         self._values = values
-        self._states: dict[Layouts, list[dict[str, Any]]] = {}
+        # By the layouts of the parameters: those of a rank are others than those of the model.
+        self._states: dict[Any, list[dict[str, Any]]] = {}
         self._is_replaced = False
         # Bytes that the first step allocated, and which of them it freed, in order.
         self.first_step: list[tuple[Life, bool]] = []
@@ -407,7 +400,7 @@ class OptimizerState:
         makes them anew in each step gets copies, whose release is part of the step.
         """
         parameters = [one for one in parameters_of(optimizer) if one.requires_grad]
-        key = _layouts(parameters)
+        key = tuple(map(_layout, parameters))
         if key not in self._states:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
@@ -417,10 +410,7 @@ class OptimizerState:
             self._states[key] = states
             take_eagerly(optimizer)
             after = [optimizer.state[parameter] for parameter in parameters]
-            ids = {id(one) for one in tree_iter(states)}
-            self._is_replaced = any(
-                isinstance(one, Tensor) and id(one) not in ids for one in tree_iter(after)
-            )
+            self._is_replaced = not {*tensors_in(states)}.issuperset(tensors_in(after))
         for parameter, state in zip(parameters, self._states[key], strict=True):
             given = tree_map_only(Tensor, torch.empty_like, state) if self._is_replaced else state
             optimizer.state[parameter].update(given)
@@ -452,13 +442,9 @@ class OptimizerState:
         return storages.events
 
 
-def _layouts(tensors: Sequence[Tensor]) -> Layouts:
-    """Return class, shape, stride and dtype of each tensor, and of its part on this rank."""
-    found: list[Any] = []
-    for tensor in tensors:
-        parts = ((one.shape, one.stride(), one.dtype) for one in local_tensors(tensor))
-        found.append((type(tensor), *parts))
-    return tuple(found)
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    """Return class and dtype of a tensor, and the shape of its part on this rank."""
+    return type(tensor), tensor.dtype, *(one.shape for one in local_tensors(tensor))
 
 
 # Cost of an operation: its FLOPs, and the bytes it reads and writes.
@@ -474,7 +460,7 @@ def operation_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, in
     storages = {value.untyped_storage()._cdata for value in inputs}
     if not mutable and all(value.untyped_storage()._cdata in storages for value in outputs):
         return 0, 0
-    moved = sum(value.numel() * value.itemsize for value in inputs | outputs)
+    moved = sum(value.nbytes for value in inputs | outputs)
     return operation_flops(func, args, kwargs, out), moved
 
 

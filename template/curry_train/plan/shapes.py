@@ -79,8 +79,8 @@ class KernelsAsTheyRun(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         # The device whose kernels are meant; their statistics differ in dtype.
         self.kernels = kernels
-        # What an optimizer's step reads off tensors, if that is allowed.
-        self.values: ValuesInSteps | None = None
+        # What an optimizer's step reads off tensors.
+        self.values = ValuesInSteps()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,7 +90,7 @@ class KernelsAsTheyRun(FakeTensorMode):
             and has_values(args[0])
         ):
             return run_with_values(func, args, kwargs)
-        if func is READ_OPERATION and self.values is not None and self.values.num_running:
+        if func is READ_OPERATION and self.values.num_running:
             return self.values.answer(args[0].dtype)
         if func is NORM_BACKWARD and not args[0].is_contiguous():
             with self:
@@ -305,9 +305,9 @@ class HalfPrecisionCopies:
     def __init__(self) -> None:
         self._copies: dict[Tensor, Tensor] = {}
 
-    def __call__(self, value: Any) -> Any:
+    def convert(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
-            return type(value)(map(self, value))
+            return type(value)(map(self.convert, value))
         if not isinstance(value, Tensor) or value.dtype is not torch.float32:
             return value
         dtype = torch.get_autocast_dtype("cpu")
@@ -438,19 +438,16 @@ def is_subclass_refusal(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def pretended(
-    *, mode: FakeTensorMode | None = None, kernels: str = "cpu", values: ValuesInSteps | None = None
-) -> Iterator[FakeTensorMode]:
+    *, mode: KernelsAsTheyRun | None = None, kernels: str = "cpu"
+) -> Iterator[KernelsAsTheyRun]:
     """Make all new tensors fake, and map CUDA devices to the CPU.
 
-    Only tensors of the same `mode` can be used together. `values` are for optimizers that read
-    values while they step.
+    Only tensors of the same `mode` can be used together.
     """
     if kernels not in KERNEL_DEVICES:
         raise ValueError(f"kernels must be one of {KERNEL_DEVICES}, got {kernels!r}")
     if mode is None:
         mode = KernelsAsTheyRun(kernels=kernels)
-    if isinstance(mode, KernelsAsTheyRun):
-        mode.values = values
     here = _Here(cuda=kernels == "cuda")
     nothing = contextlib.nullcontext()
     with (
@@ -464,7 +461,7 @@ def pretended(
         mode,
         as_on_cuda(here.copies) if here.cuda else nothing,
         capturable_anywhere() if here.cuda else nothing,
-        nothing if values is None else values.during_steps(),
+        mode.values.during_steps(),
         here,
     ):
         yield mode
@@ -483,12 +480,9 @@ def _recomputes_in_modes(owner: Any, name: str) -> Any:
     return mock.patch.object(owner, name, patched)
 
 
-def host_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes that an optimizer keeps on the host to step there; 0 for all others."""
-    if not isinstance(optimizer, SteppedOnHost):
-        return 0
-    values = ValuesInSteps()
-    with pretended(values=values) if fake_mode() is None else contextlib.nullcontext():
+def host_bytes(optimizer: SteppedOnHost) -> int:
+    """Return the bytes that an optimizer keeps on the host to step there."""
+    with pretended() if fake_mode() is None else contextlib.nullcontext():
         copies = [
             nn.Parameter(torch.empty(one.shape, dtype=one.dtype)) for one in optimizer.on_host()
         ]
@@ -581,6 +575,10 @@ class _Here(TorchFunctionMode):
         super().__init__()
         self.cuda = cuda
         self.copies = HalfPrecisionCopies()
+        self._conversions = {
+            **dict.fromkeys(HALF_PRECISION_FUNCTIONS, self.copies.convert),
+            **dict.fromkeys(FLOAT32_FUNCTIONS, in_float32),
+        }
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -599,7 +597,7 @@ class _Here(TorchFunctionMode):
         if getattr(function, "__module__", None) == "torch.nn.init":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         if function in CONVERSIONS and isinstance(args[0], FakeTensor):
-            args = (_with_value(args[0], _target_dtype(function, args, kwargs)), *args[1:])
+            args = (_with_value(function, args, kwargs), *args[1:])
         if _has_values(function, args, kwargs):
             return run_with_values(function, args, kwargs)
         made = self._run(function, args, kwargs)
@@ -609,34 +607,29 @@ class _Here(TorchFunctionMode):
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         if self.cuda:
-            if function in FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
-                args = tuple(map(in_float32, args))
-                kwargs = {name: in_float32(value) for name, value in kwargs.items()}
-            elif function in HALF_PRECISION_FUNCTIONS and torch.is_autocast_enabled("cpu"):
-                args = tuple(map(self.copies, args))
-                kwargs = {name: self.copies(value) for name, value in kwargs.items()}
+            convert = self._conversions.get(function)
+            if convert is not None and torch.is_autocast_enabled("cpu"):
+                args = tuple(map(convert, args))
+                kwargs = {name: convert(value) for name, value in kwargs.items()}
             function = STAND_INS.get(function, function)
         return function(*args, **kwargs)
 
 
-def _with_value(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a real tensor of equal values in place of `torch.ones` or `torch.zeros`.
+def _with_value(function: Any, args: Any, kwargs: Any) -> Tensor:
+    """Return a real tensor to convert in place of what `torch.ones` or `torch.zeros` made.
 
     A model makes its mask this way in float32, and the code that reads the mask as booleans skips
     it where nothing is masked. A tensor that was written to since is returned as it is.
     """
+    tensor: Tensor = args[0]
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
+    dtype = given[0] if given else CONVERSIONS[function]
     value, version = vars(tensor).get("uniform_value", (None, None))
     if value is None or tensor._version != version or dtype.is_floating_point or dtype.is_complex:
         return tensor
     with unset_fake_temporarily():
         real: Tensor = value.expand(tensor.shape)
         return real
-
-
-def _target_dtype(function: Any, args: Any, kwargs: Any) -> torch.dtype:
-    """Return the dtype that a method of `CONVERSIONS` converts to."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-    return given[0] if given else CONVERSIONS[function]
 
 
 class EveryLayerRuns(TorchFunctionMode):

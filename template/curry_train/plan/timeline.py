@@ -25,7 +25,8 @@ from .profiler import (
     ALLOCATOR_GROUP,
     GRADIENTS_GROUP,
     MEMORY_GROUPS,
-    RANK_GROUPS,
+    OPTIMIZER_STATE_GROUP,
+    SPECIAL_GROUPS,
     Peak,
     Point,
     Timeline,
@@ -62,31 +63,29 @@ def record_step_storages(
         )
     device = trained[0].device
     layers = divide(module, blocks=blocks)
+    copied = copy_optimizer(optimizer, {one: one for one in stepped})
     with (
         as_trained(module),
         _kept(dict.fromkeys([*trained, *stepped] if state is None else [])),
         seeded(0),
         torch.enable_grad(),
-        contextlib.ExitStack() as stack,
+        copy_steps(optimizer, copied),
     ):
         gc.collect()
-        original = optimizer
-        optimizer = copy_optimizer(original, {one: one for one in stepped})
-        stack.enter_context(copy_steps(original, optimizer))
         if state is None:
-            run_recorded_step(module, batch, loss, optimizer)
+            run_recorded_step(module, batch, loss, copied)
         else:
-            state.give_state(optimizer)
-        _set_gradients(trained, optimizer, accumulated=accumulated, real=state is None)
+            state.give_state(copied)
+        _set_gradients(trained, copied, accumulated=accumulated, real=state is None)
 
         gc.collect()
-        lives = StepLives(module, device, layers, optimizer, state)
+        lives = StepLives(module, device, layers, copied, state)
         lives.follow_all(batch)
         if lives.cuda:
             # The first step has made the workspaces of the libraries.
             lives.before = requested_bytes(lives.cuda) - lives.bytes_alive
         with holding_output(module, keeps_output), lives.running, lives:
-            run_recorded_step(module, batch, loss, optimizer, lives)
+            run_recorded_step(module, batch, loss, copied, lives)
         return lives
 
 
@@ -102,11 +101,10 @@ def _set_gradients(
             "microbatch a step (plan: --microbatch as large as --global-batch), or turn it off"
         )
     stepped = {*parameters_of(optimizer)}
+    # An optimizer that steps in backward has freed them in its first step.
+    lacks_all = accumulated and (not real or isinstance(optimizer, StepInBackward))
     for parameter in trained:
-        if not real and (accumulated or parameter not in stepped):
-            parameter.grad = torch.empty_like(parameter)
-        elif real and accumulated and isinstance(optimizer, StepInBackward):
-            # The first step has freed them.
+        if lacks_all or not (real or parameter in stepped):
             parameter.grad = torch.zeros_like(parameter)
 
 
@@ -175,15 +173,14 @@ def run_recorded_step(
             "that it gets as its argument"
         )
     if record:
-        record.own(GRADIENTS_GROUP, gradients)
-        record.gradients = [life for tensor in gradients for life in record.lives_of(tensor)]
+        record.gradients = record.own(GRADIENTS_GROUP, gradients)
         record.end_phase()
     del gradients
 
+    take_eagerly(optimizer)
     if record:
-        record.take()
-    else:
-        take_eagerly(optimizer)
+        record.own(OPTIMIZER_STATE_GROUP, tensors_in(optimizer.state))
+        record.end_phase()
 
 
 # Timeline: measure the bytes alive through one training step, by owner.
@@ -203,12 +200,12 @@ def measure_timeline(module: nn.Module, batch: Any, loss: Loss, **options: Any) 
 
 def timeline_of(record: StepLives) -> Timeline:
     """Build the timeline of a recorded step."""
-    curves = record.bytes_alive_by(lambda life: life.owner[0])
+    curves = record.bytes_by_group()
     none = numpy.zeros(len(record.phases), dtype=numpy.int64)
     owners = {
         group: curves.get(group, none)
         for group in MEMORY_GROUPS
-        if group in curves or group not in (*RANK_GROUPS, ALLOCATOR_GROUP)
+        if group in curves or group not in SPECIAL_GROUPS
     }
     totals = sum(owners.values(), none)
     if record.cuda:
