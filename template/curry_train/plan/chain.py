@@ -184,7 +184,7 @@ def chain_of(
 
             def peak(step: StepEstimate, name: str = name) -> int:
                 # A rank may not have a block.
-                return step.blocks[name].peak if name in step.blocks else last.blocks[name].peak
+                return step.blocks.get(name, last.blocks[name]).peak
 
             blocks.append(_price(name, menus[name], microbatch, steps, profile))
             held += float(blocks[-1].held[0])

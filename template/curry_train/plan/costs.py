@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/plan/test_menu.py`.
 
 import functools
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,21 +98,21 @@ def _run_and_drop(
     # FSDP2 frees the storages of a block's parameters after its forward.
     parameters = {parameter.untyped_storage()._cdata for parameter in block.parameters()}
 
-    def pack(tensor: Tensor) -> Any:
+    def pack(tensor: Tensor) -> Callable[[], Tensor]:
         # As in `offload_blocks`, parameters stay, and so do DTensors with storages below.
         base = tensor if tensor._base is None else tensor._base
         is_weight = tensor.untyped_storage()._cdata in parameters
         if is_weight or isinstance(base, nn.Parameter) or has_wrapper([type(tensor)]):
-            return tensor
-        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+            return lambda: tensor
+        return functools.partial(
+            torch.empty_strided,
+            tensor.shape,
+            tensor.stride(),
+            dtype=tensor.dtype,
+            device=tensor.device,
+        )
 
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        shape, stride, dtype, device = packed
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-    with saved_tensors_hooks(pack, unpack):
+    with saved_tensors_hooks(pack, lambda make: make()):
         return forward(*args, **kwargs)
 
 
@@ -150,14 +150,12 @@ def candidates(
     On paper, keeping the output of a call costs its bytes, recomputing it costs its FLOPs, and the
     last call is never recomputed. Full recompute is always measured.
     """
-    places: Counter[str] = Counter()
+    families = [family for family, _, _ in expensive]
     named: list[Named] = []
-    for family, made, flops in expensive:
-        named.append(((family, places[family]), made, flops))
-        places[family] += 1
-    if named:
-        last, made, _ = named[-1]
-        named[-1] = (last, made, 0)
+    for place, (family, made, flops) in enumerate(expensive):
+        is_last = place == len(expensive) - 1
+        call = family, families[:place].count(family)
+        named.append((call, made, 0 if is_last else flops))
 
     options = [Option(FULL_KIND), Option(REGIONS_KIND)]
     if offload:

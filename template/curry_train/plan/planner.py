@@ -11,7 +11,6 @@ Then the whole step of each candidate that may win is estimated, and corrects th
 Proof: `python -m pytest tests/plan/test_plan.py`.
 """
 
-import contextlib
 import functools
 import textwrap
 import time
@@ -22,14 +21,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import primitives
-from ..core.measure import heap_kept
 from ..core.wording import format_bytes, require_whole
 from ..workloads.workload import Workload
 from .card import Card
 from .costs import MEASURED_MICROBATCH_SIZES
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
-from .optimizers import OptimizerFactory
+from .parallel import name_of
 from .profiler import OPTIMIZER_STATE_GROUP, Timeline
 from .rank_time import Links, links_of
 from .saved import OPTION_KINDS, Candidate, Plan, fingerprint
@@ -112,13 +110,6 @@ class Infeasible(ValueError):
         self.least_bytes = least_bytes
 
 
-def _name_of(optimizer: str | float | OptimizerFactory) -> str | float:
-    """Return an optimizer's name for a plan file."""
-    if callable(optimizer):
-        return f"{optimizer.__module__}:{getattr(optimizer, '__qualname__', 'factory')}"
-    return optimizer
-
-
 def plan(
     workload: Workload | str,
     budget_bytes: int,
@@ -171,29 +162,20 @@ class Planner:
             )
         self.sharding = self.sketch.sharding
         self.tell = tell
-        # The choice of the caller, and the choices to try.
-        self.asked = self.chunked_loss = chunked_loss
-        self.without = tuple(without)
-        self.left_out: list[str] = []  # options that could not run, with the reason
-        self.limit_notes: list[str] = []  # what of the budget is left free
+        self.asked = chunked_loss
+        self.without = without
         self.whole_steps = WholeSteps(
             self.sketch, card=self.card, links=links or links_of(self.profile.name)
         )
-        self._best: Candidate | None = None  # of the latest plan
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Planner":
         self._began = time.monotonic()
         self.tell("building the model from shapes")
-        # An error in here must not leave the modes of the sketch behind.
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.sketch)
-            stack.enter_context(heap_kept())
-            self._stack = stack.pop_all()
+        self.sketch.__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._stack.close()
+        self.sketch.__exit__(*raised)
 
     def _tell(self, message: str, done: float) -> None:
         """Pass a message on; after a while with the time left, if the rest goes as fast."""
@@ -223,8 +205,7 @@ class Planner:
         }
 
     def planned_timeline(self) -> Timeline:
-        """Return the timeline of the planned step."""
-        assert self._best is not None
+        """Return the timeline of the step that was planned last."""
         return self.whole_steps.step(self._best).timeline
 
     def plan(
@@ -234,10 +215,11 @@ class Planner:
         require_whole("budget_bytes", budget_bytes, least=1)
         require_whole("global_batch", global_batch, least=1)
 
+        # The notes are on what of the budget is left free.
         budget_bytes, self.limit_notes = self.card.limit(budget_bytes)
         tried = [
-            self.whole_steps.predict(Candidate(size, steps, chunked), budget_bytes)
-            for size, steps, chunked in self._tried(global_batch, microbatch)
+            self.whole_steps.predict(one, budget_bytes)
+            for one in self._tried(global_batch, microbatch)
         ]
         # The search considers its whole step too.
         own = self._own(tried, microbatch, budget_bytes)
@@ -286,8 +268,8 @@ class Planner:
             own = self.whole_steps.whole(own)
         return own.within(budget_bytes)
 
-    def _tried(self, global_batch: int, microbatch: int | None) -> Iterator[tuple[int, int, bool]]:
-        """Yield the settings to try: microbatch size, number of microbatches, chunked loss."""
+    def _tried(self, global_batch: int, microbatch: int | None) -> list[Candidate]:
+        """Return the settings to try: microbatch size, number of microbatches, chunked loss."""
         sizes = self.sharding.microbatches(global_batch, microbatch)
         if sizes[0][0] == 1 and not self._runs_on_one_sample:
             del sizes[0]
@@ -296,9 +278,9 @@ class Planner:
                 "the model does not train on a microbatch of 1 sample, which a norm over the "
                 "batch may refuse: plan for 2 or more"
             )
-        for chunked in self._losses():
-            for size, steps in sizes:
-                yield size, steps, chunked
+        return [
+            Candidate(size, steps, chunked) for chunked in self._losses for size, steps in sizes
+        ]
 
     @functools.cached_property
     def _runs_on_one_sample(self) -> bool:
@@ -311,30 +293,30 @@ class Planner:
             return False
         return True
 
+    @functools.cached_property
     def _losses(self) -> list[bool]:
-        """Measure the ways to run the loss that are tried: whole, in chunks, or both.
+        """The ways to run the loss that are tried, each measured: whole, in chunks, or both.
 
         A chunk has a quarter as many tokens as the head is wide, so the head's gradient is read and
         written four times in all.
         """
-        if self.asked is not True:
+        losses = []
+        if not self.asked:
             self._measure(chunked=False)
-        if self.chunked_loss is False:
-            return [False]
-        try:
-            if self.whole_steps.chunk_tokens is None:
+            losses.append(False)
+        if self.asked is not False:
+            try:
                 model = self.sketch.build()
                 (name,) = primitives.apply_chunked_loss(model)
                 width = next(model.get_submodule(name).parameters()).shape[1]
                 self.whole_steps.chunk_tokens = max(1, width // 4)
-            self._measure(chunked=True)
-        except (ValueError, ImportError):
-            # No head, a loss that reads the logits, or a project without this technique.
-            if self.chunked_loss:
-                raise
-            self.chunked_loss = False
-            return [False]
-        return [True] if self.chunked_loss else [False, True]
+                self._measure(chunked=True)
+                losses.append(True)
+            except ValueError:
+                # No head, or a loss that reads the logits.
+                if self.asked:
+                    raise
+        return losses
 
     def _measure(self, *, chunked: bool) -> None:
         """Estimate the plain steps of the measured sizes, and once what blocks cost."""
@@ -346,7 +328,7 @@ class Planner:
         )
         self.whole_steps.plain_steps(chunked=chunked)
         if is_first:
-            self.left_out = self.whole_steps.measure(
+            self.whole_steps.measure(
                 chunked=chunked,
                 offload=self.card.kernels == "cuda" and self.sketch.why_real is None,
                 without=self.without,
@@ -385,9 +367,9 @@ class Planner:
                 "seed": case.seed,
                 "host_note": sketch.host_note,
                 "limit_notes": self.limit_notes,
-                "optimizer": _name_of(sketch.optimizer),
+                "optimizer": name_of(sketch.optimizer),
                 "why_real": sketch.why_real,
-                "left_out": self.left_out,
+                "left_out": self.whole_steps.left_out,
             },
             why=why_it_won(best, found, plain)
             + what_microbatches_change(module, best)

@@ -74,8 +74,8 @@ class WholeSteps:
             )
         return self._priced[key]
 
-    def measure(self, *, chunked: bool, **options: Any) -> list[str]:
-        """Measure what the options of blocks cost; return those that could not run, and why.
+    def measure(self, *, chunked: bool, **options: Any) -> None:
+        """Measure what the options of blocks cost; those that can't run are `left_out`.
 
         `options` are those of `measure_menus`.
         """
@@ -83,14 +83,13 @@ class WholeSteps:
         def step_of(size: int, changes: Mapping[str, Option]) -> StepEstimate:
             return self.recorded(Candidate(size, 1, chunked, options=changes), alone=True)
 
-        self.menus, left_out = measure_menus(
+        self.menus, self.left_out = measure_menus(
             step_of,
             self.sketch.blocks(self.sketch.build()),
             self.plain_steps(chunked=chunked),
             profile=self.profile,
             **options,
         )
-        return left_out
 
     def predict(self, candidate: Candidate, budget_bytes: int) -> Candidate:
         """Return the chain's choice for a budget, or the one with the least peak if none fits."""
@@ -125,8 +124,9 @@ class WholeSteps:
         chain = self.priced(candidate)
         near, far = (round(ratio * budget_bytes) for ratio in NEAR_RATIOS)
         expected = chain.fastest(near) or chain.fastest(far)
+        blocks = self.plain_steps(chunked=candidate.chunked_loss)[-1].blocks
         # Of blocks that run several times, the chain may predict far too much.
-        if expected is None and not self._runs_again(candidate):
+        if expected is None and all(block.calls <= 1 for block in blocks.values()):
             return None
         if expected is not None and best is not None:
             seconds = self.seconds(replace(candidate, options=expected))
@@ -143,11 +143,6 @@ class WholeSteps:
             chain = chain.shifted_to(options, tried[-1].peak_bytes)
         seen = [one for one in self.looked_at(candidate) if one.peak_bytes <= budget_bytes]
         return min(seen, key=order, default=min(tried, key=lambda one: one.peak_bytes))
-
-    def _runs_again(self, candidate: Candidate) -> bool:
-        """Check whether blocks run several times."""
-        step = self.plain_steps(chunked=candidate.chunked_loss)[-1]
-        return any(block.calls > 1 for block in step.blocks.values())
 
     def least(self, candidate: Candidate) -> Candidate:
         """Return the options with the least peak for this microbatch, regardless of time."""
