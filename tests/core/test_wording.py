@@ -81,8 +81,8 @@ def test_json_has_a_row_a_line(tmp_path):
         (format_percent, 0.256, "26%"),
         (format_percent, 0.0567, "5.7%"),
         (format_percent, None, "-"),
-        (format_duration, 0, "0:00"),
-        (format_duration, 61, "1:01"),
+        (format_duration, 0, "0:00:00"),
+        (format_duration, 61, "0:01:01"),
         (format_duration, 3725, "1:02:05"),
     ],
 )

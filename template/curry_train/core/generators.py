@@ -55,14 +55,10 @@ def set_generator_states(states: Mapping[str, Any]) -> None:
 
 def same_state(one: Any, other: Any) -> bool:
     """Compare two states of generators: tensors, arrays and numbers in dicts and tuples."""
-    parts = tree_leaves(one)
-    others = tree_leaves(other)
-    return len(parts) == len(others) and all(map(_same_part, parts, others))
-
-
-def _same_part(one: Any, other: Any) -> bool:
-    equal = one == other
-    return bool(equal.all() if hasattr(equal, "all") else equal)
+    parts, others = tree_leaves(one), tree_leaves(other)
+    return len(parts) == len(others) and all(
+        torch.as_tensor(a == b).all() for a, b in zip(parts, others, strict=True)
+    )
 
 
 def generator_digests() -> dict[str, str]:

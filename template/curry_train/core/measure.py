@@ -593,10 +593,6 @@ class LayerMemory:
     calls: int
 
     @property
-    def megabytes(self) -> float:
-        return self.bytes / 2**20
-
-    @property
     def saving_bytes(self) -> int:
         """Bytes that recomputing the layer frees; negative if it would hold more than before."""
         return self.bytes - self.boundary_bytes

@@ -12,6 +12,7 @@ Proof: `python -m pytest tests/runs/test_fingerprints.py tests/gates/test_loop.p
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
@@ -56,10 +57,8 @@ def _of_training(watch: Call) -> Call:
     """Leave out the step by which torch makes an optimizer's state, before it saves or loads it."""
 
     def run(*args: Any) -> Any:
-        frame: Any = sys._getframe()
-        while frame and frame.f_code.co_name != "_init_optim_state":
-            frame = frame.f_back
-        return None if frame else watch(*args)
+        names = [frame.f_code.co_name for frame, _ in traceback.walk_stack(None)]
+        return None if "_init_optim_state" in names else watch(*args)
 
     return run
 

@@ -100,10 +100,8 @@ def format_percent(ratio: float | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format seconds as minutes and seconds, with hours if there are any."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    """Format seconds as hours, minutes and seconds: `0:01:05`."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 # Refuse a wrong value, and suggest the closest known name for a misspelled one.

@@ -104,7 +104,7 @@ class ProfileReport:
             name = _shorten(layer.name, 30)
             lines.append(
                 f"{name:<30} {_shorten(layer.class_name, 17):<17} {layer.calls or '':>5} "
-                f"{layer.megabytes:>10.3f} {_share(layer.bytes, self.held_bytes):>6} "
+                f"{layer.bytes / 2**20:>10.3f} {_share(layer.bytes, self.held_bytes):>6} "
                 f"{_share(max(0, layer.saving_bytes), self.held_bytes):>6}"
             )
 

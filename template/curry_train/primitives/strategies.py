@@ -464,7 +464,7 @@ def _large_layers(
     large = {
         layer.name
         for layer in layers
-        if layer.megabytes >= config.memory_threshold_mb and layer.saving_bytes > 0
+        if layer.bytes / 2**20 >= config.memory_threshold_mb and layer.saving_bytes > 0
     }
     names = _filtered(config, [layer.name for layer in layers])
     return [name for name in names if name in large]
