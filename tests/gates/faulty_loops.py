@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 from torch import nn
+from torch.distributions import Normal, kl_divergence
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
@@ -22,6 +23,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
+    StepLR,
 )
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
@@ -377,12 +379,20 @@ def rows_normalized_for_nothing():
     fit(loss=loss)
 
 
+def best_weights_without_a_copy():
+    model, optimizer = started()
+    for batch in loader(512):
+        step(optimizer, loss_of(model, batch))
+        if batch:
+            best_weights = model.state_dict()  # here
+    model.load_state_dict(best_weights)
+
+
 def average_kept_in_a_name():
     model, optimizer = started()
-    average = copy.deepcopy(model).requires_grad_(False)
-    for inputs, labels in loader():
-        loss = F.mse_loss(model(inputs), average(inputs)) + loss_of(model, (inputs, labels))
-        step(optimizer, loss)
+    average = copy.deepcopy(model)
+    for batch in loader():
+        step(optimizer, loss_of(model, batch))
         with torch.no_grad():
             for kept, newest in zip(average.parameters(), model.parameters(), strict=True):
                 kept = 0.9 * kept + 0.1 * newest  # here
@@ -390,20 +400,10 @@ def average_kept_in_a_name():
 
 def copied_into_a_dictionary():
     model, optimizer = started()
-    target = copy.deepcopy(model).requires_grad_(False)
-    for inputs, _ in loader():
-        step(optimizer, F.mse_loss(model(inputs), target(inputs) + 1))
+    target = copy.deepcopy(model)
+    for batch in loader():
+        step(optimizer, loss_of(model, batch))
         target.state_dict().update(model.state_dict())  # here
-
-
-def drawn_without_a_gradient():
-    encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
-    optimizer = Adam([*encoder.parameters(), *decoder.parameters()])
-    for inputs, _ in loader():
-        mean, spread = encoder(inputs).chunk(2, 1)
-        code = torch.distributions.Normal(mean, spread.exp()).sample()  # here
-        divergence = (mean.square() + spread.exp() - spread).mean()
-        step(optimizer, F.mse_loss(decoder(code), inputs) + divergence)
 
 
 def mode_named_alone():
@@ -442,6 +442,31 @@ def teacher_inside_set_to_training_mode():
     fit(model, adamw(model.student))
 
 
+def warm_up_over_the_schedule():
+    model, optimizer = started()
+    schedule = StepLR(optimizer, 2, 0.5)
+    for number, batch in enumerate(loader(128)):
+        optimizer.param_groups[0].update(lr=1e-3 * min(1, (number + 1) / 5))
+        step(optimizer, loss_of(model, batch))
+        schedule.step()  # here
+
+
+def pixels_viewed_as_rows():
+    model = nn.Conv2d(1, 5, 3, padding=1)
+    images = [(torch.randn(8, 1, 4, 4), torch.randint(5, (8, 4, 4))) for _ in range(8)]
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits.view(-1, 5), labels.flatten())  # here
+
+    fit(model, batches=images, loss=loss)
+
+
+def targets_of_another_shuffling():
+    inputs = DataLoader(torch.randn(64, 8), 8, shuffle=True)
+    targets = DataLoader(torch.randn(64, 1), 8, shuffle=True)
+    fit(nn.Linear(8, 1), batches=zip(inputs, targets, strict=True), loss=F.mse_loss)  # here: fetch
+
+
 def state_of_other_samples():
     cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
     optimizer = Adam([*cell.parameters(), *head.parameters()])
@@ -452,17 +477,10 @@ def state_of_other_samples():
         step(optimizer, F.mse_loss(head(outputs), series[..., :1] * 2))
 
 
-def labels_of_another_shuffling():
-    inputs = DataLoader(torch.randn(64, 8), 8, shuffle=True)
-    labels = DataLoader(torch.randint(5, (64,)), 8, shuffle=True)
-    fit(batches=zip(inputs, labels, strict=True))  # here: fetch
-
-
 def warm_up_of_what_is_warmed_up():
     model, optimizer = started()
     for number, batch in enumerate(loader(128)):
-        for group in optimizer.param_groups:
-            group["lr"] *= min(1, (number + 1) / 10)  # here
+        optimizer.param_groups[0]["lr"] *= min(1, (number + 1) / 10)  # here
         step(optimizer, loss_of(model, batch))
 
 
@@ -934,23 +952,32 @@ def divergence_made_larger():
     variational(0.5)  # here: divergence
 
 
-def probabilities_made_smaller():
-    rows = torch.arange(8)
-    fit(loss=lambda logits, labels: logits.log_softmax(1)[rows, labels].mean())  # here: sample
-
-
-def divergence_of_distributions_made_larger():
+def coded(*, draw="rsample", weight=1.0):
+    """Train an autoencoder whose codes are drawn from distributions near to the normal one."""
     encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
 
     def loss(code, inputs):
         mean, spread = code.chunk(2, 1)
-        own = torch.distributions.Normal(mean, spread.exp())
-        normal = torch.distributions.Normal(0.0, 1.0)
-        divergence = torch.distributions.kl_divergence(own, normal).sum(1).mean()
-        return F.mse_loss(decoder(own.rsample()), inputs) - divergence  # here
+        own = Normal(mean, spread.exp())
+        drawn = getattr(own, draw)()  # draw
+        divergence = kl_divergence(own, Normal(0.0, 1.0)).sum(1).mean()
+        return F.mse_loss(decoder(drawn), inputs) + weight * divergence  # coded
 
     pairs = [(one, one) for one, _ in loader()]
     fit(encoder, adamw(nn.ModuleList([encoder, decoder])), pairs, loss=loss)
+
+
+def drawn_without_a_gradient():
+    coded(draw="sample")  # here: draw
+
+
+def divergence_of_distributions_made_larger():
+    coded(weight=-1.0)  # here: coded
+
+
+def probabilities_made_smaller():
+    rows = torch.arange(8)
+    fit(loss=lambda logits, labels: logits.log_softmax(1)[rows, labels].mean())  # here: sample
 
 
 def targets_with_a_gradient():
@@ -1556,7 +1583,7 @@ FAULTY = {
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
         model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,
-        one_layer_many_times,
+        one_layer_many_times, best_weights_without_a_copy,
     ],
     "schedule": [
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
@@ -1566,6 +1593,7 @@ FAULTY = {
         cycle_of_steps_by_epochs, rate_as_a_factor,
         plateau_of_a_measure_that_grows, rates_of_groups_made_equal, decay_of_groups_made_equal,
         schedule_of_the_other_optimizer, warm_up_of_what_is_warmed_up,
+        warm_up_over_the_schedule,
     ],
     "scaler": [
         unscaled_per_microbatch, one_of_two_losses_scaled, half_without_a_scaler,
@@ -1575,7 +1603,8 @@ FAULTY = {
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
-        viewed_instead_of_transposed, probabilities_for_ctc, each_with_each_in_a_module,
+        viewed_instead_of_transposed, pixels_viewed_as_rows,
+        probabilities_for_ctc, each_with_each_in_a_module,
     ],
     "targets": [
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
@@ -1599,7 +1628,7 @@ FAULTY = {
         teacher_inside_set_to_training_mode,
     ],
     "data": [
-        state_of_other_samples, labels_of_another_shuffling,
+        state_of_other_samples, targets_of_another_shuffling,
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,

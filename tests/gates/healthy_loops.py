@@ -1554,17 +1554,20 @@ def vector_quantized():
         step(optimizer, loss)
 
 
-def losses_that_nothing_reads():
+def pooled_over_the_image():
+    model = nn.Sequential(nn.Conv2d(1, 5, 3), nn.AdaptiveAvgPool2d(1))
+    images = [(torch.randn(8, 1, 4, 4), torch.randint(5, (8,))) for _ in range(8)]
+    fit(model, batches=images, loss=lambda out, labels: F.cross_entropy(out.view(-1, 5), labels))
+
+
+def warm_up_before_a_schedule():
     model, optimizer = started()
-
-    def trained(batch):
-        loss = loss_of(model, batch)
-        step(optimizer, loss)
-        return loss * 2
-
-    for batch in loader():
-        value_for_later = trained(batch)  # noqa: F841
-    fit_with_closures(model, LBFGS(model.parameters()), [batch] * 6, loss=F.cross_entropy)
+    schedule = CosineAnnealingLR(optimizer, 100)
+    for number, batch in enumerate(loader(128)):
+        if number < 50:
+            optimizer.param_groups[0]["lr"] = 1e-3 * (number + 1) / 50
+        step(optimizer, loss_of(model, batch))
+        schedule.step()
 
 
 def state_within_a_batch():

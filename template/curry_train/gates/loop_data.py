@@ -305,9 +305,7 @@ def shuffled_apart(trace: Trace) -> Faults:
     ]
     inputs = [one for one in shuffled if one in trace.trained_fetches]
     labels = [
-        one
-        for one in shuffled
-        if one.is_used and one.integers and len(one.digests) == 1 and one not in inputs
+        one for one in shuffled if one.is_used and len(one.digests) == 1 and one not in inputs
     ]
     if labels and any(not one.is_used for one in inputs):
         hint = "draw both from one loader, as of a TensorDataset(inputs, labels)"

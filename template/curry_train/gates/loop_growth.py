@@ -177,7 +177,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     word = rf"\b{re.escape(name)}\b"
     adds = re.compile(
         rf"{word}[\"'\]]*(\.(append|add|extend|insert|appendleft|update|setdefault)\("
-        rf"|\[.*\](\.append\(|\s*=[^=])|\s*\+=|\s*=.*{word}\s*\+)"
+        rf"|\[.*\](\.append\(|\s*\+?=[^=])|\s*\+=|\s*=.*{word}\s*\+)"
     )
     # Lines that keep a container from growing without end: they remove entries, look for a key
     # first, add up to a limit, or make it anew within a loop.

@@ -85,6 +85,33 @@ def _lost_in_loops(file: str) -> set[tuple[int, str]]:
     return found
 
 
+@functools.cache
+def weights_kept(code: Any) -> list[str]:
+    """Return lines of a loop that keep a model's state_dict(), loaded again after that loop."""
+    own = {number for _, _, number in code.co_lines()}
+    tree = ast.parse("".join(linecache.getlines(code.co_filename)))
+    loads = {
+        f"{ast.unparse(one.func.value)} {ast.unparse(one.args[0])}": one.lineno
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Call)
+        and isinstance(one.func, ast.Attribute)
+        and one.func.attr == "load_state_dict"
+        and one.args
+    }
+    found = []
+    for loop in ast.walk(tree):
+        if isinstance(loop, ast.For | ast.While):
+            for one in ast.walk(loop):
+                match one:
+                    case ast.Assign(
+                        targets=[kept], value=ast.Call(ast.Attribute(model, "state_dict"))
+                    ) if one.lineno in own:
+                        number = loads.get(f"{ast.unparse(model)} {ast.unparse(kept)}", 0)
+                        if number > (loop.end_lineno or 0):
+                            found.append(place_of(code.co_filename, one.lineno))
+    return found
+
+
 def source_line(frame: Any) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
 

@@ -234,11 +234,14 @@ def _own_pairs(given: Tensor, target: Tensor) -> Doubts:
 
 
 def _is_scrambled(given: Tensor) -> bool:
-    """Return whether classes that were last are second now, by a view alone."""
+    """Return whether classes that were last are second now, or the reverse, by a view alone."""
     node: Any = given.grad_fn
-    if given.dim() < 3 or operation(node) not in ("View", "UnsafeView", "Reshape"):
+    if operation(node) not in ("View", "UnsafeView", "Reshape"):
         return False
     before = tuple(_saved(node, "self_sym_sizes") or ())
+    if given.dim() < 3:
+        is_of_positions = len(before) > 2 and before[0] != len(given)
+        return is_of_positions and before[1] == given.shape[-1] != before[-1]
     moved = (given.shape[0], *given.shape[2:], given.shape[1])
     return before == moved and before != tuple(given.shape)
 

@@ -499,6 +499,20 @@ def schedule(trace: Trace) -> Faults:
         # Of one that wraps the optimizer that steps, the groups are the same.
         groups = one.optimizer.param_groups
         windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
+        for window in windows:
+            own = [event for event in window.of(Schedule) if event.scheduler is one]
+            if own and len(own) > own[0].num_expected:
+                yield (
+                    own[0],
+                    f"{len(own)} steps of the schedule per optimizer step",
+                    "step the schedule once per optimizer step, not per microbatch",
+                )
+            if own and trace.events[0] is window.events[0]:
+                yield (
+                    own[0],
+                    "the schedule steps before the optimizer's first step",
+                    "call scheduler.step() after optimizer.step()",
+                )
         length = _length_of(last)
         if last.last_epoch > length:
             place = own_steps[0].place
@@ -523,20 +537,6 @@ def schedule(trace: Trace) -> Faults:
                 "the schedule is of an optimizer that makes no step",
                 "make the schedule for the optimizer that steps",
             )
-        for window in windows:
-            own = [event for event in window.of(Schedule) if event.scheduler is one]
-            if own and len(own) > own[0].num_expected:
-                yield (
-                    own[0],
-                    f"{len(own)} steps of the schedule per optimizer step",
-                    "step the schedule once per optimizer step, not per microbatch",
-                )
-            if own and trace.events[0] is window.events[0]:
-                yield (
-                    own[0],
-                    "the schedule steps before the optimizer's first step",
-                    "call scheduler.step() after optimizer.step()",
-                )
     for windows in trace.by_optimizer:
         yield from _without_schedule(trace, windows)
     yield from _of_another_optimizer(trace, {event.scheduler: None for event in events})
@@ -617,11 +617,14 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
             hint,
         )
     rates = [window.rates for window in windows]
-    # A schedule by epochs leaves the rate for many steps.
+    # A schedule by epochs leaves the rate for many steps, and a warm-up by hand changes it.
+    late = windows[-FEWEST_STEPS - 1 :]
+    before = [[one.rates for one in own if one.at < window.at][-1:] for window in late]
+    is_late = len(windows) > FEWEST_STEPS + 1 and len(own) >= len(rates) - 1
     if (
-        len({tuple(one.rates) for one in own}) > 2
-        and len(own) >= len(rates) - 1
-        and rates.count(rates[0]) == len(rates)
+        is_late
+        and len({tuple(window.rates) for window in late}) == 1
+        and any(planned and planned != [late[0].rates] for planned in before)
     ):
         hint = "leave the rate to the schedule, which begins with the rate of the optimizer"
         yield own[0], "the loop sets its own rate over that of the schedule", hint

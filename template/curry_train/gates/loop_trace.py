@@ -73,6 +73,7 @@ from .loop_lines import (
     users_frames,
     users_line,
     users_lines,
+    weights_kept,
 )
 from .loop_loss import (
     ADDED,
@@ -711,6 +712,9 @@ class Observer(Recording):
             self.files.add(frame.f_code.co_filename)
             for place, name in only_named(frame.f_code):
                 self.fault("results", place, f"{name} is named, not called", f"write {name}()")
+            for place in weights_kept(frame.f_code):
+                measured = "the weights that are kept for later change with the model"
+                self.fault("moves", place, measured, "keep copy.deepcopy(model.state_dict())")
         before = self.before
         parameters = parameters_of(optimizer)
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
