@@ -23,15 +23,15 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 # Thousands of Python tokens that a reader of each folder has to hold at most. Lower a number when
 # its folder has become lighter; a capability that is added takes out what it makes superfluous.
 BUDGETS = {
-    f"{PACKAGE}/core": 14,
+    f"{PACKAGE}/core": 13,
     f"{PACKAGE}/primitives": 41,
-    f"{PACKAGE}/runs": 50,
+    f"{PACKAGE}/runs": 49,
     f"{PACKAGE}/workloads": 19,
-    f"{PACKAGE}/plan": 48,
-    f"{PACKAGE}/bench": 6,
+    f"{PACKAGE}/plan": 47,
+    f"{PACKAGE}/bench": 5,
     f"{PACKAGE}/gates": 58,
-    f"{PACKAGE}/cli": 47,
-    PACKAGE: 289,
+    f"{PACKAGE}/cli": 46,
+    PACKAGE: 287,
     "tests": 263,
     "benchmarks": 51,
 }
