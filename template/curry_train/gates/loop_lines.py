@@ -4,6 +4,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
 import ast
+import contextlib
 import dis
 import functools
 import itertools
@@ -62,6 +63,13 @@ def loses(frame: Any) -> bool:
     )
 
 
+def _nodes(file: str) -> list[ast.AST]:
+    """Return the nodes of a file of Python; code may come from a file of another kind."""
+    with contextlib.suppress(SyntaxError):
+        return [*ast.walk(ast.parse("".join(linecache.getlines(file))))]
+    return []
+
+
 def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
     return {
         one.id if isinstance(one, ast.Name) else one.attr
@@ -74,14 +82,13 @@ def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str
 def _lost_in_loops(file: str) -> set[tuple[int, str]]:
     """Return lines that set the variable of a loop, which the rest of its body does not read."""
     found = set[tuple[int, str]]()
-    for loop in ast.walk(ast.parse("".join(linecache.getlines(file)))):
+    for loop in _nodes(file):
         if isinstance(loop, ast.For):
             own = _names(ast.walk(loop.target), ast.Store)
             for number, one in enumerate(loop.body, 1):
                 rest = (it for later in loop.body[number:] for it in ast.walk(later))
-                targets = one.targets if isinstance(one, ast.Assign) else ()
-                lost = own & _names(targets, ast.Store) - _names(rest, ast.Load)
-                found |= {(one.lineno, name) for name in lost}
+                set_now = own & _names(getattr(one, "targets", ()), ast.Store)
+                found |= {(one.lineno, name) for name in set_now - _names(rest, ast.Load)}
     return found
 
 
@@ -89,24 +96,21 @@ def _lost_in_loops(file: str) -> set[tuple[int, str]]:
 def weights_kept(code: Any) -> list[str]:
     """Return lines of a loop that keep a model's state_dict(), loaded again after that loop."""
     own = {number for _, _, number in code.co_lines()}
-    tree = ast.parse("".join(linecache.getlines(code.co_filename)))
-    loads = {
-        f"{ast.unparse(one.func.value)} {ast.unparse(one.args[0])}": one.lineno
-        for one in ast.walk(tree)
-        if isinstance(one, ast.Call)
-        and isinstance(one.func, ast.Attribute)
-        and one.func.attr == "load_state_dict"
-        and one.args
-    }
+    nodes = _nodes(code.co_filename)
+    loads = {}
+    for one in nodes:
+        match one:
+            case ast.Call(ast.Attribute(model, "load_state_dict"), [weights, *_]):
+                loads[ast.unparse(model), ast.unparse(weights)] = one.lineno
     found = []
-    for loop in ast.walk(tree):
+    for loop in nodes:
         if isinstance(loop, ast.For | ast.While):
             for one in ast.walk(loop):
                 match one:
                     case ast.Assign(
                         targets=[kept], value=ast.Call(ast.Attribute(model, "state_dict"))
                     ) if one.lineno in own:
-                        number = loads.get(f"{ast.unparse(model)} {ast.unparse(kept)}", 0)
+                        number = loads.get((ast.unparse(model), ast.unparse(kept)), 0)
                         if number > (loop.end_lineno or 0):
                             found.append(place_of(code.co_filename, one.lineno))
     return found

@@ -620,7 +620,7 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
     # A schedule by epochs leaves the rate for many steps, and a warm-up by hand changes it.
     late = windows[-FEWEST_STEPS - 1 :]
     before = [[one.rates for one in own if one.at < window.at][-1:] for window in late]
-    is_late = len(windows) > FEWEST_STEPS + 1 and len(own) >= len(rates) - 1
+    is_late = len(late) > FEWEST_STEPS and len(own) >= len(rates) - 1
     if (
         is_late
         and len({tuple(window.rates) for window in late}) == 1
@@ -648,8 +648,11 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
             "count the steps of the optimizer for the length of the schedule, not epochs; by hand, "
             "multiply the first rate, not that of the step before"
         )
-        by_hand = trace.places(r"\[.lr.\] *(\*=|=.*\[.lr.\])")
-        places: list[Event | str] = [*own[:1], *by_hand, windows[0]]
+        places: list[Event | str] = [
+            *own[:1],
+            *trace.places(r"\[.lr.\] *(\*=|=.*\[.lr.\])"),
+            windows[0],
+        ]
         yield places[0], f"the rate has fallen to {recent:.1g}, and steps go on", hint
 
 

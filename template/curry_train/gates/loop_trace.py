@@ -483,18 +483,13 @@ class Observer(Recording):
 
     def _sample(self, call: Called) -> Any:
         drawn = call.run()
-        own = tensors_of(vars(call.owner))
-        if (
-            torch.is_grad_enabled()
-            and call.owner.has_rsample
-            and any(one.requires_grad for one in own)
-        ):
+        own = call.owner
+        is_passed = own.has_rsample and any(one.requires_grad for one in tensors_of(vars(own)))
+        if is_passed and torch.is_grad_enabled():
             self.drawn[digest(drawn)] = users_line()
         return drawn
 
     def _grad(self, call: Called) -> Any:
-        for one in call.listed("outputs"):
-            notes_on(one)[READ] = True
         wanted = call.listed("inputs")
         if not call.argument("create_graph"):
             self.grad_place = users_line()
@@ -713,8 +708,12 @@ class Observer(Recording):
             for place, name in only_named(frame.f_code):
                 self.fault("results", place, f"{name} is named, not called", f"write {name}()")
             for place in weights_kept(frame.f_code):
-                measured = "the weights that are kept for later change with the model"
-                self.fault("moves", place, measured, "keep copy.deepcopy(model.state_dict())")
+                self.fault(
+                    "moves",
+                    place,
+                    "the weights that are kept for later change with the model",
+                    "keep copy.deepcopy(model.state_dict())",
+                )
         before = self.before
         parameters = parameters_of(optimizer)
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
@@ -766,7 +765,7 @@ class Observer(Recording):
         for values, files in owners:
             for name, value in values.items():
                 if (
-                    not name.startswith("_")
+                    name[0] != "_"
                     and isinstance(value, Tensor)
                     and value.numel() == 1
                     and value.grad_fn is not None
