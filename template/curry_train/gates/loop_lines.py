@@ -63,6 +63,7 @@ def loses(frame: Any) -> bool:
     )
 
 
+@functools.cache
 def _nodes(file: str) -> list[ast.AST]:
     """Return the nodes of a file of Python; code may come from a file of another kind."""
     with contextlib.suppress(SyntaxError):
