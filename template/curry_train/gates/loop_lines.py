@@ -12,7 +12,7 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..workloads.models import LIBRARIES
@@ -93,9 +93,8 @@ def _lost_in_loops(file: str) -> set[tuple[int, str]]:
     return found
 
 
-@functools.cache
-def weights_kept(code: Any) -> list[str]:
-    """Return lines of a loop that keep a model's state_dict(), loaded again after that loop."""
+def weights_kept(code: Any) -> Iterator[str]:
+    """Yield lines of a loop that keep a model's state_dict(), loaded again after that loop."""
     own = {number for _, _, number in code.co_lines()}
     nodes = _nodes(code.co_filename)
     loads = {}
@@ -103,7 +102,6 @@ def weights_kept(code: Any) -> list[str]:
         match one:
             case ast.Call(ast.Attribute(model, "load_state_dict"), [weights, *_]):
                 loads[ast.unparse(model), ast.unparse(weights)] = one.lineno
-    found = []
     for loop in nodes:
         if isinstance(loop, ast.For | ast.While):
             for one in ast.walk(loop):
@@ -113,8 +111,7 @@ def weights_kept(code: Any) -> list[str]:
                     ) if one.lineno in own:
                         number = loads.get((ast.unparse(model), ast.unparse(kept)), 0)
                         if number > (loop.end_lineno or 0):
-                            found.append(place_of(code.co_filename, one.lineno))
-    return found
+                            yield place_of(code.co_filename, one.lineno)
 
 
 def source_line(frame: Any) -> str:

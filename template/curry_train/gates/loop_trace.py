@@ -703,8 +703,9 @@ class Observer(Recording):
         self.stepping.pop()
         if self.stepping:  # an optimizer that steps another one
             return
-        for frame in users_frames():
-            self.files.add(frame.f_code.co_filename)
+        frames = users_frames()
+        self.files |= {one.f_code.co_filename for one in frames}
+        for frame in () if self.num_made[optimizer] else frames:
             for place, name in only_named(frame.f_code):
                 self.fault("results", place, f"{name} is named, not called", f"write {name}()")
             for place in weights_kept(frame.f_code):
