@@ -301,7 +301,7 @@ def shuffled_apart(trace: Trace) -> Faults:
     shuffled = [
         one
         for one in trace.of(Fetch)
-        if isinstance(one.loader.sampler, RandomSampler) and one.loader.sampler.generator is None
+        if isinstance(one.loader.sampler, RandomSampler) and not one.loader.sampler.generator
     ]
     inputs = [one for one in shuffled if one in trace.trained_fetches]
     labels = [

@@ -62,7 +62,7 @@ from .loop_events import (
     tensors_of,
     world_size,
 )
-from .loop_growth import Growth
+from .loop_growth import Growth, variables
 from .loop_lines import (
     later_stage,
     loses,
@@ -760,22 +760,22 @@ class Observer(Recording):
 
     def _find_unread(self) -> None:
         """Find a loss that the loop or a model computes, and of which nothing is read."""
-        owners = [(one.f_locals, [one.f_code.co_filename]) for one in users_frames()]
+        found = [(name, value, [code.co_filename]) for name, value, code in variables()]
         files = users_files()
-        owners += [(vars(one), files) for root in self.roots for one in root.modules()]
-        for values, files in owners:
-            for name, value in values.items():
-                if (
-                    name[0] != "_"
-                    and isinstance(value, Tensor)
-                    and value.numel() == 1
-                    and value.grad_fn is not None
-                    and not any(READ in one.metadata for one in nodes_behind(value))
-                ):
-                    places = places_with(rf"\b{name}\b", files)
-                    sets = places_with(rf"^\s*(self\.)?{name} = (?!.*\b{name}\b)", files)
-                    if places and places == sets:
-                        self.unread.append(f"{name} of {places[-1]}")
+        for module in self.ran[True]:
+            found += [(name, value, files) for name, value in vars(module).items()]
+        for name, value, files in found:
+            if (
+                name[0] != "_"
+                and isinstance(value, Tensor)
+                and not value.dim()
+                and value.grad_fn is not None
+                and not any(READ in one.metadata for one in nodes_behind(value))
+            ):
+                places = places_with(rf"\b{name}\b", files)
+                sets = places_with(rf"^\s*(self\.)?{name} = (?!.*\b{name}\b)", files)
+                if places and places == sets:
+                    self.unread += [f"{name} of {places[-1]}"]
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""
