@@ -358,7 +358,7 @@ def _start(folder: Path, body: Callable[[], Any]) -> Fork:
         for number, name in ((1, "output"), (2, "errors")):
             file = os.open(f"{place.name}/{name}", os.O_WRONLY | os.O_CREAT)
             os.dup2(file, number)
-        # They stay open until the fork ends.
+        # No `with`: the fork writes to them until it ends.
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
         os.chdir(folder)

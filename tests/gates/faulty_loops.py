@@ -79,6 +79,8 @@ from .loops import (
     of_tokens,
     padded_batches,
     padded_tokens,
+    recur,
+    rows_of_pixels,
     scaler_on_cpu,
     sequences,
     shifted,
@@ -452,13 +454,7 @@ def warm_up_over_the_schedule():
 
 
 def pixels_viewed_as_rows():
-    model = nn.Conv2d(1, 5, 3, padding=1)
-    images = [(torch.randn(8, 1, 4, 4), torch.randint(5, (8, 4, 4))) for _ in range(8)]
-
-    def loss(logits, labels):
-        return F.cross_entropy(logits.view(-1, 5), labels.flatten())  # here
-
-    fit(model, batches=images, loss=loss)
+    rows_of_pixels(labels=(8, 2, 2))  # here: rows
 
 
 def targets_of_another_shuffling():
@@ -468,13 +464,7 @@ def targets_of_another_shuffling():
 
 
 def state_of_other_samples():
-    cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
-    optimizer = Adam([*cell.parameters(), *head.parameters()])
-    state = None
-    for (series,) in DataLoader(TensorDataset(torch.randn(64, 5, 8)), 8, shuffle=True):
-        outputs, state = cell(series, state)  # here
-        state = state.detach()
-        step(optimizer, F.mse_loss(head(outputs), series[..., :1] * 2))
+    recur(width=9)  # here: state
 
 
 def warm_up_of_what_is_warmed_up():

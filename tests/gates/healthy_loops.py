@@ -59,6 +59,8 @@ from .loops import (
     padded_batches,
     padded_tokens,
     recompute,
+    recur,
+    rows_of_pixels,
     scaler_on_cpu,
     sequences,
     started,
@@ -1555,30 +1557,35 @@ def vector_quantized():
 
 
 def pooled_over_the_image():
-    model = nn.Sequential(nn.Conv2d(1, 5, 3), nn.AdaptiveAvgPool2d(1))
-    images = [(torch.randn(8, 1, 4, 4), torch.randint(5, (8,))) for _ in range(8)]
-    fit(model, batches=images, loss=lambda out, labels: F.cross_entropy(out.view(-1, 5), labels))
+    rows_of_pixels(nn.AdaptiveAvgPool2d(1), labels=(8,))
 
 
 def warm_up_before_a_schedule():
     model, optimizer = started()
     schedule = CosineAnnealingLR(optimizer, 100)
-    for number, batch in enumerate(loader(128)):
-        if number < 50:
-            optimizer.param_groups[0]["lr"] = 1e-3 * (number + 1) / 50
-        step(optimizer, loss_of(model, batch))
-        schedule.step()
+    rates = iter(range(1, 50))
+    fit(
+        model,
+        optimizer,
+        loader(128),
+        schedule=schedule,
+        before=lambda: optimizer.param_groups[0].update(lr=1e-5 * next(rates)),
+    )
+
+
+def samples_judged_by_a_critic():
+    policy, critic = nn.Linear(8, 2), nn.Bilinear(8, 2, 1)
+    optimizer = Adam([*policy.parameters(), *critic.parameters()])
+    for states, _ in loader():
+        chosen = torch.distributions.Normal(policy(states), 1.0)
+        actions = chosen.sample()
+        value = critic(states, actions)
+        gain = chosen.log_prob(actions) * value.detach()
+        step(optimizer, value.square().mean() - gain.mean())
 
 
 def state_within_a_batch():
-    cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
-    optimizer = Adam([*cell.parameters(), *head.parameters()])
-    for (series,) in DataLoader(TensorDataset(torch.randn(64, 9, 8)), 8, shuffle=True):
-        state = None
-        for part in series.split(3, 1):
-            outputs, state = cell(part, state)
-            state = state.detach()
-            step(optimizer, F.mse_loss(head(outputs), part[..., :1] * 2))
+    recur(width=3, resets=True)
 
 
 def frozen_backbone():

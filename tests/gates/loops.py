@@ -159,6 +159,30 @@ def variational(weight):
     fit(encode, adamw(nn.ModuleList([encode, decode])), inputs, loss=loss)
 
 
+def rows_of_pixels(*layers, labels):
+    """Train on images, of which what a model gives is viewed as rows of classes."""
+    model = nn.Sequential(nn.Conv2d(1, 5, 3), *layers)
+    images = [(torch.randn(8, 1, 4, 4), torch.randint(5, labels)) for _ in range(8)]
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits.view(-1, 5), labels.flatten())  # rows
+
+    fit(model, batches=images, loss=loss)
+
+
+def recur(*, width, resets=False):
+    """Train on parts of series whose state goes on to the next part, or to other series."""
+    cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
+    optimizer = adamw(nn.ModuleList([cell, head]))
+    state = None
+    for (series,) in DataLoader(TensorDataset(torch.randn(64, 9, 8)), 8, shuffle=True):
+        state = None if resets else state
+        for part in series.split(width, 1):
+            outputs, state = cell(part, state)  # state
+            state = state.detach()
+            step(optimizer, F.mse_loss(head(outputs), part[..., :1] * 2))
+
+
 def fit_values(loss):
     """Train a model with one value for each sample."""
     fit(classifier(classes=1), loss=loss)

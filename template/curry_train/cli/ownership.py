@@ -50,8 +50,7 @@ class Technique:
     name: str
     decides: str
     home: str
-    # What `add` prints where it does not copy the module with its imports: code for the training
-    # loop, or the command of a tool.
+    # What `add` prints for a technique that is not copied: code for the training loop or a command.
     usage: tuple[str, ...] = ()
     # Rooms that `add --own` copies then; none for a tool.
     rooms: tuple[str, ...] = ()

@@ -650,7 +650,7 @@ def as_trained(model: nn.Module) -> Iterator[None]:
 def forward_flops(blocks: Iterable[nn.Module], run: Callable[[], Any]) -> int:
     """Count the FLOPs that blocks spend during `run`, over all their calls."""
     counter = FlopCount()
-    # What was counted when a call ended, and minus what was counted when it began.
+    # The FLOPs counted so far: at the end of each call, and at its beginning with a minus.
     spent: list[int] = []
 
     def note(sign: int, *_: Any) -> None:

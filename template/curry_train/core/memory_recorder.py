@@ -54,7 +54,7 @@ def memory_record(path: str | Path) -> Iterator[None]:
 def _is_full_device(error: BaseException) -> bool:
     """Check whether CUDA's out-of-memory error is this error, or the cause of it."""
     chain = [error]
-    # One that was raised from itself would have no end.
+    # An error may be its own cause: stop at one that was seen already.
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
         chain.append(cause)
     return any(isinstance(one, torch.OutOfMemoryError) for one in chain)

@@ -428,8 +428,6 @@ class Trace(Events):
     schedules: list[tuple[str, Optimizer, Any]] = field(default_factory=list)
     # Files whose functions led to a step.
     files: set[str] = field(default_factory=set)
-    # Single numbers with a gradient that no line reads.
-    unread: list[str] = field(default_factory=list)
     # A line that may train more, and did not run.
     later: str = ""
     # Whether ranks may have different numbers of batches.
@@ -572,6 +570,8 @@ class Recording(Trace):
         self.cut: dict[str, set[Tensor]] = {}
         # Samples, by digests, of distributions to which they pass no gradient on: the place.
         self.drawn: dict[float, str] = {}
+        # Whether a probability is taken: a policy learns by that of its sample.
+        self.scores = False
         # Models that were run again.
         self.probed: list[nn.Module] = []
         # By what is looked at, and the line: the values that it had there.

@@ -58,7 +58,7 @@ class Growth:
         self.num_nodes.append(len(nodes_behind(*_with_graphs(objects))))
         # A dictionary of arrays alone is not tracked.
         objects += gc.get_referents(*(one for one in objects if type(one) in HOLDERS))
-        objects += [one for _, one, _ in variables()]
+        objects += [one for _, one, _ in _variables()]
         containers = {
             id(one): one
             for one in objects
@@ -147,7 +147,7 @@ def _line_that_keeps(container: Any) -> str | None:
     )
 
 
-def variables() -> list[tuple[str, Any, Any]]:
+def _variables() -> list[tuple[str, Any, Any]]:
     """Return the names of the user's variables, with their values and the code that has them."""
     found: list[tuple[str, Any, Any]] = []
     for frame in users_frames():
@@ -161,7 +161,7 @@ def variables() -> list[tuple[str, Any, Any]]:
 
 def _names(container: Any) -> Iterator[tuple[str, Any]]:
     """Yield the names of a container, of variables with their code, attributes and cells."""
-    yield from [(name, code) for name, one, code in variables() if one is container]
+    yield from [(name, code) for name, one, code in _variables() if one is container]
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
         yield from [(k, None) for k, v in attributes.items() if v is container and type(k) is str]

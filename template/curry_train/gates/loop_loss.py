@@ -178,8 +178,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
         and operation(node) == "Add"
         and None in [one for one, _ in node.next_functions]
     )
-    # Those of another model, such as a teacher that is trained by mistake. In the other direction
-    # the model under training is the target, and its input has no gradient.
+    # The targets come from another model, as a teacher that is trained by mistake. Where they come
+    # from the trained model on purpose, the input has no gradient.
     is_others = name == "kl_div" and given.requires_grad
     is_others &= {*leaves(given)}.isdisjoint(leaves(target))
     # Two outputs of one model are computed from a result that both have.

@@ -35,12 +35,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.measure import is_out_of_memory
-from ..core.wording import some_of
 from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
 from .loop import DEFAULT_STEPS, judge, verdict_of
-from .loop_events import MOST_NAMES, Trace, world_size
+from .loop_events import Trace, world_size
 from .loop_ranks import REQUIRED, faults_of_ranks, rank_facts
 from .loop_trace import observe
 from .verdict import Verdict, error_in_a_line, not_applicable, where_to_look
@@ -252,9 +251,6 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
             remarks.append(f"the loop ended with {error_in_a_line(trace.error)}")
         if idle := trace.idle & trace.names.keys():
             remarks.append(f"in an optimizer, but without a gradient: {trace.named(idle)}")
-        if trace.unread:
-            names = some_of(trace.unread, MOST_NAMES)
-            remarks.append(f"with a gradient, but read nowhere, as a forgotten loss: {names}")
         if trace.later:
             remarks.append(
                 f"{trace.later} was not reached; if it trains too, let the stages before it make "

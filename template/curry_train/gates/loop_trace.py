@@ -62,14 +62,12 @@ from .loop_events import (
     tensors_of,
     world_size,
 )
-from .loop_growth import Growth, variables
+from .loop_growth import Growth
 from .loop_lines import (
     later_stage,
     loses,
     only_named,
-    places_with,
     source_line,
-    users_files,
     users_frames,
     users_line,
     users_lines,
@@ -79,13 +77,11 @@ from .loop_loss import (
     ADDED,
     ON_CLASSES,
     ON_VALUES,
-    READ,
     SCALE,
     TERM,
     digest,
     is_endless,
     leaves,
-    nodes_behind,
     notes_on,
     term_of_call,
     terms_of,
@@ -193,6 +189,7 @@ class Observer(Recording):
             ),
             ([Optimizer, nn.Module], ["zero_grad"], self._zero),
             ([Distribution, Normal], ["sample"], self._sample),
+            ([*defining(Distribution, "log_prob")], ["log_prob"], self._score),
             ([*defining(LRScheduler, "step")], ["step"], self._schedule),
             ([torch.amp.GradScaler], ["scale", "unscale_", "step", "update"], self._scaling),
             ([random, random.Random, numpy.random], ["shuffle"], self._shuffle),
@@ -320,7 +317,7 @@ class Observer(Recording):
         device = inputs[0].device.type if inputs else "cpu"
         is_autocast = torch.is_autocast_enabled(device)
         digests = tuple(map(digest, inputs))
-        for one in self.drawn.keys() & digests if has_gradients else ():
+        for one in self.drawn.keys() & digests if has_gradients and not self.scores else ():
             if self.is_third("drawn", self.drawn[one], one):
                 hint = "call rsample()"
                 self.fault("accumulation", self.drawn[one], "sample() passes no gradient on", hint)
@@ -645,6 +642,10 @@ class Observer(Recording):
             )
         return found
 
+    def _score(self, call: Called) -> Any:
+        self.scores = True
+        return call.run()
+
     def _state_dict(self, call: Called) -> Any:
         if "state_dict().update(" in source_line(call.caller):
             measured = "the dictionary is changed that state_dict() returns, not the model"
@@ -753,29 +754,9 @@ class Observer(Recording):
         self.growth.count(self.num_steps_made)
         if self.num_made[optimizer] == FEWEST_STEPS:
             self.living |= leaves_alone(self, self.leaves)
-            self._find_unread()
         if self._is_enough(self.num_made[optimizer]):
             self.finish()
             self.when_enough(self)
-
-    def _find_unread(self) -> None:
-        """Find a loss that the loop or a model computes, and of which nothing is read."""
-        found = [(name, value, [code.co_filename]) for name, value, code in variables()]
-        files = users_files()
-        for module in self.ran[True]:
-            found += [(name, value, files) for name, value in vars(module).items()]
-        for name, value, files in found:
-            if (
-                name[0] != "_"
-                and isinstance(value, Tensor)
-                and not value.dim()
-                and value.grad_fn is not None
-                and not any(READ in one.metadata for one in nodes_behind(value))
-            ):
-                places = places_with(rf"\b{name}\b", files)
-                sets = places_with(rf"^\s*(self\.)?{name} = (?!.*\b{name}\b)", files)
-                if places and places == sets:
-                    self.unread += [f"{name} of {places[-1]}"]
 
     def _is_enough(self, num_steps: int) -> bool:
         """Return whether to end; a quick loop goes on until its second epoch has begun."""

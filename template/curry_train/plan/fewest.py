@@ -71,7 +71,7 @@ class GpuCount:
     # Parameters and optimizer state of this GPU, which no change makes less.
     state_bytes: int
 
-    # What the same change needs at least where the loss is computed in chunks too.
+    # The least bytes that this change needs if the loss is computed in chunks too.
     floor_bytes: int
 
     @property

@@ -41,7 +41,7 @@ TEMPORARIES_GROUP = "temporaries"
 GATHERED_GROUP = "gathered parameters"  # of FSDP2, while they are whole
 COLLECTIVES_GROUP = "collective buffers"  # what FSDP2 and DDP send and receive
 ALLOCATOR_GROUP = "allocator"  # CUDA only: rounding, and workspaces without a storage
-# Those that only a rank among others has, or a step on CUDA.
+# Groups that occur only with several ranks, or only on CUDA.
 SPECIAL_GROUPS = (GATHERED_GROUP, COLLECTIVES_GROUP, ALLOCATOR_GROUP)
 MEMORY_GROUPS = (
     PARAMETERS_GROUP,
