@@ -396,46 +396,45 @@ def grouped(values: Iterable[T], *names: str) -> list[list[T]]:
     return list(groups.values())
 
 
-@dataclass
 class Trace(Events):
     """The events of a loop, in order, and the objects that it has."""
 
-    events: list[Event] = field(default_factory=list)
-    optimizers: list[Optimizer] = field(default_factory=list)
-    # The call that made an optimizer, and the one that last set the mode of a module.
-    made: WeakKeyDictionary[Any, Event] = field(default_factory=WeakKeyDictionary)
-    # The settings that the groups of an optimizer were made with, by their names.
-    groups: WeakKeyDictionary[Optimizer, dict[str, list[Any]]] = field(
-        default_factory=WeakKeyDictionary
-    )
-    # Trained modules that were called with gradients, inside of no other one.
-    roots: list[nn.Module] = field(default_factory=list)
-    names: dict[Tensor, str] = field(default_factory=dict)
-    # Modules that ran, and where, by whether torch recorded gradients.
-    ran: dict[bool, dict[nn.Module, str]] = field(default_factory=lambda: {True: {}, False: {}})
-    # Parts of models that ran in training mode without gradients: the outermost one that has it,
-    # and a digest of its parameters then.
-    frozen: dict[nn.Module, tuple[nn.Module, float]] = field(default_factory=dict)
-    # Models whose outputs change with later tokens.
-    sees_all: list[nn.Module] = field(default_factory=list)
-    # Parameters that have had a gradient.
-    with_gradient: set[Tensor] = field(default_factory=set)
-    # Faults that are seen at once, by the check.
-    faults: dict[str, list[Fault]] = field(default_factory=lambda: defaultdict(list))
-    # Leaves with a gradient that may be in no module, described.
-    living: dict[Tensor, str] = field(default_factory=dict)
-    # Where schedules were made, their optimizers, and steps per epoch where they are given that.
-    schedules: list[tuple[str, Optimizer, Any]] = field(default_factory=list)
-    # Files whose functions led to a step.
-    files: set[str] = field(default_factory=set)
-    # A line that may train more, and did not run.
-    later: str = ""
-    # Whether ranks may have different numbers of batches.
-    joins: bool = False
-    # Whether the loop sets what a sharded model divides gradients by.
-    divides: bool = False
-    # The error that ended the loop, if one did.
-    error: Exception | None = None
+    def __init__(self) -> None:
+        self.events = list[Event]()
+        self.optimizers = list[Optimizer]()
+        # The call that made an optimizer, and the one that last set the mode of a module.
+        self.made = WeakKeyDictionary[Any, Event]()
+        # The settings that the groups of an optimizer were made with, by their names.
+        self.groups = WeakKeyDictionary[Optimizer, dict[str, list[Any]]]()
+        # Trained modules that were called with gradients, inside of no other one.
+        self.roots = list[nn.Module]()
+        self.names = dict[Tensor, str]()
+        # Modules that ran, and where, by whether torch recorded gradients.
+        self.ran = defaultdict[bool, dict[nn.Module, str]](dict)
+        # Parts of models that ran in training mode without gradients: the outermost one that has
+        # it, and a digest of its parameters then.
+        self.frozen = dict[nn.Module, tuple[nn.Module, float]]()
+        # Models whose outputs change with later tokens.
+        self.sees_all = list[nn.Module]()
+        # Parameters that have had a gradient.
+        self.with_gradient = set[Tensor]()
+        # Faults that are seen at once, by the check.
+        self.faults = defaultdict[str, list[Fault]](list)
+        # Leaves with a gradient that may be in no module, described.
+        self.living = dict[Tensor, str]()
+        # Where schedules were made, their optimizers, and steps per epoch where they are given
+        # that.
+        self.schedules = list[tuple[str, Optimizer, Any]]()
+        # Files whose functions led to a step.
+        self.files = set[str]()
+        # A line that may train more, and did not run.
+        self.later = ""
+        # Whether ranks may have different numbers of batches.
+        self.joins = False
+        # Whether the loop sets what a sharded model divides gradients by.
+        self.divides = False
+        # The error that ended the loop, if one did.
+        self.error: Exception | None = None
 
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""
@@ -505,7 +504,7 @@ class Trace(Events):
 
 
 class Called:
-    """A call of torch's that the loop makes, with its arguments."""
+    """A call of torch's that the loop makes, with its arguments, and its result once it is made."""
 
     def __init__(self, function: Call, /, *args: Any, **options: Any) -> None:
         self.function = function
@@ -544,7 +543,10 @@ class Called:
         return tensors
 
     def run(self) -> Any:
-        return self.function(*self.args, **self.options)
+        """Make the call, unless it is made already, and return its result."""
+        if not hasattr(self, "result"):
+            self.result = self.function(*self.args, **self.options)
+        return self.result
 
 
 class Recording(Trace):
