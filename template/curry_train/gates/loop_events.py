@@ -278,22 +278,17 @@ class Step(Stepping, Events):
     in_backward: bool
     generator: int
 
-    @cached_property
+    @property
     def graded(self) -> frozenset[Tensor]:
-        """Parameters with a gradient that is more than what rounding leaves of 0, or is 0."""
+        """Parameters with a gradient that is more than what rounding leaves of 0."""
         # As of a bias before a normalization.
         noise = 1e-6 * max(self.slopes.values(), default=0.0)
-        return frozenset(key for key, slope in self.slopes.items() if not 0 < slope < noise)
-
-    @cached_property
-    def without_slope(self) -> frozenset[Tensor]:
-        """Parameters whose gradient is 0."""
-        return frozenset(key for key, slope in self.slopes.items() if not slope)
+        return frozenset(key for key, slope in self.slopes.items() if slope and slope >= noise)
 
     @property
     def has_gradients(self) -> bool:
         """Whether it had gradients that are not 0."""
-        return bool(self.graded - self.without_slope)
+        return any(self.slopes.values())
 
     def end_window(self, events: list[Event], previous: "Step | None", held: Set[Tensor]) -> None:
         """Note the events that it is made of, and the step of the same optimizer before it.
@@ -576,8 +571,8 @@ class Recording(Trace):
         self.scores = False
         # Models that were run again.
         self.probed: list[nn.Module] = []
-        # By what is looked at, and the line: the values that it had there.
-        self.values = defaultdict[tuple[str, str], set[float]](set)
+        # By the place and the text of a fault: the values with which it was seen.
+        self.values = defaultdict[Any, set[float | None]](set)
 
     @property
     def num_steps_made(self) -> int:
@@ -586,19 +581,18 @@ class Recording(Trace):
     def last(self, kind: type[E]) -> E | None:
         return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
 
-    def fault(self, check: str, *fault: *Fault) -> None:
-        self.faults[check].append(fault)
+    def fault(self, check: str, *fault: *Fault, value: float | None = None) -> None:
+        """Note a fault; where a value is given, once that was another one in several steps."""
+        values = self.values[fault[:2]]
+        values.add(value)
+        if value is None or len(values) == FEWEST_STEPS:
+            self.faults[check].append(fault)
 
     def note(self, kind: type[E], /, **facts: Any) -> E:
         facts.setdefault("lines", users_lines())
         event = kind(in_step=bool(self.stepping), at=len(self.events), **facts)
         self.events.append(event)
         return event
-
-    def is_third(self, what: str, place: str, value: float) -> bool:
-        """Note a value, and return whether it has had so many at this place."""
-        self.values[what, place].add(value)
-        return len(self.values[what, place]) == FEWEST_STEPS
 
     def optimizer_of(self, one: Tensor) -> str:
         """Return where the optimizer was made that has stepped a tensor, or nothing."""

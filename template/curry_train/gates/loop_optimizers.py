@@ -304,7 +304,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         place = steps[0].place
         why = _why_nothing_moves(steps) + f", see {place}" * bool(place)
         yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint
-    elif len(steps) > 5 and not any(step.graded for step in steps[-4:]):
+    elif len(steps) > 5 and not any(step.slopes for step in steps[-4:]):
         hint = (
             "make the optimizer for the model that is trained now, after it is made anew, loaded "
             "or frozen"
@@ -314,8 +314,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         return
     # The last backward call, where there is one.
     where = [last, *last.calls][-1]
-    graded = frozenset.intersection(*(step.graded for step in steps))
-    flat = graded.intersection(*(step.without_slope for step in steps))
+    flat = {one for one in last.slopes if not any(it.slopes.get(one, 1.0) for it in steps)}
     if flat and not any(step.has_gradients for step in steps):
         hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
         yield where, f"all gradients of {kind} are 0", hint
@@ -341,7 +340,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         yield where, measured, hint
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
-    still = graded - moved - frozenset().union(*(step.without_slope for step in steps))
+    still = frozenset.intersection(*(step.graded for step in steps)) - moved
     for group in steps[0].optimizer.param_groups:
         # A schedule, or the loop that sets the rates, may let a part of the model wait.
         is_set = len({sum(it.rates) for it in steps}) > 2

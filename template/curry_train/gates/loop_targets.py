@@ -127,12 +127,13 @@ def note_targets(
         ends = width - 1 - padding.int().flip(1).argmin(1, keepdim=True)
         is_padding = ids[padding].unique().tolist() == ids.gather(1, ends).unique().tolist()
         is_cut = is_padding and not counted.gather(1, ends).any()
-        if is_cut and trace.is_third("ends", event.place, event.at):
+        if is_cut:
             trace.fault(
                 "targets",
-                event,
+                event.place,
                 "the last token of each text is never a target",
                 "give padding a token of its own: with that of the end, both are ignored",
+                value=event.at,
             )
 
 

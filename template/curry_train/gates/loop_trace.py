@@ -314,9 +314,8 @@ class Observer(Recording):
         is_autocast = torch.is_autocast_enabled(device)
         digests = tuple(map(digest, inputs))
         for one in self.drawn.keys() & digests if has_gradients and not self.scores else ():
-            if self.is_third("drawn", self.drawn[one], one):
-                hint = "call rsample()"
-                self.fault("accumulation", self.drawn[one], "sample() passes no gradient on", hint)
+            measured = "sample() passes no gradient on"
+            self.fault("accumulation", self.drawn[one], measured, "call rsample()", value=one)
         return self.note(
             Forward,
             module=module,
@@ -451,13 +450,13 @@ class Observer(Recording):
         if not is_outer or column._base is not None or one.requires_grad == other.requires_grad:
             return
         # A row that is the same in each step, such as one of centers, is no target.
-        if self.is_third("crossed", users_line(), digest(other if one.requires_grad else one)):
-            self.fault(
-                "logits",
-                users_line(),
-                f"shapes {shapes[0]} and {shapes[1]} are compared, each value with each",
-                "give both the same shape, as by squeeze(1) or unsqueeze(1)",
-            )
+        self.fault(
+            "logits",
+            users_line(),
+            f"shapes {shapes[0]} and {shapes[1]} are compared, each value with each",
+            "give both the same shape, as by squeeze(1) or unsqueeze(1)",
+            value=digest(other if one.requires_grad else one),
+        )
 
     def _detach(self, call: Called) -> None:
         one = call.owner
@@ -542,13 +541,14 @@ class Observer(Recording):
             cause=self.loss_call,
         )
         for place, number in numbers:
-            if self.is_third("number", place, number):
-                hint = (
-                    "add the tensor, without item() or detach(); use create_graph=True for a "
-                    "gradient in a loss"
-                )
-                measured = "a part of the loss changes and has no gradient"
-                self.fault("accumulation", place, measured, hint)
+            self.fault(
+                "accumulation",
+                place,
+                "a part of the loss changes and has no gradient",
+                "add the tensor, without item() or detach(); use create_graph=True for a "
+                "gradient in a loss",
+                value=number,
+            )
         if is_endless(loss):
             hint = "add -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum() to the loss"
             measured = "the divergence to a normal distribution is made larger"
@@ -693,6 +693,7 @@ class Observer(Recording):
                     "keep copy.deepcopy(model.state_dict())",
                 )
         before = self.before
+        moved = before.moved()
         parameters = parameters_of(optimizer)
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
         # The loop may have set them by hand.
@@ -705,7 +706,7 @@ class Observer(Recording):
             weights=(before.digest, sum(map(digest, parameters)) if before.is_compared else 0.0),
             versions=versions_of(parameters),
             **self.gradient.facts(slopes),
-            moved=frozenset(before.moved(parameters)) if before.is_compared else None,
+            moved=moved.intersection(parameters) if before.is_compared else None,
             slopes=slopes,
             half_moved=before.half_moved(parameters),
             in_backward=in_backward(),
@@ -716,7 +717,7 @@ class Observer(Recording):
         self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", event, "a step on gradients that are not finite", LOOK)
-        if frozen := before.moved(self.of_roots(trained=False)):
+        if frozen := moved.intersection(self.of_roots(trained=False)):
             self.fault(
                 "moves",
                 event,

@@ -73,13 +73,11 @@ class Snapshot:
             self.values = {one: one.detach().clone() for one in compared}
             self.digest = sum(map(digest, own))
 
-    def moved(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return those parameters that have other values now."""
-        return [
-            one
-            for one in parameters
-            if one in self.values and not torch.equal(self.values[one], one.detach())
-        ]
+    def moved(self) -> frozenset[Tensor]:
+        """Return the parameters that have other values now."""
+        return frozenset(
+            one for one, value in self.values.items() if not torch.equal(value, one.detach())
+        )
 
     def half_moved(self, parameters: Iterable[Tensor]) -> float | None:
         """Return the share of elements in half precision that changed, of those with a gradient."""
@@ -95,46 +93,41 @@ class Snapshot:
 
 def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest: float) -> None:
     """Find weights that the loop averages with others or copies, and that are not for that."""
-    # In the first steps an average may follow the weights.
-    is_most = trace.num_steps_made >= FEWEST_STEPS and MOST_OF_AVERAGE < newest < 1
+    place, number = users_line(), trace.num_steps_made
+    place, number = users_line(), trace.num_steps_made
     for other in filter(is_plain, others):
         is_itself = one.is_set_to(other)
-        places = [trace.optimizer_of(it) for it in (one, other)]
         # A whole copy begins anew from other weights, on purpose.
-        if (
-            newest < 1
-            and all(places)
-            and trace.is_third("averaged", users_line(), trace.num_steps_made)
-            and not is_itself
-        ):
-            trace.fault(
-                "moves",
-                places[0],
-                "this optimizer steps weights that are averages of others, too",
-                f"leave a teacher's parameters out of it; averaged at {users_line()}",
-            )
-        is_unlike = (
-            newest < 1
-            and one.dim() > 1
-            and one.shape == other.shape
-            and one.any()
-            and other.any()
-            and abs(F.cosine_similarity(one.flatten(), other.flatten(), 0)) < LEAST_ALIKE
-            and trace.is_third("unlike", users_line(), trace.num_steps_made)
-        )
-        # Another model may share what is frozen.
-        if (is_most or is_itself or is_unlike) and any(
-            map(other.is_set_to, filter(is_plain, trace.of_roots(trained=True)))
-        ):
+        is_average = newest < 1 and not is_itself
+        places = [trace.optimizer_of(it) for it in (one, other)]
+        if is_average and all(places):
+            measured = "this optimizer steps weights that are averages of others, too"
+            hint = f"leave a teacher's parameters out of it; averaged at {place}"
+            trace.fault("moves", places[0], measured, hint, value=number)
+        value = None
+        if is_itself:
             measured = "weights are averaged with, or copied from, themselves"
             hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
-            if not is_itself:
-                measured = f"an average of weights takes {newest:.4g} of the newest ones"
-                hint = "give the newest weights 1 - decay: average.lerp_(weight, 1 - decay)"
-            if is_unlike:
-                measured = "an average of weights has begun from other weights"
-                hint = "begin with a copy: average.load_state_dict(model.state_dict())"
-            trace.fault("moves", users_line(), measured, hint)
+        elif is_average and _are_unlike(one, other):
+            measured = "an average of weights has begun from other weights"
+            hint = "begin with a copy: average.load_state_dict(model.state_dict())"
+            value = number
+        # In the first steps an average may follow the weights.
+        elif is_average and newest > MOST_OF_AVERAGE and number >= FEWEST_STEPS:
+            measured = f"an average of weights takes {newest:.4g} of the newest ones"
+            hint = "give the newest weights 1 - decay: average.lerp_(weight, 1 - decay)"
+        else:
+            continue
+        # Another model may share what is frozen.
+        if any(map(other.is_set_to, filter(is_plain, trace.of_roots(trained=True)))):
+            trace.fault("moves", place, measured, hint, value=value)
+
+
+def _are_unlike(one: Tensor, other: Tensor) -> bool:
+    """Return whether two matrices have next to nothing in common."""
+    if one.dim() < 2 or one.shape != other.shape or not (one.any() and other.any()):
+        return False
+    return bool(F.cosine_similarity(one.flatten(), other.flatten(), 0).abs() < LEAST_ALIKE)
 
 
 def state_of(optimizer: Optimizer) -> float:
