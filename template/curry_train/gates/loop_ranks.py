@@ -46,8 +46,8 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
                     for of in grouped(last.values(), "module")
                 ],
                 "gradient": None if trace.divides else gradient,
-                "loss_place": step.calls[-1].place if step.calls else "",
-                "totals": totals(step.calls),
+                "loss_place": calls[-1].place if calls else "",
+                "totals": totals(calls),
             }
         )
     return steps

@@ -16,7 +16,6 @@ import pickle
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from uuid import uuid4
 import click
 import safetensors.torch
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.measure import is_out_of_memory
@@ -103,19 +103,25 @@ Job = Callable[[Callable[[], None], End], None]
 
 
 def run_ranks(
-    job: Job, program: Sequence[str], *, num_ranks: int = 1, **options: Any
+    job: Job,
+    program: Sequence[str],
+    *,
+    num_ranks: int = 1,
+    saves: bool = False,
+    undo: str | None = None,
+    ignored: Sequence[str] = (),
 ) -> list[Found]:
     """Run a program, given by its kind and words, for each rank, and return what the jobs found.
 
-    Several ranks are started as torchrun starts them. `options` are those of `run_watched`. Files
-    that were changed are put back when all processes have ended; with `undo` the caller does it.
+    Several ranks are started as torchrun starts them. Files that were changed are put back when all
+    processes have ended, except in the folders that are `ignored`. With `undo` a process is killed
+    when it has found enough, its changes are noted in that folder, and the caller puts them back.
+    Unless it `saves`, torch's functions that save do nothing.
     """
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         results = [Path(folder, f"found_{rank}") for rank in range(num_ranks)]
-        Path(folder, "job").write_bytes(pickle.dumps((job, program, options)))
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            port = listener.getsockname()[1]
+        Path(folder, "job").write_bytes(pickle.dumps((job, program, saves, undo, ignored)))
+        port = get_free_port()
         processes = []
         for rank, result in enumerate(results):
             environment = os.environ | OFFLINE
@@ -132,7 +138,7 @@ def run_ranks(
             for one in processes:
                 one.kill()
                 one.wait()
-            if options.get("undo") is None:
+            if undo is None:
                 put_back(Path(folder))
         found = [pickle.loads(one.read_bytes()) if one.exists() else {} for one in results]
     for one in found:
@@ -186,26 +192,9 @@ RUN_JOB = f"import sys; from {__name__} import run_job; run_job(sys.argv[1])"
 
 
 def run_job(result: str) -> NoReturn:
-    """Run the job that lies next to the result that it will write."""
-    job, program, options = pickle.loads(Path(result).with_name("job").read_bytes())
-    run_watched(result, job, program, **options)
-
-
-def run_watched(
-    result: str,
-    job: Job,
-    program: Sequence[str],
-    *,
-    saves: bool = False,
-    undo: str | None = None,
-    ignored: Sequence[str] = (),
-) -> NoReturn:
-    """Run a job in this process, and end it.
-
-    What it changes is noted in the folder of the result, except in the folders that are `ignored`.
-    Unless it `saves`, torch's functions that save do nothing. With `undo` the process is killed
-    when it has found enough, and its changes are noted in that folder.
-    """
+    """Run the job that lies next to the result that it will write, and end this process."""
+    given = pickle.loads(Path(result).with_name("job").read_bytes())
+    job, (kind, *words), saves, undo, ignored = given
     files = ChangedFiles(Path(undo or Path(result).parent), *ignored)
 
     def end(found: Found) -> NoReturn:
@@ -221,7 +210,6 @@ def run_watched(
             one.kill()
         os._exit(0)
 
-    kind, *words = program
     run = _script if kind == "script" else train_by
     try:
         # For those who wait.
