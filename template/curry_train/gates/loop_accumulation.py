@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from .loop_events import Backward, Fault, Faults, LossCall, Step, Trace, grouped, world_size
+from .loop_events import Backward, Check, Fault, Faults, LossCall, Step, Trace, grouped, world_size
 from .loop_loss import LOG_PROBABILITY, TOLERANCE, Term
 from .verdict import NotApplicable
 
@@ -270,3 +270,12 @@ def sign(trace: Trace) -> Faults:
         ups = [(term.factor > 0) == (term.name == LOG_PROBABILITY) for term in terms]
         if is_known and ups and is_up not in ups:
             yield window if is_up else calls[0], "the loss is made larger", hint
+
+
+CHECKS = {
+    "accumulation": Check(
+        "a window's gradient is that of the same samples in one batch",
+        (unused, accumulation),
+    ),
+    "sign": Check("finite losses and gradients, and a loss that is made smaller", (sign,)),
+}

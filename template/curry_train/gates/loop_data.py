@@ -13,7 +13,9 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 
 from .loop_events import (
     FEWEST_STEPS,
+    NO_LOSS,
     Backward,
+    Check,
     Dropout,
     Faults,
     Fetch,
@@ -365,3 +367,18 @@ def same_randomness(trace: Trace) -> Faults:
             place = seeds[-1].place if seeds else trace.of(Step)[0].place
             hint = "set seeds once, before the loop"
             yield place, f"{len(several)} steps begin with the same random numbers", hint
+
+
+CHECKS = {
+    "targets": Check(
+        "targets that are to be learned, without padding", (targets,), LossCall | Targets, NO_LOSS
+    ),
+    "mode": Check(
+        "training mode in training, and only there",
+        (mode, untrained, without_statistics, recomputed_differently),
+    ),
+    "data": Check(
+        "new samples and random numbers at each step",
+        (same_samples, same_order, same_randomness, data, other_batches, shuffled_apart),
+    ),
+}

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -391,8 +391,59 @@ def grouped(values: Iterable[T], *names: str) -> list[list[T]]:
     return list(groups.values())
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of nested containers."""
+    return [one for one in leaves_of(value).values() if isinstance(one, Tensor)]
+
+
+class Called:
+    """A call of torch's that the loop makes, with its arguments, and its result once it is made."""
+
+    def __init__(self, function: Call, /, *args: Any, **options: Any) -> None:
+        self.function = function
+        self.args = args
+        self.options = options
+
+    @property
+    def owner(self) -> Any:
+        """The object whose method it is."""
+        return self.args[0]
+
+    @property
+    def caller(self) -> Any:
+        """The frame that made the call, for the method that handles it."""
+        return sys._getframe(4)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the other arguments."""
+        return tensors_of((self.args[1:], self.options))
+
+    def bound(self) -> inspect.BoundArguments:
+        return inspect.signature(self.function).bind(*self.args, **self.options)
+
+    def argument(self, name: str) -> Any:
+        """Return an argument, or None where it is left out."""
+        return self.bound().arguments.get(name)
+
+    def listed(self, name: str) -> list[Tensor]:
+        """Return an argument as a list of tensors, also where it is one, or an iterator."""
+        bound = self.bound()
+        value = bound.arguments[name]
+        tensors = bound.arguments[name] = [value] if isinstance(value, Tensor) else list(value)
+        self.args = bound.args
+        self.options = bound.kwargs
+        return tensors
+
+    def run(self) -> Any:
+        """Make the call, unless it is made already, and return its result."""
+        if not hasattr(self, "result"):
+            self.result = self.function(*self.args, **self.options)
+        return self.result
+
+
 class Trace(Events):
-    """The events of a loop, in order, and the objects that it has."""
+    """The events of a loop, in order, and the objects that it has; calls of torch write to it."""
 
     def __init__(self) -> None:
         self.events = list[Event]()
@@ -431,6 +482,61 @@ class Trace(Events):
         # The error that ended the loop, if one did.
         self.error: Exception | None = None
 
+        # While it is recorded.
+
+        # Steps that each optimizer has made.
+        self.num_made = Counter[Optimizer]()
+        # Modules that run, one inside of the other, and optimizers.
+        self.depth = 0
+        self.stepping: list[Optimizer] = []
+        # Of the last forward pass.
+        self.given = Called(list)
+        # The last batch of each loader.
+        self.fetched: dict[DataLoader[Any], Fetch] = {}
+        # By where the values of a parameter were: it, and where its optimizer was made.
+        self.stepped: dict[int, tuple[Tensor, str]] = {}
+        # Parameters behind tensors that the user's code detaches, by the place.
+        self.cut: dict[str, set[Tensor]] = {}
+        # Samples, by digests, of distributions to which they pass no gradient on: the place.
+        self.drawn: dict[float, str] = {}
+        # Whether a probability is taken: a policy learns by that of its sample.
+        self.scores = False
+        # Models that were run again.
+        self.probed: list[nn.Module] = []
+        # By the place and the text of a fault: the values with which it was seen.
+        self.values = defaultdict[Any, set[float | None]](set)
+
+    @property
+    def num_steps_made(self) -> int:
+        return max(self.num_made.values(), default=0)
+
+    def last(self, kind: type[E]) -> E | None:
+        return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
+
+    def fault(self, check: str, *fault: *Fault, value: float | None = None) -> None:
+        """Note a fault; where a value is given, once that was another one in several steps."""
+        values = self.values[fault[:2]]
+        values.add(value)
+        if value is None or len(values) == FEWEST_STEPS:
+            self.faults[check].append(fault)
+
+    def note(self, kind: type[E], /, **facts: Any) -> E:
+        facts.setdefault("lines", users_lines())
+        event = kind(in_step=bool(self.stepping), at=len(self.events), **facts)
+        self.events.append(event)
+        return event
+
+    def optimizer_of(self, one: Tensor) -> str:
+        """Return where the optimizer was made that has stepped a tensor, or nothing."""
+        own, place = self.stepped.get(one.data_ptr(), (one, ""))
+        # The memory may be another one's now.
+        return place if own.is_set_to(one) else ""
+
+    def of_roots(self, *, trained: bool) -> list[Tensor]:
+        """Return the parameters of the models that are trained, or are frozen."""
+        parameters = (one for root in self.roots for one in root.parameters())
+        return [one for one in parameters if one.requires_grad is trained]
+
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""
         names = self.living | self.names
@@ -440,7 +546,7 @@ class Trace(Events):
 
     def places(self, pattern: str) -> list[str]:
         """Return the user's lines with a pattern, first those of files that made steps."""
-        return places_with(pattern, dict.fromkeys([*self.files, *users_files()]))
+        return places_with(pattern, [*self.files, *users_files()])
 
     @cached_property
     def held(self) -> set[Tensor]:
@@ -498,114 +604,17 @@ class Trace(Events):
         return [step for steps in self.by_optimizer for step in steps]
 
 
-class Called:
-    """A call of torch's that the loop makes, with its arguments, and its result once it is made."""
-
-    def __init__(self, function: Call, /, *args: Any, **options: Any) -> None:
-        self.function = function
-        self.args = args
-        self.options = options
-
-    @property
-    def owner(self) -> Any:
-        """The object whose method it is."""
-        return self.args[0]
-
-    @property
-    def caller(self) -> Any:
-        """The frame that made the call, for the method that handles it."""
-        return sys._getframe(4)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors among the other arguments."""
-        return tensors_of((self.args[1:], self.options))
-
-    def bound(self) -> inspect.BoundArguments:
-        return inspect.signature(self.function).bind(*self.args, **self.options)
-
-    def argument(self, name: str) -> Any:
-        """Return an argument, or None where it is left out."""
-        return self.bound().arguments.get(name)
-
-    def listed(self, name: str) -> list[Tensor]:
-        """Return an argument as a list of tensors, also where it is one, or an iterator."""
-        bound = self.bound()
-        value = bound.arguments[name]
-        tensors = bound.arguments[name] = [value] if isinstance(value, Tensor) else list(value)
-        self.args = bound.args
-        self.options = bound.kwargs
-        return tensors
-
-    def run(self) -> Any:
-        """Make the call, unless it is made already, and return its result."""
-        if not hasattr(self, "result"):
-            self.result = self.function(*self.args, **self.options)
-        return self.result
+NO_LOSS = "no loss function of torch was called"
+NO_STEP = "the loop made no optimizer step: weights that it changes itself need torch.optim.SGD"
 
 
-class Recording(Trace):
-    """A trace that is being written, with what the replaced calls share."""
+@dataclass(frozen=True)
+class Check:
+    """A requirement of a loop, and the functions that find where it is not met."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # Steps that each optimizer has made.
-        self.num_made = Counter[Optimizer]()
-        # Modules that run, one inside of the other, and optimizers.
-        self.depth = 0
-        self.stepping: list[Optimizer] = []
-        # Of the last forward pass.
-        self.given = Called(list)
-        # Of each output with a row for each token, of the last one with gradients: a number of each
-        # row of the first sample.
-        self.rows: list[Tensor] = []
-        # The last batch of each loader.
-        self.fetched: dict[DataLoader[Any], Fetch] = {}
-        # By where the values of a parameter were: it, and where its optimizer was made.
-        self.stepped: dict[int, tuple[Tensor, str]] = {}
-        # Parameters behind tensors that the user's code detaches, by the place.
-        self.cut: dict[str, set[Tensor]] = {}
-        # Samples, by digests, of distributions to which they pass no gradient on: the place.
-        self.drawn: dict[float, str] = {}
-        # Whether a probability is taken: a policy learns by that of its sample.
-        self.scores = False
-        # Models that were run again.
-        self.probed: list[nn.Module] = []
-        # By the place and the text of a fault: the values with which it was seen.
-        self.values = defaultdict[Any, set[float | None]](set)
-
-    @property
-    def num_steps_made(self) -> int:
-        return max(self.num_made.values(), default=0)
-
-    def last(self, kind: type[E]) -> E | None:
-        return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
-
-    def fault(self, check: str, *fault: *Fault, value: float | None = None) -> None:
-        """Note a fault; where a value is given, once that was another one in several steps."""
-        values = self.values[fault[:2]]
-        values.add(value)
-        if value is None or len(values) == FEWEST_STEPS:
-            self.faults[check].append(fault)
-
-    def note(self, kind: type[E], /, **facts: Any) -> E:
-        facts.setdefault("lines", users_lines())
-        event = kind(in_step=bool(self.stepping), at=len(self.events), **facts)
-        self.events.append(event)
-        return event
-
-    def optimizer_of(self, one: Tensor) -> str:
-        """Return where the optimizer was made that has stepped a tensor, or nothing."""
-        own, place = self.stepped.get(one.data_ptr(), (one, ""))
-        # The memory may be another one's now.
-        return place if own.is_set_to(one) else ""
-
-    def of_roots(self, *, trained: bool) -> list[Tensor]:
-        """Return the parameters of the models that are trained, or are frozen."""
-        parameters = (one for root in self.roots for one in root.parameters())
-        return [one for one in parameters if one.requires_grad is trained]
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors of nested containers."""
-    return [one for one in leaves_of(value).values() if isinstance(one, Tensor)]
+    required: str
+    # In this order; what is wrong with a single call is seen at once.
+    finders: tuple[Callable[[Trace], Iterable[Fault]], ...] = ()
+    # Where a loop has no such event, nothing is found, and it does not apply, for this reason.
+    needs: Any = Step
+    reason: str = NO_STEP

@@ -71,51 +71,37 @@ def _nodes(file: str) -> list[ast.AST]:
     return []
 
 
-def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
-    return {
-        one.id if isinstance(one, ast.Name) else one.attr
-        for one in nodes
-        if isinstance(one, ast.Name | ast.Attribute) and isinstance(one.ctx, context)
-    }
-
-
 @functools.cache
 def _lost_in_loops(file: str) -> set[tuple[int, str]]:
-    """Return lines that set the variable of a loop, which the rest of its body does not read."""
+    """Return lines that set the variable of a loop, which the rest of its body does not name."""
     found = set[tuple[int, str]]()
     for loop in _nodes(file):
         if isinstance(loop, ast.For):
-            own = _names(ast.walk(loop.target), ast.Store)
             for number, one in enumerate(loop.body, 1):
-                rest = (it for later in loop.body[number:] for it in ast.walk(later))
-                set_now = own & _names(getattr(one, "targets", ()), ast.Store)
-                found |= {(one.lineno, name) for name in set_now - _names(rest, ast.Load)}
+                match one:
+                    case ast.Assign([ast.Name(name)]):
+                        rest = "\n".join(map(ast.unparse, loop.body[number:]))
+                        is_named = re.compile(rf"\b{name}\b").search
+                        if is_named(ast.unparse(loop.target)) and not is_named(rest):
+                            found.add((one.lineno, name))
     return found
 
 
 def weights_kept(code: Any) -> Iterator[str]:
     """Yield lines of a loop that keep a model's state_dict(), loaded again after that loop."""
     own = {number for _, _, number in code.co_lines()}
-    nodes = _nodes(code.co_filename)
-    loads = {}
-    for one in nodes:
-        match one:
-            case ast.Call(ast.Attribute(model, "load_state_dict"), [weights, *_]):
-                loads[ast.unparse(model), ast.unparse(weights)] = one.lineno
-    for loop in nodes:
-        if isinstance(loop, ast.For | ast.While):
-            for one in ast.walk(loop):
-                match one:
-                    case ast.Assign(
-                        targets=[kept], value=ast.Call(ast.Attribute(model, "state_dict"))
-                    ) if one.lineno in own:
-                        number = loads.get((ast.unparse(model), ast.unparse(kept)), 0)
-                        if number > (loop.end_lineno or 0):
-                            yield place_of(code.co_filename, one.lineno)
-
-
-def source_line(frame: Any) -> str:
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    for loop in _nodes(code.co_filename):
+        if not isinstance(loop, ast.For | ast.While):
+            continue
+        after = "".join(linecache.getlines(code.co_filename)[loop.end_lineno :])
+        for one in ast.walk(loop):
+            match one:
+                case ast.Assign(
+                    targets=[kept], value=ast.Call(ast.Attribute(model, "state_dict"))
+                ) if one.lineno in own:
+                    name, weights = (re.escape(ast.unparse(it)) for it in (model, kept))
+                    if re.search(rf"\b{name}\.load_state_dict\(\s*{weights}\s*[,)]", after):
+                        yield place_of(code.co_filename, one.lineno)
 
 
 # Methods that a loop has to call, as in `loss.backward`.

@@ -300,17 +300,35 @@ def _behind_shapes(node: Any) -> Any:
 Added = tuple[str, float]
 
 # Names of notes on nodes: the term of the loss function that made one, the number that it adds, the
-# scale of a gradient scaler, and whether it was read as a part of a loss.
+# scale of a gradient scaler, and whether it was read as a part of a loss, or made what a model
+# returned for each token.
 TERM = "preflight term"
 ADDED = "preflight number"
 SCALE = "preflight scale"
 READ = "preflight read"
+OF_TOKENS = "preflight tokens"
 
 
 def notes_on(tensor: Tensor) -> dict[str, Any]:
     """Return the notes on the node that made a tensor; they last as long as its graph."""
     node: Any = tensor.grad_fn  # torch annotates its property `metadata` as a method
     return {} if node is None else node.metadata
+
+
+def num_left_out(logits: Tensor, dim: int) -> int:
+    """Return how many first tokens of a model's output were cut off; 0 if that is not known."""
+    node: Any = logits.grad_fn
+    number = 0
+    while node is not None:
+        if OF_TOKENS in node.metadata:
+            return number
+        name = operation(node)
+        if name == "Slice" and node._saved_dim == dim:
+            size = node._saved_self_sym_sizes[dim]
+            # Negative numbers are shown without their sign.
+            number += (node._saved_start + size) % 2**64 % size
+        node = node.next_functions[0][0] if name in (*SHAPE_ONLY, "LogSoftmax") else None
+    return 0
 
 
 def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:

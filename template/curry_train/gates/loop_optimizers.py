@@ -23,6 +23,7 @@ from ..workloads.optimizers import parameters_of
 from .loop_events import (
     FEWEST_STEPS,
     Backward,
+    Check,
     Clip,
     Cut,
     Event,
@@ -726,3 +727,34 @@ def _scaled_in_part(trace: Trace) -> Faults:
             if event.call in ("unscale_", "update") and is_within:
                 hint = f"call scaler.{event.call} once per step, after the last backward"
                 yield event, f"{event.call} within the window of a step", hint
+
+
+CHECKS = {
+    "zeroed": Check("gradients are set to zero once per step", (zeroed,)),
+    "optimizer": Check(
+        "each parameter with a gradient is in one optimizer, once",
+        (never_steps, optimizer, stepped_twice, made_anew),
+    ),
+    "moves": Check(
+        "trained parameters move, frozen ones do not",
+        (wrongly_frozen, alike, without_gradient, moves, same_loss),
+    ),
+    "schedule": Check(
+        "one step of the schedule per optimizer step, after it",
+        (never_stepped, schedule, groups_made_equal),
+        Schedule,
+        "no schedule of torch made a step in the steps that were watched",
+    ),
+    "clipping": Check(
+        "clipped once, after the last backward, before the step",
+        (clipping,),
+        Clip,
+        "the loop does not clip",
+    ),
+    "scaler": Check(
+        "each loss scaled, steps by the scaler, its scale updated",
+        (scaler,),
+        Scaling,
+        "the loop has no scaler that is on",
+    ),
+}

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..core.measure import as_trained
 from ..workloads.models import LIBRARIES
-from .loop_events import Faults, Forward, LossCall, Recording, Targets, tensors_of
+from .loop_events import Faults, Forward, LossCall, Targets, Trace, tensors_of
 
 
-def probe(trace: Recording) -> None:
+def probe(trace: Trace) -> None:
     """Look for outputs that depend on what they must not, once for each model."""
     forward = trace.last(Forward)
     # Targets may stand behind a call of another model, as of one that judges.
@@ -30,14 +30,14 @@ def probe(trace: Recording) -> None:
                 trace.fault("targets", *fault)
 
 
-def _of_tokens(trace: Recording, forward: Forward) -> Faults:
+def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     """Find outputs that change with a later token, or with the first one alone."""
     module, tokens, time = forward.module, forward.tokens, forward.time_dim
     if tokens is None or (last := tokens.shape[time] - 1) < 2:
         return
     # The first token in place of the last one.
     at = torch.arange(last + 1, device=tokens.device) % last
-    both = _outputs(trace, module, tokens, tokens.index_select(time, at))
+    both = _outputs(trace, tokens, tokens.index_select(time, at))
     # Cross-entropy takes outputs whose last dimension is time, too.
     shape = both[0].shape
     dims = [dim for dim in (time, 2) if len(shape) == 3 and shape[dim] == last + 1]
@@ -51,11 +51,7 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
     first = tokens[:, :1]
     mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
     is_known = both[0].dim() == 2 and not torch.equal(both[0], both[0].flip(0))
-    if (
-        is_known
-        and not torch.equal(tokens, mixed)
-        and torch.equal(*_outputs(trace, module, tokens, mixed))
-    ):
+    if is_known and not torch.equal(tokens, mixed) and torch.equal(*_outputs(trace, tokens, mixed)):
         yield (
             forward,
             "the outputs of the model depend on the first token alone",
@@ -63,7 +59,7 @@ def _of_tokens(trace: Recording, forward: Forward) -> Faults:
         )
 
 
-def _of_padding(trace: Recording, forward: Forward) -> Faults:
+def _of_padding(trace: Trace, forward: Forward) -> Faults:
     """Find outputs that change with other tokens in place of padding, or another embedding."""
     module, tokens = forward.module, forward.tokens
     # Some layers reach over padding, whatever a mask is.
@@ -84,7 +80,7 @@ def _of_padding(trace: Recording, forward: Forward) -> Faults:
                 embeddings.append(one)
     if padded is None:
         return
-    outputs, others = _outputs(trace, module, tokens, other, embeddings)
+    outputs, others = _outputs(trace, tokens, other, embeddings)
     if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
         outputs, others = outputs[~padded], others[~padded]
     elif outputs.dim() != 2 or not is_known:
@@ -100,7 +96,7 @@ def _as_a_word(embedding: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
     return torch.where(is_padding, embedding.weight[embedding.padding_idx - 1], output)
 
 
-def _of_samples(trace: Recording, forward: Forward) -> Faults:
+def _of_samples(trace: Trace, forward: Forward) -> Faults:
     """Find layers that take the samples of a batch for the steps of a sequence."""
     tensors = trace.given.tensors
     call = trace.last(LossCall)
@@ -112,7 +108,7 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
         return
     # A recurrent layer sees no later steps.
     changed = torch.cat([given[-1:], given[1:]])
-    outputs, others = _outputs(trace, forward.module, given, changed)
+    outputs, others = _outputs(trace, given, changed)
     if outputs.shape[:1] != given.shape[:1]:
         return
     if _differ(outputs[1:], others[1:]):
@@ -142,19 +138,19 @@ def _of_samples(trace: Recording, forward: Forward) -> Faults:
 
 
 def _outputs(
-    trace: Recording,
-    module: nn.Module,
+    trace: Trace,
     given: Tensor,
     other: Tensor,
     embeddings: Sequence[nn.Module] = (),
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a model for a tensor that it was given, and for another one.
+    """Return the output of the last model for a tensor that it was given, and for another one.
 
     For the other one some embeddings embed padding as a word.
 
     It raises where the same input gives another output.
     """
     call = trace.given
+    module = call.owner
     outputs = list[Tensor]()
     hooks = []
     trace.depth += 1

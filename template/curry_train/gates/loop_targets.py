@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..core.digest import is_plain
-from .loop_events import Forward, LossCall, Recording, Targets, tensors_of
-from .loop_loss import ON_VALUES, digest
+from .loop_events import Forward, LossCall, Targets, Trace, tensors_of
+from .loop_loss import ON_VALUES, digest, num_left_out
 
 
 def of_batch(batch: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def of_batch(batch: Any) -> dict[str, Any]:
     }
 
 
-def note_batches(trace: Recording, target: Tensor, call: LossCall) -> None:
+def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
     """Note the batches whose labels, or a part of them, are the targets of a loss."""
     is_float = target.is_floating_point()
     is_index = target.device.type == "cpu" and not is_float
@@ -79,7 +79,7 @@ def tokens_of(given: Any) -> Tensor | None:
 
 
 def note_targets(
-    trace: Recording,
+    trace: Trace,
     forward: Forward,
     target: Tensor,
     ignored: int = -100,
@@ -114,7 +114,7 @@ def note_targets(
     if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
         return
     same = _same_as_input(targets, counted, tokens)
-    left_out = 0 if logits is None or logits.dim() < 2 else _first_row(trace.rows, logits)
+    left_out = 0 if logits is None else num_left_out(logits, forward.time_dim)
     event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
     # The mask of an encoder says nothing of what its decoder is given.
     if isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder:
@@ -137,7 +137,7 @@ def note_targets(
             )
 
 
-def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: int) -> None:
+def _find_tokens(trace: Trace, forward: Forward, target: Tensor, ignored: int) -> None:
     """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
     labels, of_decoder = map(trace.given.options.get, ("labels", "decoder_input_ids"))
     for one in trace.given.tensors:
@@ -149,17 +149,6 @@ def _find_tokens(trace: Recording, forward: Forward, target: Tensor, ignored: in
                 # A decoder may be given its targets by mistake.
                 if max(same.get(1, 0), one is of_decoder and same.get(0, 0)) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
-
-
-def number_of_rows(logits: Tensor) -> Tensor:
-    """Return a number of each row, which log_softmax does not change."""
-    return (logits[..., 0] - logits[..., -1]).detach().float()
-
-
-def _first_row(rows: list[Tensor], logits: Tensor) -> int:
-    """Return the place of the token whose row is the first one of a loss, or 0 if unknown."""
-    first = number_of_rows(logits.movedim(1, -1).flatten(0, -2))[0]
-    return max((int(one.isclose(first, rtol=1e-3).int().argmax()) for one in rows), default=0)
 
 
 def _same_as_input(targets: Tensor, counted: Tensor, tokens: Tensor) -> dict[int, float]:

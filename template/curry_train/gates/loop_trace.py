@@ -11,10 +11,10 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import copy
 import itertools
+import linecache
 import math
 import random
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -50,7 +50,6 @@ from .loop_events import (
     Fetch,
     Forward,
     LossCall,
-    Recording,
     Scaling,
     Schedule,
     Seeding,
@@ -68,7 +67,6 @@ from .loop_lines import (
     later_stage,
     loses,
     only_named,
-    source_line,
     users_frames,
     users_line,
     users_lines,
@@ -76,6 +74,7 @@ from .loop_lines import (
 )
 from .loop_loss import (
     ADDED,
+    OF_TOKENS,
     ON_CLASSES,
     ON_VALUES,
     SCALE,
@@ -92,7 +91,6 @@ from .loop_targets import (
     columns_of,
     note_batches,
     note_targets,
-    number_of_rows,
     of_batch,
     tokens_of,
 )
@@ -117,8 +115,11 @@ MORE_SECONDS = 10.0
 MOST_STEPS = 50
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
-# Operations that change nothing where their result is not used.
-PURE = ("add", "sub", "mul", "div", "clamp", "masked_fill", "lerp")
+# Operations of a loss with another value, and all that change nothing where their result is not
+# used.
+ADDING = ("__add__", "__radd__", "__iadd__", "__sub__")
+SCALING = ("__mul__", "__truediv__")
+PURE = (*ADDING, *SCALING, "add", "sub", "mul", "div", "clamp", "masked_fill", "lerp")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
@@ -126,8 +127,8 @@ class EnoughSteps(BaseException):
     """The loop has made the steps that were asked for."""
 
 
-class Observer(Recording):
-    """A recording with the replaced calls that write to it."""
+class Observer(Trace):
+    """A trace with the replaced calls that write to it."""
 
     def __init__(self, num_steps: int, when_enough: Callable[[Trace], None]) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Observer(Recording):
         self.at_backward: Versions = {}
         self.schedule_depth = 0
         # Leaves that models were given and that get a gradient, in this window.
-        self.inputs: list[weakref.ref[Tensor]] = []
+        self.inputs = list[Tensor]()
         # Leaves from which an input of a model was computed, by id.
         self.leaves = set[int]()
         # The last call of torch.autograd.grad whose result has no graph.
@@ -181,9 +182,10 @@ class Observer(Recording):
         """Yield what handles calls, the calls' owner, and their names."""
         yield self._detach, Tensor, "detach", "argmax"
         yield self._detach, torch, "argmax"
-        yield self._add, Tensor, "__add__", "__radd__", "__iadd__", "__sub__"
-        yield self._times, Tensor, "__mul__", "__truediv__"
+        yield self._add, Tensor, *ADDING
+        yield self._times, Tensor, *SCALING
         yield self._into, Tensor, "add_", "copy_", "lerp_"
+        # Around those of the same calls.
         yield self._pure, Tensor, *PURE
         yield self._pure, torch, "clamp"
         yield self._pure, F, "normalize"
@@ -267,7 +269,7 @@ class Observer(Recording):
         module = call.owner
         has_gradients = torch.is_grad_enabled()
         ran = self.ran[has_gradients]
-        if module not in ran or (module.training and not ran[module]):
+        if not ran.get(module):
             ran[module] = users_line("checkpoint") if module.training else ""
         event = None
         # A loss is a module too, without parameters. The first call of lazy ones makes them.
@@ -300,7 +302,7 @@ class Observer(Recording):
     def _note_forward(self, call: Called, *, has_gradients: bool) -> Forward:
         module, inputs = call.owner, call.tensors
         given = [it for one in inputs if one.requires_grad for it in leaves(one)]
-        self.inputs += [weakref.ref(one) for one in given if not isinstance(one, nn.Parameter)]
+        self.inputs += [one for one in given if not isinstance(one, nn.Parameter)]
         self.leaves.update(map(id, given))
         # A function of the module may have put results in their place.
         parameters = {one: name for name, one in module.named_parameters() if one.is_leaf}
@@ -346,13 +348,10 @@ class Observer(Recording):
                 "look at how the data is read and normalized",
             )
         tokens = event.tokens
-        self.rows = [
-            number_of_rows(one[0])
-            for one in outputs
-            if tokens is not None and one.shape[:-1] == tokens.shape
-        ]
         for one in outputs:
             self._mark(one, event, "is_trained_on")
+            if tokens is not None and one.shape[:-1] == tokens.shape:
+                notes_on(one)[OF_TOKENS] = True
         labels = tokens_of(self.given.options.get("labels"))
         if labels is not None and any(
             type(one).__name__.endswith(SHIFTS) for one in event.module.modules()
@@ -402,16 +401,12 @@ class Observer(Recording):
             note_average(self, one, tensors_of(others), newest)
 
     def _pure(self, call: Called) -> None:
-        self._note_lost(call, call.caller)
-
-    def _note_lost(self, call: Called, caller: Any) -> None:
-        if "out" not in call.options and loses(caller):
+        if "out" not in call.options and loses(call.caller):
             measured = f"the result of {call.function.__name__.strip('_')} is not used"
             hint = "assign it, or change the tensor in place, as by mul_()"
             self.fault("results", users_line(), measured, hint)
 
     def _times(self, call: Called) -> None:
-        self._note_lost(call, call.caller)
         value = call.run()
         both = tensors_of(call.args)
         is_several = isinstance(value, Tensor) and value.dim()
@@ -422,7 +417,6 @@ class Observer(Recording):
             self.fault("accumulation", users_line(), measured, hint)
 
     def _add(self, call: Called) -> None:
-        self._note_lost(call, call.caller)
         value = call.run()
         one, other = call.args
         if not isinstance(value, Tensor):
@@ -565,7 +559,7 @@ class Observer(Recording):
         event.reached = frozenset(key for key in after if after[key] != before[key])
         self.gradient = Gradient(one for one in parameters if one in event.reached)
         self.with_gradient |= {key for key in after if after[key] is not None}
-        event.of_inputs = any(getattr(ref(), "grad", None) is not None for ref in self.inputs)
+        event.of_inputs = any(one.grad is not None for one in self.inputs)
         self.inputs.clear()
         self.loss_call = None
         self.grad_place = ""
@@ -627,7 +621,9 @@ class Observer(Recording):
         self.scores = True
 
     def _state_dict(self, call: Called) -> None:
-        if "state_dict().update(" in source_line(call.caller):
+        caller = call.caller
+        line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+        if "state_dict().update(" in line:
             measured = "the dictionary is changed that state_dict() returns, not the model"
             self.fault("results", users_line(), measured, "call load_state_dict()")
 

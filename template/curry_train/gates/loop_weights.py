@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..core.digest import is_plain
 from ..workloads.optimizers import parameters_of
-from .loop_events import FEWEST_STEPS, Backward, Recording, Versions, tensors_of
+from .loop_events import FEWEST_STEPS, Backward, Trace, Versions, tensors_of
 from .loop_lines import users_line
 from .loop_loss import digest, values_of
 
@@ -65,9 +65,9 @@ class Snapshot:
         own = parameters_of(optimizer)
         compared = [*own, *frozen]
         self.state = state_of(optimizer)
-        # Unless there are too many.
+        # Unless there are too many. An optimizer may have none.
         self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
-        self.values: dict[Tensor, Tensor] = {}
+        self.values = dict[Tensor, Tensor]()
         self.digest = 0.0
         if self.is_compared:
             self.values = {one: one.detach().clone() for one in compared}
@@ -91,9 +91,8 @@ class Snapshot:
         return float(torch.cat(changed).float().mean()) if changed else None
 
 
-def note_average(trace: Recording, one: Tensor, others: Iterable[Tensor], newest: float) -> None:
+def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: float) -> None:
     """Find weights that the loop averages with others or copies, and that are not for that."""
-    place, number = users_line(), trace.num_steps_made
     place, number = users_line(), trace.num_steps_made
     for other in filter(is_plain, others):
         is_itself = one.is_set_to(other)
@@ -170,7 +169,7 @@ def instances_of(kind: type) -> list[Any]:
     return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
-def leaves_alone(trace: Recording, leaves: Container[int]) -> dict[Tensor, str]:
+def leaves_alone(trace: Trace, leaves: Container[int]) -> dict[Tensor, str]:
     """Describe the leaves with a gradient that no module may have, nor these leaves.
 
     To the gradient of a tensor that no optimizer has each backward call adds, and nothing sets it
