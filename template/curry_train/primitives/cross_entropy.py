@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 # A chunk's logits and their copies take at most this, where no size is given.
 CHUNK_BYTES = 64 * 2**20
@@ -273,7 +274,7 @@ def exact_dtype(inputs: Tensor) -> torch.dtype:
 
 
 class _Pass:
-    """One pass over all chunks, with buffers that each chunk uses again."""
+    """One pass over all chunks: the losses of all tokens, and the gradients of their sum."""
 
     def __init__(self, given: Given, options: ChunkOptions) -> None:
         inputs = given.inputs
@@ -302,24 +303,11 @@ class _Pass:
             dtype = inputs.dtype if source is inputs else exact
             zeros = source.new_zeros(source.shape, dtype=dtype) if wanted else None
             self.gradients.append(zeros)
-        shape = (min(options.chunk_tokens, len(self.order)), self.weight.shape[0])
-        self.buffer = inputs.new_empty(shape, dtype=exact)
-        self.rounded = None
-        if options.dtype is not exact:
-            self.rounded = inputs.new_empty(shape, dtype=options.dtype)
 
     def chunk(self, index: Tensor) -> None:
         """Compute the losses of the tokens with these indices, and add their gradients."""
         rows = self.given.inputs.index_select(0, index).to(self.options.dtype)
-        output = (self.buffer if self.rounded is None else self.rounded)[: len(index)]
-        if self.bias is None:
-            torch.mm(rows, self.weight.t(), out=output)
-        else:
-            torch.addmm(self.bias, rows, self.weight.t(), out=output)
-        logits = self.buffer[: len(index)]
-        if self.rounded is not None:
-            logits.copy_(output)
-
+        logits = F.linear(rows, self.weight, self.bias).to(self.losses.dtype)
         self.losses.index_copy_(0, index, self._loss(logits, index))
         if any(self.options.wanted):
             # `_loss` has replaced the logits by their gradient.
@@ -381,8 +369,7 @@ class _Pass:
         inputs_gradient, weight_gradient, bias_gradient = self.gradients
         if bias_gradient is not None:
             bias_gradient += logits_gradient.sum(0)
-        if self.rounded is not None:
-            logits_gradient = self.rounded[: len(index)].copy_(logits_gradient)
+        logits_gradient = logits_gradient.to(rows.dtype)
         if weight_gradient is not None and weight_gradient.dtype == rows.dtype:
             torch.addmm(weight_gradient, logits_gradient.t(), rows, out=weight_gradient)
         elif weight_gradient is not None:
