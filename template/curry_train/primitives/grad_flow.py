@@ -15,9 +15,10 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 
 from ..core.blocks import inside_wrappers
 from .grad_flow_probe import (
-    AT_STEP_COLUMN,
-    CHANGE_COLUMN,
-    SQUARES_COLUMN,
-    SUM_NAMES,
-    WEIGHT_COLUMN,
+    AT_STEP,
+    CHANGE,
+    GRADIENT,
+    OUTPUTS,
+    WEIGHTS,
     Activations,
     Layer,
     Sums,
@@ -93,7 +94,7 @@ class Update:
 class LayerFlow:
     """One layer in one step; values that were not observed are None, which differs from 0."""
 
-    activation: ValueSpread | None  # None if forward did not call the layer
+    activation: ValueSpread | None  # None if forward got no elements from the layer
     calls: int  # in all microbatches together
     gradient: ValueSpread | None  # None if no parameter got a gradient
     update: Update | None  # None if the optimizer did not step
@@ -127,7 +128,7 @@ class StepFlow:
         return any(spread is not None and spread.nonfinite for spread in spreads)
 
 
-# Checks of grad-flow's arguments, and a hook on an optimizer's `zero_grad`.
+# Checks of grad-flow's arguments, and a hook on a function.
 
 # Wrappers that can't be probed, with the reason and the alternative.
 REFUSED_WRAPPERS = {
@@ -138,28 +139,15 @@ REFUSED_WRAPPERS = {
 }
 
 
-@contextlib.contextmanager
-def called_before_zero_grad(
-    optimizer: torch.optim.Optimizer, call: Callable[[], None]
-) -> Iterator[None]:
-    """Run `call` before each `zero_grad` of an optimizer; torch has hooks only for its steps."""
-    zero_grad = optimizer.zero_grad
+def called_first(call: Callable[[], None], function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that runs `call` before another function."""
 
-    @functools.wraps(zero_grad)
-    def call_first(*arguments: Any, **keywords: Any) -> None:
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> None:
         call()
-        zero_grad(*arguments, **keywords)
+        function(*arguments, **keywords)
 
-    previous = optimizer.__dict__.get("zero_grad")
-    optimizer.__dict__["zero_grad"] = call_first
-    try:
-        yield
-    finally:
-        # If other code has wrapped it in between, that wrapper stays.
-        if optimizer.__dict__.get("zero_grad") is call_first:
-            del optimizer.__dict__["zero_grad"]
-            if previous is not None:
-                optimizer.__dict__["zero_grad"] = previous
+    return run
 
 
 def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
@@ -294,7 +282,9 @@ class GradFlow:
             for handle in self._activations.hooks():
                 self._probed.callback(handle.remove)
             for optimizer in self.optimizers:
-                self._probed.enter_context(called_before_zero_grad(optimizer, self._gradients_go))
+                # Torch has hooks only for an optimizer's steps.
+                zero_grad = called_first(self._gradients_go, optimizer.zero_grad)
+                self._probed.enter_context(mock.patch.object(optimizer, "zero_grad", zero_grad))
 
     def _restart(self) -> None:
         self._sums.table.zero_()
@@ -302,10 +292,9 @@ class GradFlow:
         # The parameters that had a gradient when gradients were last read, and when that was.
         self._read: set[str] | None = None
         self._read_at = ""
-        # The optimizers whose step began, their weights before it, and the parameters they moved.
+        # The optimizers whose step began, and their weights before it.
         self._began: set[Any] = set()
         self._copies: dict[str, Tensor] = {}
-        self._moved: set[str] = set()
         self._overflowed: list[Tensor] = []
 
     def _next(self) -> None:
@@ -349,9 +338,9 @@ class GradFlow:
         self._read = self._with_gradient()
         self._read_at = where
         for name, parameter in self._named.items():
-            row = self._sums.row(name)[: len(SUM_NAMES)].zero_()
+            sums = self._sums.of(name, GRADIENT).zero_()
             if parameter.grad is not None:
-                row.copy_(_unscaled_sums(parameter.grad, scale))
+                sums.copy_(_unscaled_sums(parameter.grad, scale))
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
         members = {one for group in optimizer.param_groups for one in group["params"]}
@@ -369,8 +358,7 @@ class GradFlow:
             self._read_at_the_step(scale)
         for name, parameter in self._held_by(optimizer):
             if parameter.grad is not None:
-                squares = _unscaled_sums(parameter.grad, scale)[SQUARES_COLUMN]
-                self._sums.row(name)[AT_STEP_COLUMN].copy_(squares)
+                self._sums.of(name, AT_STEP).copy_(_unscaled_sums(parameter.grad, scale))
             if self.updates:
                 self._copies[name] = dense(parameter.detach()).clone()
 
@@ -383,12 +371,10 @@ class GradFlow:
             for name, parameter in self._held_by(optimizer):
                 before = self._copies.pop(name, None)
                 if before is not None:
-                    row = self._sums.row(name)
-                    row[WEIGHT_COLUMN].copy_(sums_of(before)[SQUARES_COLUMN])
+                    self._sums.of(name, WEIGHTS).copy_(sums_of(before))
                     # The difference of two near numbers is exact in their own precision.
                     change = dense(parameter.detach()) - before
-                    row[CHANGE_COLUMN].copy_(sums_of(change)[SQUARES_COLUMN])
-                    self._moved.add(name)
+                    self._sums.of(name, CHANGE).copy_(sums_of(change))
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is not None:
                 self._overflowed.append(overflowed)
@@ -399,27 +385,27 @@ class GradFlow:
 
     def _close(self, *, stepped: bool) -> None:
         """Make the record of the step; this waits for the device."""
-        rows = self._sums.rows([layer.name for layer in self._layers], self._ranks, self._named)
+        layer_names = [layer.name for layer in self._layers]
+        total = self._sums.over_ranks(layer_names, self._ranks, self._named)
         calls = self._activations.calls
         read = self._read or set()
         # A fused optimizer's step is always called, and does nothing if the scaler found overflow.
         stepped = stepped and not any(found.item() for found in self._overflowed)
-        moved = self._moved if stepped else set()
 
         def flow_of(layer: Layer) -> LayerFlow:
-            names = layer.parameters
+            sums = total(layer.parameters)
             return LayerFlow(
-                activation=_spread([rows[layer.name]] if calls[layer.name] else []),
+                activation=_spread(total([layer.name])[OUTPUTS]),
                 calls=calls[layer.name],
-                gradient=_spread([rows[name] for name in names if name in read]),
-                update=_update([rows[name] for name in names if name in moved]),
-                without_gradient=tuple(name for name in names if name not in read),
+                gradient=_spread(sums[GRADIENT]),
+                update=_update(sums) if stepped else None,
+                without_gradient=tuple(name for name in layer.parameters if name not in read),
                 tied=tuple(layer.tied),
                 frozen=tuple(layer.frozen),
                 is_block=layer.is_block,
             )
 
-        with_gradient = [rows[name] for name in self._named if name in read]
+        of_model = total(self._named)
         self.records.append(
             StepFlow(
                 step=self.next_step,
@@ -427,9 +413,9 @@ class GradFlow:
                 order=tuple(calls),
                 layers={layer.name: flow_of(layer) for layer in self._layers},
                 forwards=self._activations.num_forwards,
-                gradient=_spread(with_gradient),
+                gradient=_spread(of_model[GRADIENT]),
                 gradients_read=self._read_at,
-                scaled=_gradient_scaling(with_gradient),
+                scaled=_gradient_scaling(of_model),
                 ranks=1 if self._ranks is None else dist.get_world_size(self._ranks),
                 notes=self._notes,
             )
@@ -439,29 +425,27 @@ class GradFlow:
 def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
     sums = sums_of(gradient)
     if scale is not None:
-        sums[SQUARES_COLUMN] /= scale.detach().to(sums).square().reshape(())
+        *_, squares = sums
+        squares /= scale.detach().to(sums).square().reshape(())
     return sums
 
 
-def _spread(rows: Sequence[Sequence[float]]) -> ValueSpread | None:
-    if not rows:
-        return None
-    elements, zeros, nonfinite, squares = (sum(row[at] for row in rows) for at in range(4))
-    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares)
+def _spread(sums: Sequence[float]) -> ValueSpread | None:
+    elements, zeros, nonfinite, squares = sums
+    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares) if elements else None
 
 
-def _update(rows: Sequence[Sequence[float]]) -> Update | None:
-    if not rows:
-        return None
-    weight_squares = sum(row[WEIGHT_COLUMN] for row in rows)
-    return Update(weight_squares**0.5, sum(row[CHANGE_COLUMN] for row in rows) ** 0.5)
+def _update(sums: Sequence[Sequence[float]]) -> Update | None:
+    before = _spread(sums[WEIGHTS])
+    change = _spread(sums[CHANGE])
+    return Update(before.norm, change.norm) if before and change else None
 
 
-def _gradient_scaling(rows: Sequence[Sequence[float]]) -> float | None:
+def _gradient_scaling(sums: Sequence[Sequence[float]]) -> float | None:
     """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
-    stepped = [row for row in rows if row[AT_STEP_COLUMN]]
-    squares = sum(row[SQUARES_COLUMN] for row in stepped)
-    return (sum(row[AT_STEP_COLUMN] for row in stepped) / squares) ** 0.5 if squares else None
+    before = _spread(sums[GRADIENT])
+    at_step = _spread(sums[AT_STEP])
+    return at_step.norm / before.norm if before and at_step and before.norm else None
 
 
 COMPILED_NOTE = "compiled code runs no hooks: activations inside of it were not measured"

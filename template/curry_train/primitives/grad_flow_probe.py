@@ -82,26 +82,22 @@ def _is_layer(module: nn.Module) -> bool:
 
 def _assign_parameters(model: nn.Module, layers: Sequence[Layer]) -> None:
     """Assign each parameter to the layers around the first of its names that is in a layer."""
-    names: dict[nn.Parameter, list[str]] = {}
+    first_names: dict[nn.Parameter, str] = {}
+    homes: dict[nn.Parameter, list[Layer]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: run one batch through the model first")
-        names.setdefault(parameter, []).append(name)
-
-    for parameter, aliases in names.items():
-        around = {
-            alias: [layer for layer in layers if alias.startswith(f"{layer.name}.")]
-            for alias in aliases
-        }
-        home = next((alias for alias in aliases if around[alias]), aliases[0])
-        for alias in aliases:
-            for layer in around[alias]:
-                if not parameter.requires_grad:
-                    layer.frozen[alias] = None
-                elif layer in around[home]:
-                    layer.parameters[aliases[0]] = None
-                else:
-                    layer.tied[home] = None
+        first_name = first_names.setdefault(parameter, name)
+        around = [layer for layer in layers if name.startswith(f"{layer.name}.")]
+        home = homes.get(parameter) or around
+        homes[parameter] = home
+        for layer in around:
+            if not parameter.requires_grad:
+                layer.frozen[name] = None
+            elif layer in home:
+                layer.parameters[first_name] = None
+            else:
+                layer.tied[first_name] = None
 
 
 # The ranks among which a tensor or a batch is divided.
@@ -151,10 +147,9 @@ def group_of_batch(model: nn.Module) -> Any:
 # Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
 
 SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")
-SQUARES_COLUMN = SUM_NAMES.index("squares")
-# Columns of parameters after those of the gradient: squares of the weights before the step, of
-# their change, and of the gradient that the optimizer gets.
-WEIGHT_COLUMN, CHANGE_COLUMN, AT_STEP_COLUMN = range(len(SUM_NAMES), len(SUM_NAMES) + 3)
+# What is summed up: a layer's outputs; a parameter's gradient, the gradient that the optimizer
+# gets, its values before the step, and their change.
+OUTPUTS, GRADIENT, AT_STEP, WEIGHTS, CHANGE = range(5)
 # Elements per piece on the CPU: small enough for its caches.
 CPU_PIECE_ELEMENTS = 2**16
 # Elements per piece elsewhere: enough to keep a device busy, with 32 MiB of temporaries.
@@ -162,7 +157,7 @@ DEVICE_PIECE_ELEMENTS = 2**22
 
 
 class Sums:
-    """A table of sums on the model's device, a row for each name; adding to it waits for none."""
+    """A table of sums on the model's device, for each name; adding to it waits for none."""
 
     def __init__(self, names: Iterable[str], model: nn.Module) -> None:
         self.place = {name: index for index, name in enumerate(names)}
@@ -170,19 +165,19 @@ class Sums:
         devices = [parameter.device for parameter in model.parameters()]
         device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
         # Made now, so that the bytes that a step holds do not grow.
-        shape = len(self.place), AT_STEP_COLUMN + 1
+        shape = len(self.place), CHANGE + 1, len(SUM_NAMES)
         self.table = torch.zeros(shape, dtype=exact_on(device), device=device)
 
-    def row(self, name: str) -> Tensor:
-        return self.table[self.place[name]]
+    def of(self, name: str, kind: int) -> Tensor:
+        return self.table[self.place[name], kind]
 
-    def rows(
+    def over_ranks(
         self, layers: Iterable[str], batch_group: Any, parameters: Mapping[str, nn.Parameter]
-    ) -> dict[str, list[float]]:
-        """Return the sums by name, over all ranks, each of which has to call this.
+    ) -> Callable[[Iterable[str]], list[list[float]]]:
+        """Return a function that adds up the sums of several names, by their kind.
 
-        The layers' rows are summed over the ranks that share a batch, and those of parameters over
-        the ranks among which they are sharded. This waits for the device.
+        Each rank has to call this. The layers' sums are those of all ranks that share a batch, and
+        the parameters' those of all among which they are sharded. This waits for the device.
         """
         names_by_group: dict[Any, list[str]] = {}
         if batch_group is not None:
@@ -195,8 +190,8 @@ class Sums:
             reduced = self.table[places]
             dist.all_reduce(reduced, group=group)
             self.table[places] = reduced
-        table = self.table.tolist()
-        return {name: table[place] for name, place in self.place.items()}
+        table = self.table.cpu()
+        return lambda names: table[[self.place[name] for name in names]].sum(0).tolist()
 
 
 def exact_on(device: torch.device) -> torch.dtype:
@@ -357,8 +352,8 @@ class Activations:
         # Without modes, selective checkpointing neither caches nor replays these operations.
         with torch.no_grad(), _disable_current_modes():
             for tensor in outputs:
-                row = self.sums.row(name)[: len(SUM_NAMES)]
-                row.add_(sums_of(tensor).to(row))
+                sums = self.sums.of(name, OUTPUTS)
+                sums.add_(sums_of(tensor).to(sums))
 
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:
