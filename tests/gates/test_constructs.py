@@ -26,7 +26,7 @@ TWO_RANKS = ["*/two-ranks"]
 # Of each model: gates that need not apply, and what first look tells of it. All others hold.
 NEED_NOT_APPLY = {
     "calls_forward": (ON_BLOCKS, ""),
-    "checkpoints_all": (ON_BLOCKS, "save nothing in forward: the model checkpoints by itself"),
+    "checkpoints_all": (ON_BLOCKS, "nothing is saved in forward: the model checkpoints by itself"),
     "checkpoints_segments": (
         ["recompute/flops", "sac/products", "sac/regions"],
         "layers.0: the model recomputes these by itself",
@@ -47,7 +47,7 @@ NEED_NOT_APPLY = {
     "scripted": ([*ON_BLOCKS, "bench/*"], "scripted, so neither hooks nor techniques reach"),
     "data_parallel": (["grad-flow/*"], ""),
     "compiled": (["grad-flow/*"], "the model is compiled as a whole"),
-    "compiled_blocks": ([*ON_BLOCKS], "are compiled, scripted or wrapped already"),
+    "compiled_blocks": ([*ON_BLOCKS], ": compiled, scripted or wrapped already"),
     "derivative_in_loss": (["recompute/*", "sac/*"], "forward or loss takes derivatives"),
     "noisy_loss": (["grad-accum/*"], ""),
     "own_optimizer": (["loss-spike/found"], ""),
@@ -60,9 +60,9 @@ NEED_NOT_APPLY = {
     "weighted_words": ([*ON_BLOCKS, "grad-accum/*"], ""),
     "lazy": (["memory-plan/*"], "lazy modules"),
     "frozen": (ON_BLOCKS, "run in eval mode"),
-    "partly_unused": (ON_BLOCKS, "unused.0 to unused.2 are never called"),
+    "partly_unused": (ON_BLOCKS, "unused.0 to unused.2: never called"),
     "quantized": (ON_BLOCKS, "no gradient comes back"),
-    "opens_in_place": (ON_BLOCKS, "write to their own input"),
+    "opens_in_place": (ON_BLOCKS, "the input is overwritten, as by an in-place activation"),
     "overwrites": (["sac/*", *TWO_RANKS, "recompute/memory"], ""),
     "ragged": (["*"], "nested tensors"),
     "penalized_words": ([*ON_BLOCKS, "grad-accum/*", *TWO_RANKS], "takes derivatives"),

@@ -172,7 +172,7 @@ def test_the_notes_give_the_reason_and_the_line_what_the_blocks_hold():
         "the peak, these 19%",
     )
     assert choice.describe() == ("8 blocks, 0.inner.0 to 1.inner.1, hold 99% of what forward saves")
-    assert chosen(made(Iterated)).notes == ("update runs several times in a step",)
+    assert chosen(made(Iterated)).notes == ("update: called several times in a step",)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_of_named_blocks_the_notes_say_which_never_run():
     assert choice.blocks == "layers.*"
     assert choice.coverage == 0
     assert choice.notes[0].startswith(
-        "layers.0 to layers.3 are never called, so nothing has an effect"
+        "layers.0 to layers.3: never called, so nothing has an effect"
     )
 
 
@@ -202,7 +202,7 @@ def test_blocks_that_write_to_their_input_are_left_out():
     choice = chosen(model)
     assert list(choice.names) == [f"{n}.1" for n in (1, 2, 3)]
     assert choice.notes[0] == "the containers give 1 to 3, which can't be recomputed"
-    assert "1 to 3 write to their own input, as an" in chosen(model, blocks="[123]").notes[0]
+    assert "1 to 3: the input is overwritten, as by an" in chosen(model, blocks="[123]").notes[0]
 
 
 class RunsInsideBackward(torch.autograd.Function):

@@ -352,7 +352,7 @@ class BlockChoice:
     names: tuple[str, ...]
 
     # What a technique takes as `blocks`: None where the containers give these blocks anyway.
-    blocks: str | tuple[str, ...] | None
+    blocks: str | Sequence[str] | None
 
     # Share of the saved bytes that are saved inside the blocks; None where nothing was recorded.
     coverage: float | None
@@ -362,12 +362,11 @@ class BlockChoice:
 
     def describe(self) -> str:
         """Describe the blocks in a line: how many, which, and what they hold."""
-        ends = self.names[0] if len(self.names) == 1 else f"{self.names[0]} to {self.names[-1]}"
-        count = "1 block" if len(self.names) == 1 else f"{len(self.names)} blocks"
+        number = len(self.names)
+        blocks = f"{number} block{'s' * (number > 1)}, {listed(self.names)}"
         if self.coverage is None:
-            return f"{count}, {ends}"
-        holds = "holds" if len(self.names) == 1 else "hold"
-        return f"{count}, {ends}, {holds} {self.coverage:.0%} of what forward saves"
+            return blocks
+        return f"{blocks}, hold{'s' * (number == 1)} {self.coverage:.0%} of what forward saves"
 
     def lines(self) -> list[str]:
         """Return the description and the notes; without blocks the notes give the reason."""
@@ -386,13 +385,12 @@ def choose_blocks(
     much lower peak. With `blocks`, names or globs, nothing is chosen and the notes are on these.
     Raises `NoBlocks` if there are none.
     """
-    given = blocks if blocks is None or isinstance(blocks, str) else tuple(blocks)
     try:
         record = record_forward(model, batch, loss)
     except HooksRefused as refusal:
-        return BlockChoice(tuple(find_blocks(model, blocks)), given, None, (str(refusal),))
+        return BlockChoice(tuple(find_blocks(model, blocks)), blocks, None, (str(refusal),))
     if blocks is not None:
-        return _choice(record, list(find_blocks(model, blocks)), given)
+        return _choice(record, list(find_blocks(model, blocks)), blocks)
     best, limit = _lowest_cut(record)
     try:
         static = list(find_blocks(model))
@@ -409,8 +407,8 @@ def choose_blocks(
 def _choice(
     record: ForwardRecord,
     names: list[str],
-    blocks: str | tuple[str, ...] | None,
-    why: tuple[str, ...] = (),
+    blocks: str | Sequence[str] | None,
+    *why: str,
 ) -> BlockChoice:
     notes = [sentence for sentence, _ in unusual_blocks(record, names).values()]
     return BlockChoice(tuple(names), blocks, _coverage(record, names), (*why, *notes))
@@ -445,76 +443,63 @@ def _coverage(record: ForwardRecord, names: Sequence[str]) -> float:
     return estimate_peak(record, names)[1] / max(1, record.total_bytes)
 
 
-def _why_not(
-    record: ForwardRecord, static: list[str], best: list[str], limit: float
-) -> tuple[str, ...]:
+def _why_not(record: ForwardRecord, static: list[str], best: list[str], limit: float) -> str:
     """Explain why the blocks that the containers give are not taken; empty if they are."""
     if not best:
-        return ()
+        return ""
     if idle := _never_called(record, static):
-        return (f"the containers give {listed(idle)}, of which none is called",)
+        return f"the containers give {listed(idle)}, of which none is called"
     broken = [name for name in static if name in record.calls and not _can_be_block(record, name)]
     if broken:
         is_compiled = any(name in record.refused for name in broken)
         if is_compiled and _coverage(record, best) < _coverage(record, static):
-            return ()
-        return (f"the containers give {listed(broken)}, which can't be recomputed",)
+            return ""
+        return f"the containers give {listed(broken)}, which can't be recomputed"
     peak, _ = estimate_peak(record, static)
     if peak <= limit:
-        return ()
+        return ""
     total = record.total_bytes
     better, _ = estimate_peak(record, best)
     return (
         f"chosen by bytes: the {len(static)} blocks that the containers give leave "
-        f"{peak / total:.0%} of the saved bytes at the peak, these {better / total:.0%}",
+        f"{peak / total:.0%} of the saved bytes at the peak, these {better / total:.0%}"
     )
 
 
-# What is unusual about blocks: verbs for one and for several, and the rest of the sentence.
+# What is unusual about blocks.
 TRAITS = {
-    "idle": (
-        "is",
-        "are",
-        "never called, so nothing has an effect: name blocks that run (--blocks)",
-    ),
-    "off": ("runs", "run", "in eval mode or without gradients, where recompute is off"),
-    "repeated": ("runs", "run", "several times in a step"),
+    "idle": "never called, so nothing has an effect; name blocks that run (--blocks)",
+    "off": "run in eval mode or without gradients, where recompute is off",
+    "repeated": "called several times in a step",
     "writing": (
-        "writes to its",
-        "write to their",
-        "own input, as an in-place activation at the start does, and can't recompute: set "
-        "inplace=False",
+        "the input is overwritten, as by an in-place activation at the start, and recompute would "
+        "find another one: set inplace=False"
     ),
-    "refused": ("is", "are", "compiled, scripted or wrapped already: apply techniques before that"),
-    "checkpointed": ("saves", "save", "nothing in forward: the model checkpoints by itself"),
+    "refused": "compiled, scripted or wrapped already: apply techniques before that",
+    "checkpointed": "nothing is saved in forward: the model checkpoints by itself",
 }
 
 
 def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
     """Return a sentence and the blocks for each of `TRAITS` that some blocks have."""
-    found: dict[str, list[str]] = {trait: [] for trait in TRAITS}
-    found["idle"] = _never_called(record, names)
-    found["refused"] = [name for name in names if name in record.refused]
-    for name in names:
-        calls = record.calls.get(name)
-        if not calls:
-            continue
-        has = {
-            "off": not any(call.trains for call in calls),
-            "repeated": len(calls) > 1,
-            "writing": any(call.writes_input for call in calls),
-            "checkpointed": all(call.trains and call.start == call.end for call in calls),
-        }
-        for trait in has:
-            if has[trait]:
-                found[trait].append(name)
-    sentences = {}
-    for trait, blocks in found.items():
-        if blocks:
-            one, several, rest = TRAITS[trait]
-            sentence = f"{listed(blocks)} {one if len(blocks) == 1 else several} {rest}"
-            sentences[trait] = sentence, blocks
-    return sentences
+    calls = {name: record.calls[name] for name in names if name in record.calls}
+    found = {
+        "idle": _never_called(record, names),
+        "off": [name for name in calls if not any(call.trains for call in calls[name])],
+        "repeated": [name for name in calls if len(calls[name]) > 1],
+        "writing": [name for name in calls if any(call.writes_input for call in calls[name])],
+        "refused": [name for name in names if name in record.refused],
+        "checkpointed": [
+            name
+            for name in calls
+            if all(call.trains and call.start == call.end for call in calls[name])
+        ],
+    }
+    return {
+        trait: (f"{listed(blocks)}: {TRAITS[trait]}", blocks)
+        for trait, blocks in found.items()
+        if blocks
+    }
 
 
 def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:
