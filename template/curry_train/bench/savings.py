@@ -27,7 +27,7 @@ from ..core.measure_compiled import count_executed_flops, holds_compiled_code, m
 from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler
-from ..primitives.strategies import STRATEGIES
+from ..primitives.strategies import STRATEGIES, moved_bytes
 from ..workloads.models import BUILTIN_WORKLOADS, load_workload
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
 from .steps import (
@@ -252,9 +252,9 @@ def _measure(
         row.backward_flops = flops.backward
         if not is_compiled:
             row.blocks_held_bytes = _held_by_blocks(case, model)
-        facts = STRATEGIES[row.name].facts
-        row.facts = {} if facts is None else facts(model)
-        row.stays_here = "moved_bytes" in row.facts and case.device.type == "cpu"
+        if row.name == "offload":
+            row.facts = moved_bytes(model)
+            row.stays_here = case.device.type == "cpu"
     except (ValueError, RuntimeError) as error:
         row.fail(error, case)
         return step if row.outcome == OUT_OF_MEMORY_OUTCOME else None, None

@@ -61,9 +61,6 @@ class Strategy:
     # Changes a model in place, and returns the names of the modules that it changed.
     apply: Apply
 
-    # Returns extra figures, such as bytes moved, of a changed model that has run a step.
-    facts: Callable[[nn.Module], dict[str, float]] | None = None
-
     # Whether `CheckpointConfig.strategy` may be this name.
     configurable: bool = True
 
@@ -248,7 +245,7 @@ _REGISTERED_STRATEGIES = (
     Strategy(
         "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
     ),
-    Strategy("offload", "move what the blocks hold to CPU memory", _offload, facts=moved_bytes),
+    Strategy("offload", "move what the blocks hold to CPU memory", _offload),
     Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
     Strategy(
         "sac_matmuls",
