@@ -291,13 +291,9 @@ class _Pass:
         self.losses = inputs.new_zeros(len(self.targets), dtype=exact)
         self.weight = given.weight.to(options.dtype)
         self.bias = None if given.bias is None else given.bias.to(options.dtype)
-        weights = given.class_weights
-        self.class_weights = None if weights is None else weights.to(inputs.device, exact)
-        # The weight of each class in every token's loss, if labels are smoothed.
-        self.of_all: Tensor | None = None
-        if options.label_smoothing:
-            of_all = self.losses.new_ones(len(given.weight)) if weights is None else weights
-            self.of_all = of_all.to(self.losses) * (options.label_smoothing / len(of_all))
+        self.class_weights = self.losses.new_ones(()).expand(len(given.weight))
+        if given.class_weights is not None:
+            self.class_weights = given.class_weights.to(self.losses)
         self.gradients: list[Tensor | None] = []
         for source, wanted in zip(given.sources, options.wanted, strict=True):
             dtype = inputs.dtype if source is inputs else exact
@@ -324,18 +320,18 @@ class _Pass:
         targets = self.targets[index]
         place = targets[:, None]
         # The weight of the target's loss, and the sum of all weights.
-        share: Any = 1 - options.label_smoothing
-        if self.class_weights is not None:
-            share = share * self.class_weights[place]
-        of_class = share
+        of_class = (1 - options.label_smoothing) * self.class_weights[place]
+        share = of_class
 
         highest = logits.amax(-1, keepdim=True)
         logits -= highest
         at_target = logits.gather(1, place)
         loss = -of_class * at_target
-        if self.of_all is not None:
-            share = share + self.of_all.sum()
-            loss -= (logits @ self.of_all)[:, None]
+        if options.label_smoothing:
+            # The weight of each class in every token's loss.
+            of_all = self.class_weights * (options.label_smoothing / logits.shape[1])
+            share = share + of_all.sum()
+            loss -= (logits @ of_all)[:, None]
         norm = logits.exp_().sum(-1, keepdim=True)
         log_norm = norm.log()
         loss += share * log_norm
@@ -353,8 +349,8 @@ class _Pass:
         if any(options.wanted):
             logits *= scale * share / norm
             logits.scatter_(1, place, logits.gather(1, place) - of_class * scale)
-            if self.of_all is not None:
-                logits.addcmul_(scale, self.of_all, value=-1)
+            if options.label_smoothing:
+                logits.addcmul_(scale, of_all, value=-1)
             if slope is not None:
                 logits *= slope
         return (loss * scale)[:, 0]
