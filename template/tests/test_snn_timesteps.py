@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from curry_train.primitives.snn_timesteps import (
     checkpoint_timesteps,
-    recompute_timesteps,
-    remove_timesteps,
     run_timesteps,
 )
 
@@ -152,26 +150,6 @@ def test_what_a_module_stores_is_restored_and_state_elsewhere_is_refused():
 def test_a_chunk_size_of_0_is_refused_and_nan_is_not():
     model, inputs = Neurons(), torch.full((9, 16, 8), torch.nan)
     steps = functools.partial(checkpoint_timesteps, model.step, inputs, torch.zeros(16, 32))
-    for refused in (steps, functools.partial(recompute_timesteps, model)):
-        with pytest.raises(ValueError, match="chunk_size"):
-            refused(chunk_size=0)
+    with pytest.raises(ValueError, match="chunk_size"):
+        steps(chunk_size=0)
     assert steps(chunk_size=4)[0].isnan().all()
-
-
-def test_a_loop_behind_unroll_is_recomputed_from_outside_and_restored():
-    torch.manual_seed(0)
-    model = Neurons()
-    inputs = torch.randn(STEPS, 16, 8)
-    torch.manual_seed(1)
-    model(inputs).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-
-    model.zero_grad()
-    assert recompute_timesteps(model, chunk_size=4) == [""]
-    torch.manual_seed(1)
-    with Recorder() as recorder:
-        model(inputs).backward()
-    assert recorder.num_timesteps > STEPS
-    assert all(map(torch.equal, expected, [parameter.grad for parameter in model.parameters()]))
-    assert remove_timesteps(model) == [""]
-    assert type(model) is Neurons

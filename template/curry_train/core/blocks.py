@@ -75,7 +75,7 @@ def refuse(module: nn.Module) -> None:
         raise ValueError(f"a module is needed, got {type(module).__name__}")
     name = type(module).__name__
     attributes = module.__dict__
-    if is_changed(module):
+    if isinstance(module, Derived):
         raise ValueError(
             f"{name} is wrapped already, and a second wrapper would run its forward three times; "
             "wrap it once"
@@ -96,15 +96,6 @@ def refuse(module: nn.Module) -> None:
         raise ValueError("wrap the blocks before DistributedDataParallel wraps the model")
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         raise ValueError(f"{name} has no parameters yet: run one batch through it first")
-
-
-def is_changed(module: nn.Module) -> bool:
-    """Return whether a technique has changed how this module runs."""
-    return isinstance(module, Derived) or TIMESTEPS_ATTRIBUTE in module.__dict__
-
-
-# Set on modules whose loop over time is recomputed.
-TIMESTEPS_ATTRIBUTE = "_timesteps"
 
 
 @functools.cache

@@ -23,10 +23,10 @@ from ..primitives.snn_timesteps import (
     check_step,
     detached_copies,
     slice_time,
-    steppers,
     take_step,
 )
 from ..primitives.strategies import Apply, Sample
+from ..primitives.unroll import steppers
 from ..workloads.workload import Case
 from .same_training import flops_again, large_enough, run_forward, same_training, sample_of
 from .verdict import Gate, NotApplicable, Outcome

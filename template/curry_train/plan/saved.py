@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from .. import primitives
-from ..core.blocks import blocks_if_any, is_changed
+from ..core.blocks import Derived, blocks_if_any
 from ..core.wording import format_bytes
 from ..primitives.sac import Policy
 
@@ -262,7 +262,7 @@ class Plan:
                 )
 
         for name, module in modules.items():
-            if is_changed(module):
+            if isinstance(module, Derived):
                 raise PlanMismatch(
                     f"{name or 'the model'} is changed already, it is a {type(module).__name__}: "
                     "apply the plan to a model as it was built, before other techniques, DDP, "

@@ -46,9 +46,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "snn_timesteps": (
             "HiddenState",
             "checkpoint_timesteps",
-            "recompute_timesteps",
-            "remove_timesteps",
             "run_timesteps",
         ),
+        "unroll": ("recompute_timesteps", "remove_timesteps"),
     },
 )

@@ -2,8 +2,6 @@
 
     # In place of the loop in the model's forward:
     rate, state = checkpoint_timesteps(model.step, inputs, state, outputs="mean")
-    # Or, for a model whose loop is a method `unroll`, without editing it:
-    recompute_timesteps(model)
 
 `step(x_t, state) -> (output_t, state)` must follow from its input, its state and its modules.
 What a module stores itself, such as a neuron's potential, is restored for the recomputation; a step
@@ -13,7 +11,6 @@ timestep to the first; nothing is detached.
 Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 """
 
-import inspect
 import operator
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +32,7 @@ from .rerun import BlockState, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 
-TIMESTEPS_ATTRIBUTE = "_timesteps"
-
-# Run the plain loop over timesteps, and find the modules that have one.
+# Run the plain loop over timesteps.
 
 OUTPUT_MODES = ("stack", "sum", "mean", "last")
 
@@ -343,7 +338,7 @@ def checkpoint_timesteps(
     first call runs a few steps to measure their bytes and to detect hidden state.
     In eval mode, without grad mode, and with one chunk for all timesteps, this is the plain loop.
     """
-    _check_size(chunk_size)
+    check_size(chunk_size)
     timesteps = slice_time(inputs, time_dim)
     modules = modules_of(step, depth=DEEPEST_SEARCH)
     is_eval = modules and not any(module.training for module in modules)
@@ -371,65 +366,8 @@ def checkpoint_timesteps(
     return collected.finish(), state
 
 
-def recompute_timesteps(model: nn.Module, *, chunk_size: int | None = None) -> list[str]:
-    """Make a model's loops over time recompute, in place, and return the modules' names.
-
-    A module has such a loop if it calls
-    `self.unroll(step, inputs, state, time_dim=..., outputs=...)`, with
-    `unroll = staticmethod(run_timesteps)` or a similar method.
-    """
-    _check_size(chunk_size)
-    found = steppers(model)
-    if not found:
-        raise ValueError(
-            f"{type(model).__name__} has no method unroll(step, inputs, state), so its loop over "
-            "time can't be replaced from outside; replace the loop in its forward by one line: "
-            "outputs, state = checkpoint_timesteps(self.step, inputs, state, time_dim=0, "
-            'outputs="stack")'
-        )
-    for name, module in found.items():
-        if TIMESTEPS_ATTRIBUTE in module.__dict__:
-            raise ValueError(
-                f"{name or type(module).__name__} recomputes its timesteps already: call "
-                "remove_timesteps(model) first"
-            )
-    unroll = partial(checkpoint_timesteps, chunk_size=chunk_size)
-    for module in found.values():
-        module.__dict__[TIMESTEPS_ATTRIBUTE] = module.__dict__.get("unroll")
-        module.__dict__["unroll"] = unroll
-    return list(found)
-
-
-def remove_timesteps(model: nn.Module) -> list[str]:
-    """Undo `recompute_timesteps` and return the names of the modules that were recomputing."""
-    changed = []
-    for name, module in model.named_modules():
-        if TIMESTEPS_ATTRIBUTE in module.__dict__:
-            changed.append(name)
-            del module.__dict__["unroll"]
-            before = module.__dict__.pop(TIMESTEPS_ATTRIBUTE)
-            if before is not None:
-                module.__dict__["unroll"] = before
-    return changed
-
-
-def steppers(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the outermost modules that have a method `unroll(step, inputs, state, ...)`.
-
-    The keys are qualified names.
-    """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(not other or name.startswith(f"{other}.") for other in found)
-        unroll = getattr(module, "unroll", None)
-        if inside or not callable(unroll):
-            continue
-        if list(inspect.signature(unroll).parameters)[:3] == ["step", "inputs", "state"]:
-            found[name] = module
-    return found
-
-
-def _check_size(chunk_size: int | None) -> None:
+def check_size(chunk_size: int | None) -> None:
+    """Raise an error unless the size is None or a positive whole number."""
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ValueError(
             "chunk_size must be a whole number from 1 up, or None to measure it; "
