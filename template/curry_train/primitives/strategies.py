@@ -61,9 +61,6 @@ class Strategy:
     # Changes a model in place, and returns the names of the modules that it changed.
     apply: Apply
 
-    # Whether `CheckpointConfig.strategy` may be this name.
-    configurable: bool = True
-
 
 # Settings chosen from measured bytes: layers and segments to recompute.
 
@@ -231,55 +228,51 @@ def _timesteps(model: nn.Module, sample: Sample) -> list[str]:
 
 # The registry. Nothing and whole blocks come first: the others are read against them.
 
-_REGISTERED_STRATEGIES = (
-    Strategy("none", "keep every activation", lambda model, sample: []),
-    Strategy(
-        "full",
-        "recompute every block",
-        lambda model, sample: recompute_blocks(model, blocks=sample.blocks, **sample.options),
-    ),
-    Strategy("sequential", "recompute runs of blocks, the count with the lowest peak", _sequential),
-    Strategy(
-        "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
-    ),
-    Strategy(
-        "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
-    ),
-    Strategy("offload", "move what the blocks hold to CPU memory", _offload),
-    Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
-    Strategy(
-        "sac_matmuls",
-        "keep matrix products alone, by operation",
-        partial(_sac, policy="save_matmuls"),
-        configurable=False,
-    ),
-    Strategy(
-        "sac_attention",
-        "keep attention alone, by operation",
-        partial(_sac, policy="save_attention"),
-        configurable=False,
-    ),
-    Strategy(
-        "sac_every_second",
-        "keep attention and every second matrix product, by operation",
-        partial(_sac, policy="every_second_matmul"),
-        configurable=False,
-    ),
-    Strategy("regions", "keep products and attention, without a dispatch mode", _regions),
-    Strategy("timesteps", "recompute a loop over time in chunks", _timesteps, configurable=False),
-)
-STRATEGIES = {strategy.name: strategy for strategy in _REGISTERED_STRATEGIES}
-
-# The values of `CheckpointConfig.strategy`; commands do not list `plan`, which needs a file.
-CONFIGURED_STRATEGIES = (
-    *(name for name, found in STRATEGIES.items() if found.configurable),
-    "plan",
-)
-
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("none", "keep every activation", lambda model, sample: []),
+        Strategy(
+            "full",
+            "recompute every block",
+            lambda model, sample: recompute_blocks(model, blocks=sample.blocks, **sample.options),
+        ),
+        Strategy(
+            "sequential", "recompute runs of blocks, the count with the lowest peak", _sequential
+        ),
+        Strategy(
+            "selective", "recompute the largest blocks until 60% of the bytes are held", _selective
+        ),
+        Strategy(
+            "memory_budget", "compiled, half of the saved bytes (aot_eager on CPU)", _memory_budget
+        ),
+        Strategy("offload", "move what the blocks hold to CPU memory", _offload),
+        Strategy("sac", "keep products, attention and convolutions, by operation", _sac),
+        Strategy(
+            "sac_matmuls",
+            "keep matrix products alone, by operation",
+            partial(_sac, policy="save_matmuls"),
+        ),
+        Strategy(
+            "sac_attention",
+            "keep attention alone, by operation",
+            partial(_sac, policy="save_attention"),
+        ),
+        Strategy(
+            "sac_every_second",
+            "keep attention and every second matrix product, by operation",
+            partial(_sac, policy="every_second_matmul"),
+        ),
+        Strategy("regions", "keep products and attention, without a dispatch mode", _regions),
+        Strategy("timesteps", "recompute a loop over time in chunks", _timesteps),
+    )
+}
 
 # Configuration of recompute, validated when it is created, and applied to a model.
 
 ON_BLOCKS = ("full", "selective", "sequential", "sac", "regions", "offload", "memory_budget")
+# The values of `CheckpointConfig.strategy`; commands do not list `plan`, which needs a file.
+CONFIGURED_STRATEGIES = ("none", *ON_BLOCKS, "plan")
 # The strategies that read a setting; with the others its value has to be the default.
 STRATEGIES_BY_SETTING = {
     "memory_threshold_mb": ("selective",),
