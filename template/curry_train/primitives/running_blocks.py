@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -65,8 +65,6 @@ class ModuleCall:
     # which recomputes by itself.
     hides: bool = False
 
-    called: list["ModuleCall"] = field(default_factory=list)
-
     def around(self) -> Iterator["ModuleCall"]:
         """Yield the calls that enclose this one, the innermost first."""
         caller = self.caller
@@ -103,8 +101,7 @@ class ForwardRecord:
         # Numbers of the saved storages in order, and the bytes of each storage.
         self.log: list[int] = []
         self.sizes: list[int] = []
-        self.root = ModuleCall("", None, 0)
-        self._current = self.root
+        self._current: ModuleCall | None = None
         self._named = named
         self.runs_backward = runs_backward
         self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
@@ -148,7 +145,6 @@ class ForwardRecord:
             trains = module.training and torch.is_grad_enabled()
             caller = self._current
             call = ModuleCall(name, caller, len(self.log), inputs=numbers, trains=trains)
-            caller.called.append(call)
             if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
                 for around in call.around():
                     around.hides = True
@@ -264,11 +260,12 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
 
     The cuts go from the model's children downwards.
     """
-    split = set[Any]()
+    left = [name for name in record.calls if _can_be_block(record, name)]
     cuts: list[tuple[int, list[str]]] = []
-    while names := _worthwhile(record, _outermost(record, split)):
+    while names := _worthwhile(record, _outermost(record, left)):
         cuts.append((estimate_peak(record, names)[0], names))
-        split.add(record.kinds[max(names, key=record.most_inside)])
+        largest = record.kinds[max(names, key=record.most_inside)]
+        left = [name for name in left if record.kinds[name] != largest]
     total = record.total_bytes
     lowest = min((peak for peak, _ in cuts), default=total)
     near = lowest * MOST_ABOVE_LOWEST_PEAK
@@ -278,18 +275,10 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     return _with_idle(record, _needed(record, names)), most
 
 
-def _outermost(record: ForwardRecord, split: Collection[Any]) -> list[str]:
-    """Return the first modules on each path of calls that can be blocks and are not split."""
-    found: dict[str, None] = {}
-    waiting = [record.root]
-    while waiting:
-        call = waiting.pop()
-        is_split = record.kinds[call.name] in split
-        if call.name and not is_split and _can_be_block(record, call.name):
-            found[call.name] = None
-        else:
-            waiting.extend(reversed(call.called))
-    apart = [name for name in found if not _runs_inside(record, name, found.keys() - {name})]
+def _outermost(record: ForwardRecord, names: list[str]) -> list[str]:
+    """Leave out the modules that others of them call or hold."""
+    chosen = set(names)
+    apart = [name for name in names if not _runs_inside(record, name, chosen)]
     return [name for name in apart if not _is_below(name, apart)]
 
 
