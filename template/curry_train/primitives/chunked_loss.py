@@ -61,26 +61,20 @@ class LossUse:
 class Product:
     """Matrix product that gives the logits, with its arguments and autocast's dtype."""
 
-    hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+
+    # The head's input, the weight and, if there is one, the bias, and their versions.
+    inputs: list[Tensor]
+    versions: list[int]
+    autocast: torch.dtype | None
     chunk_tokens: int | None
     use: LossUse
-    autocast: torch.dtype | None = field(init=False)
-    versions: list[int] = field(init=False)
     derived: list["weakref.ref[Logits]"] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.autocast = autocast_dtype(self.hidden.device.type)
-        self.versions = [tensor._version for tensor in self.inputs]
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        return [tensor for tensor in (self.hidden, self.weight, self.bias) if tensor is not None]
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
-        with autocast_to(self.hidden.device.type, self.autocast):
+        with autocast_to(self.weight.device.type, self.autocast):
             return F.linear(*inputs)
 
     def check(self) -> None:
@@ -169,7 +163,7 @@ class Logits:
         product.check()
         rows = self.rows.movedim(self.dim, -1)
         rows = rows if self.factor == 1 else rows * self.factor
-        with autocast_to(product.hidden.device.type, product.autocast):
+        with autocast_to(product.weight.device.type, product.autocast):
             loss = chunked_cross_entropy(
                 rows,
                 product.weight,
@@ -495,7 +489,15 @@ class ChunkedHead(Derived):
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
-        product = Product(hidden, self.weight, self.bias, chunk_tokens, use)
+        product = Product(
+            self.weight,
+            self.bias,
+            inputs,
+            [tensor._version for tensor in inputs],
+            autocast_dtype(hidden.device.type),
+            chunk_tokens,
+            use,
+        )
         logits = Logits(product, hidden, product_dtype(hidden), hidden.dim() - 1)
         return _Stand.apply(logits, None, *inputs)
 
