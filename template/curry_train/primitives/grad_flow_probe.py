@@ -54,20 +54,18 @@ def choose_layers(
     named = {name: module for name, module in model.named_modules() if name}
     block_names = tuple(blocks_if_any(model, blocks))
     if layers is None:
-        chosen = {name for name in named if name in block_names or _is_layer(named[name])}
+        chosen = [name for name in named if name in block_names or _is_layer(named[name])]
         if len(chosen) > MOST_LAYERS:
             inside = tuple(f"{name}." for name in block_names)
-            chosen = {name for name in chosen if not name.startswith(inside)}
+            chosen = [name for name in chosen if not name.startswith(inside)]
     else:
-        chosen = set(match_names(list(named), layers, option="layers"))
+        chosen = match_names(list(named), layers, option="layers")
     if not chosen:
         raise ValueError(
             f"{type(model).__name__} has no module with parameters to probe: "
             "name modules with layers="
         )
-    found = [
-        Layer(name, module, name in block_names) for name, module in named.items() if name in chosen
-    ]
+    found = [Layer(name, named[name], name in block_names) for name in chosen]
     _assign_parameters(model, found)
     return found
 

@@ -61,12 +61,11 @@ def _nonfinite(records: Sequence[StepFlow]) -> Iterator[Finding]:
         return
 
     # If forward was finite, the fault arose in backward, which reaches the last layer first.
-    uncalled = [name for name in record.layers if name not in record.order]
-    inner = [name for name in [*uncalled, *record.order] if not _holds_another(name, record)]
     places = [(name, "activation", "the first layer in forward order") for name in record.order]
     places += [
         (name, "gradient", "the first layer in backward order; all activations were finite")
-        for name in reversed(inner)
+        for name in (*reversed(record.order), *record.layers)
+        if not _holds_another(name, record)
     ]
     for name, kind, position in places:
         spread = getattr(record.layers[name], kind)
@@ -160,12 +159,12 @@ def gradient_chain(record: StepFlow) -> list[str]:
 
     Layers without a gradient are left out.
     """
-    position = {name: index for index, name in enumerate(record.order)}
-    candidates = [name for name, layer in record.layers.items() if layer.is_block]
-    if len(candidates) < SHORTEST_CHAIN:
-        candidates = [name for name in record.layers if not _holds_another(name, record)]
-    chain = [name for name in candidates if record.layers[name].gradient is not None]
-    return sorted(chain, key=lambda name: position.get(name, len(position)))
+    # Layers that forward did not call come last.
+    names = dict.fromkeys([*record.order, *record.layers])
+    chain = [name for name in names if record.layers[name].is_block]
+    if len(chain) < SHORTEST_CHAIN:
+        chain = [name for name in names if not _holds_another(name, record)]
+    return [name for name in chain if record.layers[name].gradient is not None]
 
 
 def _rms(record: StepFlow, name: str) -> float:
@@ -186,13 +185,12 @@ def _medians(recent: Sequence[StepFlow], part: str, figure: str) -> dict[str, fl
 
 def _dead(recent: Sequence[StepFlow]) -> Iterator[Finding]:
     zero = _medians(recent, "activation", "zero")
-    dead = {name: share for name, share in zero.items() if share > DEAD_ZERO_FRACTION}
-    if not dead:
-        return
-    names = sorted(dead, key=lambda name: -dead[name])
-    worst = dead[names[0]]
-    message = f"{worst:.1%} of its activations are exactly 0{_more(len(names))}"
-    yield Finding("dead", tuple(names), recent[-1].step, worst, message)
+    ranked = sorted(zero, key=lambda name: -zero[name])
+    names = [name for name in ranked if zero[name] > DEAD_ZERO_FRACTION]
+    if names:
+        worst = zero[names[0]]
+        message = f"{worst:.1%} of its activations are exactly 0{_more(len(names))}"
+        yield Finding("dead", tuple(names), recent[-1].step, worst, message)
 
 
 def _updates(recent: Sequence[StepFlow]) -> Iterator[Finding]:
@@ -279,16 +277,10 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
         FLOW_TABLE_SUBHEAD,
     ]
     flagged = {finding.layers[0] for finding in findings if finding.layers}
-    names = list(last.layers)
-    if len(names) > most:
-        prefixes = tuple(f"{other}." for other in names)
-        inner = {name for name in names if name.startswith(prefixes)}
-        ranked = sorted(names, key=lambda name: (name not in flagged, name in inner))
-        shown = set(ranked[:most])
-        names = [name for name in names if name in shown]
-
-    lines += [_row(name, last.layers[name]) for name in names]
-    num_hidden = len(last.layers) - len(names)
+    inside = tuple(f"{name}." for name in last.layers)
+    ranked = sorted(last.layers, key=lambda name: (name not in flagged, name.startswith(inside)))
+    lines += [_row(name, layer) for name, layer in last.layers.items() if name in ranked[:most]]
+    num_hidden = len(ranked[most:])
     if num_hidden:
         lines.append(f"... and {num_hidden} more layers: choose with layers=, all are in the JSON")
     return "\n".join(line.rstrip() for line in lines)
