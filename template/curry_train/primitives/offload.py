@@ -397,18 +397,17 @@ class OffloadedCall:
         step = self.step
         base = tensor if tensor._base is None else tensor._base
         reason = self._why_it_stays(tensor, base)
-        moved = None
         if reason in (None, SLICE_REASON):
             moved = step.moved.get(_address(tensor))
-        if moved is not None and moved.source() is not None:
-            reason = DUPLICATE_REASON if moved.is_same(tensor, base) else ALIAS_REASON
-        if reason is None:
-            moved = self.offloader.move(step, tensor, base)
-        else:
-            step.report.skip(tensor, reason)
-        if moved is not None and reason in (None, DUPLICATE_REASON):
-            return OffloadedTensor(moved, tensor)
+            if moved is not None and moved.source() is not None:
+                if moved.is_same(tensor, base):
+                    step.report.skip(tensor, DUPLICATE_REASON)
+                    return OffloadedTensor(moved, tensor)
+                reason = ALIAS_REASON
+            if reason is None:
+                return OffloadedTensor(self.offloader.move(step, tensor, base), tensor)
 
+        step.report.skip(tensor, reason)
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
         return CheckedTensor(tensor) if weight is None else CastAgain(tensor, weight)
 
@@ -423,11 +422,14 @@ class OffloadedCall:
             return OTHER_REASON
         if isinstance(base, nn.Parameter) or _address(tensor) in self.owned:
             return PARAMETER_REASON
-        # Such as the seed of a kernel, which is on the host.
-        if self.device not in (None, tensor.device.type):
-            return OTHER_REASON
         size = _storage(tensor).nbytes()
-        if tensor.is_conj() or tensor.is_neg() or size % tensor.itemsize:
+        if (
+            # Such as the seed of a kernel, which is on the host.
+            self.device not in (None, tensor.device.type)
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or size % tensor.itemsize
+        ):
             return OTHER_REASON
         if size < max(1, self.offloader.min_bytes):
             return SMALL_REASON

@@ -185,9 +185,7 @@ class RecomputedTensor:
         self.make = make
         self.shape = base.shape
         self.strides = base.stride()
-        self.view = None
-        if base is not tensor:
-            self.view = (tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
 
     def value(self) -> Tensor:
         with torch.no_grad(), autocast_as({}):
@@ -198,7 +196,7 @@ class RecomputedTensor:
                 f"as {tuple(made.shape)}, {made.stride()}: its block computes something else the "
                 "second time; take it out of the regions"
             )
-        return made if self.view is None else made.as_strided(*self.view)
+        return made.as_strided(*self.view)
 
 
 def pack(tensor: Tensor) -> CheckedTensor | RecomputedTensor:
