@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/primitives/test_running_blocks.py`.
 
 import contextlib
 import functools
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.blocks import NoBlocks, find_blocks, kind_of, refuse
 from ..core.generators import buffers_kept, seeded
@@ -104,7 +104,7 @@ class ForwardRecord:
         self._current: ModuleCall | None = None
         self._named = named
         self.runs_backward = runs_backward
-        self._known: dict[int, tuple[weakref.ref[Any], int | None]] = {}
+        self._known = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
             self._number(tensor, is_own=True)
 
@@ -174,21 +174,17 @@ class ForwardRecord:
         """Return the number of a tensor's storage; None for parameters and buffers."""
         try:
             storage: Any = tensor.untyped_storage()
-            key = storage._cdata
             num_bytes = storage.nbytes()
         except (NotImplementedError, RuntimeError):
             # Sparse and nested tensors have several storages.
             storage = tensor
-            key = -id(tensor)
             num_bytes = int(tensor.numel()) * tensor.element_size()
-        known = self._known.get(key)
-        # A new storage may have the address of one that was freed.
-        if known is None or known[0]() is None:
-            known = weakref.ref(storage), None if is_own else len(self.sizes)
-            self._known[key] = known
+        if storage not in self._known:
+            self._known[storage] = None if is_own else len(self.sizes)
             if not is_own:
                 self.sizes.append(num_bytes)
-        return known[1]
+        number: int | None = self._known[storage]
+        return number
 
 
 def _cannot_change(module: nn.Module) -> bool:
