@@ -4,6 +4,7 @@ python -m pytest tests/plan/test_estimate.py
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -56,6 +57,15 @@ def bert():
 def test_hugging_face_models(factory):
     changes = (None, recompute_blocks, apply_sac, apply_regions) if factory is llama else (None,)
     assert check_workload(from_factory(factory), changes=changes) is None
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2"])
+def test_a_causal_model_is_estimated_with_the_loss_that_it_computes(kind):
+    """It reads the logits of the last token too, which predict nothing."""
+    workload = from_factory(lambda: language_model(kind, vocab_size=2048, use_cache=False))
+    own = replace(workload, loss=lambda module, batch: module(**batch).loss, count=lambda _: 1)
+    with Sketch(workload) as sketch:
+        check(sketch, measured(own, 3), 3)
 
 
 class Averages(nn.Module):

@@ -82,7 +82,7 @@ class Zeros(nn.Linear):
 def learned(build, batch):
     """Make a workload as a factory's, which runs one forward when it is loaded."""
     workload = default_workload("theirs", build, (build(), batch))
-    workload.loss.learn(build(), workload.batch, size=2)
+    workload.loss.learn(build(), workload.batch)
     return workload
 
 
@@ -190,19 +190,18 @@ def test_microbatches_differ_though_the_factory_has_few_samples(rows):
     assert hint
 
 
-def test_tokens_of_a_prompt_in_front_have_no_labels():
-    """Prompt tuning returns logits for its virtual tokens too."""
+def test_uneven_rows_count_by_label_where_a_prompt_is_in_front_of_them():
+    """Prompt tuning puts virtual tokens in front, so that a row's first label is a target too."""
 
-    def run(inner, input_ids):
-        words = inner[0](input_ids)
-        return SimpleNamespace(logits=torch.cat([torch.zeros(2, 3, 7), words], 1))
+    def run(inner, tokens, labels):
+        logits = F.pad(inner[0](tokens), (0, 0, 3, 0))[:, :-1].flatten(0, 1)
+        return {"loss": F.cross_entropy(logits, F.pad(labels, (2, 0), value=-100).flatten())}
 
-    embedding = nn.Embedding(7, 7)
-    module = type("PromptForCausalLM", (Runs,), {})(run, embedding)
-    tokens = torch.randint(7, (2, 5))
-    batch = {"input_ids": tokens, "labels": tokens}
+    module = type("PromptForCausalLM", (Runs,), {})(run, nn.Embedding(7, 7))
+    tokens = torch.randint(7, (4, 6))
+    batch = {"tokens": tokens, "labels": tokens}
     workload = default_workload("prompt", lambda: module, (module, batch))
-    expected = F.cross_entropy(
-        embedding(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
-    )
-    assert torch.equal(workload.loss(module, batch), expected)
+    uneven = workload.mask(workload.batch(4))
+    parts = [take(uneven, [row]) for row in range(4)]
+    whole = workload.loss(module, uneven)
+    assert sum(workload.loss(module, part) for part in parts).item() == pytest.approx(whole.item())

@@ -20,7 +20,6 @@ from curry_train.workloads.workload import IndivisibleBatch, batch_size
 
 from ..command_runs import ran
 from ..language_models import SIZES
-from ..plan_models import Runs
 from ..toy_steps import all_equal
 
 
@@ -133,39 +132,6 @@ def test_another_loss_of_a_hugging_face_model_is_kept(factory):
     case = Case(load_workload(factory(source)), batch_size=2)
     module, batch = case.build().eval(), case.batch()
     assert case.workload.mean_loss(module, batch).item() == module(**batch).loss.item()
-
-
-def test_a_routers_loss_stays_in_the_loss_of_a_wrapped_model(factory):
-    source = """
-    import torch
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    def build():
-        return MixtralForCausalLM(
-            MixtralConfig(
-                vocab_size=31,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                num_local_experts=4,
-                output_router_logits=True,
-                router_aux_loss_coef=0.5,
-            )
-        )
-    """
-    case = Case(load_workload(factory(source)), batch_size=2)
-    workload = case.workload
-    model = case.build()
-    batch = case.batch()
-
-    # It calls a module, as DDP does, and has none of its attributes.
-    wrapped = Runs(lambda inner, **batch: inner[0](**batch), model)
-    alone = workload.loss(model, batch)
-    assert torch.equal(workload.loss(wrapped, batch), alone)
-    model.router_aux_loss_coef = 0.0
-    assert not torch.equal(workload.loss(wrapped, batch), alone)
 
 
 def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):

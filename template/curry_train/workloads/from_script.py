@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from .from_trainer import (
     workload_of,
 )
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
-from .workload import Workload, WorkloadError, batch_size, items_of
+from .workload import Workload, WorkloadError, batch_size, tensors_at
 
 # Record what happens between a module's call and the optimizer step.
 
@@ -66,15 +66,6 @@ class Operation:
     args: Any
     options: dict[str, Any]
     autocast: torch.dtype | None
-
-
-def _tensors(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nested output, with their places."""
-    if isinstance(value, Tensor):
-        yield place, value
-        return
-    for key, one in items_of(value):
-        yield from _tensors(one, place + key)
 
 
 class FunctionsOnTape(TorchFunctionMode):
@@ -166,7 +157,7 @@ class RunningScript:
 
     def record(self, function: Any, args: Any, options: Any, output: Any) -> None:
         """Add a call, unless its output needs no gradients."""
-        found = [(place, one) for place, one in _tensors(output) if one.requires_grad]
+        found = [(place, one) for place, one in tensors_at(output) if one.requires_grad]
         if not found or not torch.is_grad_enabled():
             return
         autocast = next(iter(autocast_now().values()), None)

@@ -190,7 +190,9 @@ def _of_hugging_face(trainer: Any) -> Workload:
     counts = "labels" in batch and (
         trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     )
-    count = LabelCount(_shifts_labels(module)) if counts else batch_size
+    # Older versions count all labels.
+    shifts = getattr(trainer, "_loss_shifts_labels", False)
+    count = LabelCount(shifts) if counts else batch_size
     autocast = autocast_of(trainer.accelerator)
 
     def mean_loss(model: nn.Module, inputs: Any) -> Tensor:
@@ -217,13 +219,6 @@ def _of_hugging_face(trainer: Any) -> Workload:
         precision=autocast.dtype,
         notes=notes,
     )
-
-
-def _shifts_labels(module: nn.Module) -> bool:
-    """Return whether Hugging Face's loss of a model takes each label for the token before it."""
-    name = str(getattr(module, "loss_type", "") or type(module).__name__)
-    decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-    return not decodes and "ForCausalLM" in name
 
 
 def _lightning_hook(name: str, module: Any, data: Any) -> Callable[..., Any]:

@@ -551,12 +551,13 @@ def _try_once(workload: Workload) -> None:
     """Run one forward, so that a batch that does not fit the model is reported here."""
     with seeded(0):
         module = with_values(workload.build())
-        size = 2 if workload.is_divisible else workload.own_batch or 1
         try:
-            if isinstance(workload.loss, OutputLoss) and workload.is_divisible:
-                loss = workload.loss.learn(module, workload.batch, size=size)
+            if not workload.is_divisible:
+                loss = workload.loss(module, workload.batch(workload.own_batch or 1))
+            elif isinstance(workload.loss, OutputLoss):
+                loss = workload.loss.learn(module, workload.batch)
             else:
-                loss = workload.loss(module, workload.batch(size))
+                loss = workload.loss(module, workload.batch(2))
         except KeyboardInterrupt:
             raise
         except BaseException as error:

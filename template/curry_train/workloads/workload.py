@@ -384,8 +384,6 @@ def _lengths(batch: Batch) -> list[int]:
 
 SEQUENCE_LENGTH = 64
 IMAGE_SIZE = 32
-# 2**32 over the golden ratio, as an odd number in int32.
-GOLDEN_RATIO_INT32 = 0x9E3779B1 - 2**32
 
 
 def default_workload(
@@ -416,15 +414,21 @@ def default_workload(
     is_causal = has_labels and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     # Set where the user gives a model of Hugging Face another loss.
     is_causal &= not hasattr(module, "_loss_function")
+    if is_causal:
+        # The first token of a row follows on no other. Prompt tuning puts virtual ones in front of
+        # it, from which the model would predict it, and a count of labels would have to know.
+        labels = example["labels"].clone()
+        labels[..., 0] = IGNORED_TARGET
+        example = {**example, "labels": labels}
     batch, is_divisible = batches_like(example)
 
     return Workload(
         name,
         build,
         batch,
-        loss=_causal_loss if is_causal else OutputLoss(),
-        count=SHIFTED_LABELS if is_causal else batch_size,
-        mask=SHIFTED_LABELS.mask if is_causal else None,
+        loss=OutputLoss(LABELS if is_causal else batch_size),
+        count=LABELS if is_causal else batch_size,
+        mask=LABELS.mask if is_causal else None,
         spec=spec,
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
@@ -492,47 +496,45 @@ def without_cache(module: nn.Module) -> nn.Module:
     return module
 
 
-# Is in the place of a tensor that is one sample of an output with samples of different lengths.
-ONE_SAMPLE = "[sample "
-
-
 class OutputLoss:
-    """The sum over samples of a module's own mean loss, or of distances of all its outputs.
+    """The sum over terms of a module's own mean loss, or of distances of all its outputs.
 
     Without a loss of its own, a module's loss is the mean squared distance of each output from
     fixed targets. They differ between the elements of a sample and are the same for all samples.
     So the loss is a sum over samples, and its gradient does not vanish on normalised outputs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: Callable[[Any], int] = batch_size) -> None:
+        # The number of terms that the module's own loss is a mean of.
+        self.count = count
         # The dimension that counts samples, by the place of an output; None if there is none.
         self.sample_dims: dict[str, int | None] = {}
 
     def __call__(self, module: nn.Module, batch: Any) -> Tensor:
-        return self._loss_of(call(module, batch), batch_size(batch))
+        return self._loss_of(call(module, batch), batch)
 
-    def learn(self, module: nn.Module, make_batch: Callable[[int], Any], *, size: int) -> Tensor:
-        """Run a forward, find the dimension of samples in each output, and return the loss.
+    def learn(self, module: nn.Module, make_batch: Callable[[int], Any]) -> Tensor:
+        """Find the dimension of samples in each output, and return the loss of a small batch.
 
-        Where several dimensions have the size of the batch, a larger batch decides.
+        It is the one that is longer in a larger batch.
         """
-        output = call(module, make_batch(size))
-        found = {place: _dims_of(size, value) for place, value in _floating_tensors(output)}
-        if any(len(dims) > 1 for dims in found.values()):
+        small, large = map(make_batch, SIZES_TO_COMPARE)
+        output = call(module, small)
+        if not isinstance(own_loss(output), Tensor):
             with torch.no_grad():
-                larger = dict(_floating_tensors(call(module, make_batch(size + 1))))
-            for place, dims in found.items():
-                if place in larger:
-                    grown = _dims_of(size + 1, larger[place])
-                    found[place] = [dim for dim in dims if dim in grown] or dims
-        self.sample_dims = {place: dims[0] if dims else None for place, dims in found.items()}
-        return self._loss_of(output, size)
+                larger = dict(_floating_tensors(call(module, large)))
+            for place, value in _floating_tensors(output):
+                lengths = zip(value.shape, larger.get(place, value).shape, strict=False)
+                longer = (dim for dim, (first, second) in enumerate(lengths) if first != second)
+                self.sample_dims[place] = next(longer, None)
+        return self._loss_of(output, small)
 
-    def _loss_of(self, output: Any, size: int) -> Tensor:
+    def _loss_of(self, output: Any, batch: Any) -> Tensor:
         own = own_loss(output)
         if isinstance(own, Tensor):
-            return (own.mean() if own.dim() else own) * size
+            return (own.mean() if own.dim() else own) * self.count(batch)
 
+        size = batch_size(batch)
         outputs = [(place, value) for place, value in _floating_tensors(output) if value.numel()]
         if not outputs:
             raise TypeError(
@@ -549,67 +551,57 @@ class OutputLoss:
         return torch.stack([self._distance(*one, size) for one in outputs]).sum()
 
     def _distance(self, place: str, value: Tensor, size: int) -> Tensor:
-        """Sum over samples the mean squared distance of an output from fixed targets."""
-        if ONE_SAMPLE in place:
-            return F.mse_loss(value, _targets(list(value.shape), value))
-        dims = _dims_of(size, value)
-        dim = self.sample_dims.get(place, dims[0] if dims else None)
+        """Sum the squared distance of an output from fixed targets, in the mean of a sample.
+
+        Samples of different lengths are one dimension of an output: each of its rows counts.
+        """
+        dim = self.sample_dims.get(place)
         shape = [1 if index == dim else length for index, length in enumerate(value.shape)]
-        target = _targets(shape, value)
-        squares = F.mse_loss(value, target.expand_as(value), reduction="sum")
-        return squares * (size / value.numel())
+        number = math.prod(shape)
+        positions = torch.arange(1, number + 1, dtype=value.dtype, device=value.device)
+        target = positions.sin_().view(shape).expand_as(value)
+        distance = F.mse_loss(value, target, reduction="sum") / number
+        return distance * size if dim is None else distance
 
 
-def _dims_of(size: int, output: Tensor) -> list[int]:
-    """Return the dimensions of an output that have the size of the batch."""
-    return [dim for dim, length in enumerate(output.shape) if length == size]
-
-
-def _targets(shape: list[int], like: Tensor) -> Tensor:
-    """Return numbers between -1 and 1 that depend on the position alone."""
-    positions = torch.arange(1, math.prod(shape) + 1, dtype=torch.int32, device=like.device)
-    # Multiples of the golden ratio, modulo 2**32, are spread evenly.
-    return positions.mul_(GOLDEN_RATIO_INT32).to(like.dtype).div_(2.0**31).view(shape)
-
-
-def _floating_tensors(output: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+def _floating_tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the floating tensors of a nested output in at least float32, with their places."""
-    if isinstance(output, Tensor) and not output.is_nested:
-        if output.is_complex():
-            output = torch.view_as_real(output)
-        if output.is_floating_point():
-            yield place, output if output.dtype is torch.float64 else output.float()
-        return
-    items = items_of(output)
-    if isinstance(output, PackedSequence | Tensor):
-        # Those of a nested tensor are what it iterates over.
-        samples = unpack_sequence(output) if isinstance(output, PackedSequence) else output
-        items = ((f"{ONE_SAMPLE}{index}]", sample) for index, sample in enumerate(samples))
-    for key, value in items:
-        yield from _floating_tensors(value, place + key)
+    for place, value in tensors_at(output):
+        if value.is_nested:
+            value = value.values()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        if value.is_floating_point():
+            yield place, value if value.dtype is torch.float64 else value.float()
 
 
-def items_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is in one level of an output, with its place there, such as `[0]` or `.logits`.
+def tensors_at(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested output with their places in it, such as `[0].logits`.
 
     Of an object that is no container, its attributes that are tensors count.
     """
+    if isinstance(value, Tensor):
+        yield place, value
+        return
+    items: dict[str, Any] = {}
     if isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", one) for key, one in value.items())
+        items = {f"[{key!r}]": one for key, one in value.items()}
     elif isinstance(value, list | tuple):
-        yield from ((f"[{index}]", one) for index, one in enumerate(value))
+        items = {f"[{index}]": one for index, one in enumerate(value)}
     else:
         whole = is_dataclass(value) or isinstance(value, SimpleNamespace)
         for name, one in getattr(value, "__dict__", {}).items():
             if whole or isinstance(one, Tensor):
-                yield f".{name}", one
+                items[f".{name}"] = one
+    for key, one in items.items():
+        yield from tensors_at(one, place + key)
 
 
 @dataclass(frozen=True)
 class LabelCount:
     """Count the targets of a batch, which `shifts` if each token is to predict the next one."""
 
-    shifts: bool
+    shifts: bool = False
 
     def __call__(self, batch: Any) -> int:
         labels = batch["labels"]
@@ -624,22 +616,7 @@ class LabelCount:
         return {**batch, "labels": mask_tails(batch["labels"])}
 
 
-SHIFTED_LABELS = LabelCount(shifts=True)
-
-
-def _causal_loss(module: nn.Module, batch: Any) -> Tensor:
-    """Sum the cross-entropy over the tokens, with a router's loss for each of them."""
-    output = module(**{key: value for key, value in batch.items() if key != "labels"})
-    # Prompt tuning puts tokens without labels in front.
-    logits = output.logits[:, -batch["labels"].shape[1] :]
-    loss = token_loss(logits[:, :-1], batch["labels"][:, 1:])
-    routers = getattr(output, "aux_loss", None)
-    # DDP and other wrappers have none of the attributes of the module that they call.
-    coefficients = [getattr(one, "router_aux_loss_coef", None) for one in module.modules()]
-    coefficient = next((found for found in coefficients if found is not None), None)
-    if isinstance(routers, Tensor) and coefficient:
-        loss = loss + coefficient * SHIFTED_LABELS(batch) * routers
-    return loss
+LABELS = LabelCount()
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
