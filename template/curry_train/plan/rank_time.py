@@ -160,11 +160,10 @@ class StepCourse:
         """Add an operation that has run, in the order of the costs that are recorded with it."""
         index = len(self.streams)
         self.streams.append(stream)
-        inputs = _storages(args, kwargs)
-        made = _storages(out) - inputs
         kind = kind_of_collective(func)
-        if kind is None and not made and not func._schema.is_mutable:
+        if kind is None and not self.moved[index]:
             return  # a view
+        inputs = _storages(args, kwargs)
         waits = {self.writers[key] for key in inputs & self.writers.keys()}
         waits = {one for one in waits if one in self.collectives or self.streams[one] != stream}
         if waits:
@@ -182,7 +181,7 @@ class StepCourse:
                     if one.alias_info is not None and one.alias_info.is_write
                 )
             )
-        self.writers.update(dict.fromkeys(made | written, index))
+        self.writers.update(dict.fromkeys(_storages(out) | written, index))
 
 
 def _storages(*values: Any) -> set[int]:

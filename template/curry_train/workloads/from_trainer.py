@@ -88,7 +88,7 @@ def workload_of(
         make_batch,
         loss,
         count=count,
-        mask=count.mask if isinstance(count, LabelCount) else None,
+        mask=getattr(count, "mask", None),
         optimizer=optimizer,
         own_batch=batch_size(batch),
         is_divisible=is_divisible,
@@ -103,21 +103,19 @@ SUM_TOLERANCE = 1e-3
 
 
 def is_sum_over_samples(module: nn.Module, batch: Any, loss: Callable[..., Tensor]) -> bool:
-    """Return whether a loss is a sum over samples and no mean, by two parts of the batch."""
-    size = batch_size(batch)
-    if size < 2 or not batches_like(batch)[1]:
-        return False
+    """Return whether a loss is a sum over samples, so that each row three times is three times it.
+
+    A mean of them stays as it is.
+    """
+    rows = [*range(max(2, batch_size(batch) // 2))]
     try:
         with torch.no_grad(), seeded(0), as_trained(module):
             module.eval()
-            whole = float(loss(module, batch))
-            first = float(loss(module, take(batch, slice(0, size // 2))))
-            rest = float(loss(module, take(batch, slice(size // 2, size))))
+            once, thrice = (float(loss(module, take(batch, rows * times))) for times in (1, 3))
     except (RuntimeError, ValueError, IndexError, TypeError):
         # Its rows belong together.
         return False
-    mean = (first * (size // 2) + rest * (size - size // 2)) / size
-    return abs(first + rest - whole) < min(SUM_TOLERANCE * abs(whole), abs(mean - whole))
+    return abs(thrice - 3 * once) < SUM_TOLERANCE * abs(once)
 
 
 class Autocast:

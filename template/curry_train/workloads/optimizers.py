@@ -110,22 +110,13 @@ class SteppedTogether(torch.optim.Optimizer):
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
         super().__init__([group for one in optimizers for group in one.param_groups], {})
-        self._share()
 
-    def _share(self) -> None:
-        # `copy_optimizer` keeps what is shared.
+    def step(self, closure: Any = None) -> Any:
+        """Step each optimizer, on groups and state of this one, which may have been replaced."""
         groups = iter(self.param_groups)
         for one in self.optimizers:
             one.state = self.state
             one.param_groups = [*itertools.islice(groups, len(one.param_groups))]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._share()
-
-    def step(self, closure: Any = None) -> Any:
-        """Step each optimizer."""
-        for one in self.optimizers:
             one.step()
 
 

@@ -392,10 +392,7 @@ def default_workload(
     """Make a workload from what a factory returned: a module, or a module and a batch."""
     match made:
         case nn.Module() as module:
-            dtype, guess = dtype_of(module), _example_batch(module)
-            example = map_tensors(
-                guess, lambda one: one.to(dtype) if one.is_floating_point() else one
-            )
+            example = _example_batch(module)
         case tuple((nn.Module() as module, example)):
             pass
         case _:
@@ -421,14 +418,15 @@ def default_workload(
         labels[..., 0] = IGNORED_TARGET
         example = {**example, "labels": labels}
     batch, is_divisible = batches_like(example)
+    count = LabelCount() if is_causal else batch_size
 
     return Workload(
         name,
         build,
         batch,
-        loss=OutputLoss(LABELS if is_causal else batch_size),
-        count=LABELS if is_causal else batch_size,
-        mask=LABELS.mask if is_causal else None,
+        loss=OutputLoss(count),
+        count=count,
+        mask=getattr(count, "mask", None),
         spec=spec,
         own_batch=size if isinstance(made, tuple) else None,
         is_divisible=is_divisible,
@@ -616,9 +614,6 @@ class LabelCount:
         return {**batch, "labels": mask_tails(batch["labels"])}
 
 
-LABELS = LabelCount()
-
-
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum the cross-entropy over all targets that are not ignored."""
     return F.cross_entropy(
@@ -648,6 +643,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 def _example_batch(module: nn.Module) -> Any:
     """Make token ids for a Hugging Face model, else an input for the module's first layer."""
+    dtype = dtype_of(module)
     config: Any = getattr(module, "config", None)
     vocabulary = getattr(config, "vocab_size", None)
     if vocabulary:
@@ -658,16 +654,16 @@ def _example_batch(module: nn.Module) -> Any:
     if type(module).__name__.endswith("ForImageClassification"):
         size = getattr(config, "image_size", None) or IMAGE_SIZE
         shape = (size, size) if isinstance(size, int) else tuple(size)
-        pixels = torch.randn(8, getattr(config, "num_channels", 3), *shape)
+        pixels = torch.randn(8, getattr(config, "num_channels", 3), *shape, dtype=dtype)
         return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (8,))}
 
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
-            return torch.randn(8, layer.in_features)
+            return torch.randn(8, layer.in_features, dtype=dtype)
         if isinstance(layer, nn.Embedding):
             return torch.randint(layer.num_embeddings, (8, SEQUENCE_LENGTH))
         if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            return torch.randn(8, layer.in_channels, *[32] * len(layer.kernel_size))
+            return torch.randn(8, layer.in_channels, *[32] * len(layer.kernel_size), dtype=dtype)
     raise ValueError(
         f"the input of {type(module).__name__} can't be inferred; return (module, batch)"
     )
