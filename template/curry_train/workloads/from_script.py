@@ -13,6 +13,7 @@ Proof: `python -m pytest tests/workloads/test_from_script.py`.
 
 import atexit
 import contextlib
+import functools
 import gc
 import inspect
 import runpy
@@ -264,18 +265,13 @@ class RunningScript:
 
     def _replaced(self) -> contextlib.AbstractContextManager[None]:
         """Replace torch's calls, and those that a thread must not make."""
-        scaler = torch.amp.GradScaler
-        scaling = "GradScaler, whose scale is left out"
-        compiling = "compile, which is left out"
         replaced: list[tuple[Any, str, Any]] = [
             (nn.Module, "__call__", self._module_call),
-            (nn.Module, "compile", self._without(compiling)),
-            (torch, "compile", self._without(compiling, _uncompiled)),
+            (nn.Module, "compile", self._leave_uncompiled),
+            (torch, "compile", self._leave_uncompiled),
             (torch.autograd, "backward", self._backward),
             (torch.multiprocessing, "spawn", self._spawn),
-            (scaler, "scale", self._without(scaling, lambda _, outputs: outputs)),
-            (scaler, "unscale_", self._without(scaling)),
-            (scaler, "step", self._scaler_step),
+            (torch.amp.GradScaler, "__init__", self._make_scaler),
             (atexit, "register", self._register),
             # A handler can be set in the main thread only.
             (signal, "signal", lambda _, number, handler: signal.getsignal(number)),
@@ -342,19 +338,16 @@ class RunningScript:
         self.optimizer = optimizer
         self.stop(sys._getframe(1))
 
-    def _scaler_step(self, _: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> None:
-        self._optimizer_step(getattr(optimizer, "optimizer", optimizer), (None, *args), options)
+    def _make_scaler(self, make: Any, scaler: Any, *args: Any, **options: Any) -> None:
+        """Make a scaler that leaves losses, gradients and steps as they are."""
+        if options.get("enabled", True):
+            self.notes["it uses GradScaler, whose scale is left out"] = None
+        make(scaler, *args, **options | {"enabled": False})
 
-    def _without(
-        self, what: str, instead: Callable[..., Any] = lambda *_, **__: None
-    ) -> Callable[..., Any]:
-        """Return a function that notes what the script uses, and calls `instead`."""
-
-        def run(_: Any, *args: Any, **options: Any) -> Any:
-            self.notes[f"it uses {what}"] = None
-            return instead(*args, **options)
-
-        return run
+    def _leave_uncompiled(self, compiled: Any, model: Any = None, **options: Any) -> Any:
+        """Return a model as it is; without one, the decorator that does so."""
+        self.notes["it uses compile, which is left out"] = None
+        return functools.partial(self._leave_uncompiled, compiled) if model is None else model
 
     def _spawn(self, _: Any, function: Any, args: Any = (), nprocs: int = 1, **options: Any) -> Any:
         if nprocs != 1:
@@ -520,11 +513,6 @@ def _with_free_rows(args: Sequence[Any]) -> Sequence[Any]:
     if sizes and all(isinstance(size, int) for size in sizes) and -1 not in sizes:
         sizes[0] = -1
     return [tensor, *sizes]
-
-
-def _uncompiled(model: Any = None, **_: Any) -> Any:
-    """Return a model as it is; without one, the decorator that does so."""
-    return _uncompiled if model is None else model
 
 
 def _undivided(value: Any, number: int) -> Any:
