@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 """
 
 import copy
+import copyreg
 import functools
 import itertools
 import math
@@ -71,13 +72,10 @@ def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object of a user's class, in its dictionary and its slots."""
     if isinstance(value, type | nn.Module):
         return {}
-    slots: list[str] = []
-    for kind in type(value).__mro__:
-        named = vars(kind).get("__slots__", ())
-        slots += [named] if isinstance(named, str) else named
-    # Python's own are __dict__ and __weakref__.
-    own = [name for name in slots if not name.startswith("__") and hasattr(value, name)]
-    return {name: getattr(value, name) for name in own} | getattr(value, "__dict__", {})
+    # As `copy` finds them.
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return own | getattr(value, "__dict__", {})
 
 
 # Objects in objects are looked into so far.
@@ -407,7 +405,7 @@ def default_workload(
     size = batch_size(example)
     if not size:
         raise ValueError("the batch is empty: return one with at least one sample")
-    has_labels = isinstance(example, Mapping) and "labels" in example
+    has_labels = isinstance(example, Mapping) and isinstance(example.get("labels"), Tensor)
     is_causal = has_labels and type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
     # Set where the user gives a model of Hugging Face another loss.
     is_causal &= not hasattr(module, "_loss_function")
@@ -415,7 +413,7 @@ def default_workload(
         # The first token of a row follows on no other. Prompt tuning puts virtual ones in front of
         # it, from which the model would predict it, and a count of labels would have to know.
         labels = example["labels"].clone()
-        labels[..., 0] = IGNORED_TARGET
+        labels[:, 0] = IGNORED_TARGET
         example = {**example, "labels": labels}
     batch, is_divisible = batches_like(example)
     count = LabelCount() if is_causal else batch_size
