@@ -22,6 +22,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -152,8 +153,8 @@ class RunningScript:
         self.held: set[int] = set()
         # Calls of modules that are running, one inside of the other.
         self.depth = 0
-        self.error: BaseException | None = None
-        self._ended = threading.Event()
+        # Ends at the step, or with the error of a script that came to none.
+        self._reading: Future[None] = Future()
         self._has_made_group = False
 
     def record(self, function: Any, args: Any, options: Any, output: Any) -> None:
@@ -192,13 +193,9 @@ class RunningScript:
         try:
             with stepped_on_host(), self._replaced():
                 thread.start()
-                # A wait with a limit lets Ctrl-C through.
-                while not self._ended.wait(0.2):
-                    pass
+                self._reading.result()
         finally:
             sys.modules["__main__"], sys.argv, sys.stdout = before
-        if self.error is not None:
-            raise self.error
         more = [one.name for one in threading.enumerate() if one not in {*running, thread}]
         if more:
             self.notes[f"threads that it has started run on: {', '.join(more)}"] = None
@@ -209,15 +206,15 @@ class RunningScript:
         try:
             with FunctionsOnTape(self):
                 run_as_main(str(self.path), self.arguments)
-            self.error = WorkloadError("it ended before an optimizer step")
+            found = WorkloadError("it ended before an optimizer step")
         except SystemExit as ended:
-            self.error = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
+            found = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
         except WorkloadError as error:
-            self.error = error
+            found = error
         except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
-            self.error = ScriptFailed(self._advice(error))
-            self.error.__cause__ = error
-        self._ended.set()
+            found = ScriptFailed(self._advice(error))
+            found.__cause__ = error
+        self._reading.set_exception(found)
 
     def _advice(self, error: BaseException) -> str:
         if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
@@ -260,7 +257,9 @@ class RunningScript:
                 self.place = self.place or f"{self.path.name}:{frame.f_lineno}"
                 self.variables += frame.f_globals.values()
             frame = frame.f_back
-        self._ended.set()
+        # Another thread of the script may have stepped.
+        if not self._reading.done():
+            self._reading.set_result(None)
         threading.Event().wait()
 
     def _replaced(self) -> contextlib.AbstractContextManager[None]:
