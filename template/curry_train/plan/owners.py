@@ -410,7 +410,7 @@ def replayed_peaks(
     """
     record = history.record
     start = max(AT_START, history.peak_index - MOST_REPLAYED_EVENTS)
-    expandable |= record.has_expandable_segments or record.expandable_segments
+    expandable |= record.has_expandable_segments
     allocator = CudaAllocator(expandable_segments=expandable)
     blocks: dict[BlockLife, MemoryBlock] = {}
 

@@ -117,8 +117,6 @@ class DeviceRecord:
     device: int
     segments: tuple[RecordedSegment, ...]
     events: tuple[MemoryEvent, ...]
-    # The setting of the allocator.
-    expandable_segments: bool
 
     @property
     def has_expandable_segments(self) -> bool:
@@ -161,7 +159,6 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
     if "segments" not in root:
         raise ValueError("it has no segments; write one with torch.cuda.memory._dump_snapshot")
     settings = root.get("allocator_settings") or {}
-    expandable = settings.get("expandable_segments") is True
     segments: defaultdict[int, list[RecordedSegment]] = defaultdict(list)
     for value in root["segments"]:
         segments[_number(value, "device", 0)].append(_segment(value))
@@ -172,7 +169,7 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
     records = []
     for device in sorted(segments.keys() | {device for device in events if events[device]}):
         in_order = sorted(segments[device], key=lambda segment: segment.address)
-        records.append(DeviceRecord(device, tuple(in_order), events.get(device, ()), expandable))
+        records.append(DeviceRecord(device, tuple(in_order), events.get(device, ())))
     if not records:
         raise ValueError("it has neither segments nor events")
     return MemorySnapshot(tuple(records), tuple(_notes(settings)))
