@@ -46,6 +46,7 @@ def opcodes(canary: str) -> dict[str, bytes]:
         "NEWOBJ": b"csubprocess\nPopen\n(](Vtouch\nV" + text + b"\netl\x81.",
         "STACK_GLOBAL": b"\x80\x04\x8c\x02os\x8c\x05mkdir\x93" + short + b"\x85R.",
         "dotted": b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93\x8c\x05mkdir\x86R.",
+        "dotted name of a path": b"\x80\x04\x8c\x07pathlib\x8c\x08os.mkdir\x93" + short + b"\x85R.",
         "through what is allowed": b"\x80\x04\x8c\x13torch.serialization\x8c\x0b_get_layout\x93"
         + short
         + b"\x85R.",

@@ -48,15 +48,18 @@ from .tensor_files import (
 
 # Judge the names of classes and functions that loading a checkpoint would import.
 
+# Names, as globs, that an index of torch.distributed.checkpoint needs besides `INDEX_GLOBALS`: its
+# classes and, as Python 3.13 and others name it, the path to which it was saved.
+INDEX_NAMES = ("torch.distributed.checkpoint.metadata.*", "pathlib.*Path", "pathlib._local.*Path")
 # fmt: off
 # Names, as globs, that a checkpoint of tensors may need besides those that torch allows without
 # being asked; none of them runs what a file contains.
 HARMLESS_NAMES = (
     "copyreg._reconstructor", "copy_reg._reconstructor", "collections.defaultdict",
-    "collections.deque", "datetime.*", "pathlib.*Path", "decimal.Decimal", "uuid.UUID",
+    "collections.deque", "datetime.*", "decimal.Decimal", "uuid.UUID",
     "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO",
     "fractions.Fraction", "functools.partial",
-    "torch.distributed.checkpoint.metadata.*", "torch_checkpointing.tensor_slice.*",
+    *INDEX_NAMES, "torch_checkpointing.tensor_slice.*",
     "torch_checkpointing.distributed_metadata.*",
     "torch_checkpointing.checkpoint_layout.*", "curry_train.runs.values.*",
     "numpy.ndarray", "numpy.dtype", "numpy.dtypes.*", "numpy.*core.multiarray._reconstruct",
@@ -226,8 +229,9 @@ class IndexReader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = f"{module}.{name}"
-        is_of_index = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        if not is_of_index and found not in INDEX_GLOBALS and module != "pathlib":
+        # A dotted name would reach whatever its module has imported.
+        is_of_index = "." not in name and _matches(found, INDEX_NAMES)
+        if not is_of_index and found not in INDEX_GLOBALS:
             raise pickle.UnpicklingError(f"it names {found:.100}, which no index needs")
         return super().find_class(module, name)
 
