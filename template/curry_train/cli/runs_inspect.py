@@ -15,7 +15,6 @@ import io
 import json
 import math
 import os
-import pickle
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,8 +24,8 @@ from typing import Any
 import click
 from torch._weights_only_unpickler import _get_allowed_globals
 
+from ..core.unpickle import PickleReader
 from ..core.wording import format_bytes, some_of
-from ..runs.format import INDEX_GLOBALS
 from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
@@ -40,6 +39,7 @@ from .tensor_files import (
     Inspection,
     add_names,
     in_a_line,
+    inert,
     open_regular,
     read_tensor_file,
     read_tensors,
@@ -48,19 +48,17 @@ from .tensor_files import (
 
 # Judge the names of classes and functions that loading a checkpoint would import.
 
-# Names, as globs, that an index of torch.distributed.checkpoint needs besides `INDEX_GLOBALS`: its
-# classes and, as Python 3.13 and others name it, the path to which it was saved.
-INDEX_NAMES = ("torch.distributed.checkpoint.metadata.*", "pathlib.*Path", "pathlib._local.*Path")
 # fmt: off
 # Names, as globs, that a checkpoint of tensors may need besides those that torch allows without
 # being asked; none of them runs what a file contains.
 HARMLESS_NAMES = (
     "copyreg._reconstructor", "copy_reg._reconstructor", "collections.defaultdict",
-    "collections.deque", "datetime.*", "decimal.Decimal", "uuid.UUID",
+    "collections.deque", "datetime.*", "pathlib.*Path", "pathlib._local.*Path",
+    "decimal.Decimal", "uuid.UUID",
     "argparse.Namespace", "types.SimpleNamespace", "io.BytesIO", "_io.BytesIO",
     "fractions.Fraction", "functools.partial",
-    *INDEX_NAMES, "torch_checkpointing.tensor_slice.*",
-    "torch_checkpointing.distributed_metadata.*",
+    "torch.distributed.checkpoint.metadata.*", "torch.distributed.checkpoint.filesystem.*Info",
+    "torch_checkpointing.tensor_slice.*", "torch_checkpointing.distributed_metadata.*",
     "torch_checkpointing.checkpoint_layout.*", "curry_train.runs.values.*",
     "numpy.ndarray", "numpy.dtype", "numpy.dtypes.*", "numpy.*core.multiarray._reconstruct",
     "numpy.*core.multiarray.scalar", "numpy.*core.numeric._frombuffer",
@@ -94,7 +92,7 @@ def _is_harmless(name: str) -> bool:
         return last in HARMLESS_BUILTINS
     # A dotted rest could reach anything that the module has imported.
     globs = (glob for glob in HARMLESS_NAMES if glob.count(".") == name.count("."))
-    return name in _get_allowed_globals().keys() | INDEX_GLOBALS or _matches(name, globs)
+    return name in _get_allowed_globals() or _matches(name, globs)
 
 
 def _is_dangerous(name: str) -> bool:
@@ -224,42 +222,41 @@ def _folder_format(files: Mapping[str, Path]) -> str:
 # torch.distributed.checkpoint: an index of tensors, and files that hold pieces of them.
 
 
-class IndexReader(pickle.Unpickler):
-    """Unpickles an index of torch's own classes, none of which runs anything."""
+class IndexReader(PickleReader):
+    """Reads an index of torch, with an inert object in place of each that it names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = f"{module}.{name}"
-        # A dotted name would reach whatever its module has imported.
-        is_of_index = "." not in name and _matches(found, INDEX_NAMES)
-        if not is_of_index and found not in INDEX_GLOBALS:
-            raise pickle.UnpicklingError(f"it names {found:.100}, which no index needs")
-        return super().find_class(module, name)
+        super().find_class(module, name)
+        return inert(name)
 
 
 def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
     found.format = "torch.distributed.checkpoint"
-    data = read_whole(files[DISTRIBUTED_INDEX])
-    add_names(data, found)
-    metadata = IndexReader(io.BytesIO(data)).load()
+    (index,) = add_names(IndexReader(read_whole(files[DISTRIBUTED_INDEX])), found)
+    named = index.state["state_dict_metadata"].items()
+    # A pickled value has no attributes.
+    entries = {name: entry.state or {} for name, entry in named}
 
     # The pieces of each tensor that its files hold.
     pieces: dict[str, Inspection] = {}
-    for key, place in metadata.storage_data.items():
-        content = _read_place(files, place)
-        pieces.setdefault(key.fqn, Inspection()).tensors += content.tensors
-        if not hasattr(metadata.state_dict_metadata[key.fqn], "chunks"):
+    for key, place in index.state["storage_data"].items():
+        content = _read_place(files, place.state)
+        name = key.state["fqn"]
+        pieces.setdefault(name, Inspection()).tensors += content.tensors
+        if "chunks" not in entries[name]:
             content.unknown = []
         content.tensors, content.values = [], {}
-        found.add(content, prefix=f"{key.fqn:.80}: ")
+        found.add(content, prefix=f"{name:.80}: ")
 
     found.complete = True
-    for name, entry in metadata.state_dict_metadata.items():
-        if not hasattr(entry, "chunks"):
+    for name, entry in entries.items():
+        if "chunks" not in entry:
             found.values[str(name)] = "a pickled value"
             continue
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        # The state of the properties is a tuple.
+        dtype = entry["properties"].state[0].__name__
         own = pieces.get(name, Inspection())
-        size = tuple(entry.size)
+        (size,) = entry["size"].args
         found.tensors.append(FoundTensor(str(name), size, dtype, own.num_nan, own.num_inf))
         if own.num_values != math.prod(size):
             found.problems.append(
@@ -268,16 +265,17 @@ def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
     found.unknown.append(".metadata has no hash: a changed bit in the index can't be told")
 
 
-def _read_place(files: Mapping[str, Path], place: Any) -> Inspection:
+def _read_place(files: Mapping[str, Path], place: Mapping[str, Any]) -> Inspection:
     """Read one piece: a part of a file, which torch.save wrote."""
-    file = files.get(str(place.relative_path))
+    begin, length = place["offset"], place["length"]
+    file = files.get(place["relative_path"])
     if file is None:
-        return Inspection(problems=[f"{place.relative_path!s:.80} is missing"])
-    if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:
+        return Inspection(problems=[f"{place['relative_path']!s:.80} is missing"])
+    if not 0 <= begin <= begin + length <= file.stat().st_size:
         return Inspection(problems=[f"it lies beyond the end of {file.name}, which is cut off"])
     with open_regular(file) as stream:
-        stream.seek(place.offset)
-        return read_tensors(io.BytesIO(stream.read(place.length)))
+        stream.seek(begin)
+        return read_tensors(io.BytesIO(stream.read(length)))
 
 
 # The command, and how it prints what was found.

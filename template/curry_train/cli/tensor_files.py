@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.measure import dense_parts
-from ..core.unpickle import PickleReader, RefusedPickle
+from ..core.unpickle import PickleReader, RefusedPickle, StandIn
 from ..core.wording import some_of
 from ..runs.values import each_once
 
@@ -115,17 +115,22 @@ class Inspection:
             self.hashed[algorithm] = self.hashed.get(algorithm, 0) + number
 
 
-class Inert:
-    """Stands for an object whose class is not imported; it keeps what would be set on it."""
+class Inert(StandIn):
+    """Stands for an object whose class is not imported; it keeps its arguments and its state."""
 
-    named = ""
+    args: tuple[Any, ...] = ()
     state: Any = None
 
-    def __new__(cls, *_: Any, **__: Any) -> "Inert":
-        return super().__new__(cls)
+    def __init__(self, *args: Any) -> None:
+        self.args = args
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
+
+
+def inert(name: str) -> type[Inert]:
+    """Return a class in place of the one of this name."""
+    return type(name, (Inert,), {})
 
 
 # Errors of torch, safetensors and zipfile on damaged or forged bytes.
@@ -185,7 +190,7 @@ def read_tensors(stream: BinaryIO, path: Path | None = None) -> Inspection:
         elif head.startswith(b"\x80") and path is not None:
             found.format = "pickle"
             found.unknown.append("a pickle has no hash and no tensors: what it holds can't be told")
-            add_names(read_whole(path), found)
+            add_names(PickleReader(read_whole(path)), found)
         else:
             found.unknown.append("no format that is known begins like this file")
     except DAMAGE as error:
@@ -195,11 +200,10 @@ def read_tensors(stream: BinaryIO, path: Path | None = None) -> Inspection:
     return found
 
 
-def add_names(data: bytes, found: Inspection, num_pickles: int = 1) -> None:
-    """Add the classes and functions that pickles name."""
-    reader = PickleReader(data)
+def add_names(reader: PickleReader, found: Inspection, num_pickles: int = 1) -> list[Any]:
+    """Return what pickles hold, and add the classes and functions that they name."""
     try:
-        reader.all(num_pickles)
+        return reader.all(num_pickles)
     finally:
         # Names count where a pickle is refused later, too.
         found.names |= reader.named
@@ -215,10 +219,9 @@ def _load(source: Any, pickled: bytes, found: Inspection, num_pickles: int = 1) 
             return _torch_load(source, ())
         if not isinstance(source, Path):
             source.seek(0)
-    add_names(pickled, found, num_pickles)
+    add_names(PickleReader(pickled), found, num_pickles)
     try:
-        inert = [(type("Inert", (Inert,), {"named": name}), name) for name in found.names]
-        return _torch_load(source, inert)
+        return _torch_load(source, [(inert(name), name) for name in found.names])
     except pickle.UnpicklingError as error:
         # torch adds advice to its reason.
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
@@ -327,7 +330,7 @@ def _leaves(node: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
 def _in_words(node: Any) -> str:
     """Describe a value in a few words."""
     if isinstance(node, Inert):
-        return node.named
+        return type(node).__name__
     if type(node) in (list, tuple, set, dict, bytes):
         return f"{type(node).__name__} of {len(node):,}"
     return repr(node)[:80] if type(node) is not int or abs(node) < 2**70 else "an integer"

@@ -100,14 +100,6 @@ def readable(data: bytes, most_bytes: int, what: str) -> bytes:
 # Read a distributed checkpoint without running code from its files.
 
 MOST_DIMENSIONS = 64
-# What torch's index names beside the classes of its metadata: all that `inspect` lets it build.
-INDEX_GLOBALS = {
-    f"{_StorageInfo.__module__}.{_StorageInfo.__name__}",
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "collections.OrderedDict",
-    *map(str, PLAIN_DTYPES),
-}
 
 
 def checked_index(index: Any, manifest: SavedCheckpoint) -> Metadata:
