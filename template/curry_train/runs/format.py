@@ -102,8 +102,12 @@ def readable(data: bytes, most_bytes: int, what: str) -> bytes:
 MOST_DIMENSIONS = 64
 
 
-def checked_index(index: Any, manifest: SavedCheckpoint) -> Metadata:
-    """Return the index for torch's reader; its tensors take no more bytes than the files hold."""
+def checked_index(index: Any, manifest: SavedCheckpoint) -> tuple[dict[str, Tensor], Metadata]:
+    """Return a tensor without memory for each that is saved, and the index for torch's reader.
+
+    The tensors take no more bytes than the files hold.
+    """
+    shapes: dict[str, Tensor] = {}
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     left = {name: entry.bytes for name, entry in manifest.files.items()}
@@ -129,24 +133,16 @@ def checked_index(index: Any, manifest: SavedCheckpoint) -> Metadata:
             storage[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, position, length)
         if num_elements != math.prod(shape):
             raise HostileCheckpoint(f"the pieces of {name:.80} are not the whole tensor")
+        shapes[name] = torch.empty(shape, dtype=dtype, device="meta")
         tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
-    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+    return shapes, Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
 
 def _size(numbers: Any) -> torch.Size:
-    is_list = type(numbers) is list and len(numbers) <= MOST_DIMENSIONS
-    if not is_list or any(type(one) is not int or not 0 <= one < 2**62 for one in numbers):
+    is_size = isinstance(numbers, list | tuple) and len(numbers) <= MOST_DIMENSIONS
+    if not is_size or any(type(one) is not int or not 0 <= one < 2**62 for one in numbers):
         raise HostileCheckpoint(f"{numbers!r:.80} is not a shape")
     return torch.Size(numbers)
-
-
-def shapes_of(metadata: Metadata) -> dict[str, Tensor]:
-    """Return a tensor without memory for each that is saved, by name."""
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
 
 
 def read_tensors(
@@ -372,6 +368,6 @@ def _index_of(metadata: Metadata) -> dict[str, Any]:
         for chunk in entry.chunks:
             place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
             where = [place.relative_path, place.offset, place.length]
-            pieces.append([list(chunk.offsets), list(chunk.sizes), *where])
-        index[name] = [entry.properties.dtype, list(entry.size), pieces]
+            pieces.append([chunk.offsets, chunk.sizes, *where])
+        index[name] = [entry.properties.dtype, entry.size, pieces]
     return index

@@ -33,7 +33,6 @@ from .format import (
     read_best,
     read_tensors,
     readable,
-    shapes_of,
 )
 from .layout import (
     BEST_KIND,
@@ -177,9 +176,9 @@ class SavedRun:
             copy = functools.partial(copy_into, values=best)
             return Contents(best, values, ranks, copy, model_only=True)
         with reading("the index of the tensors can't be read"):
-            metadata = checked_index(found.get("index"), manifest)
+            tensors, metadata = checked_index(found.get("index"), manifest)
         fill = functools.partial(read_tensors, self.files, folder, metadata)
-        return Contents(shapes_of(metadata), values, ranks, fill)
+        return Contents(tensors, values, ranks, fill)
 
 
 # Atomic checkpoint store: `runs/<run-id>/{rollback,recovery,best-k}/step-00000500.dcp`.
