@@ -192,8 +192,7 @@ class Recorder:
             if kind == "batch" or (kind == "enter" and not self.calls):
                 one["rows"] = _rows(values)
             if self.exchange is not None and kind != "operation":
-                key = json.dumps(place_of(one))
-                one["distances"], replaced = self.exchange.meet(key, tensors, digests)
+                one["distances"], replaced = self.exchange.meet(place_of(one), tensors, digests)
                 for name in replaced if kind != "gradient" else ():
                     # Memory that several elements share can't be written to.
                     if 0 not in tensors[name].stride():
@@ -559,11 +558,12 @@ def value_range(value: Any) -> Range | None:
         return float(low), float(high)
 
 
-def place_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
+def place_of(one: Mapping[str, Any]) -> str:
     """Return what an observation is matched by: step, phase, module path, call, and the like."""
     # Each output and input of a call has a gradient of its own.
-    what = (*one["digests"], one["time"]) if one["kind"] == "gradient" else ()
-    return one["kind"], one["step"], one.get("phase"), one["path"], one["call"], what
+    what = [*one["digests"], one["time"]] if one["kind"] == "gradient" else []
+    known = one["kind"], one["step"], one.get("phase"), one["path"], one["call"]
+    return json.dumps([*known, *what])
 
 
 def users_line() -> str:

@@ -13,7 +13,6 @@ Proof: `python -m pytest tests/runs/test_locate.py`.
 
 import difflib
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -90,8 +89,8 @@ def expected_values(
         for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
             if one["step"] >= step and (value := one["digests"].get(name)):
                 kept = value, epsilon_of(value, other["digests"][name])
-                found[0].setdefault(json.dumps(place_of(one)), {})[name] = kept
-                found[1].setdefault(json.dumps(place_of(own)), {})[name_in_b] = kept
+                found[0].setdefault(place_of(one), {})[name] = kept
+                found[1].setdefault(place_of(own), {})[name_in_b] = kept
     return found
 
 
@@ -385,7 +384,7 @@ class Comparison:
 
     def _of_the_runs(self) -> Iterator[str]:
         """Yield modules that only one run calls, those with other names, and other settings."""
-        a, b = (dict(_calls(run)) for run in (self.a, self.b))
+        a, b = ([path for path, *_ in _calls(run)] for run in (self.a, self.b))
         for name, own, other in (("A", a, b), ("B", b, a)):
             if alone := [path for path in own if path not in other]:
                 yield f"called in {name} alone: {some_of(alone)}"
@@ -395,7 +394,7 @@ class Comparison:
         yield from _changes(settings_of(self.a), settings_of(self.b))
 
 
-def _by_place(observations: Sequence[Observation]) -> dict[tuple[Any, ...], Observation]:
+def _by_place(observations: Sequence[Observation]) -> dict[str, Observation]:
     return {place_of(one): one for one in observations if one["kind"] in COMPARED}
 
 
@@ -508,13 +507,25 @@ def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any
     }
 
 
-def _calls(observations: Sequence[Observation]) -> list[tuple[str, str]]:
-    """Return path and class of what is called in the first step, in order."""
+def _calls(observations: Sequence[Observation]) -> list[tuple[str, str, dict[str, str]]]:
+    """Return path, class and initial state of what is called in the first step, in order.
+
+    The state is by the names within the path.
+    """
     settings = _settings_of(observations)
+    first = [one for one in observations if one.get("step") == 1]
+    paths = dict.fromkeys(one["path"] for one in first if one["kind"] in ("enter", "update"))
+    initial: dict[str, str] = {}
+    for one in first:
+        if one["kind"] == "state":
+            initial |= one["digests"]
     return [
-        (one["path"], settings.get(one["path"], {}).get("class", ""))
-        for one in observations
-        if one["kind"] in ("enter", "update") and one["step"] == 1
+        (
+            path,
+            settings.get(path, {}).get("class", ""),
+            {name[len(path) :]: it for name, it in initial.items() if name.startswith(f"{path}.")},
+        )
+        for path in paths
     ]
 
 
@@ -524,44 +535,26 @@ def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, st
     Modules are matched in order: by path and class or, where more of the initial state is equal
     then, by class and initial state.
     """
-    calls = [list(dict.fromkeys(_calls(one))) for one in (a, b)]
-    known = {*calls[0]} & {*calls[1]}
+    calls = [_calls(one) for one in (a, b)]
+    known = set.intersection(*({(path, kind) for path, kind, _ in run} for run in calls))
     by_path = [
-        [path if (path, kind) in known else f"({kind})" for path, kind in one] for one in calls
+        [path if (path, kind) in known else f"({kind})" for path, kind, _ in run] for run in calls
     ]
-    # The initial state of each path, by names within it.
-    states: list[list[dict[str, str]]] = []
-    for run, called in zip((a, b), calls, strict=True):
-        initial = [
-            item
-            for one in run
-            if (one["kind"], one.get("step")) == ("state", 1)
-            for item in one["digests"].items()
-        ]
-        states.append(
-            [
-                {name[len(path) :]: it for name, it in initial if name.startswith(f"{path}.")}
-                for path, _ in called
-            ]
-        )
-    by_state = [
-        [kind + "".join(state.values()) for (_, kind), state in zip(called, of_run, strict=True)]
-        for called, of_run in zip(calls, states, strict=True)
-    ]
+    by_state = [[kind + "".join(state.values()) for _, kind, state in run] for run in calls]
     matched = max(
         map(_matched, (by_path, by_state)),
         key=lambda pairs: sum(by_state[0][a] == by_state[1][b] for a, b in pairs),
     )
-    paths = [
-        (calls[1][b][0], calls[0][a][0])
-        for a, b in matched
-        if _have_shapes_of(states[0][a], states[1][b])
-    ]
-    found = {path_b: path_a for path_b, path_a in paths if path_a != path_b}
+    found = {}
+    for in_a, in_b in matched:
+        path_a, _, state_a = calls[0][in_a]
+        path_b, _, state_b = calls[1][in_b]
+        if path_a != path_b and _have_shapes_of(state_a, state_b):
+            found[path_b] = path_a
     # A layer that only B has moves the others on, and may have the path of one of A.
     return found | {
         path: f"{path} of B"
-        for path in dict(calls[1])
+        for path, *_ in calls[1]
         if path in found.values() and path not in found
     }
 
