@@ -107,12 +107,7 @@ class Ranks:
 
     def agree(self, decide: Callable[[], LocalT]) -> LocalT:
         """Call `decide` on the first rank and return its result on every rank."""
-        decided: list[Any] = [self.all_do(lambda: decide() if self.first else None)]
-        if self.together:
-            with _other_ranks_answer():
-                dist.broadcast_object_list(decided, group=self.group, group_src=0)
-        result: LocalT = decided[0]
-        return result
+        return self.collect(lambda: None, lambda _: decide())
 
     def all_do(self, act: Callable[[], LocalT]) -> LocalT:
         """Call `act` on every rank; return this rank's result once all ranks have finished."""
