@@ -12,10 +12,9 @@ no attributes, too. `tests/runs/test_torch_state.py` has most of them in a table
 Proof: `python -m pytest tests/runs/test_state.py tests/runs/test_state_odd.py`.
 """
 
-import functools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -231,10 +230,20 @@ def _as_json(config: Any) -> Any:
 _NO_STATE = "the saved state is not that of a training run"
 
 
-def _new_tensor(found: Stored, saved: Tensor) -> Tensor:
-    """Return a tensor on the current device of the kind that it was on, or on the host."""
-    is_cuda = found.device == "cuda" and torch.cuda.is_available()
-    return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
+def _new_tensor(
+    found: Stored, saved: Tensor, parameter: Tensor | None = None, *, on_host: bool = True
+) -> Tensor:
+    """Return a tensor on the current device of the kind that it was on, or on the host.
+
+    Of the state of a parameter, unless that is kept on the host: where the parameter is.
+    """
+    if parameter is None or (found.device is None and on_host):
+        is_cuda = found.device == "cuda" and torch.cuda.is_available()
+        return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
+    is_strided = parameter.layout is torch.strided and not parameter.is_quantized
+    if is_strided and parameter.shape == saved.shape:
+        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
+    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
 class Load:
@@ -338,7 +347,7 @@ class Load:
                 keeps_step = not (group.get("capturable") or group.get("fused"))
                 for key, item in self._saved[place].items():
                     on_host = was_moved or (key == "step" and keeps_step)
-                    self._add(item, functools.partial(_new_entry, parameter, on_host))
+                    self._add(item, parameter, on_host=on_host)
         self._add(self._saved)
         if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
@@ -361,22 +370,17 @@ class Load:
                     if place in self._saved:
                         yield optimizer, group, parameter, name, place
 
-    def _add(self, content: Any, make: Callable[[Stored, Tensor], Tensor] = _new_tensor) -> None:
+    def _add(self, content: Any, parameter: Tensor | None = None, *, on_host: bool = True) -> None:
         """Add the tensors that a value names: own ones that fit in place, and new ones."""
         for found in references(content):
-            saved = self._contents.tensors[found.name]
-            current = self._own.get(found.name)
             if found.name in self.targets:
                 continue
+            saved = self._contents.tensors[found.name]
             form = saved.shape, saved.dtype
-            if (
-                current is not None
-                and (current.shape, current.dtype) == form
-                and not is_expanded(current)
-            ):
-                self.targets[found.name] = current
-            else:
-                self.targets[found.name] = make(found, saved)
+            target = self._own.get(found.name)
+            if target is None or (target.shape, target.dtype) != form or is_expanded(target):
+                target = _new_tensor(found, saved, parameter, on_host=on_host)
+            self.targets[found.name] = target
 
     def finish(self) -> None:
         """Restore everything from the filled tensors and the saved values."""
@@ -466,16 +470,6 @@ def _description(name: str, item: Any, tensors: Mapping[str, Any]) -> str:
     if isinstance(item, Tensor):
         return f"{list(item.shape)}, {item.dtype}, {item.layout}"
     return f"a {type(item).__name__}"
-
-
-def _new_entry(parameter: Tensor, on_host: bool, found: Stored, saved: Tensor) -> Tensor:
-    """Return a tensor for the state of a parameter, where the optimizer keeps it."""
-    if found.device is None and on_host:
-        return _new_tensor(found, saved)
-    is_strided = parameter.layout is torch.strided and not parameter.is_quantized
-    if is_strided and parameter.shape == saved.shape:
-        return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
-    return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
 
 
 def _once(value: Any) -> Any:
