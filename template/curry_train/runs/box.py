@@ -113,7 +113,6 @@ class Boxes:
         losses = {step: float("nan")} | dict(self._losses)
         try:
             checkpoint = self._ranks.agree(lambda: self._gather(part, step))
-            self._ranks.all_do(lambda: self._write_rank(part, step))
             facts = BoxFacts(
                 step,
                 reason,
@@ -123,7 +122,10 @@ class Boxes:
                 self._ranks.size,
                 shlex.join([sys.argv[0], *(["--", *sys.argv[1:]] if sys.argv[1:] else [])]),
             )
-            self._ranks.agree(lambda: self._commit(part, f"{FOLDER}/{name}", facts))
+            self._ranks.collect(
+                lambda: self._write_rank(part, step),
+                lambda _: self._commit(part, f"{FOLDER}/{name}", facts),
+            )
         except (OSError, RunError, ValueError) as error:
             logger.warning("step %d was not kept in a box: %s", step, error)
             if self._ranks.first:

@@ -59,12 +59,12 @@ class Course:
     steps: Steps
     superseded: list[Steps] = field(default_factory=list)
 
-    def add(self, event: Event, figures: dict[str, Any]) -> None:
+    def add(self, event: Event) -> None:
         if len(self.steps) and event.step <= self.steps.step[-1]:
             self.keep_up_to(event.step - 1)
         self.steps.step.append(event.step)
         for name, values in self.steps.values.items():
-            values.append(event_number(figures.get(name)))
+            values.append(event_number(event.facts.get(name)))
 
     def keep_up_to(self, step: int) -> None:
         index = bisect_right(self.steps.step, step)
@@ -130,10 +130,10 @@ class History:
         attempt = self.attempts[-1]
         attempt.last_step = max(attempt.last_step, event.step)
         if event.kind == "step":
-            self.course.add(event, event.facts)
+            self.course.add(event)
             return
         if event.kind == "eval" and isinstance(metric := event.facts.get("metric"), str):
-            self.metrics.setdefault(metric, Course(Steps(("value",)))).add(event, event.facts)
+            self.metrics.setdefault(metric, Course(Steps(("value",)))).add(event)
         elif event.kind == "stop":
             attempt.ended = str(event.facts.get("reason", "without a reason"))
         self.events.setdefault(event.kind, []).append(event)

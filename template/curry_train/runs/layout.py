@@ -160,17 +160,11 @@ def parse_manifest(data: bytes) -> SavedCheckpoint:
     """Parse the bytes of a manifest; raise DamagedCheckpoint unless every byte is canonical."""
     with reading("the manifest can't be read"):
         content = json.loads(data)
-        manifest = SavedCheckpoint(
-            kind=content["kind"],
-            step=content["step"],
-            files={
-                name: FileEntry(int(size), str(text))
-                for name, (size, text) in content["files"].items()
-            },
-            metric=content["metric"] and Metric(*content["metric"]),
-            about=content["about"],
-            branches=tuple(map(int, content["branches"])),
-        )
+        content["files"] = {name: FileEntry(*entry) for name, entry in content["files"].items()}
+        content["metric"] = content["metric"] and Metric(*content["metric"])
+        content["branches"] = tuple(map(int, content["branches"]))
+        del content["hash"]
+        manifest = SavedCheckpoint(**content)
         is_canonical = manifest.render() == data
     if not is_canonical:
         raise DamagedCheckpoint("the manifest's own hash does not match it")

@@ -320,11 +320,10 @@ class _HuggingFaceCommits:
         save(output_dir, _internal_call)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # Every rank has written its part when the first one begins to hash.
-        self._ranks.all_do(lambda: None)
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
         best = state.best_model_checkpoint
         keep = best and Path(best)
+        # The first rank begins to hash when each has come here, with its part written.
         self._ranks.agree(lambda: _commit_in_place(path, "checkpoint-*", self._limit, keep))
 
 
@@ -352,9 +351,11 @@ def _commit_accelerator(accelerator: Any) -> None:
                 )
             final = Path(output_dir)
             place = ranks.agree(lambda: str(_hidden(final)))
-        written = ranks.all_do(lambda: save(place, *args, **options))
         kept = limit if names else None
-        return str(ranks.agree(lambda: _commit_in_place(Path(written), "checkpoint_*", kept)))
+        return ranks.collect(
+            lambda: save(place, *args, **options),
+            lambda written: str(_commit_in_place(Path(written[0]), "checkpoint_*", kept)),
+        )
 
     replace_calls(accelerator, save_state=save_state)
 
