@@ -52,18 +52,31 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
 
 
 def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
-    """Return a row for every checkpoint of a run, damaged ones included."""
-    heads = ("kind", "folder", "step", "bytes", "date", "metric", "damaged")
-    rows: list[tuple[Any, ...]] = []
-    for kind in CHECKPOINT_KINDS:
-        committed, damaged = run.scan(kind)
-        for saved in committed:
-            metric = f"{saved.metric.name} {saved.metric.value:.6g}" if saved.metric else None
-            date = str(saved.about.get("date", ""))
-            rows.append((kind, saved.folder, saved.step, saved.num_bytes, date, metric, None))
-        for folder, why in damaged.items():
-            rows.append((kind, folder, None, 0, None, None, why))
-    return [dict(zip(heads, row, strict=True)) for row in rows]
+    """Return a row for every checkpoint of a run, the damaged ones last."""
+    committed, damaged = run.scan()
+    return [
+        {
+            "kind": saved.kind,
+            "folder": saved.folder,
+            "step": saved.step,
+            "bytes": saved.num_bytes,
+            "date": str(saved.about.get("date", "")),
+            "metric": "{} {:.6g}".format(*saved.metric) if saved.metric else None,
+            "damaged": None,
+        }
+        for saved in committed
+    ] + [
+        {
+            "kind": folder.partition("/")[0],
+            "folder": folder,
+            "step": None,
+            "bytes": 0,
+            "date": None,
+            "metric": None,
+            "damaged": why,
+        }
+        for folder, why in damaged.items()
+    ]
 
 
 def runs_table(rows: list[dict[str, Any]]) -> str:

@@ -115,11 +115,10 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
         if not _is_harmless(name):
             (found.dangerous if _is_dangerous(name) else found.imports).append(name[:200])
     if found.imports:
-        named = ", ".join(found.imports[:3])
+        named = some_of(found.imports, 3)
         found.unknown.append(f"loading it imports {named}: whether that runs code can't be told")
     if found.dangerous:
-        named = ", ".join(found.dangerous[:3])
-        found.problems.append(f"it is hostile: loading it would call {named}")
+        found.problems.append(f"it is hostile: loading it would call {some_of(found.dangerous, 3)}")
     return found
 
 

@@ -438,10 +438,8 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
     # What came after the difference did not make it.
     both = Comparison(a, b)
     one, other = [*both.pairs()][found.num_compared - 1]
-    path = found.place["path"]
-    path_in_b = next((it for it, own in both.renamed.items() if own == path), path)
-    ends = (a, one, path), (b, other.get("own", other), path_in_b)
-    runs = [_operations_at(run[: run.index(end)], found, name) for run, end, name in ends]
+    ends = (both.a, one), (both.b, other)
+    runs = [_operations_at(run[: run.index(end)], found) for run, end in ends]
     same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
     begin = len(list(itertools.takewhile(bool, same)))
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
@@ -471,13 +469,13 @@ def _outcome(operation: Observation) -> tuple[Any, ...]:
     return operation["name"], repr(operation["values"]), operation["digests"]
 
 
-def _operations_at(run: Sequence[Observation], found: Located, path: str) -> list[Observation]:
+def _operations_at(run: Sequence[Observation], found: Located) -> list[Observation]:
     """Return the operations, in order, that may have made the difference."""
     place = found.place
     within = None
     phases = ["forward"]
     if place["phase"] in ("forward", "evaluation"):
-        within = [path, place["call"]]
+        within = [place["path"], place["call"]]
     elif found.kind == "step":
         phases = ["optimizer"]
     elif found.kind == "gradient" or place["phase"] == "recompute":
@@ -581,17 +579,13 @@ def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequ
         found = f"{renamed[owner]}{dot}{last}" if owner in renamed else path
         return f"{what}{of}{renamed.get(path, found)}"
 
-    fields = ("digests", "distances", "settings")
-    return [
-        {
-            **one,
-            "own": one,
-            "path": name_in_a(one.get("path", "")),
-            **{
-                field: {name_in_a(name): value for name, value in one[field].items()}
-                for field in fields
-                if field in one
-            },
-        }
-        for one in b
-    ]
+    found = []
+    for own in b:
+        one = {**own, "own": own, "path": name_in_a(own.get("path", ""))}
+        for key in {"digests", "distances", "settings"} & own.keys():
+            one[key] = {name_in_a(name): value for name, value in own[key].items()}
+        if own.get("within"):
+            path, call = own["within"]
+            one["within"] = [name_in_a(path), call]
+        found.append(one)
+    return found
