@@ -28,6 +28,7 @@ from ..core.digest import digest
 from ..core.generators import generator_digests, generator_states, set_generator_states
 from ..core.replaced_calls import defining, replaced_calls
 from ..gates.loop_trace import rates_of
+from ..gates.loop_weights import instances_of
 from ..runs.fingerprints import leaves_of
 
 # What is noted when it is made, by the part that its state_dict is; a model is at its first call.
@@ -114,8 +115,8 @@ class StateWatch:
         shapes = [[parameter.shape for parameter in model] for model in models]
         own = {*models[-1]}
         found = []
-        for one in gc.get_objects():
-            if not issubclass(type(one), nn.Module) or "_parameters" not in vars(one):
+        for one in instances_of(nn.Module):
+            if "_parameters" not in vars(one):
                 continue
             parameters = list(one.parameters())
             is_copy = [parameter.shape for parameter in parameters] in shapes

@@ -34,6 +34,8 @@ from .screen import (
 
 # Tables of runs and checkpoints, readable at 80 columns, and their rows as JSON.
 
+Rows = list[dict[str, Any]]
+
 
 def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     """Summarize the checkpoints of a run in one row."""
@@ -51,7 +53,7 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
     }
 
 
-def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
+def checkpoint_rows(run: SavedRun) -> Rows:
     """Return a row for every checkpoint of a run, the damaged ones last."""
     committed, damaged = run.scan()
     return [
@@ -79,7 +81,7 @@ def checkpoint_rows(run: SavedRun) -> list[dict[str, Any]]:
     ]
 
 
-def runs_table(rows: list[dict[str, Any]]) -> str:
+def runs_table(rows: Rows) -> str:
     lines = [["run", "latest", *CHECKPOINT_KINDS, "size", "damaged"]]
     for row in rows:
         latest = "none" if row["latest"] is None else str(row["latest"])
@@ -90,7 +92,7 @@ def runs_table(rows: list[dict[str, Any]]) -> str:
     return table(lines)
 
 
-def checkpoints_table(rows: list[dict[str, Any]]) -> str:
+def checkpoints_table(rows: Rows) -> str:
     lines = [["kind", "step", "size", "date", "metric"]]
     for row in rows:
         if row["damaged"]:
@@ -108,11 +110,11 @@ STORY_EVENT_KINDS = ("spike", "skip", "warning")
 MOST_EVENTS = 12  # events to print per attempt
 
 
-def story(history: History) -> list[dict[str, Any]]:
+def story(history: History) -> Rows:
     """Return a row for each attempt, with its spikes, skips and warnings."""
     rows = []
     for attempt in history.attempts:
-        events: list[dict[str, Any]] = [
+        events: Rows = [
             {"step": one.step, "kind": kind, "reason": str(one.facts.get("reason", ""))}
             for kind in STORY_EVENT_KINDS
             for one in history.events.get(kind, [])
@@ -131,7 +133,7 @@ def story(history: History) -> list[dict[str, Any]]:
     return rows
 
 
-def story_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
+def story_lines(rows: Rows) -> Iterator[str]:
     """Describe the attempts and their first events."""
     for row in rows:
         ended = f"ended by {printable(row['ended'])}" if row["ended"] else "no record of its end"
@@ -215,7 +217,7 @@ def show_command(run: str) -> Ended:
     click.echo(checkpoints_table(rows))
     click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
 
-    attempts: list[dict[str, Any]] = []
+    attempts: Rows = []
     journal = saved.files.root / JOURNAL_FILE_NAME
     if journal.exists():
         try:

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from ..core.blocks import tensors_in
 from ..core.digest import digest
 from ..core.generators import hash_of
-from .files import Files
+from .files import Files, StrPath
 from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
@@ -203,8 +204,7 @@ class Boxes:
 
 
 def versions_of(batch: Any) -> list[int]:
-    leaves = [one for one in tree_leaves(batch) if isinstance(one, Tensor)]
-    return [0 if one.is_inference() else one._version for one in leaves]
+    return [0 if one.is_inference() else one._version for one in tensors_in(batch)]
 
 
 def digest_of(state: TrainingState) -> str:
@@ -216,7 +216,7 @@ def digest_of(state: TrainingState) -> str:
 # Read a box, which somebody else may have forged.
 
 
-def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
+def read_facts(folder: StrPath) -> BoxFacts:
     """Return what a box holds; raise RunError where a folder is no box, or a damaged one."""
     if not Path(folder, FACTS_FILE_NAME).is_file():
         raise RunError(
@@ -239,7 +239,7 @@ def read_facts(folder: str | os.PathLike[str]) -> BoxFacts:
     return facts
 
 
-def read_rank(folder: str | os.PathLike[str], rank: int) -> Mapping[str, Any]:
+def read_rank(folder: StrPath, rank: int) -> Mapping[str, Any]:
     """Return `batches` and `generators` of a rank, None where they are not in the box."""
     with reading(f"{folder}: rank-{rank}.pt can't be read"):
         data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)

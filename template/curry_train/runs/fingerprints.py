@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from ..core.digest import digest, digest_rows, is_plain
 from ..core.generators import generator_digests, hash_of, unwatched
 from ..core.measure import backward_node
 from ..core.replaced_calls import replaced_calls
+from .files import StrPath
 from .history import run_facts
 from .parameters import bare_name
 from .ranks import RunError
@@ -58,7 +60,7 @@ VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "KMP", "MKL", "NCCL", "NVIDIA", "OMP", "
 
 
 def record_run(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     *,
     steps: int = 3,
     level: str = "all",
@@ -570,10 +572,10 @@ def users_line() -> str:
     """Return file and line of the innermost frame outside of torch and of this package."""
     folders = Path(torch.__file__).parent, Path(__file__).parents[1]
     ours = tuple(f"{folder}{os.sep}" for folder in folders)
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else ""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if not frame.f_code.co_filename.startswith(ours):
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
+    return ""
 
 
 def leaves_of(value: Any, name: str = "") -> dict[str, Any]:
@@ -654,7 +656,7 @@ def _environment() -> dict[str, Any]:
     return {**facts, "variables": variables}
 
 
-def read_fingerprints(folder: str | os.PathLike[str], rank: int = 0) -> list[dict[str, Any]]:
+def read_fingerprints(folder: StrPath, rank: int = 0) -> list[dict[str, Any]]:
     """Return the observations of a rank, without a last line that a kill has cut off."""
     path = Path(folder, f"rank-{rank}.jsonl")
     if not path.is_file():

@@ -23,6 +23,8 @@ from .fingerprints import place_of
 from .rounding import epsilon_of, is_rounding, num_elements
 
 Observation = Mapping[str, Any]
+# What a rank has computed in a run, or a part of it, in the order of execution.
+Record = Sequence[Observation]
 # Operations, from the first one that differs, that are aligned between the two runs.
 LONGEST_ALIGNED = 500
 # Kinds of observations with digests.
@@ -69,9 +71,7 @@ class Located:
         return asdict(self) | {"equal": self.is_equal}
 
 
-def locate(
-    a: Sequence[Observation], b: Sequence[Observation], noises: Sequence[Sequence[Observation]] = ()
-) -> Located:
+def locate(a: Record, b: Record, noises: Sequence[Record] = ()) -> Located:
     """Compare the observations of one rank in two runs.
 
     With runs of A's program with noise, differences that rounding explains are none.
@@ -79,9 +79,7 @@ def locate(
     return Comparison(a, b, noises).run()
 
 
-def expected_values(
-    a: Sequence[Observation], b: Sequence[Observation], step: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def expected_values(a: Record, b: Record, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
     found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for one, other in Comparison(a, b).pairs():
@@ -104,9 +102,9 @@ class Comparison:
 
     def __init__(
         self,
-        a: Sequence[Observation],
-        b: Sequence[Observation],
-        noises: Sequence[Sequence[Observation]] = (),
+        a: Record,
+        b: Record,
+        noises: Sequence[Record] = (),
     ) -> None:
         self.a = a
         self.noises = [_by_place(noise) for noise in noises]
@@ -394,7 +392,7 @@ class Comparison:
         yield from _changes(settings_of(self.a), settings_of(self.b))
 
 
-def _by_place(observations: Sequence[Observation]) -> dict[str, Observation]:
+def _by_place(observations: Record) -> dict[str, Observation]:
     return {place_of(one): one for one in observations if one["kind"] in COMPARED}
 
 
@@ -413,7 +411,7 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str = "") -> Ite
             yield f"{name}{of_owner} is {a.get(name, 'unset')} in A and {b.get(name, 'unset')} in B"
 
 
-def settings_of(observations: Sequence[Observation]) -> dict[str, Any]:
+def settings_of(observations: Record) -> dict[str, Any]:
     """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
     start = observations[0]
     kind, owner, *arguments = start["program"] or ["script", None]
@@ -430,7 +428,7 @@ def settings_of(observations: Sequence[Observation]) -> dict[str, Any]:
     }
 
 
-def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: Located) -> str:
+def first_operation(a: Record, b: Record, found: Located) -> str:
     """Describe the first operation that differs at a place, in runs that recorded them there.
 
     Operations are aligned by name, so one that only one of the runs has is named as such.
@@ -457,7 +455,7 @@ def first_operation(a: Sequence[Observation], b: Sequence[Observation], found: L
     return f"{one['name']} ({lines}): {what}"
 
 
-def _alone(run: str, operations: Sequence[Observation]) -> str:
+def _alone(run: str, operations: Record) -> str:
     # Views and new memory come with what computes.
     operations = [one for one in operations if one["computes"]] or operations
     name, *others = dict.fromkeys(one["name"] for one in operations)
@@ -469,7 +467,7 @@ def _outcome(operation: Observation) -> tuple[Any, ...]:
     return operation["name"], repr(operation["values"]), operation["digests"]
 
 
-def _operations_at(run: Sequence[Observation], found: Located) -> list[Observation]:
+def _operations_at(run: Record, found: Located) -> list[Observation]:
     """Return the operations, in order, that may have made the difference."""
     place = found.place
     within = None
@@ -494,18 +492,18 @@ def _operations_at(run: Sequence[Observation], found: Located) -> list[Observati
 # Modules by their paths.
 
 
-def _names_of(observations: Sequence[Observation]) -> set[str]:
+def _names_of(observations: Record) -> set[str]:
     """Return the names of all parameters, buffers and optimizer state."""
     return set().union(*(it["digests"] for it in observations if it["kind"] in ("state", "step")))
 
 
-def _settings_of(observations: Sequence[Observation]) -> dict[str, dict[str, Any]]:
+def _settings_of(observations: Record) -> dict[str, dict[str, Any]]:
     return {
         path: settings for one in observations for path, settings in one.get("settings", {}).items()
     }
 
 
-def _calls(observations: Sequence[Observation]) -> list[tuple[str, str, dict[str, str]]]:
+def _calls(observations: Record) -> list[tuple[str, str, dict[str, str]]]:
     """Return path, class and initial state of what is called in the first step, in order.
 
     The state is by the names within the path.
@@ -527,7 +525,7 @@ def _calls(observations: Sequence[Observation]) -> list[tuple[str, str, dict[str
     ]
 
 
-def _renamed(a: Sequence[Observation], b: Sequence[Observation]) -> dict[str, str]:
+def _renamed(a: Record, b: Record) -> dict[str, str]:
     """Return the path in A for each path of B that A does not have so.
 
     Modules are matched in order: by path and class or, where more of the initial state is equal
@@ -567,7 +565,7 @@ def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
     return [(a + number, b + number) for a, b, size in blocks for number in range(size)]
 
 
-def _in_names_of_a(b: Sequence[Observation], renamed: Mapping[str, str]) -> Sequence[Observation]:
+def _in_names_of_a(b: Record, renamed: Mapping[str, str]) -> Record:
     """Return observations of B by the paths in A; the field "own" has each as it was."""
     if not renamed:
         return b

@@ -23,14 +23,14 @@ from typing import Any, ClassVar, NoReturn
 from unittest import mock
 
 import torch
-from torch import Tensor
 
+from ..core.blocks import tensors_in
 from ..core.digest import digest
 from ..core.generators import same_state
 from .box import BoxFacts, digest_of, read_facts, read_rank
-from .fingerprints import Range, Recorder, leaves_of
+from .fingerprints import Range, Recorder
 from .layout import RESUMABLE_KINDS
-from .locate import Observation
+from .locate import Observation, Record
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
 from .ranks import RunError
@@ -161,13 +161,13 @@ class Replay:
 
 
 def _digests(batch: Any) -> list[str]:
-    return [digest(one) for one in leaves_of(batch).values() if isinstance(one, Tensor)]
+    return [digest(one) for one in tensors_in(batch)]
 
 
 # What was recorded.
 
 
-def examine(record: Sequence[Observation]) -> dict[str, Any]:
+def examine(record: Record) -> dict[str, Any]:
     """Return the operations of the last step, and what is the first to be not finite or has grown.
 
     What makes NaN or infinity in the step before, too, does so by design, as a mask.
@@ -198,7 +198,7 @@ def _module(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def _sources(step: Sequence[Observation]) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _sources(step: Record) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return what makes NaN or infinity of finite values, in order, by a key for its place."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     counts = Counter[tuple[str, ...]]()
@@ -237,11 +237,11 @@ def _is_finite(ends: Range) -> bool:
     return math.isfinite(ends[0]) and math.isfinite(ends[1])
 
 
-def _last_norms(step: Sequence[Observation]) -> dict[str, float]:
+def _last_norms(step: Record) -> dict[str, float]:
     return next((one["norms"] for one in reversed(step) if one["kind"] == "gradients"), {})
 
 
-def _sizes(step: Sequence[Observation], kind: str) -> dict[str, float]:
+def _sizes(step: Record, kind: str) -> dict[str, float]:
     """Return the largest absolute input or output of each module, by the kind of observation."""
     found: dict[str, float] = {}
     for one in step:
@@ -258,7 +258,7 @@ def _ratios(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, 
     return {name: now[name] / one if one else 1.0 for name, one in before.items() if name in now}
 
 
-def growth(good: Sequence[Observation], bad: Sequence[Observation]) -> dict[str, Any]:
+def growth(good: Record, bad: Record) -> dict[str, Any]:
     """Name the module whose outputs have grown most against its inputs, and the largest gradient.
 
     Modules that hold this one grow as it does, so the innermost of those is named that have at
