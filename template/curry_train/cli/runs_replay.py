@@ -85,19 +85,19 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
     """Return what the ranks have found: the operation is that of the first one that names any."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
 
-        def ran(folder: str | None) -> list[dict[str, Any]]:
+        def ran(folder: str | None) -> dict[str, Any]:
             job = functools.partial(_replay, box, until, folder)
             found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
             if not all("steps" in one for one in found):
                 raise UnusableInput(
                     f"the program ended before step {until}: give the run's ARGUMENTS"
                 )
-            return found
+            # The losses of the box are those of the first rank.
+            return found[0]
 
-        # The losses of the box are those of the first rank.
-        first = ran(record)[0]
+        first = ran(record)
         if first["compiled"]:
-            first = ran(None)[0]
+            first = ran(None)
             first["notes"].append(
                 "it calls torch.compile: the operations are those of a repeat without it"
             )

@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..core.measure import dense_parts
-from ..core.unpickle import PickleReader, RefusedPickle, StandIn
+from ..core.unpickle import DAMAGE as PICKLE_DAMAGE
+from ..core.unpickle import PickleReader, StandIn
 from ..core.wording import some_of
 from ..runs.values import each_once
 
@@ -135,9 +136,9 @@ def inert(name: str) -> type[Inert]:
 
 # Errors of torch, safetensors and zipfile on damaged or forged bytes.
 DAMAGE = (
-    *(RefusedPickle, SafetensorError, zipfile.BadZipFile, OSError, EOFError, LookupError),
-    *(ValueError, TypeError, RuntimeError, AttributeError, AssertionError, MemoryError),
-    *(struct.error, pickle.UnpicklingError),
+    *PICKLE_DAMAGE,
+    *(SafetensorError, zipfile.BadZipFile, struct.error),
+    *(OSError, RuntimeError, AssertionError, MemoryError),
 )
 
 

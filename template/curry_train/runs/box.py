@@ -133,7 +133,7 @@ class Boxes:
                 shutil.rmtree(self._files.path(part), ignore_errors=True)
             return
         if self._ranks.first:
-            place = self._files.location(f"{FOLDER}/{name}")
+            place = str(self._files.path(f"{FOLDER}/{name}"))
             command = f"curry-train runs replay {shlex.quote(place)} --script {facts.program}"
             logger.warning("kept step %d in a box; to repeat it: %s", step, command)
 

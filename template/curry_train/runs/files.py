@@ -62,10 +62,6 @@ class Files:
     def path(self, key: str) -> Path:
         return self.root / checked(key) if key else self.root
 
-    def location(self, key: str) -> str:
-        """Return the path under which other programs open this key."""
-        return str(self.path(key))
-
     def make_folder(self, key: str) -> None:
         self.path(key).mkdir(parents=True, exist_ok=True)
 
@@ -84,7 +80,7 @@ class Files:
             data = stream.read(most_bytes + 1)
         if len(data) > most_bytes:
             raise DamagedCheckpoint(
-                f"{self.location(key)} is larger than {most_bytes:,} bytes, the most that is read"
+                f"{self.path(key)} is larger than {most_bytes:,} bytes, the most that is read"
             )
         return data
 

@@ -161,9 +161,9 @@ def read_tensors(
     reader.set_up_storage_reader(metadata, False)
     plan = planner.create_local_plan()
     halves = [dataclasses.replace(plan, items=plan.items[start::2]) for start in (0, 1)]
-    errors = (RuntimeError, AssertionError, pickle.UnpicklingError)
-    what = f"{files.location(folder)}: tensors can't be read"
-    with ThreadPoolExecutor(len(halves)) as pool, reading(what, *errors):
+    what = f"{files.path(folder)}: tensors can't be read"
+    damage = reading(what, RuntimeError, AssertionError)
+    with ThreadPoolExecutor(len(halves)) as pool, damage:
         for future in [pool.submit(reader.read_data, half, planner) for half in halves]:
             future.result().wait()
 
@@ -281,7 +281,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, whose header the library checks, into memory."""
-    where = files.location(f"{folder}/{SAFETENSORS_FILE_NAME}")
+    where = files.path(f"{folder}/{SAFETENSORS_FILE_NAME}")
     with reading(f"{where}: the header can't be read", SafetensorError):
         found = {**load_file(where), **others}
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in found.items()}
@@ -356,18 +356,13 @@ class ShardedLayout:
         )
         with self._folder.create_stream(METADATA_FILE_NAME) as stream:
             pickle.dump(metadata, stream)
-        return {"index": _index_of(metadata)}
-
-
-def _index_of(metadata: Metadata) -> dict[str, Any]:
-    """Return dtype, shape and pieces of each tensor, a piece with its place in the files."""
-    index = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        pieces = []
-        for chunk in entry.chunks:
-            place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
-            where = [place.relative_path, place.offset, place.length]
-            pieces.append([chunk.offsets, chunk.sizes, *where])
-        index[name] = [entry.properties.dtype, entry.size, pieces]
-    return index
+        # Dtype, shape and pieces of each tensor, a piece with its place in the files.
+        index = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            pieces = []
+            for chunk in entry.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                where = [place.relative_path, place.offset, place.length]
+                pieces.append([chunk.offsets, chunk.sizes, *where])
+            index[name] = [entry.properties.dtype, entry.size, pieces]
+        return {"index": index}

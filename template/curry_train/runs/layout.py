@@ -176,7 +176,7 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
 
     Does not read the files; see `verify_files`. Raises DamagedCheckpoint.
     """
-    where = files.location(folder)
+    where = files.path(folder)
     if files.kind(folder) != "folder":
         raise DamagedCheckpoint(f"{where} is not the folder of a checkpoint")
     if files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
@@ -193,12 +193,12 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
         )
 
     check_sizes(files, folder, manifest)
-    return replace(manifest, location=where)
+    return replace(manifest, location=str(where))
 
 
 def check_sizes(files: Files, folder: str, manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
-    where = files.location(folder)
+    where = files.path(folder)
     sizes = files.sizes(folder)
     for name in {*sizes, *manifest.files} - {MANIFEST_FILE_NAME}:
         entry = manifest.files.get(name)
@@ -219,11 +219,11 @@ def verify_files(
     """Read these files and compare their sizes and hashes with the manifest."""
     for name in names:
         with (
-            reading(f"{files.location(folder)}: {name} can't be read"),
+            reading(f"{files.path(folder)}: {name} can't be read"),
             files.open(f"{folder}/{name}" if folder else name) as stream,
         ):
             entry = entry_in(stream)
         if entry != manifest.files[name]:
             raise DamagedCheckpoint(
-                f"{files.location(folder)}: {name} is not what was saved (another hash)"
+                f"{files.path(folder)}: {name} is not what was saved (another hash)"
             )

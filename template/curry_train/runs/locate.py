@@ -545,7 +545,11 @@ def _renamed(a: Record, b: Record) -> dict[str, str]:
     for in_a, in_b in matched:
         path_a, _, state_a = calls[0][in_a]
         path_b, _, state_b = calls[1][in_b]
-        if path_a != path_b and _have_shapes_of(state_a, state_b):
+        have_its_shapes = all(
+            state_b.get(name, it).partition(":")[0] == it.partition(":")[0]
+            for name, it in state_a.items()
+        )
+        if path_a != path_b and have_its_shapes:
             found[path_b] = path_a
     # A layer that only B has moves the others on, and may have the path of one of A.
     return found | {
@@ -553,10 +557,6 @@ def _renamed(a: Record, b: Record) -> dict[str, str]:
         for path, *_ in calls[1]
         if path in found.values() and path not in found
     }
-
-
-def _have_shapes_of(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
-    return all(b.get(name, it).partition(":")[0] == it.partition(":")[0] for name, it in a.items())
 
 
 def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:

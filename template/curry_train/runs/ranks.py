@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..core.unpickle import DAMAGE
+
 # Errors of saving and loading; every message names the problem, the place and the remedy.
 
 PARTIAL_LOAD_ADVICE = "begin a new run with what matches: load_chosen(FOLDER, state, strict=False)"
@@ -50,20 +52,15 @@ class StateMismatch(ValueError):
     """The checkpoint is intact but belongs to another model, optimizer or layout of ranks."""
 
 
-DAMAGE: tuple[type[Exception], ...] = (
-    *(ArithmeticError, AttributeError, EOFError, LookupError, OSError, RecursionError),
-    *(TypeError, ValueError),
-)
-
-
 @contextlib.contextmanager
 def reading(what: str, *others: type[Exception]) -> Iterator[None]:
     """Raise DamagedCheckpoint for errors that damaged or forged bytes raise; `others` are more."""
+    damage: tuple[type[Exception], ...] = (*DAMAGE, ArithmeticError, OSError, RecursionError)
     try:
         yield
     except (RunError, StateMismatch):
         raise
-    except DAMAGE + others as error:
+    except damage + others as error:
         raise DamagedCheckpoint(f"{what} ({type(error).__name__}: {error!s:.200})") from error
 
 

@@ -183,7 +183,7 @@ def read_recoveries(files: Files) -> list[Recovery]:
     if files.kind(RECOVERIES_FILE_NAME) != "file":
         return []
     with reading(
-        f"{files.location(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't be "
+        f"{files.path(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't be "
         "read: restore it, or remove it to train on those samples again"
     ):
         return [

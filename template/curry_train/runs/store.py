@@ -166,7 +166,7 @@ class SavedRun:
     def open_content(self, folder: str, manifest: SavedCheckpoint) -> Contents:
         """Return what a verified checkpoint holds."""
         key = f"{folder}/{STATE_FILE_NAME}"
-        with reading(f"{self.files.location(key)} can't be read"):
+        with reading(f"{self.files.path(key)} can't be read"):
             found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
             values, ranks = found["values"], found["ranks"]
             if not isinstance(values, dict) or not isinstance(ranks, list):
@@ -264,7 +264,7 @@ class Store(SavedRun):
                 metric and Metric(*metric),
                 about,
                 self.branches,
-                self.files.location(final),
+                str(self.files.path(final)),
             )
             folder = ranks.agree(lambda: self._prepare(final))
             new = HashingFolder(self.files, folder)

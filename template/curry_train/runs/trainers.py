@@ -285,11 +285,8 @@ class _HuggingFaceCommits:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
         self._limit: int | None = None
+        self._ranks = Ranks.on_the_host()
         replace_calls(trainer, save_model=self._save_model)
-
-    @functools.cached_property
-    def _ranks(self) -> Ranks:
-        return Ranks.on_the_host()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         # The Trainer would delete older checkpoints before the new one is committed.

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.measure import dense_parts
-from ..core.unpickle import DAMAGE, PickleReader
+from ..core.unpickle import PickleReader
 from .ranks import reading
 
 # Where a value is, and the tensors that were found in values.
@@ -316,7 +316,7 @@ def _here(storage: Any, location: str) -> Any:
 
 def load_foreign(data: bytes) -> Any:
     """Read a file that somebody else may have forged; raise DamagedCheckpoint."""
-    with reading("the values can't be read", zipfile.BadZipFile, *DAMAGE, RuntimeError):
+    with reading("the values can't be read", zipfile.BadZipFile, RuntimeError):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(record.file_size for record in archive.infolist()) > len(data):
                 raise ValueError("its records are compressed")
