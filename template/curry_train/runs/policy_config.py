@@ -40,16 +40,12 @@ def read_fields(tree: type[Tree], values: Tree | Mapping[str, Any], *, inside: s
     if not isinstance(values, Mapping):
         raise ValueError(f"{inside or 'the configuration'} must be a block of keys, got {values!r}")
     hints = typing.get_type_hints(tree)
-    for key in values:
+    found = {}
+    for key, value in values.items():
+        path = _path(inside, key)
         if key not in hints:
-            raise ValueError(
-                f"{_path(inside, key)} is no key; {did_you_mean(str(key), flat_keys(tree))}"
-            )
-    found = {
-        name: _read(kind, values[name], _path(inside, name))
-        for name, kind in hints.items()
-        if name in values
-    }
+            raise ValueError(f"{path} is no key; {did_you_mean(str(key), flat_keys(tree))}")
+        found[key] = _read(hints[key], value, path)
     try:
         return tree(**found)
     except ValueError as error:

@@ -427,9 +427,11 @@ class _WatchedJournal:
         # The spike that ends the training.
         self.reason: str | None = None
 
-    def begin(self, step: int, *, rank: int, config: dict[str, Any]) -> None:
+    def begin(self, step: int, *, config: dict[str, Any]) -> None:
+        self.ranks = Ranks.on_the_host()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self.journal = Journal(self._folder, step=step, facts={"config": config}, rank=rank)
+        facts = {"config": config}
+        self.journal = Journal(self._folder, step=step, facts=facts, rank=self.ranks.rank)
 
     def step(self, step: int, loss: Any, rate: Any, norm: Any = None) -> None:
         """Record a step, and look for a spike."""
@@ -456,8 +458,7 @@ class _HuggingFaceJournal(_WatchedJournal):
     """Records what a Trainer of Hugging Face logs."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        rank = 0 if state.is_world_process_zero else 1
-        self.begin(state.global_step, rank=rank, config=args.to_sanitized_dict())
+        self.begin(state.global_step, config=args.to_sanitized_dict())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step = state.global_step
@@ -481,7 +482,7 @@ class _LightningJournal(_WatchedJournal):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._seen = trainer.global_step
         config = {"max_steps": trainer.max_steps, "precision": trainer.precision}
-        self.begin(trainer.global_step, rank=trainer.global_rank, config=config)
+        self.begin(trainer.global_step, config=config)
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -494,10 +495,8 @@ class _LightningJournal(_WatchedJournal):
         if trainer.global_step == self._seen:
             return
         self._seen = trainer.global_step
-        loss = self._loss
+        loss = self.ranks.mean(float(self._loss))
         self._loss = 0.0
-        if trainer.world_size > 1:
-            loss = trainer.strategy.reduce(loss.clone(), reduce_op="mean")
         self.step(self._seen, loss, trainer.optimizers[0].param_groups[0]["lr"])
         trainer.should_stop |= self.reason is not None
 
@@ -547,13 +546,11 @@ class _AcceleratorJournal(_WatchedJournal):
     def _stepped(self, optimizer: Any, args: Any, options: Any) -> None:
         if self._loss is None:
             return
-        loss = self._loss
-        if self._accelerator.num_processes > 1:
-            loss = self._accelerator.reduce(loss.clone(), reduction="mean")
         self._begin()
         self._step += 1
-        self.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
+        loss = self.ranks.mean(float(self._loss))
         self._loss = None
+        self.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
         self._norm = None
         if (reason := self.reason) is not None:
             self.end(self._step)
@@ -566,7 +563,7 @@ class _AcceleratorJournal(_WatchedJournal):
                 "gradient_accumulation_steps": accelerator.gradient_accumulation_steps,
                 "mixed_precision": str(accelerator.mixed_precision),
             }
-            self.begin(self._step, rank=accelerator.process_index, config=config)
+            self.begin(self._step, config=config)
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
         self._begin()
