@@ -281,12 +281,14 @@ def is_run(path: Path) -> bool:
 # Command `runs export`: the parameters as Hugging Face safetensors.
 
 
-def saved_tensors(run: SavedRun, folder: str) -> dict[str, torch.Tensor]:
-    """Verify a checkpoint, and read its tensors without a model."""
+def saved_tensors(run: SavedRun, folder: str, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Verify a checkpoint, and read its tensors with such names, without a model."""
     manifest = run.verify(folder)
     contents = run.open_content(folder, manifest)
     tensors = {
-        name: torch.empty(one.shape, dtype=one.dtype) for name, one in contents.tensors.items()
+        name: torch.empty(one.shape, dtype=one.dtype)
+        for name, one in contents.tensors.items()
+        if name.startswith(prefix)
     }
     contents.fill(tensors)
     return tensors
@@ -303,8 +305,7 @@ def export_parameters(
         raise ValueError(f"{folder} exists: give a new folder")
     parameters = {
         name.removeprefix(MODEL_PREFIX): tensor
-        for name, tensor in saved_tensors(*_chosen(run, checkpoint)).items()
-        if name.startswith(MODEL_PREFIX)
+        for name, tensor in saved_tensors(*_chosen(run, checkpoint), MODEL_PREFIX).items()
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
