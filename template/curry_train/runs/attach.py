@@ -192,7 +192,7 @@ class Stop:
     can handle signals.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = ()) -> None:
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
         # The signal that was received, or 0.
         self.number = 0
         self._previous: dict[signal.Signals, Any] = {}

@@ -265,7 +265,7 @@ class SafetensorsLayout:
             }
             path = self._folder.files.path(f"{self._folder.folder}/{SAFETENSORS_FILE_NAME}")
             save_file(contents, path, metadata={"format": "pt"})
-            self._folder.entries[SAFETENSORS_FILE_NAME] = entry_of(path, sync=True)
+            self._folder.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
         return {}
 
     def join(self, parts: list[Part]) -> dict[str, Any]:

@@ -89,13 +89,11 @@ def hash_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def entry_of(path: Path, *, sync: bool = False) -> "FileEntry":
-    """Return size and hash of a file, which is on the disk afterwards if `sync`."""
+def entry_of(path: Path) -> "FileEntry":
+    """Return size and hash of a file, which is on the disk afterwards."""
     with path.open("rb") as stream:
-        entry = entry_in(stream)
-        if sync:
-            os.fsync(stream.fileno())
-    return entry
+        os.fsync(stream.fileno())
+        return entry_in(stream)
 
 
 def entry_in(stream: io.BufferedReader) -> "FileEntry":

@@ -97,9 +97,7 @@ def load_chosen(
     )
 
 
-def choose(
-    run: SavedRun, what: str | int = "latest", *, config: PolicyConfig | None = None
-) -> Choice:
+def choose(run: SavedRun, what: str | int, *, config: PolicyConfig | None = None) -> Choice:
     """Return the checkpoints that `what` may mean, in the order to try them.
 
     A run's folder may be followed by a request of its own: `runs/x@best`.

@@ -230,9 +230,7 @@ def _as_json(config: Any) -> Any:
 _NO_STATE = "the saved state is not that of a training run"
 
 
-def _new_tensor(
-    found: Stored, saved: Tensor, parameter: Tensor | None = None, *, on_host: bool = True
-) -> Tensor:
+def _new_tensor(found: Stored, saved: Tensor, parameter: Tensor | None, *, on_host: bool) -> Tensor:
     """Return a tensor on the current device of the kind that it was on, or on the host.
 
     Of the state of a parameter, unless that is kept on the host: where the parameter is.

@@ -73,7 +73,7 @@ def commit_folder(folder: StrPath) -> Path:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
     names = [name for name in sorted(Files(path).sizes("")) if name != MANIFEST_FILE_NAME]
-    entries = {name: entry_of(path / name, sync=True) for name in names}
+    entries = {name: entry_of(path / name) for name in names}
     for below in {(path / name).parent for name in names}:
         Files(below).sync_folder("")
     Files(path).write(MANIFEST_FILE_NAME, _manifest(entries).render())
@@ -103,7 +103,7 @@ def _final_of(path: Path) -> Path:
 
 def commit_file(staged: Path, final: Path) -> None:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    manifest = _manifest({final.name: entry_of(staged, sync=True)})
+    manifest = _manifest({final.name: entry_of(staged)})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
