@@ -85,7 +85,7 @@ def main() -> None:
         told = [row["right"] for row in rows if row["fault"] in CHANGING]
         figures = {
             "repeating": {"boxes": len(named), "to_the_bit_and_named": sum(named)},
-            "changing": {"boxes": len(told), "said_so": sum(told), "times": TIMES},
+            "changing": {"boxes": len(told), "said_so": sum(told)},
             "cases": rows,
         }
         # After each case, so that an interruption loses none.

@@ -130,7 +130,6 @@ def main() -> None:
     peaks = [one["peak_ratio"] for one in found]
     times = [one["time_ratio"] for one in found]
     figures = {
-        "rounds": ROUNDS,
         "shapes": found,
         "num_shapes": len(found),
         "most_peak_ratio": max(peaks),

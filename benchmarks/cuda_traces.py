@@ -29,7 +29,7 @@ from curry_train.plan.cuda_allocator import SMALL_SEGMENT, CudaAllocator, Memory
 from curry_train.plan.cuda_step import NUM_STEPS, WORKSPACE_BYTES, cuda_memory
 from curry_train.plan.estimate import Sketch
 from curry_train.workloads.workload import Workload
-from recording import Figures, record_parser, write_record
+from recording import ROOT, Figures, record_parser, write_record
 
 ADDRESS_UNIT = 512
 CHECK_MODULUS = 2**61 - 1
@@ -172,7 +172,7 @@ class Replay:
 
 # Training steps whose program is known, predicted from shapes. The model is that of an eval case.
 
-FILE = Path(__file__).parents[1] / "evals/memory-plan/card-not-here/fixture/train.py"
+FILE = ROOT / "evals/memory-plan/card-not-here/fixture/train.py"
 spec = importlib.util.spec_from_file_location("card_not_here", FILE)
 script = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script)

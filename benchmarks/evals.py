@@ -101,7 +101,7 @@ class Row:
 def cases() -> list[Case]:
     """List the cases of all skills by name."""
     found = ROOT.glob("evals/*/*/case.yaml")
-    read = [Case(path.parent, yaml.safe_load(path.read_text(encoding="utf-8"))) for path in found]
+    read = [Case(path.parent, yaml.safe_load(path.read_text())) for path in found]
     return sorted(read, key=lambda case: case.name)
 
 
@@ -120,11 +120,11 @@ def build_arm(arm: str, target: Path) -> Path:
     copy_files(copied, target)
     if arm == "gutted":
         for page in target.glob("skills/*/SKILL.md"):
-            parts = page.read_text(encoding="utf-8").split("---\n", 2)
-            page.write_text(f"{parts[0]}---\n{parts[1]}---\n", encoding="utf-8")
+            parts = page.read_text().split("---\n", 2)
+            page.write_text(f"{parts[0]}---\n{parts[1]}---\n")
         pages = [*target.glob("skills/*/references/*.md"), target / "AGENTS.md"]
         for page in [*pages, target / "README.md"]:
-            page.write_text("", encoding="utf-8")
+            page.write_text("")
     return target
 
 

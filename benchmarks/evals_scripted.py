@@ -28,23 +28,23 @@ def notes(case: str) -> dict[str, Any]:
 
 
 def _read(case: str) -> dict[str, dict[str, Any]]:
-    return yaml.safe_load((SOLUTIONS / f"{case}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((SOLUTIONS / f"{case}.yaml").read_text())
 
 
 def apply(solution: dict[str, Any], folder: Path) -> None:
     """Change the files of a folder as a solution says; each text to replace stands there once."""
     for name, changes in solution.get("edits", {}).items():
-        text = (folder / name).read_text(encoding="utf-8")
+        text = (folder / name).read_text()
         for change in changes:
             found = text.count(change["old"])
             if found != 1:
                 raise ValueError(f"{name} has {found} times {change['old']!r}: name one place")
             text = text.replace(change["old"], change["new"])
-        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).write_text(text)
     for name, text in solution.get("files", {}).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text)
 
 
 def main() -> int:

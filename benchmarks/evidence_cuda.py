@@ -32,9 +32,8 @@ from curry_train.plan.estimate import Sketch
 from curry_train.primitives.strategies import Sample
 from curry_train.workloads.models import BUILTIN_WORKLOADS, transformer
 from curry_train.workloads.workload import Case, Workload
-from recording import Figures, write_record
+from recording import ROOT, Figures, write_record
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_STEPS = 4
 FIGURES = ("allocated_bytes", "reserved_bytes", "first_step_reserved_bytes")
 

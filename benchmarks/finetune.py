@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/benchmarks/test_finetune.py`.
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from curry_train.primitives import apply_sac, keep_routing, recompute_blocks
 from curry_train.workloads.models import load_workload, mlp
 from curry_train.workloads.workload import Case, Workload
 from finetune_models import FACTORIES, OPTIMIZERS, SAMPLES
-from recording import Figures, record_parser, write_record
+from recording import ROOT, Figures, record_parser, write_record
 
-MODELS = Path(__file__).with_name("finetune_models.py")
+MODELS = ROOT / "benchmarks/finetune_models.py"
 
 Change = Callable[[nn.Module], object]
 
@@ -121,7 +120,6 @@ def summary_of(rows: list[Figures]) -> dict[str, int]:
     """Count rows by how they were predicted."""
     predicted = [row for row in rows if row["why_real"] is None]
     return {
-        "rows": len(rows),
         "predicted_from_shapes": len(predicted),
         "equal": sum(row["equal"] for row in predicted),
     }

@@ -81,7 +81,7 @@ def tests_of(technique: str, modules: list[str]) -> list[str]:
         for path in ROOT.glob(f"{folder}/{start}{name}*.py")
     }
     for module in modules:
-        text = (ROOT / "template/curry_train" / module).read_text(encoding="utf-8")
+        text = (ROOT / "template/curry_train" / module).read_text()
         paths |= set(re.findall(r"tests/\w+/\w+[.]py", text.split('"""')[1]))
     return sorted(paths)
 
@@ -90,7 +90,7 @@ def copy_checkout(folder: Path, modules: list[str], tests: list[str]) -> None:
     """Copy what the tests need, with the package on top, where mutmut finds it by its name."""
     copy_tree(folder)
     shutil.move(folder / "template" / "curry_train", folder)
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = (ROOT / "pyproject.toml").read_text()
     # mutmut looks at one process.
     text = re.sub(r'"--numprocesses=\d+",', "", text)
     configuration = CONFIGURATION.format(
@@ -109,12 +109,12 @@ def room_fails(folder: Path, name: str, *, mutant: str = "") -> bool:
     """
     package, room, module, _ = name.split(".")
     path = folder / package / room / f"{module}.py"
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text()
     if mutant:
         run_python(folder, "-m", "mutmut", "apply", mutant)
     words = ("-m", "pytest", "-x", "-k", NO_PROJECT, *ROOMS[room])
     status, _ = run_python(folder, *words, seconds=MOST_ROOM_SECONDS, PYTHONPATH=str(folder))
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text)
     return status != 0
 
 
@@ -146,7 +146,6 @@ def main() -> int:
     for name in survived:
         print(f"survived: {name}")
     print(f"{technique}: {run - len(survived)} of {run} mutants are caught")
-    print(f"{len(left) - len(survived)} of these by other tests of the room")
     print(f"{counts['not checked']} mutants did not run")
     print(f"show one: cd {folder} && {sys.executable} -m mutmut show NAME")
     return not run

@@ -61,12 +61,9 @@ def main() -> None:
     blocks = tuple(PricedBlock(name, menu, *costs) for name in names)
     chain = PricedChain(blocks, numpy.zeros(len(blocks) + 1, dtype=int))
     every = dict.fromkeys(names, policy)
-    budget = chain.peak(every)
-    plan = chain.fastest(budget)
+    plan = chain.fastest(chain.peak(every))
     figures = {
-        "peak_bytes": budget,
         "of_policy": chain.seconds(plan) / chain.seconds(every),
-        "chosen": Counter(map(str, plan.values())),
         "estimate_seconds": seconds,
     }
     print(figures)

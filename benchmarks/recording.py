@@ -4,12 +4,14 @@ Proof: `python -m pytest tests/benchmarks/test_recorders.py`.
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from curry_train.core.wording import provenance, write_json
 
+ROOT = Path(__file__).resolve().parents[1]
 # The figures of a record, each under its name.
 Figures = dict[str, Any]
 

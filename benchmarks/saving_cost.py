@@ -47,7 +47,7 @@ BYTES_PER_PARAMETER = 12  # float32 weights and the two moments of Adam
 LAYER_WIDTH = 1024
 SMALL_WIDTH = 135  # six layers, 1.3 MB with the moments
 # A save takes about as long whatever a step takes, so its part of the loop falls with longer steps.
-SMALL_BATCHES = (32, 512, 2048)
+SMALL_BATCHES = (32, 512)
 OVERHEAD = 0.035
 # From one save to the next, next to which steps are timed, and of their batches.
 NUM_STEPS = 35

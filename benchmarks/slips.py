@@ -31,12 +31,12 @@ def run_tests(tests: list[str], folder: Path) -> tuple[int | None, str]:
 def what_catches(slip: dict[str, Any], folder: Path) -> str:
     """Return the test that fails with a slip in the copy and passes without, or `nothing`."""
     path = folder / slip["file"]
-    right = path.read_text(encoding="utf-8")
+    right = path.read_text()
     if right.count(slip["old"]) != 1:
         return f"not applied: the old text stands {right.count(slip['old'])} times in the file"
-    path.write_text(right.replace(slip["old"], slip["new"]), encoding="utf-8")
+    path.write_text(right.replace(slip["old"], slip["new"]))
     status, output = run_tests(slip["tests"], folder)
-    path.write_text(right, encoding="utf-8")
+    path.write_text(right)
     if status == 0:
         return "nothing"
     found = FAILED.search(output)
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("list", type=Path)
     parser.add_argument("--only", type=int, nargs="*", help="rows by their number, from 1 on")
     options = parser.parse_args()
-    slips = yaml.safe_load(options.list.read_text(encoding="utf-8"))
+    slips = yaml.safe_load(options.list.read_text())
     with tempfile.TemporaryDirectory(prefix="slips-") as name:
         copy_tree(Path(name))
         for number, slip in enumerate(slips, start=1):
@@ -61,7 +61,7 @@ def main() -> None:
             slip["caught"] = what_catches(slip, Path(name))
             print(f"{number}: {slip['kind']}, {slip['file']}: {slip['caught']}", flush=True)
             text = yaml.safe_dump(slips, sort_keys=False, width=100, allow_unicode=True)
-            options.list.write_text(text, encoding="utf-8")
+            options.list.write_text(text)
     caught = sum("::" in slip.get("caught", "") for slip in slips)
     print(f"{caught} of {len(slips)} caught")
 

@@ -89,21 +89,15 @@ def planted_case(seed, fault):
 
 
 def measure(num_healthy, num_planted):
-    num_alarms = dict.fromkeys((1, 2, 3), 0)
+    num_alarms = dict.fromkeys((1, 3), 0)
     for seed in range(num_healthy):
         losses = small_training(seed)
         for patience in num_alarms:
             num_alarms[patience] += bool(alarms(losses, patience=patience))
     found = {}
     for fault in FAULTS:
-        spikes = [
-            held for seed in range(num_planted) if (held := planted_case(seed, fault)) is not None
-        ]
-        found[fault] = {
-            "planted": num_planted,
-            "spikes": len(spikes),
-            "in_time": sum(spikes),
-        }
+        held = [planted_case(seed, fault) for seed in range(num_planted)]
+        found[fault] = {"spikes": num_planted - held.count(None), "in_time": held.count(True)}
     false_alarms = {f"patience_{patience}": number for patience, number in num_alarms.items()}
     return {"sound": {"trainings": num_healthy, "false_alarms": false_alarms}, "planted": found}
 

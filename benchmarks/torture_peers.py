@@ -32,11 +32,10 @@ from typing import Any
 import torch
 
 from curry_train.core.wording import provenance
-from recording import Figures, write_record
+from recording import ROOT, Figures, write_record
 from torture_peer_savers import PEERS, Peer, prepared, state_of, step_of
 from torture_shapes import calls
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "evidence/peers_torture.json"
 PAGE = ROOT / "skills/checkpoint-policy/references/peers.md"
 KILLS_OF_A_FOLDER = 5
@@ -176,7 +175,7 @@ def flip_many(peer: Peer, folder: Path, number: int) -> dict[str, int]:
     generator = random.Random(peer.name)
     root = folder / "flips"
     files = _files_of(save_anew(peer, root, FIRST_STEPS))
-    counts = dict.fromkeys(("flips", "found", "harmless", "silent"), 0)
+    counts = dict.fromkeys(("flips", "silent"), 0)
     for turn in range(number):
         path = files[turn % len(files)]
         data = path.read_bytes()
@@ -188,12 +187,7 @@ def flip_many(peer: Peer, folder: Path, number: int) -> dict[str, int]:
         found = loaded(lambda: peer.load(root))
         path.write_bytes(data)
         counts["flips"] += 1
-        is_silent = "silent" in found
-        is_harmless = found.get("step") == FIRST_STEPS[-1]
-        counts["silent"] += is_silent
-        counts["harmless"] += is_harmless
-        # An error, or the step before, shows that the damage was noticed.
-        counts["found"] += not (is_silent or is_harmless)
+        counts["silent"] += "silent" in found
     return counts
 
 
