@@ -59,6 +59,6 @@ def skills(root):
     """List the techniques; the folders of skills/ are the only catalogue."""
     found = []
     for path in sorted(root.glob("skills/*/SKILL.md")):
-        _, frontmatter, _ = path.read_text(encoding="utf-8").split("---\n", 2)
+        _, frontmatter, _ = path.read_text().split("---\n", 2)
         found.append(Skill(path.parent.name, yaml.safe_load(frontmatter)))
     return found

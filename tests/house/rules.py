@@ -115,7 +115,7 @@ def nothing_mentions_the_workplace(root):
     violations = []
     for path in files(root):
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text().splitlines()
         except UnicodeDecodeError:
             continue  # a picture or an archive
         violations += [
@@ -131,7 +131,7 @@ def links_lead_somewhere(root):
     return [
         f"{page.relative_to(root)} links to {target}, which is not there: correct the link"
         for page in (*root.glob("*.md"), *root.glob("docs/*.md"))
-        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        for target in LINK.findall(page.read_text())
         if not (page.parent / target).exists()
     ]
 
@@ -173,7 +173,7 @@ def _num_tokens(path):
     number = 0
     before = ":"
     begins_line = True
-    for found in TOKEN.finditer(path.read_text(encoding="utf-8")):
+    for found in TOKEN.finditer(path.read_text()):
         if found["free"] is not None:
             begins_line |= "\n" in found["free"]
             continue
@@ -204,7 +204,7 @@ def _python_files(root, folder):
 
 
 def _parse(path):
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return ast.parse(path.read_text(), filename=str(path))
 
 
 def _absolute_imports(node):

@@ -94,7 +94,7 @@ def plant(root, texts):
     for name, text in texts.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink() if text is None else path.write_text(text, encoding="utf-8")
+        path.unlink() if text is None else path.write_text(text)
 
 
 def test_rooms_import_one_way_and_without_cycles(monkeypatch):

@@ -43,7 +43,7 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
 
 
 def test_make_help_lists_every_target():
-    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    text = (ROOT / "Makefile").read_text()
     phony = next(line for line in text.splitlines() if line.startswith(".PHONY:"))
     targets = [line.split()[0] for line in finished("make", "help", cwd=ROOT).stdout.splitlines()]
     assert sorted(targets) == sorted(phony.split()[1:])

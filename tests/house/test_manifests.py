@@ -17,14 +17,14 @@ def test_manifests_version_and_requirements_are_what_make_manifests_writes():
     differ = [
         name
         for name, text in manifests.contents(ROOT).items()
-        if (ROOT / name).is_symlink() or (ROOT / name).read_text(encoding="utf-8") != text
+        if (ROOT / name).is_symlink() or (ROOT / name).read_text() != text
     ]
     assert not differ, "run make manifests"
 
 
 def test_the_newest_heading_of_the_changelog_has_the_version():
-    heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
-    assert f'"version": "{heading[1]}"' in (ROOT / "plugin.json").read_text(encoding="utf-8")
+    heading = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert f'"version": "{heading[1]}"' in (ROOT / "plugin.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ def test_a_difference_is_written_over(tmp_path, capsys, name, old, new):
     for file in ("pyproject.toml", *manifests.contents(ROOT)):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / file, tmp_path / file)
-    text = (tmp_path / name).read_text(encoding="utf-8")
+    text = (tmp_path / name).read_text()
     assert old in text
-    (tmp_path / name).write_text(text.replace(old, new), encoding="utf-8")
+    (tmp_path / name).write_text(text.replace(old, new))
     manifests.write(tmp_path)
     assert capsys.readouterr().out == f"wrote {name}\n"
-    assert (tmp_path / name).read_text(encoding="utf-8") == text
+    assert (tmp_path / name).read_text() == text

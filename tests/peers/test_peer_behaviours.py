@@ -81,7 +81,7 @@ def test_the_table_has_enough_behaviours():
 
 def test_the_page_shows_the_table():
     lines = rendered().splitlines()
-    page = PAGE.read_text(encoding="utf-8").splitlines()
+    page = PAGE.read_text().splitlines()
     start = page.index(lines[0])
     # Which module of behaviours was imported first depends on the tests that run.
     assert sorted(page[start : page.index("", start)]) == sorted(lines)

@@ -10,6 +10,7 @@ import random
 import pytest
 
 from curry_train.plan.snapshot import BlockHistory, UnusableSnapshot, read_snapshot
+from torture_shapes import Call
 
 from ..snapshot_files import Recorder, trained, write
 
@@ -81,16 +82,6 @@ def test_segments_alone_are_a_snapshot_without_events(tmp_path):
 # Files that are no snapshot.
 
 
-class Touch:
-    """Runs a command where its pickle is loaded by pickle.load."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
-
-
 def wrong_fields():
     good = trained(foreach=False).snapshot()
     segment = good["segments"][0]
@@ -110,7 +101,7 @@ def hostile_files(folder):
     # Forged pickles are in tests/core/test_unpickle.py.
     yield b""
     yield b"PK\x03\x04" + bytes(100)
-    yield pickle.dumps({"segments": [Touch(folder / "made")]})
+    yield pickle.dumps({"segments": [Call(os.mkdir, str(folder / "made"))]})
     yield from (pickle.dumps(value) for value in wrong_fields())
     whole = pickle.dumps(trained(foreach=False).snapshot(), protocol=4)
     yield from (whole[: len(whole) * part // 8] for part in (1, 4, 7))

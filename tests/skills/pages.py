@@ -81,7 +81,7 @@ def wrong_figures(text, root=ROOT):
 
 
 def recorded_figure(path, key):
-    recorded = json.loads(path.read_text(encoding="utf-8"))
+    recorded = json.loads(path.read_text())
     for step in key.split("."):
         recorded = recorded[int(step) if isinstance(recorded, list) else step]
     return recorded

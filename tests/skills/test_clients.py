@@ -17,7 +17,7 @@ from .client_packages import Unavailable
 from .pages import RECORD_KEYS
 
 NAMES = {path.name for path in (ROOT / "skills").iterdir() if path.is_dir()}
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text()
 
 
 def loaded_by(name, bundle):

@@ -41,10 +41,10 @@ def build():
 def problems_of_a_copy(folder):
     """List what a skill's folder needs from outside of it, but for ORIENTATION."""
     found = []
-    if f"\n## Steps\n{ORIENTATION}" not in (folder / "SKILL.md").read_text(encoding="utf-8"):
+    if f"\n## Steps\n{ORIENTATION}" not in (folder / "SKILL.md").read_text():
         found.append("SKILL.md: open its steps with ORIENTATION of this test")
     for path in sorted(folder.rglob("*.md")):
-        text = path.read_text(encoding="utf-8").replace(ORIENTATION, "")
+        text = path.read_text().replace(ORIENTATION, "")
         links = [first or second for first, second in LINK.findall(text)]
         named = re.findall(r"(?:\.\./)+\w[\w./-]*", text)
         for target in [*links, *named]:
@@ -57,7 +57,7 @@ def problems_of_a_copy(folder):
 
 def command_of(name, pattern, root):
     """Return a command of a skill as an agent types it from ORIENTATION, for the user's model."""
-    page = (ROOT / "skills" / name / "SKILL.md").read_text(encoding="utf-8")
+    page = (ROOT / "skills" / name / "SKILL.md").read_text()
     lines = [
         line for block in fenced_blocks(page, language="bash") for line in block.text.splitlines()
     ]

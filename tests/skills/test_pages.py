@@ -23,7 +23,7 @@ from ..tree import ROOT, skills
 from ..warm_python import warm_python
 from .pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 
-TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in pages()}
+TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in pages()}
 NAMES = [skill.name for skill in skills(ROOT)]
 MODULE_LINK = "https://github.com/curry-train/curry-train/blob/main/template/"
 
@@ -280,7 +280,7 @@ DOTTED = re.compile(r"\b(?:torch|aten|curry_train)(?:\.\w+)+\b(?<!\.py)(?!\.)")
 CALLED = re.compile(r"(?<![\w.])([a-z]\w*_\w*|[A-Z]\w+[a-z]\w*)\(")
 ABSENT = {"torch._dynamo.config.activation_memory_budget"}  # the page is about that
 SOURCE = "\n".join(
-    path.read_text(encoding="utf-8")
+    path.read_text()
     for path in [*ROOT.glob("template/curry_train/**/*.py"), *ROOT.glob("scripts/*.py")]
 )
 OF_TORCH = {*dir(torch), *dir(torch.Tensor), *dir(torch.nn.utils), *dir(torch.nn.functional)}

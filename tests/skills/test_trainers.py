@@ -62,7 +62,7 @@ NAMES = {
 
 @pytest.mark.parametrize("owner", NAMES)
 def test_every_name_of_the_page_exists(owner):
-    page = (ROOT / "skills/recompute/references/trainers.md").read_text(encoding="utf-8")
+    page = (ROOT / "skills/recompute/references/trainers.md").read_text()
     for name in NAMES[owner].split():
         *path, last = name.split(".")
         parent = functools.reduce(getattr, path, importlib.import_module(owner))
