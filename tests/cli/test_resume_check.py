@@ -123,6 +123,14 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
         assert lines[2] == "the weights differ from step 4 on"
 
 
+def test_a_script_resumes_by_environment_variables(checked):
+    by_variables = PLAIN.replace("os.path.exists", "os.environ.get('RESUME') == '1' and str")
+    lines, _ = checked(
+        by_variables, "all", given=("--script", "program.py", "--resume-with", "RESUME=1")
+    )
+    assert lines[1] == "equal to the bit: 5 steps"
+
+
 def test_a_resume_that_fails_is_not_equal(checked):
     lines, _ = checked(PLAIN.replace('torch.load("save.pt")', "{}"), "all", status=1)
     assert "NOT equal, the resume fails: KeyError: 'step'" in " ".join(lines)

@@ -9,12 +9,14 @@ Proof: `python -m pytest tests/cli/test_resume_check.py`.
 
 import contextlib
 import functools
+import itertools
 import os
+import re
 import shlex
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,9 @@ from .train import train_command
 
 Steps = list[dict[str, Any]]
 
+# As a shell's command begins; in capitals, as `rate=1` may be an argument.
+VARIABLE = re.compile("[A-Z_][A-Z0-9_]*=")
+
 
 def check_resume(
     folder: Path,
@@ -38,18 +43,22 @@ def check_resume(
     num_steps: int,
     kill_at: int,
     show: Callable[[str], None],
+    variables: Mapping[str, str],
 ) -> dict[str, Any]:
     """Run a program straight, killed, resumed, and resumed without each part; compare.
 
-    `start` and `again` are kind and words of the program at its start and at its resume.
+    `start` and `again` are kind and words of the program at its start and at its resume, which has
+    these environment variables.
     """
 
     def run(mode: str, last: int, program: list[str]) -> Steps:
         show(f"without its {mode}" if mode in PARTS else mode)
         undo = str(folder) if mode == "killed" else None
-        left = [] if mode in ("straight", "killed") else map(str, read_changes(folder))
+        is_start = mode in ("straight", "killed")
+        left = [] if is_start else map(str, read_changes(folder))
         ignored = [str(folder), *left]
-        job = functools.partial(_watch, mode, last, str(folder), program)
+        more = {} if is_start else variables
+        job = functools.partial(_watch, mode, last, str(folder), program, more)
         steps: Steps = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]["steps"]
         forget(steps, unseeded)
         return steps
@@ -212,13 +221,20 @@ def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
 
 
 def _watch(
-    mode: str, last: int, folder: str, program: list[str], run: Callable[[], None], end: End
+    mode: str,
+    last: int,
+    folder: str,
+    program: list[str],
+    variables: Mapping[str, str],
+    run: Callable[[], None],
+    end: End,
 ) -> None:
     """Watch the state of a program until a step, in a mode of `StateWatch`."""
 
     def finish() -> None:
         end({"steps": watched.steps})
 
+    os.environ |= variables
     kind, *words = program
     watched = StateWatch(last, finish, str(Path(folder, "fresh.pt")), mode)
     with watched.watching():
@@ -254,7 +270,8 @@ def _newest_checkpoint(folder: str) -> Path | None:
     "--resume-with",
     default="",
     metavar="WORDS",
-    help="Arguments that make the script resume, such as '--resume latest'.",
+    help="Arguments that make the script resume, such as '--resume latest', after environment "
+    "variables in capitals, such as RESUME=1.",
 )
 @RESULTS_OPTION
 def resume_check_command(
@@ -277,10 +294,19 @@ def resume_check_command(
         every = f"checkpoint.rollback_every={max(1, kill_step // 2)}"
         words = [f"steps={num_steps}", every, *words]
         resume_with = "--resume latest"
-    again = ["resumed trainer" if kind == "trainer" else kind, *words, *shlex.split(resume_with)]
+    resume_words = shlex.split(resume_with)
+    variables = [*itertools.takewhile(VARIABLE.match, resume_words)]
+    words_again = [*words, *resume_words[len(variables) :]]
+    again = ["resumed trainer" if kind == "trainer" else kind, *words_again]
     with tempfile.TemporaryDirectory() as folder, messages_on_screen() as show:
         found = check_resume(
-            Path(folder), [kind, *words], again, num_steps=num_steps, kill_at=kill_step, show=show
+            Path(folder),
+            [kind, *words],
+            again,
+            num_steps=num_steps,
+            kill_at=kill_step,
+            show=show,
+            variables=dict(one.split("=", 1) for one in variables),
         )
     echo_lines(*describe(found), indent="    ")
     return provenance() | found, not found["equal"]
