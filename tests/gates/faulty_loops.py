@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy
 import torch
 from torch import nn
-from torch.distributions import Normal, kl_divergence
+from torch.distributions import Categorical, Normal, kl_divergence
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
@@ -51,6 +51,7 @@ from .loops import (
     ModelForCausalLM,
     Seeing,
     Taught,
+    Translation,
     accumulate,
     accumulate_language,
     adamw,
@@ -89,6 +90,7 @@ from .loops import (
     texts,
     texts_with_time_first,
     together,
+    translate,
     trial_step,
     variational,
 )
@@ -537,6 +539,14 @@ def dropout_in_evaluation():
     fit_and_evaluate(Model(classifier()))
 
 
+def dropout_of_channels_in_evaluation():
+    class Model(nn.Sequential):
+        def forward(self, inputs):
+            return super().forward(F.dropout1d(inputs[:, None], 0.1).squeeze(1))  # here
+
+    fit_and_evaluate(Model(classifier()))
+
+
 def dropout_made_in_forward():
     class Model(nn.Sequential):
         def forward(self, inputs):
@@ -562,6 +572,14 @@ def seeded_in_each_epoch():
     for _ in range(8):
         torch.manual_seed(0)  # here
         fit(model, optimizer, ((inputs.neg(), labels) for inputs, labels in data))
+
+
+def loader_seeded_in_each_epoch():
+    model, optimizer = started()
+    data = loader(40).dataset
+    for _ in range(8):
+        order = torch.Generator().manual_seed(0)
+        fit(model, optimizer, DataLoader(data, 8, shuffle=True, generator=order))  # here: fetch
 
 
 def sampler_without_its_epoch():
@@ -938,18 +956,67 @@ def chosen_by_argmax():
     weighed(lambda logits: logits.argmax(1, True))  # here
 
 
+def chosen_by_the_place_of_the_largest():
+    weighed(lambda logits: logits.max(1, True).indices)  # here
+
+
+def signs_of_zero_and_one():
+    model, optimizer = started()
+    for inputs, labels in loader():
+        alike = (labels > 2).float()
+        codes = model(inputs), model(torch.randn(8, 8))
+        step(optimizer, F.cosine_embedding_loss(*codes, alike))  # here
+
+
+def gains_weighed_each_with_each():
+    def loss(logits, labels):
+        gains = logits.log_softmax(1)[torch.arange(8), labels]
+        return -(gains * torch.randn(8, 1)).mean()  # here
+
+    fit(loss=loss)
+
+
+def chances_that_add_up_over_the_samples():
+    model, optimizer = started()
+    for states, _ in loader():
+        chosen = Categorical(model(states).softmax(0))  # here
+        step(optimizer, -(chosen.log_prob(chosen.sample()) * torch.randn(8)).mean())
+
+
+def views_that_are_the_same():
+    model, optimizer = started()
+    for inputs, _ in loader():
+        first, second = (inputs + torch.randn(8, 8)).expand(2, 8, 8).clone()
+        codes = F.normalize(model(first)) @ F.normalize(model(second)).T  # here
+        step(optimizer, F.cross_entropy(codes * 5, torch.arange(8)))
+
+
+def outputs_of_no_input():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+            self.first = nn.Parameter(torch.randn(1, 1, 16))
+
+        def forward(self, inputs):
+            hidden = torch.cat([self.first.expand(len(inputs), 1, 16), self.embed(inputs)], 1)
+            return self.head(hidden.tanh()[:, 0])
+
+    fit(Model(), batches=sequences())  # here: sample
+
+
 def divergence_made_larger():
     variational(0.5)  # here: divergence
 
 
-def coded(*, draw="rsample", weight=1.0):
+def coded(*, draw=lambda own: own.rsample(), weight=1.0):
     """Train an autoencoder whose codes are drawn from distributions near to the normal one."""
     encoder, decoder = nn.Linear(8, 4), nn.Linear(2, 8)
 
     def loss(code, inputs):
         mean, spread = code.chunk(2, 1)
         own = Normal(mean, spread.exp())
-        drawn = getattr(own, draw)()  # draw
+        drawn = draw(own)
         divergence = kl_divergence(own, Normal(0.0, 1.0)).sum(1).mean()
         return F.mse_loss(decoder(drawn), inputs) + weight * divergence  # coded
 
@@ -958,7 +1025,11 @@ def coded(*, draw="rsample", weight=1.0):
 
 
 def drawn_without_a_gradient():
-    coded(draw="sample")  # here: draw
+    coded(draw=lambda own: own.sample())  # here
+
+
+def drawn_by_a_function_without_a_gradient():
+    coded(draw=lambda own: torch.normal(own.mean, own.stddev))  # here
 
 
 def divergence_of_distributions_made_larger():
@@ -1013,6 +1084,14 @@ def decoder_given_its_targets():
     for tokens, labels in texts(12):
         logits = model(tokens, decoder_input_ids=labels.clone())
         step(optimizer, of_tokens(logits, labels))  # here: tokens
+
+
+def decoder_given_its_targets_by_place():
+    class Model(Translation):
+        def seen(self, tokens):
+            return tokens
+
+    translate(Model())  # here: tokens
 
 
 def logits_of_the_token_itself():
@@ -1540,6 +1619,7 @@ FAULTY = {
     ],
     "accumulation": [
         loss_that_is_one_number_weighted, drawn_without_a_gradient,
+        drawn_by_a_function_without_a_gradient,
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
         step_after_the_first_microbatch, mean_over_padding, mean_over_ignored_targets,
         window_over_the_end_of_an_epoch,
@@ -1569,7 +1649,8 @@ FAULTY = {
         hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied, factor_of_zero,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, generator_detached,
-        chosen_by_argmax, loss_of_no_weight, average_of_itself, average_of_the_newest,
+        chosen_by_argmax, loss_of_no_weight, chosen_by_the_place_of_the_largest,
+        average_of_itself, average_of_the_newest,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
         model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,
@@ -1593,7 +1674,8 @@ FAULTY = {
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
-        viewed_instead_of_transposed, pixels_viewed_as_rows,
+        viewed_instead_of_transposed, pixels_viewed_as_rows, gains_weighed_each_with_each,
+        chances_that_add_up_over_the_samples,
         probabilities_for_ctc, each_with_each_in_a_module,
     ],
     "targets": [
@@ -1605,7 +1687,9 @@ FAULTY = {
         recurrent_over_the_batch,
         attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
-        decoder_given_its_targets, logits_of_the_token_itself, ends_of_texts_ignored,
+        decoder_given_its_targets, logits_of_the_token_itself, outputs_of_no_input,
+        signs_of_zero_and_one,
+        decoder_given_its_targets_by_place, ends_of_texts_ignored,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,
         targets_without_fractions, labels_shifted_before_a_model_that_shifts_them,
         samples_compared_with_themselves, labels_that_are_the_blank, fewer_frames_than_labels,
@@ -1613,6 +1697,7 @@ FAULTY = {
     ],
     "mode": [
         eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
+        dropout_of_channels_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
         dropout_made_in_forward, average_with_new_statistics, statistics_that_never_move,
         teacher_inside_set_to_training_mode,
@@ -1620,7 +1705,9 @@ FAULTY = {
     "data": [
         state_of_other_samples, targets_of_another_shuffling,
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
-        seeded_in_each_epoch, sampler_without_its_epoch, one_sample, buffer_kept_without_a_copy,
+        seeded_in_each_epoch, loader_seeded_in_each_epoch, sampler_without_its_epoch,
+        views_that_are_the_same,
+        one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,
         batches_without_a_loss_left_out,

@@ -30,6 +30,7 @@ from .loops import (
     Seeing,
     Signs,
     Taught,
+    Translation,
     accumulate,
     accumulate_language,
     adamw,
@@ -68,6 +69,7 @@ from .loops import (
     texts,
     texts_with_time_first,
     together,
+    translate,
     trial_step,
     variational,
     with_values,
@@ -1622,6 +1624,36 @@ def policy_by_minibatches():
                 loss.backward()
                 clip(model, most=0.5)
                 optimizer.step()
+
+
+class Filled(Translation):
+    """Sees the targets where they are not masked."""
+
+    def seen(self, tokens):
+        return tokens.masked_fill(torch.rand(tokens.shape) < 0.3, 0)
+
+
+def targets_that_the_model_shifts_or_masks():
+    for model in (Translation(), Filled()):
+        translate(model)
+
+
+def two_models_in_the_same_order():
+    data = loader().dataset
+    for _ in range(2):
+        model, optimizer = started()
+        order = torch.Generator().manual_seed(0)
+        fit(model, optimizer, DataLoader(data, 8, shuffle=True, generator=order))
+
+
+def adapted_without_statistics():
+    model = normed()
+    fit(model)
+    for one in model.requires_grad_(False).modules():
+        if isinstance(one, nn.BatchNorm1d):
+            one.requires_grad_(True)
+            one.running_mean = one.running_var = None
+    fit(model, SGD(filter(lambda one: one.requires_grad, model.parameters()), 0.1))
 
 
 HEALTHY = [

@@ -145,6 +145,13 @@ def accumulate_language(batches, **options):
     accumulate(Language(), None, batches, **options)
 
 
+def translate(model):
+    """Train a model that is given the targets too."""
+    model, optimizer = started(model)
+    for source, tokens in torch.randint(50, (8, 2, 4, 12)):
+        step(optimizer, of_tokens(model(source, tokens), tokens))
+
+
 def variational(weight):
     """Train an autoencoder whose divergence from a normal distribution has this weight."""
     encode, decode = nn.Linear(8, 16), nn.Linear(8, 8)
@@ -295,6 +302,16 @@ class Language(nn.Module):
         for layer in self.layers:
             hidden = hidden + torch.tanh(layer(hidden))
         return self.head(hidden)
+
+
+class Translation(Language):
+    """Sees the targets one place later, as its decoder shifts them."""
+
+    def forward(self, source, tokens):
+        return super().forward(self.seen(tokens))
+
+    def seen(self, tokens):
+        return F.pad(tokens, (1, -1))
 
 
 class ModelForCausalLM(Language):

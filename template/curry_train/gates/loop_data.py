@@ -45,7 +45,9 @@ def targets(trace: Trace) -> Faults:
     # Other heads of a model that predicts the next token may predict later ones.
     known = {one.model for one in found if one.same_as_input.get(1, 0) > 0.99}
     for one in found:
-        for measured, hint in _wrong_tokens(one, one.model in known.union(trace.sees_all)):
+        is_other = one.may_be_shifted and one.model not in trace.sees_last
+        sees_all = is_other or one.model in known.union(trace.sees_all)
+        for measured, hint in _wrong_tokens(one, sees_all):
             yield one, measured, hint
     fillers = Counter((one.place, one.filler) for one in found)
     for (place, filler), number in fillers.items():
@@ -200,8 +202,8 @@ def without_statistics(trace: Trace) -> Faults:
     for forward in trace.trained_forwards:
         for one in forward.module.modules():
             own = dict(one.named_buffers(recurse=False))
-            has_run = one.training and own.get("num_batches_tracked")
-            if has_run and not own["running_mean"].any():
+            mean = own.get("running_mean") if one.training else None
+            if mean is not None and own.get("num_batches_tracked") and not mean.any():
                 hint = "in torch momentum is the share of the newest batch: 0.1 is usual"
                 yield forward, "the statistics of a BatchNorm never move", hint
 
@@ -222,7 +224,8 @@ def data(trace: Trace) -> Faults:
     fetches = [one for one in trace.of(Fetch) if length_hint(one.loader) != 1]
     if not fetches:
         raise NotApplicable("no DataLoader of several batches is known")
-    for several in grouped(fetches, "loader"):
+    # A loader may be made anew in each epoch.
+    for several in grouped(fetches, "dataset" if len(trace.by_optimizer) == 1 else "loader"):
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several, trace.of(Seeding))
@@ -275,6 +278,17 @@ def same_samples(trace: Trace) -> Faults:
     if is_alike and (places or len({one.digests for one in forwards}) > 2):
         hint = "look at the dataset and its collate function; clone() a buffer before it is kept"
         yield [*places, forwards[0].place][0], "all samples of a batch are the same", hint
+
+
+def same_views(trace: Trace) -> Faults:
+    """Find steps in which a model gets the same values twice, in other tensors."""
+    again = []
+    for window in trace.windows:
+        trained = [one for one in window.forwards if one.is_trained_on and one.num_samples > 1]
+        for first, *others in grouped(trained, "module", "digests", "returned"):
+            again += [one for one in others if {*first.addresses}.isdisjoint(one.addresses)]
+    if len({one.digests for one in again}) >= FEWEST_STEPS:
+        yield again[0], "two views of a batch are the same", "draw a random view for each pass"
 
 
 def other_batches(trace: Trace) -> Faults:
@@ -350,7 +364,9 @@ def _epochs(fetches: Sequence[Fetch], seeds: Sequence[Seeding]) -> Faults:
         ):
             begin = full[len(first)]
             within = [one for one in seeds if full[0].at < one.at < begin.at]
-            hint = "set seeds once, before the loop" if within else "call sampler.set_epoch(epoch)"
+            hint = "call sampler.set_epoch(epoch)"
+            if within or begin.loader is not full[0].loader:
+                hint = "set seeds once, before the loop"
             yield [begin, *within][-1], "two epochs have the same order", hint
 
 
@@ -379,6 +395,14 @@ CHECKS = {
     ),
     "data": Check(
         "new samples and random numbers at each step",
-        (same_samples, same_order, same_randomness, data, other_batches, shuffled_apart),
+        (
+            same_samples,
+            same_order,
+            same_randomness,
+            data,
+            same_views,
+            other_batches,
+            shuffled_apart,
+        ),
     ),
 }

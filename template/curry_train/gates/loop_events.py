@@ -83,6 +83,7 @@ class Fetch(Event):
     """A batch that a DataLoader returned, or its end (no digests)."""
 
     loader: DataLoader[Any]
+    dataset: int
     # The number of the epoch, from when the loader was iterated over anew.
     epoch: int
     digests: tuple[float, ...]
@@ -119,7 +120,10 @@ class Forward(Event):
     tokens: Tensor | None
     # Their dimension of time; the first one, where the targets show that.
     time_dim: int = 1
-    # Digests of what it returned, where that is a tuple.
+    # Where what it was given lies in memory, and digests of what it returned.
+    addresses: tuple[int, ...] = ()
+    returned: tuple[float, ...] = ()
+    # The same, where that is a tuple.
     outputs: frozenset[float] = frozenset()
     # Whether a backward pass has reached its output.
     is_trained_on: bool = False
@@ -179,6 +183,8 @@ class Targets(Event):
     same_as_input: dict[int, float] = field(default_factory=dict)
     # The index at the end of some rows and nowhere else, as of padding, if it counts in the loss.
     filler: int | None = None
+    # Whether the model may shift these tokens itself, as it was given others before.
+    may_be_shifted: bool = False
     # Whether a target counts where the attention mask of the forward pass is 0.
     counts_padding: bool = False
 
@@ -462,6 +468,8 @@ class Trace(Events):
         self.frozen = dict[nn.Module, tuple[nn.Module, float]]()
         # Models whose outputs change with later tokens.
         self.sees_all = list[nn.Module]()
+        # Models whose last output changes with the last token.
+        self.sees_last = list[nn.Module]()
         # Parameters that have had a gradient.
         self.with_gradient = set[Tensor]()
         # Faults that are seen at once, by the check.

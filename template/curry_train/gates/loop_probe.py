@@ -47,6 +47,8 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
             if one.model is module and one.same_as_input.get(1, 0) > 0.99:
                 hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
                 yield one, "the model sees the tokens that it has to predict", hint
+    elif len(dims) == 1 and _differ(*both):
+        trace.sees_last.append(module)
     # The later tokens of another sample.
     first = tokens[:, :1]
     mixed = torch.cat([first, tokens.flip(0)[:, 1:]], 1)
@@ -111,6 +113,9 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
     outputs, others = _outputs(trace, given, changed)
     if outputs.shape[:1] != given.shape[:1]:
         return
+    if not torch.equal(given[0], given[-1]) and torch.equal(outputs[0], others[0]):
+        hint = "look for a token that is mixed with no other one: batch_first? a mask?"
+        yield forward, "the outputs of the model do not depend on its input", hint
     if _differ(outputs[1:], others[1:]):
         modules = [*forward.module.modules()]
         is_sequence = any(

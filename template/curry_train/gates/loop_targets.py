@@ -115,6 +115,7 @@ def note_targets(
         return
     same = _same_as_input(targets, counted, tokens)
     left_out = 0 if logits is None else num_left_out(logits, forward.time_dim)
+    event.may_be_shifted = tokens is not trace.given.tensors[0]
     event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
     # The mask of an encoder says nothing of what its decoder is given.
     if isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder:
@@ -139,7 +140,7 @@ def note_targets(
 
 def _find_tokens(trace: Trace, forward: Forward, target: Tensor, ignored: int) -> None:
     """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
-    labels, of_decoder = map(trace.given.options.get, ("labels", "decoder_input_ids"))
+    labels = trace.given.options.get("labels")
     for one in trace.given.tensors:
         is_like = one.dim() == 2 and one.numel() == target.numel()
         if is_like and one is not labels and one.device == target.device:
@@ -147,7 +148,8 @@ def _find_tokens(trace: Trace, forward: Forward, target: Tensor, ignored: int) -
             for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
                 same = _same_as_input(others, others != ignored, rows)
                 # A decoder may be given its targets by mistake.
-                if max(same.get(1, 0), one is of_decoder and same.get(0, 0)) > 0.99:
+                is_later = dim and one is not trace.given.tensors[0]
+                if max(same.get(1, 0), is_later and same.get(0, 0)) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
 
 

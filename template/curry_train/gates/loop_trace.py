@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FSDPModule
-from torch.distributions import Distribution, Normal
+from torch.distributions import Categorical, Distribution, Normal
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -115,6 +115,13 @@ MORE_SECONDS = 10.0
 MOST_STEPS = 50
 # Names of models that shift the labels themselves, as those of Hugging Face.
 SHIFTS = ("ForCausalLM", "LMHeadModel")
+# Losses whose targets are -1 or 1.
+ON_SIGNS = (
+    "cosine_embedding_loss",
+    "hinge_embedding_loss",
+    "margin_ranking_loss",
+    "soft_margin_loss",
+)
 # Operations of a loss with another value, and all that change nothing where their result is not
 # used.
 ADDING = ("__add__", "__radd__", "__iadd__", "__sub__")
@@ -180,8 +187,8 @@ class Observer(Trace):
 
     def _replacements(self) -> Iterator[tuple[Any, ...]]:
         """Yield what handles calls, the calls' owner, and their names."""
-        yield self._detach, Tensor, "detach", "argmax"
-        yield self._detach, torch, "argmax"
+        yield self._detach, Tensor, "detach", "argmax", "max", "topk"
+        yield self._detach, torch, "argmax", "max", "topk"
         yield self._add, Tensor, *ADDING
         yield self._times, Tensor, *SCALING
         yield self._into, Tensor, "add_", "copy_", "lerp_"
@@ -190,7 +197,8 @@ class Observer(Trace):
         yield self._pure, torch, "clamp"
         yield self._pure, F, "normalize"
         yield self._loss, F, *ON_CLASSES, *ON_VALUES
-        yield self._dropout, F, "dropout"
+        yield self._signs, F, *ON_SIGNS
+        yield self._dropout, F, "dropout", "dropout1d", "dropout2d", "dropout3d"
         yield self._attention, F, "scaled_dot_product_attention"
         for owner in (nn.utils, nn.utils.clip_grad):
             yield self._clip, owner, "clip_grad_norm_", "clip_grad_value_"
@@ -204,6 +212,8 @@ class Observer(Trace):
         yield self._state_dict, nn.Module, "state_dict"
         yield self._sample, Distribution, "sample"
         yield self._sample, Normal, "sample"
+        yield self._sample, torch, "normal"
+        yield self._choose, Categorical, "__init__"
         for kind in defining(Distribution, "log_prob"):
             yield self._score, kind, "log_prob"
         for kind in defining(LRScheduler, "step"):
@@ -238,7 +248,9 @@ class Observer(Trace):
         finally:
             if loader is not None:
                 facts = of_batch(batch)
-                self.fetched[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
+                self.fetched[loader] = self.note(
+                    Fetch, loader=loader, dataset=id(loader.dataset), epoch=epoch, **facts
+                )
 
     def _join(self, call: Called) -> None:
         self.joins = True
@@ -316,13 +328,14 @@ class Observer(Trace):
         is_autocast = torch.is_autocast_enabled(device)
         digests = tuple(map(digest, inputs))
         for one in self.drawn.keys() & digests if has_gradients and not self.scores else ():
-            measured = "sample() passes no gradient on"
-            self.fault("accumulation", self.drawn[one], measured, "call rsample()", value=one)
+            measured, hint = "a sample passes no gradient on", "call rsample() of a distribution"
+            self.fault("accumulation", self.drawn[one], measured, hint, value=one)
         return self.note(
             Forward,
             module=module,
             training=module.training,
             digests=digests,
+            addresses=tuple(one.data_ptr() for one in inputs if is_plain(one)),
             # A dimension more is that of several models.
             is_one_sample=bool(inputs)
             and all(one.dim() in (2, 4) and has_equal_rows(one) for one in inputs),
@@ -348,6 +361,7 @@ class Observer(Trace):
                 "look at how the data is read and normalized",
             )
         tokens = event.tokens
+        event.returned = tuple(map(digest, outputs))
         for one in outputs:
             self._mark(one, event, "is_trained_on")
             if tokens is not None and one.shape[:-1] == tokens.shape:
@@ -357,6 +371,11 @@ class Observer(Trace):
             type(one).__name__.endswith(SHIFTS) for one in event.module.modules()
         ):
             note_targets(self, event, labels[:, 1:])
+
+    def _signs(self, call: Called) -> None:
+        if not call.argument("target").min():
+            measured = f"{call.function.__name__} gets 0 where it takes -1"
+            self.fault("targets", users_line(), measured, "give it 2 * target - 1")
 
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
@@ -409,6 +428,8 @@ class Observer(Trace):
     def _times(self, call: Called) -> None:
         value = call.run()
         both = tensors_of(call.args)
+        if call.function.__name__ == "__mul__" and len(both) == 2:
+            self._note_crossed(*both)
         is_several = isinstance(value, Tensor) and value.dim()
         is_mean = is_several and any(TERM in notes_on(one) for one in both)
         if is_mean and not all(one.requires_grad for one in both):
@@ -431,7 +452,7 @@ class Observer(Trace):
                 notes_on(value)[ADDED] = place, float(number)
 
     def _note_crossed(self, one: Tensor, other: Tensor) -> None:
-        """Note a difference of each output with each target, where one of them has a column."""
+        """Note a result of each output with each target, where one of them has a column."""
         column, row = (one, other) if one.dim() == 2 else (other, one)
         number = 0 if self.depth or not row.dim() else len(row)
         shapes = [*column.shape], [*row.shape]
@@ -447,7 +468,7 @@ class Observer(Trace):
         self.fault(
             "logits",
             users_line(),
-            f"shapes {shapes[0]} and {shapes[1]} are compared, each value with each",
+            f"shapes {shapes[0]} and {shapes[1]} are combined, each value with each",
             "give both the same shape, as by squeeze(1) or unsqueeze(1)",
             value=digest(other if one.requires_grad else one),
         )
@@ -462,10 +483,19 @@ class Observer(Trace):
             self.note(Cut, behind=self.cut[place])
 
     def _sample(self, call: Called) -> None:
-        own = call.owner
-        is_passed = own.has_rsample and any(one.requires_grad for one in tensors_of(vars(own)))
-        if is_passed and torch.is_grad_enabled():
+        own = next(iter(call.args), None)
+        given = vars(own) if isinstance(own, Distribution) else (call.args, call.options)
+        is_passed = any(one.requires_grad for one in tensors_of(given))
+        if is_passed and getattr(own, "has_rsample", True) and torch.is_grad_enabled():
             self.drawn[digest(call.run())] = users_line()
+
+    def _choose(self, call: Called) -> None:
+        chances = call.argument("probs")
+        if isinstance(chances, Tensor) and chances.dim() == 2 and len(chances) > 1:
+            over_samples, over_classes = ((chances.sum(dim) - 1).abs().max() for dim in (0, 1))
+            if over_samples < 1e-3 < over_classes:
+                measured = "probabilities add up to 1 over the samples, not over the classes"
+                self.fault("logits", users_line(), measured, "call softmax(-1)")
 
     def _grad(self, call: Called) -> None:
         wanted = call.listed("inputs")
@@ -482,7 +512,7 @@ class Observer(Trace):
         forward, owner = self.last(Forward), call.caller.f_locals.get("self")
         options = {"p": 0.5, "training": None, **call.bound().arguments}
         if forward and options["p"] and self.depth:
-            is_layer = isinstance(owner, nn.Dropout)
+            is_layer = isinstance(owner, nn.modules.dropout._DropoutNd)
             forward.drops |= not is_layer
             # A layer or a call may be in training mode on purpose, to draw several predictions.
             is_on = options["training"]
