@@ -64,6 +64,7 @@ from .loops import (
     rows_of_pixels,
     scaler_on_cpu,
     sequences,
+    spread,
     started,
     step,
     texts,
@@ -1636,6 +1637,30 @@ class Filled(Translation):
 def targets_that_the_model_shifts_or_masks():
     for model in (Translation(), Filled()):
         translate(model)
+
+
+def divergence_of_two_models_made_larger():
+    models, actor = nn.ModuleList(nn.Linear(8, 4) for _ in range(2)), nn.Linear(8, 8)
+    models.requires_grad_(False)
+    optimizer = Adam(actor.parameters())
+    for inputs, _ in loader():
+        one, other = (spread(model, actor(inputs)) for model in models)
+        step(optimizer, -torch.distributions.kl_divergence(one, other).mean())
+
+
+def noise_that_moves_a_policy_most():
+    policy = nn.Linear(8, 4)
+    outer = Adam(policy.parameters())
+    for inputs, _ in loader():
+        with torch.no_grad():
+            before = spread(policy, inputs)
+        noise = torch.zeros(8, 8).normal_(0, 0.01).requires_grad_()
+        inner = SGD([noise], 0.1)
+        for _ in range(2):
+            now = spread(policy, inputs + noise)
+            step(inner, -torch.distributions.kl_divergence(before, now).mean())
+        apart = torch.distributions.kl_divergence(before, spread(policy, inputs + noise.detach()))
+        step(outer, apart.mean())
 
 
 def two_models_in_the_same_order():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import nn
+from torch.distributions import Normal
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, SequentialLR
@@ -164,6 +165,11 @@ def variational(weight):
 
     inputs = [(one, one) for one, _ in loader()]
     fit(encode, adamw(nn.ModuleList([encode, decode])), inputs, loss=loss)
+
+
+def spread(model, given):
+    mean, scale = model(given).chunk(2, 1)
+    return Normal(mean, scale.exp())
 
 
 def rows_of_pixels(*layers, labels):

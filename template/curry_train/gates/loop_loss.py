@@ -410,7 +410,19 @@ def is_endless(loss: Tensor) -> bool:
         factor * sign < 0 < weights.get(node.next_functions[0][0], 0) * sign
         for node, factor in weights.items()
         for sign in [{"Exp": 1, "Log": -1}.get(operation(node), 0)]
+        if not _is_of_others(node)
     )
+
+
+def _is_of_others(node: Any) -> bool:
+    """Return whether a node is of a ratio of spreads of which none is 1, as of no prior."""
+    ratio, _ = node.next_functions[0] if operation(node) == "Log" else (node, 0)
+    if operation(ratio) == "Pow":
+        ratio = ratio.next_functions[0][0]
+    if operation(ratio) != "Div":
+        return False
+    known = [_saved(ratio, name) for name in ("self", "other")]
+    return not any(isinstance(one, Tensor) and bool((one == 1).all()) for one in known)
 
 
 def _saved(node: Any, name: str) -> Any:
