@@ -450,11 +450,8 @@ class Offloader:
         self.step: Callable[[], OffloadedForward | None] = lambda: None
         self.report = OffloadReport()
 
-    def __getstate__(self) -> Any:
-        return self.model(), self.min_bytes
-
-    def __setstate__(self, state: Any) -> None:
-        Offloader.__init__(self, *state)
+    def __reduce__(self) -> Any:
+        return Offloader, (self.model(), self.min_bytes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Offloader":
         # The copy of the model, if the whole model is being copied.

@@ -241,13 +241,13 @@ def estimate_peak(record: ForwardRecord, names: Iterable[str]) -> tuple[int, int
 
 def _can_be_block(record: ForwardRecord, name: str) -> bool:
     """Return whether a module can recompute: it trains, saves, and leaves its inputs alone."""
-    calls = record.calls.get(name, ())
-    refused = (name == other or name.startswith(f"{other}.") for other in record.refused)
+    calls = record.calls[name]
     return (
         any(call.trains and call.end > call.start for call in calls)
         and not any(call.trains and (call.writes_input or call.hides) for call in calls)
         and not _runs_inside(record, name, {name})
-        and not any(refused)
+        and name not in record.refused
+        and not _is_below(name, record.refused)
     )
 
 
@@ -313,7 +313,7 @@ def _with_idle(record: ForwardRecord, names: list[str]) -> list[str]:
         name
         for name, kind in record.kinds.items()
         if name in names
-        or (kind in kinds and name not in {"", *record.calls} and not _is_below(name, names))
+        or (kind in kinds and name and name not in record.calls and not _is_below(name, names))
     ]
 
 
@@ -490,11 +490,7 @@ def unusual_blocks(record: ForwardRecord, names: Sequence[str]) -> dict[str, tup
 def _never_called(record: ForwardRecord, names: Sequence[str]) -> list[str]:
     """Return the blocks that did not run, unless others of their kind did."""
     running_kinds = {record.kinds[name] for name in names if name in record.calls}
-    return [
-        name
-        for name in names
-        if name not in record.calls and record.kinds[name] not in running_kinds
-    ]
+    return [name for name in names if record.kinds[name] not in running_kinds]
 
 
 def listed(names: Sequence[str]) -> str:
