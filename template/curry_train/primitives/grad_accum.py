@@ -342,14 +342,14 @@ def _accumulate(
     values: list[Any] = []
     last = len(window) - 1
     for index, microbatch in enumerate(window.microbatches):
-        waits = in_backward is not None and index < last
+        is_last = index == last
         with (
-            sync(window.sync_each_batch or index == last),
-            in_backward.paused() if in_backward and waits else contextlib.nullcontext(),
+            sync(window.sync_each_batch or is_last),
+            in_backward.paused() if in_backward and not is_last else contextlib.nullcontext(),
         ):
             value = loss(model, microbatch)
             if joint_loss is None:
-                if in_backward is not None and not waits:
+                if in_backward and is_last:
                     _require_finite([*values, value.detach()], window)
                 value = _backward(value, window, scaler)
         values.append(value)

@@ -312,8 +312,6 @@ class OffloadedTensor:
     Backward gets a tensor without grad itself while its owner holds it, as without offload.
     """
 
-    __slots__ = ("__weakref__", "dtype", "index", "moved", "original", "view")
-
     def __init__(self, moved: Moved, tensor: Tensor) -> None:
         self.moved = moved
         moved.unused.add(self)
@@ -335,8 +333,6 @@ class OffloadedTensor:
 
 class CastAgain(CheckedTensor):
     """A lower-precision copy of a parameter, made by autocast and cast again in backward."""
-
-    __slots__ = ("dtype", "view")
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
         super().__init__(parameter)

@@ -179,8 +179,6 @@ DEEPEST_RECIPE = 4
 class RecomputedTensor:
     """A tensor that `make` computes again in backward, or a view of that result."""
 
-    __slots__ = ("make", "shape", "strides", "view")
-
     def __init__(self, tensor: Tensor, base: Tensor, make: Callable[[], Tensor]) -> None:
         self.make = make
         self.shape = base.shape
