@@ -104,7 +104,7 @@ class Ranks:
 
     def agree(self, decide: Callable[[], LocalT]) -> LocalT:
         """Call `decide` on the first rank and return its result on every rank."""
-        return self.collect(lambda: None, lambda _: decide())
+        return self._scatter(lambda: [decide()] * self.size)
 
     def all_do(self, act: Callable[[], LocalT]) -> LocalT:
         """Call `act` on every rank; return this rank's result once all ranks have finished."""
@@ -177,16 +177,21 @@ class Ranks:
         `central` gets the results of all ranks and returns one result for each rank.
         """
         own = self.all_do(local)
-        if not self.together:
-            return central([own])[0]
-        gathered: list[Any] | None = [None] * self.size if self.first else None
-        with _other_ranks_answer():
-            dist.gather_object(own, gathered, group=self.group, group_dst=0)
-        answers = self.all_do(lambda: None if gathered is None else central(gathered))
-        answer: list[Any] = [None]
-        with _other_ranks_answer():
-            dist.scatter_object_list(answer, answers, group=self.group, group_src=0)
-        result: ResultT = answer[0]
+        gathered = [own] * self.size
+        if self.together:
+            into = gathered if self.first else None
+            with _other_ranks_answer():
+                dist.gather_object(own, into, group=self.group, group_dst=0)
+        return self._scatter(lambda: central(gathered))
+
+    def _scatter(self, decide: Callable[[], list[ResultT]]) -> ResultT:
+        """Call `decide` on the first rank, and return on each rank its own of the results."""
+        results: list[Any] = self.all_do(lambda: decide() if self.first else [None])
+        own = results[:1]
+        if self.together:
+            with _other_ranks_answer():
+                dist.scatter_object_list(own, results, group=self.group, group_src=0)
+        result: ResultT = own[0]
         return result
 
 

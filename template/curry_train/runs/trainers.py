@@ -320,8 +320,10 @@ class _HuggingFaceCommits:
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
         best = state.best_model_checkpoint
         keep = best and Path(best)
-        # The first rank begins to hash when each has come here, with its part written.
-        self._ranks.agree(lambda: _commit_in_place(path, "checkpoint-*", self._limit, keep))
+        # Every rank has written its part when the first one begins to hash.
+        self._ranks.collect(
+            lambda: None, lambda _: _commit_in_place(path, "checkpoint-*", self._limit, keep)
+        )
 
 
 def _hide(path: Path) -> None:
