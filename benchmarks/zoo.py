@@ -12,7 +12,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -107,20 +107,20 @@ def plan_of(name: str) -> Figures:
             least_bytes = error.least_bytes
         plan = planner.plan((plain_bytes + least_bytes) // 2, **options)
     # As `plan --verify` does.
-    measured = _measure(plan, spec, torch.device("cpu"), torch.float32, "adamw", 0)
+    cpu = torch.device("cpu")
+    measured = _measure(plan, spec, cpu, dtype=torch.float32, optimizer="adamw", seed=0)
     return {"planned_bytes": plan.peak_bytes, "measured_bytes": measured}
 
 
-def summary_of(rows: Iterable[Figures]) -> Figures:
+def summary_of(rows: Collection[Figures]) -> Figures:
     """Count models, libraries, statuses and plans."""
-    every = list(rows)
-    plans = [row["plan"] for row in every]
+    plans = [row["plan"] for row in rows]
     verified = [plan for plan in plans if "error" not in plan]
     exact = [plan for plan in verified if plan["planned_bytes"] == plan["measured_bytes"]]
     return {
-        "models": len(every),
-        "libraries": len({row["library"] for row in every}),
-        "status_0": sum(row["status"] == 0 for row in every),
+        "models": len(rows),
+        "libraries": len({row["library"] for row in rows}),
+        "status_0": sum(row["status"] == 0 for row in rows),
         "plans": len(verified),
         "plans_equal_to_the_byte": len(exact),
     }
