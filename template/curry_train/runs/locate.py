@@ -260,7 +260,8 @@ class Comparison:
             return "has the same samples in another order"
         for one in self.a if rows[1] else ():
             if (one["kind"], one.get("rows")) == (pair[0]["kind"], rows[1]):
-                return f"is in B that of step {one['step']}, call {one['call']}, of A"
+                which = "batch" if one["kind"] == "batch" else "call"
+                return f"has in B the samples of {which} {one['call']} of A, in step {one['step']}"
         return "has other samples"
 
     def _enter(self, pair: Pair, names: Sequence[str]) -> Place:
