@@ -43,12 +43,13 @@ def test_lines_are_written_once_and_removed_to_the_byte(tmp_path, text):
     assert file.read_bytes() == text
 
 
-def test_a_file_that_was_made_for_the_lines_goes_with_them(tmp_path):
-    file = tmp_path / "AGENTS.md"
-    run()
-    run()
+@pytest.mark.parametrize("words", [(), ("new/CLAUDE.md",)])
+def test_a_file_that_was_made_for_the_lines_goes_with_them(words, tmp_path):
+    file = tmp_path / next(iter(words), "AGENTS.md")
+    run(*words)
+    run(*words)
     assert len(file.read_text().splitlines()) == len(LINES.splitlines()) + 2
-    run("--remove")
+    run(*words, "--remove")
     assert not file.exists()
 
 
