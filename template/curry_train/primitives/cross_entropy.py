@@ -283,10 +283,10 @@ class _Pass:
         self.options = options
         self.ignored = given.targets == options.ignore_index
         # Counted tokens first: the others need no product.
-        self.order = self.ignored.to(torch.uint8).argsort(stable=True)
+        order = self.ignored.to(torch.uint8).argsort(stable=True)
         self.num_ignored = _read(self.ignored)
+        self.order = order[: len(order) - (self.num_ignored or 0)]
         self.targets = given.targets.masked_fill(self.ignored, 0)
-        self.order = self.order[: len(self.order) - (self.num_ignored or 0)]
 
         self.losses = inputs.new_zeros(len(self.targets), dtype=exact)
         self.weight = given.weight.to(options.dtype)

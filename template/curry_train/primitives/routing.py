@@ -134,12 +134,14 @@ class _Entered:
     """Context of one run of a block, which can be entered again for a second backward."""
 
     choices: Choices
-    repeats: bool
     inner: Any
+
+    # The place of the first choice to repeat; None where choices are kept.
+    position: int | None
 
     def __enter__(self) -> None:
         choices = self.choices
-        choices.position = 0 if self.repeats else None
+        choices.position = self.position
         choices.is_own = True
         choices.has_policy = isinstance(self.inner, TorchDispatchMode)
         choices.__enter__()
@@ -161,8 +163,8 @@ def routed_contexts(others: Callable[[], Pair] | None) -> Pair:
     choices = Choices()
     first, second = pair
     entered: Any = (
-        _Entered(choices, repeats=False, inner=first),
-        _Entered(choices, repeats=True, inner=second),
+        _Entered(choices, first, position=None),
+        _Entered(choices, second, position=0),
     )
     return entered
 
