@@ -86,9 +86,10 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
         life for tensor in in_order_of_moving(record.module) for life in record.lives_of(tensor)
     ]
     others = [life for life in record.given if life.owner[0] != OPTIMIZER_STATE_GROUP]
+    state = [life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP]
     return StepTrace(
         given=[*dict.fromkeys([*in_order, *others])],
-        state=[life for life in record.given if life.owner[0] == OPTIMIZER_STATE_GROUP],
+        state=[life for life in state if not is_on_host(life)],
         events=record.events[start:end],
         step_start=record.event_ends["backward"] - start,
         gradients=[life for life in record.gradients if life not in record.given],
