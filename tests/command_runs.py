@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/cli`.
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from pathlib import Path
@@ -17,15 +18,19 @@ from .tree import ROOT
 
 
 def ran(*words, status=0, command=main):
-    """Return the result of a command, which has to end with this status."""
-    ended = CliRunner().invoke(command, list(map(str, words)))
+    """Return the result of a command, which has to end with this status.
+
+    A text is a part of the line as it is typed, and a path is a word.
+    """
+    line = " ".join(one if isinstance(one, str) else shlex.quote(str(one)) for one in words)
+    ended = CliRunner().invoke(command, shlex.split(line))
     assert ended.exit_code == status, (ended.output, ended.exception)
     return ended
 
 
 def results(*words, **options):
     """Return the results of a command, which has nothing else on its standard output."""
-    return json.loads(ran(*words, "--json", "-", **options).stdout)
+    return json.loads(ran(*words, "--json -", **options).stdout)
 
 
 def read_json(path):
@@ -43,7 +48,7 @@ def call(*words, status=0):
     # JSON has paths as long as they are, and so has a line of one path, or one that begins so.
     lines = [line for line in output.splitlines() if " " in line.removeprefix("Error: ")]
     is_short = [len(line) <= 80 or line.lstrip()[:1] == "/" for line in lines]
-    assert "--json" in words or all(is_short)
+    assert "--json" in str(words) or all(is_short)
     return output
 
 

@@ -235,7 +235,7 @@ fits: the largest batch whose step, parameters included, fits 1.00 GiB"""
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    return functools.partial(ran, "--out", "out", "--repeats", "1", command=savings_command)
+    return functools.partial(ran, "--out out --repeats 1", command=savings_command)
 
 
 def test_an_interrupted_measurement_leaves_no_folder(run, tmp_path, monkeypatch):
@@ -243,18 +243,18 @@ def test_an_interrupted_measurement_leaves_no_folder(run, tmp_path, monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "measure_savings", interrupted)
-    run("--model", "mlp", status=130)
+    run("--model mlp", status=130)
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
-    run("--model", "mlp", status=130)
+    run("--model mlp", status=130)
     assert (tmp_path / "out").is_dir()
 
 
 def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):
     register(monkeypatch, "planted", lambda model, sample: recompute_blocks(model))
-    names = [part for name in ("full", "planted") for part in ("--strategy", name)]
     ended = run(
-        "--model", "mlp", "--depth", "2,3", "--batch-size", "1", "--batch-size", "4", *names
+        "--model mlp --depth 2,3 --batch-size 1 --batch-size 4",
+        "--strategy full --strategy planted",
     )
     assert max(map(len, ended.output.splitlines())) <= 80
     assert "mlp, depth 3, batch size 4 (MiB; a step of none takes" in ended.output
@@ -279,7 +279,7 @@ def test_models_of_the_same_name_have_their_own_blocks(run, tmp_path, monkeypatc
         )
     cases = []
     monkeypatch.setattr(command, "measure_savings", lambda case, *_, **__: cases.append(case) or [])
-    run("--model", "wide.py:build", "--model", "narrow.py:build")
+    run("--model wide.py:build --model narrow.py:build")
     first, second = cases
     assert [case.workload.name for case in cases] == ["wide.py:build", "narrow.py:build"]
     assert "wide" in str(first.blocks)
@@ -292,18 +292,7 @@ def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path)
         "def block(): return nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))\n"
         "def build(): return nn.Sequential(*[block() for _ in range(4)]), torch.randn(4, 8)\n"
     )
-    ended = run(
-        "--model",
-        "their_net:build",
-        "--strategy",
-        "full",
-        "--limit",
-        "1MiB",
-        "--blocks",
-        "[01]",
-        "--json",
-        "-",
-    )
+    ended = run("--model their_net:build --strategy full --limit 1MiB --blocks [01] --json -")
     none, full = json.loads(ended.stdout)["rows"]
     assert full["modules"] == ["0", "1"]
     assert full["largest_batch"] > none["largest_batch"] > 100
@@ -313,5 +302,5 @@ def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path)
 def test_a_strategy_that_changes_the_training_ends_with_status_1(run, monkeypatch):
     register(monkeypatch, "planted", detach)
     monkeypatch.setattr(command, "load_that_fits", lambda spec, make_case: make_case(CHAIN))
-    ended = run("--strategy", "planted", status=1)
+    ended = run("--strategy planted", status=1)
     assert "planted" in ended.output

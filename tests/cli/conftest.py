@@ -22,6 +22,6 @@ def bundle(tmp_path):
 @pytest.fixture
 def project(bundle, tmp_path, monkeypatch):
     """Make a project, and go into it."""
-    scaffold(bundle, "new", "run")
+    scaffold(bundle, "new run")
     monkeypatch.chdir("run")
     return tmp_path / "run"

@@ -15,7 +15,6 @@ from curry_train.workloads.models import transformer
 
 from ..command_runs import flat, ran, read_json
 
-QUICK = ["--steps", "2", "--warmup", "0", "--batch-size", "2"]
 SMALL = transformer(depth=2, dim=32, length=16)
 
 
@@ -70,9 +69,10 @@ def test_the_plot_shows_the_measurements_also_with_a_stalled_step(tmp_path, monk
 
 
 def test_the_command_writes_table_picture_and_json(tmp_path):
-    levers = ["--lever", "full", "--lever", "timesteps"]
-    levers += ["--plot", "bench.png", "--json", "bench.json"]
-    run("--model", "mlp", *QUICK, *levers)
+    run(
+        "--model mlp --steps 2 --warmup 0 --batch-size 2 --lever full --lever timesteps",
+        "--plot bench.png --json bench.json",
+    )
     found = read_json("bench.json")
     assert {"command", "threads", "seed"} <= set(found)
     assert found["device"].startswith(("cpu (", "NVIDIA"))

@@ -48,7 +48,7 @@ def broken():
         loss=lambda model, batch: model(batch).square().sum(),
     )
 """
-GATES = ("--gate", "recompute/memory", "--gate", "recompute/parity-full", "--gate", "recompute/off")
+GATES = "--gate recompute/memory --gate recompute/parity-full --gate recompute/off"
 LINE = "8 blocks, layers.0.0 to layers.3.1, hold 98% of what forward saves"
 REASON = "the containers give layers.0 to layers.3, of which none is called"
 
@@ -70,7 +70,7 @@ def run(*words, status=0):
 
 
 def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec):
-    output = run("validate", "--model", spec, *GATES, "--json", "gates.json")
+    output = run(f"validate --model {spec} {GATES} --json gates.json")
     assert "3 held, 0 failed, 0 not applicable" in output
     assert LINE in output
     assert REASON in output
@@ -81,38 +81,23 @@ def test_validate_judges_blocks_that_run_and_prints_what_they_hold(spec):
 
 
 def test_validate_keeps_named_blocks_and_says_that_they_never_run(spec):
-    output = run("validate", "--model", spec, "--blocks", "layers.*", *GATES, status=1)
+    output = run(f"validate --model {spec} --blocks layers.* {GATES}", status=1)
     assert "layers.0 to layers.3: never called" in output
     assert "hold 0% of what forward saves" in output
 
 
 def test_a_model_that_can_not_run_is_left_to_the_gates(models):
-    output = run("validate", "--model", f"{models}:broken", *GATES, status=1)
+    output = run(f"validate --model {models}:broken {GATES}", status=1)
     assert "0 held, 2 failed, 1 not applicable" in output
     assert "no forward could be recorded: RuntimeError" in output
 
 
-COMMANDS = {
-    "memory": (),
-    "plan": (
-        "--budget",
-        "2MiB",
-        "--global-batch",
-        "4",
-        "--microbatch",
-        "4",
-        "--whole-loss",
-        "--without",
-        "sac",
-        "--without",
-        "offload",
-    ),
-}
+PLAN = "--budget 2MiB --global-batch 4 --microbatch 4 --whole-loss --without sac --without offload"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["memory", f"plan {PLAN}"])
 def test_commands_work_on_blocks_that_run_and_print_what_they_hold(command, spec):
-    output = run(command, "--model", spec, *COMMANDS[command])
+    output = run(command, "--model", spec)
     assert "8 blocks, layers.0.0 to layers.3.1, hold 9" in output
     assert REASON in output
 
@@ -121,7 +106,7 @@ def test_generated_tests_choose_blocks_that_run(models, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(models.parent)
     spec = f"{models.stem}:pairs"
     path = tmp_path / "test_pairs.py"
-    run("gen-tests", "--model", spec, "--out", path, "--gate", "recompute/parity-full")
+    run("gen-tests --gate recompute/parity-full --model", spec, "--out", path)
     assert ").with_running_blocks()[0]\n" in path.read_text()
-    run("gen-tests", "--model", "mlp", "--out", path, "--gate", "recompute/parity-full")
+    run("gen-tests --gate recompute/parity-full --model mlp --out", path)
     assert "with_running_blocks" not in path.read_text()

@@ -4,7 +4,6 @@ Run: `python -m pytest tests/cli/test_command_line.py`.
 """
 
 import runpy
-import shlex
 import sys
 from pathlib import Path
 
@@ -155,14 +154,13 @@ def folder_with_runs(tmp_path_factory):
     (folder / "src/mylib").mkdir(parents=True)
     (folder / "src/mylib/__init__.py").touch()
     (folder / "train.py").write_text(SCRIPT)
-    words = ["train", "name=run", "steps=2", "model=mlp", "data.source=workload"]
+    trained = "train name=run steps=2 model=mlp data.source=workload evaluate.every=null"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         # Tests of the wheel build it.
         patch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
-        trained = [*words, "evaluate.every=null"]
-        for arguments in (trained, trained, ["new", "my-run"]):
-            ran(*arguments)
+        for line in (trained, trained, "new my-run"):
+            ran(line)
         (folder / "night.py").write_text(NIGHT)
         runpy.run_path("night.py")
     for name in "AB":
@@ -209,9 +207,9 @@ def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path if path == ("new",) else folder_with_runs)
     monkeypatch.setattr(sys, "executable", warm_python())
     monkeypatch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
-    prefix, *words = shlex.split(help_of(*path).splitlines()[-1].removeprefix("Example: "))
-    assert prefix == "curry-train"
-    ran(*words)
+    prefix, line = help_of(*path).splitlines()[-1].split("curry-train ", 1)
+    assert prefix == "Example: "
+    ran(line)
 
 
 # Ways to start it.
@@ -297,6 +295,6 @@ def test_an_error_breaks_between_words_and_keeps_its_lines():
 
 
 def test_what_click_refuses_fits_too():
-    ended = ran("plan", "--dtype", "float31", status=2)
+    ended = ran("plan --dtype float31", status=2)
     assert max(map(len, ended.stderr.splitlines())) <= 80
     assert "Error: " in ended.stderr

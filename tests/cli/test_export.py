@@ -31,15 +31,15 @@ def saved(tmp_path):
 def test_exported_parameters_are_the_saved_ones(saved, tmp_path, kind):
     run, model = saved
     checkpoint = kind if kind == "latest" else run.committed("best-k")[0].folder
-    call("export", "run", checkpoint, "--out", "out", "--json", "out.json")
+    call("export run", checkpoint, "--out out --json out.json")
     found = load_file(tmp_path / "out/model.safetensors")
     assert equal(found, model.state_dict())
     assert found.keys() == set(read_json("out.json")["names"])
 
 
 def test_a_run_is_inspected_by_its_checkpoint(saved):
-    assert "give one of its checkpoints" in flat(call("inspect", "run", status=2))
-    assert call("inspect", "run/latest").splitlines()[-1] == "whole: yes"
+    assert "give one of its checkpoints" in flat(call("inspect run", status=2))
+    assert call("inspect run/latest").splitlines()[-1] == "whole: yes"
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):

@@ -127,7 +127,7 @@ def outcomes(repository):
         patch.chdir(repository)
         patch.syspath_prepend(repository / "src")
         for name, words in FILES.items():
-            ran("gen-tests", "--out", f"tests/test_{name}.py", *words.split())
+            ran(f"gen-tests --out tests/test_{name}.py", words)
     gone = repository / "tests/test_gone.py"
     gone.write_text(gone.read_text().replace("recompute/off", "recompute/gone"))
     files = [f"test_{name}.py" for name in FILES]
@@ -221,37 +221,32 @@ def build():
 
 def test_a_batch_that_can_not_be_divided_sets_the_batch_size_of_the_file(repository, run):
     (repository / "opaque.py").write_text(OPAQUE)
-    run("--model", "opaque.py:build", "--out", "tests/test_opaque.py")
+    run("--model opaque.py:build --out tests/test_opaque.py")
     assert " batch_size=1,\n" in (repository / "tests/test_opaque.py").read_text()
 
 
 def test_a_file_written_by_something_else_is_not_overwritten(repository, run):
     path = repository / "tests/test_theirs.py"
     path.write_text("def test_theirs():\n    assert True\n")
-    kept = run("--model", "mlp", "--out", path, status=2)
+    kept = run("--model mlp --out", path, status=2)
     assert "tests/test_theirs.py was not written by this command" in kept.output
     assert GENERATED_FILE_MARK not in path.read_text()
-    run("--model", "mlp", "--out", path, "--overwrite")
+    run("--model mlp --out", path, "--overwrite")
     assert GENERATED_FILE_MARK in path.read_text()
-    run("--model", "mlp", "--out", path)
+    run("--model mlp --out", path)
 
 
 def test_the_command_for_a_path_with_spaces_can_be_typed(repository, run):
     (repository / "my tests").mkdir()
-    ended = run("--model", "mlp", "--out", "my tests/test_net.py", "--gate", "recompute/off")
+    ended = run("--model mlp --out 'my tests/test_net.py' --gate recompute/off")
     assert "python -m pytest 'my tests/test_net.py'" in ended.output
 
 
 def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
     out = "tests/test_vendored.py"
     ended = run(
-        "--model",
-        "theirs.models:healthy",
-        "--package",
-        "mylib.training",
-        "--gate",
-        "recompute/parity-full",
-        "--out",
+        "--model theirs.models:healthy --package mylib.training --gate",
+        "recompute/parity-full --out",
         out,
     )
     assert f"with pytest (pip install pytest)\n  python -m pytest {out}" in ended.output, (
@@ -265,7 +260,7 @@ def test_a_vendored_package_is_tested_with_its_own_gates(repository, run):
 def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkeypatch):
     monkeypatch.setattr("curry_train.cli.testgen.LIBRARY_FOLDERS", [repository / "src"])
     out = "tests/test_installed.py"
-    run("--model", "theirs.models:healthy", "--out", out)
+    run("--model theirs.models:healthy --out", out)
     assert '/ "src"' not in (repository / out).read_text()
 
 

@@ -34,11 +34,11 @@ def build():
 """
 
 
-run = functools.partial(ran, "grad-flow", "--device", "cpu")
+run = functools.partial(ran, "grad-flow --device cpu")
 
 
 def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
-    ended = run("--model", "transformer", "--steps", "2", "--learning-rate", "0.05")
+    ended = run("--model transformer --steps 2 --learning-rate 0.05")
     lines = ended.output.splitlines()
     assert lines[1].startswith("update      ")
     assert "moves far" in lines[1]
@@ -47,9 +47,7 @@ def test_the_table_is_at_most_80_columns_wide_and_opens_with_what_is_wrong():
 
 
 def test_json_has_every_step_and_layer():
-    data = results(
-        "grad-flow", "--device", "cpu", "--model", "mlp", "--steps", "4", "--layers", "*.0"
-    )
+    data = results("grad-flow --device cpu --model mlp --steps 4 --layers *.0")
     assert {"command", "device", "workload"} <= data.keys()
     assert len(data["losses"]) == 4
     assert [step["step"] for step in data["steps"]] == [0, 1, 2, 3]
@@ -58,8 +56,7 @@ def test_json_has_every_step_and_layer():
 
 def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
     (tmp_path / "own_model.py").write_text(OWN)
-    words = ["--model", "own_model:build", "--steps", "2"]
-    ended = run(*words, "--json", "own.json", "--plot", "own.png", status=1)
+    ended = run("--model own_model:build --steps 2 --json own.json --plot own.png", status=1)
     pixels = imread(tmp_path / "own.png")[..., :3]
     for colour in (NONFINITE_COLOUR, ZERO_COLOUR):
         assert (abs(pixels - list(to_rgb(colour))).max(-1) < 0.02).sum() > 5000
@@ -69,9 +66,9 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer(tmp_path):
 
 def test_a_report_on_a_script_says_that_its_loop_was_not_run(tmp_path):
     (tmp_path / "loop.py").write_text(SCRIPT)
-    ended = run("--script", "loop.py", "--steps", "2")
+    ended = run("--script loop.py --steps 2")
     assert "curry-train preflight checks your loop" in ended.output
-    assert "preflight" not in run("--model", "mlp", "--steps", "2").output
+    assert "preflight" not in run("--model mlp --steps 2").output
 
 
 SCRIPT = """

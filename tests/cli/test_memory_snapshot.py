@@ -35,7 +35,7 @@ def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
     ):
         assert part in ended.output
     assert len(ended.output.splitlines()) <= 30
-    found = results("memory", "--snapshot", recorded)
+    found = results("memory --snapshot", recorded)
     assert sum(size for _, size in found["owners"]) == found["peak_allocated_bytes"]
     reserved = sum(size for _, size in found["owners"]) + found["reserved_free_bytes"]
     assert reserved == found["reserved_at_peak_bytes"] <= found["peak_reserved_bytes"]
@@ -49,7 +49,7 @@ def test_an_out_of_memory_error_is_named_with_what_was_free(tmp_path):
     ended = run("--snapshot", path)
     assert "out of memory at event 423: 2.00 GiB asked for" in ended.output
     assert "120 MiB of the device free" in ended.output
-    (error,) = results("memory", "--snapshot", path)["out_of_memory"]
+    (error,) = results("memory --snapshot", path)["out_of_memory"]
     assert error["requested_bytes"] == 2048 * MIB
 
 
@@ -70,7 +70,7 @@ def test_several_devices_are_reported_with_the_fullest_first(tmp_path):
     other = second.snapshot()
     snapshot["segments"] += other["segments"]
     snapshot["device_traces"].append(other["device_traces"][1])
-    found = results("memory", "--snapshot", write(tmp_path / "two.pickle", snapshot))
+    found = results("memory --snapshot", write(tmp_path / "two.pickle", snapshot))
     assert [row["device"] for row in found["devices"]] == [0, 1]
     assert found["device"] == 0
 
@@ -83,7 +83,7 @@ def test_names_from_the_file_are_escaped(tmp_path):
 
 
 def test_a_step_with_convolutions_names_their_workspace():
-    words = ("--model", "resnet", "--batch-size", "2", "--on-shapes")
-    assert "convolution workspace on a GPU, estimated: " in run(*words).output
-    assert results("memory", *words)["convolution_workspace_bytes"] > 0
-    assert results("memory", "--model", "mlp")["convolution_workspace_bytes"] == 0
+    line = "--model resnet --batch-size 2 --on-shapes"
+    assert "convolution workspace on a GPU, estimated: " in run(line).output
+    assert results("memory", line)["convolution_workspace_bytes"] > 0
+    assert results("memory --model mlp")["convolution_workspace_bytes"] == 0

@@ -33,7 +33,7 @@ def test_a_reader_that_has_ended_gets_no_traceback():
 
 @needs_full_device
 def test_results_that_do_not_fit_the_disk_are_one_line():
-    done = ran("memory", "--model", "mlp", "--json", "/dev/full", status=2)
+    done = ran("memory --model mlp --json /dev/full", status=2)
     assert done.stderr.splitlines()[-1] == "Error: /dev/full: No space left on device"
     assert done.stdout
 
@@ -63,5 +63,5 @@ def test_an_internal_error_is_a_line_with_its_place():
 
 def test_an_interrupt_is_no_error_of_the_factory(tmp_path):
     (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
-    done = ran("memory", "--model", "stopped.py:build", status=130)
+    done = ran("memory --model stopped.py:build", status=130)
     assert done.stderr.endswith("interrupted\n")

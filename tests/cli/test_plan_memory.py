@@ -64,7 +64,7 @@ def models(tmp_path, monkeypatch):
 
 def run(words="", *, model="blocks", budget="1GiB", target="--target cpu", status=0):
     line = f"plan {target} {QUICK} --model planned_models:{model} --budget {budget} {words}"
-    return ran(*line.split(), status=status)
+    return ran(line, status=status)
 
 
 def narrow(text):
@@ -138,6 +138,6 @@ def test_a_factory_that_names_cuda_is_planned_without_one():
 def test_the_fewest_gpus_take_several_meshes():
     meshes = "--mesh replicate=1,shard=1 --mesh replicate=1,shard=2"
     line = f"plan --model mlp --fits h100 --parallel hsdp --global-batch 2 {meshes}"
-    found = ran(*line.split())
+    found = ran(line)
     assert "replicate=1,shard=1" in found.output
     assert "replicate=1,shard=2" in found.output

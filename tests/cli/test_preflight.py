@@ -37,7 +37,7 @@ def run(tmp_path, monkeypatch):
             return found
 
         monkeypatch.setattr(preflight, "preflight_program", program)
-        return ran("preflight", "--script", script, *words, "--", "--rate", "1", status=status)
+        return ran("preflight --script", script, *words, "-- --rate 1", status=status)
 
     return invoke
 
@@ -65,7 +65,7 @@ def test_the_status_is_that_of_the_verdicts(run, found, status, text):
 
 
 def test_results_are_written_as_json(run):
-    run([HELD, FAILED], "--json", "found.json", status=1)
+    run([HELD, FAILED], "--json found.json", status=1)
     found = read_json("found.json")
     assert [one["gate"] for one in found["results"]] == ["loop/mode", "loop/zeroed"]
     assert found["steps"] == 8

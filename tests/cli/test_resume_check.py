@@ -87,11 +87,11 @@ def checked(tmp_path, monkeypatch):
     """Return a function that runs the command on a program."""
     monkeypatch.setattr(sys, "executable", warm_python())
 
-    def check(program, *words, given=("--script", "program.py"), status=0):
+    def check(program, *words, given="--script program.py", status=0):
         """Return the lines of the command and its results."""
         (tmp_path / "program.py").write_text(program)
-        options = ["--steps", "8", "--kill-at", "5", "--json", "found.json"]
-        output = call("resume-check", *options, *given, *words, status=status)
+        options = "--steps 8 --kill-at 5 --json found.json"
+        output = call("resume-check", options, given, *words, status=status)
         path = tmp_path / "found.json"
         found = read_json(path) if path.exists() else {}
         names = {one.name for one in tmp_path.iterdir() if one.suffix != ".json"}
@@ -125,9 +125,8 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
 
 def test_a_script_resumes_by_environment_variables(checked):
     by_variables = PLAIN.replace("os.path.exists", "os.environ.get('RESUME') == '1' and str")
-    lines, _ = checked(
-        by_variables, "all", given=("--script", "program.py", "--resume-with", "RESUME=1")
-    )
+    given = "--script program.py --resume-with RESUME=1"
+    lines, _ = checked(by_variables, "all", given=given)
     assert lines[1] == "equal to the bit: 5 steps"
 
 
@@ -147,9 +146,9 @@ def test_numbers_that_nothing_depends_on_are_said_to_change_no_weight(checked):
 @pytest.mark.parametrize(
     ("program", "given", "lacks"),
     [
-        (HUGGING_FACE, ("--trainer", "program.py:make"), set()),
-        (LIGHTNING, ("--trainer", "program.py:make"), {"data order", "generators"}),
-        (ACCELERATE, ("--script", "program.py"), {"generators"}),
+        (HUGGING_FACE, "--trainer program.py:make", set()),
+        (LIGHTNING, "--trainer program.py:make", {"data order", "generators"}),
+        (ACCELERATE, "--script program.py", {"generators"}),
     ],
     ids=["transformers", "lightning", "accelerate"],
 )

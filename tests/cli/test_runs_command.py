@@ -26,7 +26,7 @@ def runs(tmp_path):
 
 
 def test_list_shows_the_checkpoints_of_each_run(runs):
-    output = call("list", runs, "--json", "list.json")
+    output = call("list", runs, "--json list.json")
     assert output.splitlines()[1].split()[:5] == ["first-001", "200", "2", "1", "1"]
     assert len(output.splitlines()) == 2
     (row,) = read_json("list.json")["runs"]
@@ -78,7 +78,7 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
         for step in range(11, 24):
             journal.write("warning", step=step, reason="a word " * 20)
         journal.write("stop", step=24, reason="steps")
-    lines = call("show", folder, "--json", "facts.json").splitlines()
+    lines = call("show", folder, "--json facts.json").splitlines()
     begin = lines.index("attempt 1: start at step 0, up to 12, no record of its end")
     assert lines[begin : begin + 4] == [
         "attempt 1: start at step 0, up to 12, no record of its end",

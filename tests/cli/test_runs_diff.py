@@ -32,7 +32,7 @@ def compare(a, b):
     return difference(*(replace(read_history(run), name=name) for run, name in named))
 
 
-run = functools.partial(ran, "runs", "diff")
+run = functools.partial(ran, "runs diff")
 
 
 def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
@@ -45,7 +45,7 @@ def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
-    ended = run("first", "second")
+    ended = run("first second")
     assert [flat(line) for line in ended.output.splitlines()] == [
         "second resumed from first at step 20",
         "A B",
@@ -64,7 +64,7 @@ def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
         "losses: 6 of 30 common steps, 1 to 30, differ",
         "first at step 25: A 4.04, B 4.54, by +0.5",
     ]
-    assert run("second", "first").output.startswith("second resumed from first at step 20\n")
+    assert run("second first").output.startswith("second resumed from first at step 20\n")
 
 
 def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
@@ -153,13 +153,13 @@ def test_long_names_and_values_keep_to_80_columns(tmp_path):
     long = "n" * 100
     plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
     plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step)
-    assert max(map(len, run(long, "b").output.splitlines())) <= 80
+    assert max(map(len, run(f"{long} b").output.splitlines())) <= 80
 
 
 def test_json_is_complete_and_alone_on_standard_output(tmp_path):
     plant(tmp_path / "runs/a", loss=lambda step: math.nan)
     plant(tmp_path / "runs/b", seed=3)
-    ended = run("a", "b", "--json", "-")
+    ended = run("a b --json -")
     found = json.loads(ended.stdout, parse_constant=lambda word: pytest.fail(word))
     assert found["losses"]["first"] == {"step": 1, "a": "nan", "b": 5.0}
     assert {"name": "config.seed", "a": "(none)", "b": 3} in found["changes"]
@@ -173,6 +173,6 @@ def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(tmp_p
     with Journal(tmp_path / "runs/b", facts=hostile) as journal:
         journal.write("eval", step=1, metric="\x1b[2J", value=1.0)
         journal.write("stop", step=1, reason="\x1b[2J\n\n")
-    ended = run("a", "b")
+    ended = run("a b")
     assert "\x1b" not in ended.output
     assert r"\x1b[31m" in ended.output

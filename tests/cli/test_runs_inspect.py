@@ -17,7 +17,7 @@ from ..command_runs import call
 def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
     values = torch.tensor([[1.0, math.nan]])
     torch.save({"a": torch.ones(3), "b": values, "epoch": 3}, tmp_path / "a.pt")
-    text = call("inspect", "a.pt")
+    text = call("inspect a.pt")
     # Tensors with NaN come first.
     assert text.splitlines()[1].split() == ["b", "1x2", "float32", "1"]
     assert "other values: epoch: 3" in text
@@ -25,7 +25,7 @@ def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
     assert "CRC-32 match" in text
     assert text.splitlines()[-1] == "whole: yes"
 
-    text = call("inspect", "a.pt", "--json", "-")
+    text = call("inspect a.pt --json -")
     found = json.loads(text[text.index("\n{") :])
     assert (found["whole"], found["format"]) == (True, "torch.save file")
     assert [one["nan"] for one in found["tensors"]] == [0, 1]
@@ -34,7 +34,7 @@ def test_inspect_prints_tensors_hashes_and_whether_it_is_whole(tmp_path):
 def test_a_hostile_file_ends_with_1_and_runs_nothing(tmp_path):
     names = "\x1b[2J\n" * 3
     torch.save({names: Call(os.mkdir, str(tmp_path / "canary"))}, tmp_path / "a.pt")
-    text = call("inspect", "a.pt", status=1)
+    text = call("inspect a.pt", status=1)
     assert "wrong: it is hostile: loading it would call posix.mkdir" in text
     assert text.splitlines()[-1] == "whole: no"
     assert "\x1b" not in text

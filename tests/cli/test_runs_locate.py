@@ -19,8 +19,8 @@ from ..command_runs import flat, ran, read_json
 from ..runs.recorded_training import recorded
 from ..warm_python import warm_python
 
-record = functools.partial(ran, "runs", "record")
-locate = functools.partial(ran, "runs", "locate")
+record = functools.partial(ran, "runs record")
+locate = functools.partial(ran, "runs locate")
 
 SCRIPT = """\
 import sys
@@ -121,10 +121,10 @@ def folder(tmp_path, monkeypatch):
 def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(folder, monkeypatch):
     (folder / "train.py").write_text(SCRIPT)
     for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
-        ended = record("--script", "train.py", "--steps", "2", "--out", name, "--", scale)
+        ended = record(f"--script train.py --steps 2 --out {name} -- {scale}")
         assert "recorded 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
-    text = flat(locate("of/mine/A", "B", "--op", "--json", "found.json", status=1).stdout)
+    text = flat(locate("of/mine/A B --op --json found.json", status=1).stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
     assert "aten.mul.Tensor (train.py:17): argument other is 1.0 in A and 1.5 in B" in text
     result = read_json("found.json")
@@ -145,7 +145,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
 def test_a_script_without_a_step_leaves_no_record(folder, text, message):
     (folder / "train.py").write_text(text)
     for _ in "ab":
-        assert message in flat(record("--script", "train.py", "--out", "A", status=2).stderr)
+        assert message in flat(record("--script train.py --out A", status=2).stderr)
 
 
 ROUNDS = """\
@@ -177,20 +177,20 @@ while True:
 
 def record_with(name, **variables):
     with mock.patch.dict(os.environ, variables):
-        record("--script", "rounds.py", "--steps", "2", "--out", name)
+        record(f"--script rounds.py --steps 2 --out {name}")
 
 
 def test_a_measured_tolerance_accepts_rounding(folder):
     (folder / "rounds.py").write_text(ROUNDS)
     record_with("A")
     record_with("B", TORCH_HALVES="1")
-    assert locate("A", "B", status=1).stdout.startswith("step 1, forward: model.0, call 0")
-    ended = locate("A", "B", "--tolerance", "auto")
+    assert locate("A B", status=1).stdout.startswith("step 1, forward: model.0, call 0")
+    ended = locate("A B --tolerance auto")
     assert "differ by rounding alone" in flat(ended.output)
     assert sorted(path.name for path in folder.iterdir()) == ["A", "B", "rounds.py"]
     # A record has no other variables, so C's program would run as A's does.
     record_with("C", HALVES="1")
-    ended = locate("A", "C", "--tolerance", "auto", status=2)
+    ended = locate("A C --tolerance auto", status=2)
     assert "B does not repeat itself (step 1, forward: model.0" in flat(ended.output)
 
 
@@ -200,7 +200,7 @@ def test_the_setting_that_makes_the_difference_is_found(folder):
     record_with("B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
     python = f"{sys.executable} -m curry_train runs record --steps 2"
     command = f"{python} --script {{script}} --out {{out}} -- {{arguments}}"
-    locate("A", "B", "--bisect", command, "--json", "found.json", status=1)
+    locate(f"A B --bisect '{command}' --json found.json", status=1)
     settings = read_json("found.json")["settings"]
     assert settings["variable TORCH_OTHER"] == "makes none"
     assert settings["variable TORCH_EPSILON"].startswith("makes the difference: step 1, forward")
@@ -221,7 +221,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
     monkeypatch.setattr(runs_locate, "_run_template", stand_in)
     for name, fault, value in (("A", "", "1"), ("B", "epsilon", "2")):
         record_as(folder / name, fault, TORCH_ONE=value, TORCH_OTHER=value)
-    text = flat(locate("A", "B", "--bisect", "it", status=1).stdout)
+    text = flat(locate("A B --bisect it", status=1).stdout)
     assert "variable TORCH_ONE: makes none variable TORCH_OTHER: makes none" in text
     assert "all of these together: step 1, forward: model.h.1.ln, call 0" in text
 
@@ -237,7 +237,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
 def test_a_command_that_records_nothing_is_refused(folder, command, text):
     record_as(folder / "A", "", TORCH_OTHER="1")
     record_as(folder / "B", "epsilon", TORCH_OTHER="2")
-    assert text in flat(locate("A", "B", "--bisect", command, status=2).output)
+    assert text in flat(locate(f"A B --bisect '{command}'", status=2).output)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +250,8 @@ def test_a_command_that_records_nothing_is_refused(folder, command, text):
 def test_the_rank_that_differs_is_named(folder, script, first):
     (folder / "ranks.py").write_text(script)
     for name in ("right", "wrong"):
-        record("--script", "ranks.py", "--ranks", "2", "--steps", "2", "--out", name, "--", name)
-    text = flat(locate("right", "wrong", status=1).stdout)
+        record(f"--script ranks.py --ranks 2 --steps 2 --out {name} -- {name}")
+    text = flat(locate("right wrong", status=1).stdout)
     start = json.loads((folder / "right/rank-1.jsonl").read_text().splitlines()[0])
     assert start["environment"]["world_size"] == 2
     assert text.startswith(first)
@@ -261,8 +261,8 @@ def test_the_rank_that_differs_is_named(folder, script, first):
 def test_a_trainer_of_hugging_face_is_recorded(folder):
     (folder / "trainers.py").write_text(TRAINER)
     for name in ("seeded", "other"):
-        record("--trainer", f"trainers.py:{name}", "--steps", "1", "--out", name)
-    text = flat(locate("seeded", "other", status=1).stdout)
+        record(f"--trainer trainers.py:{name} --steps 1 --out {name}")
+    text = flat(locate("seeded other", status=1).stdout)
     assert text.startswith("step 1, forward: model.model.layers.1.input_layernorm, call 0"), text
     assert "variance_epsilon of model.model.layers.1.input_layernorm is 1e-06 in A" in text
 
@@ -270,20 +270,20 @@ def test_a_trainer_of_hugging_face_is_recorded(folder):
 def test_equal_records_end_with_status_0(folder):
     recorded(folder / "A")
     recorded(folder / "B")
-    ended = locate("A", "B")
+    ended = locate("A B")
     assert ended.stdout.startswith("equal: ")
     # A difference on one rank alone is found.
     recorded(folder / "C", "epsilon")
     for name, other in (("A", "B"), ("B", "C")):
         shutil.copy(folder / other / "rank-0.jsonl", folder / name / "rank-1.jsonl")
-    ended = locate("A", "B", status=1)
+    ended = locate("A B", status=1)
     assert "(rank 1 of 2)" in flat(ended.output)
 
 
 def test_a_loop_of_ones_own_cannot_be_run_again(folder):
     recorded(folder / "A")
     recorded(folder / "B", "epsilon")
-    ended = locate("A", "B", "--op", status=2)
+    ended = locate("A B --op", status=2)
     assert "need `runs record`" in flat(ended.output)
-    ended = locate("A", "B", "--bisect", "true {out}", status=2)
+    ended = locate("A B --bisect 'true {out}'", status=2)
     assert "the command sets none of what differs" in flat(ended.output)

@@ -108,7 +108,7 @@ def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
 def test_the_command_draws_and_prints_figures(tmp_path):
     plant_eventful(tmp_path / "runs/one")
     plant(tmp_path / "runs/two")
-    ended = ran("runs", "plot", "one", "two", "one", "--out", "both.png", "--json", "-")
+    ended = ran("runs plot one two one --out both.png --json -")
     assert ended.stderr == "2 runs drawn as both.png\n"
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     one, two = json.loads(ended.stdout)["runs"]

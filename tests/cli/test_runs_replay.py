@@ -114,8 +114,8 @@ BOX = "run/boxes/step-00000014"
 
 def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypatch):
     before = sorted(trained.rglob("*"))
-    words = (BOX, "--script", "train.py", "--times", "2", "--json", "found.json", "--", "1", "16")
-    output = replay(monkeypatch, trained, *words)
+    options = "--script train.py --times 2 --json found.json -- 1 16"
+    output = replay(monkeypatch, trained, BOX, options)
     assert "repeats to the bit: 4 losses of the run are equal, and the parameters" in output
     assert "step 14, forward: aten.log.default in no module of the model, train.py:14" in output
     found = read_json("found.json")
@@ -127,10 +127,10 @@ def test_a_step_repeats_to_the_bit_and_its_operation_is_named(trained, monkeypat
 
 
 def test_other_arguments_are_said_to_compute_something_else(trained, monkeypatch):
-    output = replay(monkeypatch, trained, BOX, "--script", "train.py", "--", "2", "16", status=1)
+    output = replay(monkeypatch, trained, BOX, "--script train.py -- 2 16", status=1)
     assert "does not repeat what the run computed, though the repeats are equal" in output
     assert "the program ended before step 14" in replay(
-        monkeypatch, trained, BOX, "--script", "train.py", "--", "1", "12", status=2
+        monkeypatch, trained, BOX, "--script train.py -- 1 12", status=2
     )
 
 
@@ -138,7 +138,7 @@ def test_a_box_of_another_model_is_refused(trained, tmp_path, monkeypatch):
     shutil.copytree(trained / BOX, tmp_path / "box")
     (tmp_path / "train.py").write_text(SCRIPT.replace("16)", "17)").replace("(16, 1", "(17, 1"))
     assert "tensors match" in replay(
-        monkeypatch, tmp_path, "box", "--script", "train.py", "--", "1", "16", status=2
+        monkeypatch, tmp_path, "box --script train.py -- 1 16", status=2
     )
 
 
@@ -146,8 +146,8 @@ def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
     """A rank other than the first has the bad operation, and compiled code runs uncompiled."""
     (tmp_path / "ranks.py").write_text(RANKS)
     subprocess.run([warm_python(), "ranks.py"], cwd=tmp_path, check=True)
-    box = "ranks/boxes/step-00000008"
-    output = replay(monkeypatch, tmp_path, box, "--script=ranks.py", "--times=2")
+    line = "ranks/boxes/step-00000008 --script=ranks.py --times=2"
+    output = replay(monkeypatch, tmp_path, line)
     assert "repeats to the bit: 3 losses of the run are equal, and the parameters" in output
     assert "step 8, forward: aten.log.default in the model itself, ranks.py:23" in output
     assert "the operations are those of a repeat without it" in output

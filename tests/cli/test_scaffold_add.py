@@ -35,26 +35,26 @@ def test_add_into_flat_layout_from_elsewhere_runs_too(bundle, tmp_path, inside, 
     write(root / "mylib/__init__.py", "")
     if tests_init:
         write(root / "tests/__init__.py", "")
-    command = after(scaffold(bundle, "add", "sac", "--into", root / inside).stdout, "Next:")
+    command = after(scaffold(bundle, "add sac --into", root / inside).stdout, "Next:")
     assert command == "cd 'my repository' && python -m pytest tests/test_sac.py"
     ran = shell(command)
     assert "1 passed" in ran.stdout, ran.stdout
 
 
 def test_add_into_a_project_of_new(bundle):
-    scaffold(bundle, "new", "run")
-    assert "use --into" in refusal(bundle, "add", "sac", "--into", "run")
-    scaffold(bundle, "add", "sac", "--into", "run/techniques")
+    scaffold(bundle, "new run")
+    assert "use --into" in refusal(bundle, "add sac --into run")
+    scaffold(bundle, "add sac --into run/techniques")
     # The project is still the same project.
-    assert "Nothing to do" in scaffold(bundle, "update", "run").stdout
+    assert "Nothing to do" in scaffold(bundle, "update run").stdout
 
 
 @pytest.mark.parametrize("package", ["mylib", "new"])
 def test_add_twice_changes_nothing(bundle, repository, package):
-    arguments = ("add", "grad-accum", "--into", f"src/{package}/training")
-    scaffold(bundle, *arguments)
+    line = f"add grad-accum --into src/{package}/training"
+    scaffold(bundle, line)
     before = times(repository)
-    again = scaffold(bundle, *arguments)
+    again = scaffold(bundle, line)
     assert times(repository) == before
     assert "Nothing to do" in again.stdout
 
@@ -63,18 +63,18 @@ def test_add_refuses_a_foreign_file_before_it_writes(bundle, repository):
     write(repository / "src/mylib/training/__init__.py", "")
     write(repository / "src/mylib/training/blocks.py", "MINE = 1\n")
     before = tree(repository)
-    refused = refusal(bundle, "add", "sac", "--into", "src/mylib/training")
+    refused = refusal(bundle, "add sac --into src/mylib/training")
     assert "in the way: src/mylib/training/blocks.py. Move them" in refused
     assert tree(repository) == before
-    added = scaffold(bundle, "add", "sac", "--into", "src/mylib/training/techniques")
+    added = scaffold(bundle, "add sac --into src/mylib/training/techniques")
     assert after(added.stdout, "Next:") == "PYTHONPATH=src python -m pytest tests/test_sac.py"
 
 
 def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_deleted(
     bundle, repository
 ):
-    arguments = ("add", "sac", "--into", "src/mylib/training")
-    scaffold(bundle, *arguments)
+    line = "add sac --into src/mylib/training"
+    scaffold(bundle, line)
     package = repository / "src/mylib/training"
     write(package / "sac.py", "EDITED = True\n")
     (package / "checkpointed.py").unlink()
@@ -83,9 +83,9 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
     newer = "def find_blocks():\n    return ['newer']\n"
     write(bundle.package / "core/blocks.py", newer)
     before = tree(repository)
-    planned = scaffold(bundle, *arguments, "--dry-run")
+    planned = scaffold(bundle, line, "--dry-run")
     assert tree(repository) == before
-    done = scaffold(bundle, *arguments)
+    done = scaffold(bundle, line)
     assert done.stdout.startswith(planned.stdout.replace("Dry run: would write", "Wrote"))
     assert "keep       src/mylib/training/sac.py" in done.stdout
     assert (package / "sac.py").read_text() == "EDITED = True\n"
@@ -93,7 +93,7 @@ def test_add_again_updates_the_others_keeps_edits_and_brings_back_what_was_delet
     assert (package / "__init__.py").is_file()
     assert (package / "blocks.py").read_text() == newer
     assert (package / "blocks.py").stat().st_mode & 0o777 == 0o640
-    scaffold(bundle, *arguments, "--overwrite")
+    scaffold(bundle, line, "--overwrite")
     assert "def apply_sac" in (package / "sac.py").read_text()
 
 
@@ -104,19 +104,19 @@ def test_add_does_not_follow_a_link_out_of_the_project(bundle, repository, tmp_p
     shutil.rmtree(repository / "tests")
     (repository / link).parent.mkdir(exist_ok=True)
     (repository / link).symlink_to(outside)
-    assert "out of" in refusal(bundle, "add", "sac", "--into", "src/mylib/training")
+    assert "out of" in refusal(bundle, "add sac --into src/mylib/training")
     assert tree(outside) == {}
 
 
 def test_add_goes_to_one_package_of_a_project(bundle, repository):
-    scaffold(bundle, "add", "grad-accum", "--into", "src/mylib/training")
-    refused = refusal(bundle, "add", "sac", "--into", "src/mylib/other")
+    scaffold(bundle, "add grad-accum --into src/mylib/training")
+    refused = refusal(bundle, "add sac --into src/mylib/other")
     assert f"use --into {repository}/src/mylib/training" in refused
 
 
 @pytest.mark.parametrize("technique", TOOLS, ids=lambda technique: technique.name)
 def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path):
-    done = scaffold(REAL, "add", technique.name, "--into", "training")
+    done = scaffold(REAL, f"add {technique.name} --into training")
     assert tree(tmp_path) == {}
     assert done.stdout.startswith(
         f"{technique.name} is a tool; nothing is copied. Run:\n  curry-train "
@@ -125,7 +125,7 @@ def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path
 
 @pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
 def test_add_prints_a_dependency_and_lines_of_valid_python(technique, tmp_path):
-    done = scaffold(REAL, "add", technique.name, "--into", "training")
+    done = scaffold(REAL, f"add {technique.name} --into training")
     assert tree(tmp_path) == {}
     assert done.stdout.startswith("Nothing is copied without --own.\n")
     assert re.search(r'^Dependency:\n  "curry-train==[\d.]+"$', done.stdout, re.MULTILINE)
@@ -135,7 +135,7 @@ def test_add_prints_a_dependency_and_lines_of_valid_python(technique, tmp_path):
 
 def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path):
     write(tmp_path / "setup.py", "")
-    scaffold(REAL, "add", "checkpoint-policy", "--own", "--into", "saving")
+    scaffold(REAL, "add checkpoint-policy --own --into saving")
     write(tmp_path / "use.py", USE_SAVING)
     python = warm_python()
     assert shell(f"{python} use.py").stdout == "None\n"

@@ -4,7 +4,6 @@ Run: `python -m pytest tests/cli/test_scaffold_commands.py`.
 """
 
 import errno
-import shlex
 import subprocess
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from .scaffold_case import REAL, edit, refusal, scaffold, tree, write
 
 
 def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
-    done = scaffold(bundle, "new", "run", "--dry-run")
+    done = scaffold(bundle, "new run --dry-run")
     assert "train.py" in done.stdout
     assert "Next:" not in done.stdout
     assert not (tmp_path / "run").exists()
@@ -25,13 +24,13 @@ def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
 
 def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle, tmp_path):
     (tmp_path / "here").mkdir()
-    assert "name a new folder" in refusal(bundle, "new", ".", cwd=tmp_path / "here")
+    assert "name a new folder" in refusal(bundle, "new .", cwd=tmp_path / "here")
     assert not [*(tmp_path / "here").iterdir()]
 
 
 def test_new_goes_on_in_the_folder_of_a_start_that_was_killed(bundle, tmp_path):
     write(tmp_path / "run/.curry-train-staged-1/0", "")
-    scaffold(bundle, "new", "run")
+    scaffold(bundle, "new run")
     assert not [*(tmp_path / "run").glob(".curry-train-staged-*")]
 
 
@@ -68,7 +67,7 @@ def test_diff_patch_turns_the_users_files_into_the_bundles(bundle, project):
     write(project / "README.md", "# Mine")
     (project / "pyproject.toml").unlink()
     edit(bundle.project / "train.py", "if __name__ == '__main__':\n    main()\n", "main()")
-    shown = scaffold(bundle, "diff", "--patch").stdout
+    shown = scaffold(bundle, "diff --patch").stdout
     assert "\n-# Mine\n\\ No newline at end of file\n+# run\n" in shown
     subprocess.run(["git", "apply", "-"], cwd=project, input=shown, text=True, check=True)
     assert scaffold(bundle, "diff").stdout.endswith("5 files: 5 as it came\n")
@@ -123,7 +122,7 @@ def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
     torn = Lock("0", files={"a": Base("0", b"x" * 99)}).to_bytes().replace(b'"eN', b'"eX')
     (write(place / "torn/curry-train.lock", "")).write_bytes(torn)
     before = tree(tmp_path)
-    refused = refusal(bundle, *shlex.split(line.replace("LONG", "x" * 300)), cwd=place)
+    refused = refusal(bundle, line.replace("LONG", "x" * 300), cwd=place)
     assert refused.startswith("Error: ")
     assert message.strip() in refused
     assert "Traceback" not in refused
@@ -131,16 +130,11 @@ def test_a_mistake_gets_one_line_and_status_2(bundle, tmp_path, row):
 
 
 @pytest.mark.parametrize("writes", [0, 1])
-@pytest.mark.parametrize("name", ["new", "add", "update"])
+@pytest.mark.parametrize("line", ["new other", "add sac --into package", "update run"])
 def test_an_unwritable_folder_gets_one_line_and_no_files(
-    bundle, tmp_path, monkeypatch, name, writes
+    bundle, tmp_path, monkeypatch, line, writes
 ):
-    arguments = {
-        "new": ["new", "other"],
-        "add": ["add", "sac", "--into", "package"],
-        "update": ["update", "run"],
-    }
-    scaffold(bundle, "new", "run")
+    scaffold(bundle, "new run")
     write(bundle.package / "core/blocks.py", "def find_blocks():\n    return ['newer']\n")
     edit(bundle.project / "train.py", "Train a model.", "Train a model, faster.")
     genuine = Path.write_bytes
@@ -156,7 +150,7 @@ def test_an_unwritable_folder_gets_one_line_and_no_files(
     before = tree(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "write_bytes", refuse)
-        message = refusal(bundle, *arguments[name])
+        message = refusal(bundle, line)
     assert message.startswith(f"Error: {tmp_path}")
     assert message.endswith(": No space left on device")
     assert tree(tmp_path) == before

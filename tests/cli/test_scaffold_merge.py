@@ -29,7 +29,7 @@ def test_update_handles_each_file_by_its_state(bundle, project):
     edit(bundle.project / "train.py", '"""Train a model."""', '"""Train a model, faster."""')
     edit(bundle.project / "README.md.jinja", "Read train.py.", "Read train.py first.")
 
-    planned = scaffold(bundle, "update", "--dry-run")
+    planned = scaffold(bundle, "update --dry-run")
     done = scaffold(bundle, "update")
     assert done.stderr == ""
     assert planned.stdout.replace("Dry run: would write", "Wrote") == done.stdout
@@ -72,7 +72,7 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     edit(bundle.project / "README.md.jinja", "Read train.py.", "Read config.yaml.")
     edit(bundle.project / ".gitignore", "/runs/", "/runs/\n/build/")
     before = tree(project)
-    scaffold(bundle, "update", "--dry-run", status=1)
+    scaffold(bundle, "update --dry-run", status=1)
     assert tree(project) == before
     for _ in range(2):  # it is a conflict until it is resolved
         done = scaffold(bundle, "update", status=1)
@@ -97,7 +97,7 @@ def test_update_brings_what_several_calls_added_with_its_new_imports(bundle, tmp
     write(root / "setup.py", "")
     write(root / "mylib/__init__.py", "")
     for technique in ("grad-accum", "sac"):
-        scaffold(bundle, "add", technique, "--into", root / "mylib/training", cwd=root)
+        scaffold(bundle, f"add {technique} --into mylib/training", cwd=root)
     edit(bundle.package / "primitives/grad_accum.py", "return 4", "return 'newer'")
     edit(
         root / "mylib/training/sac.py",

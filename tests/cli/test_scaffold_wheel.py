@@ -87,7 +87,7 @@ def environment(tmp_path_factory):
 def installed(environment, clone, tmp_path_factory):
     """Make a project, move it, and install its wheel from its own folder."""
     folder = tmp_path_factory.mktemp("new")
-    scaffold(clone, "new", "my-run", cwd=folder)
+    scaffold(clone, "new my-run", cwd=folder)
     moved = (folder / "my-run").rename(tmp_path_factory.mktemp("moved") / "elsewhere")
     pin = next(
         text
@@ -108,8 +108,8 @@ def test_installed_package_makes_the_same_project_and_techniques_as_the_clone(
     write(tmp_path / "ours/setup.py", "")
     theirs = f"{environment}/bin/curry-train"
     shell(f"{theirs} new run && cd theirs && {theirs} add sac --into owned")
-    scaffold(clone, "new", "other", "--name", "run")
-    scaffold(clone, "add", "sac", "--into", "owned", cwd=tmp_path / "ours")
+    scaffold(clone, "new other --name run")
+    scaffold(clone, "add sac --into owned", cwd=tmp_path / "ours")
     theirs = tree(tmp_path / "run")
     ours = tree(tmp_path / "other")
     packed = [
@@ -134,7 +134,7 @@ def test_project_passes_its_own_tests_without_the_bundle(environment, installed,
 
 
 def test_make_train_creates_the_environment_once_and_trains(environment, clone, tmp_path):
-    scaffold(clone, "new", "run")
+    scaffold(clone, "new run")
     project = tmp_path / "run"
     shutil.copytree(environment, project / ".venv", symlinks=True)
     offline = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "BASE_PYTHON": sys.executable}
@@ -148,7 +148,7 @@ def test_make_train_creates_the_environment_once_and_trains(environment, clone, 
 
 
 def test_owned_project_passes_its_own_tests_without_the_package(environment, clone, tmp_path):
-    scaffold(clone, "new", "run", "--own")
+    scaffold(clone, "new run --own")
     here = "Path(curry_train.__file__).parents[1] == Path(__file__).parent"
     write(
         tmp_path / "run/conftest.py",

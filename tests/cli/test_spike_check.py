@@ -5,6 +5,7 @@ python -m pytest tests/cli/test_spike_check.py
 
 import copy
 import logging
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ TINY = (
     "evaluate={every: 20, samples: 16}",
     "spike={action: rollback, window: 16}",
 )
-CHECK = ("runs", "spike-check", "--steps", "44", "--at", "34", "--runs", "kept", *TINY)
+CHECK = f"runs spike-check --steps 44 --at 34 --runs kept {shlex.join(TINY)}"
 SIZES = {"steps": 44, "at": 34, "num_windows": 4}
 
 
@@ -37,7 +38,7 @@ def checked(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(logging.getLogger("curry_train.runs.spike"), "filter", heard.append)
-        done = ran(*CHECK, "--windows", "4", "--json", "spike.json")
+        done = ran(CHECK, "--windows 4 --json spike.json")
     assert not heard, "the result has what the log would say"
     return done, read_json(folder / "spike.json"), folder
 
@@ -79,7 +80,7 @@ def test_a_rollback_that_restores_no_weights_is_caught(tmp_path, monkeypatch):
 
 
 def test_a_missed_spike_is_reported(tmp_path):
-    text = flat(ran(*CHECK, "--windows", "1", "--json", "x.json", status=1).stdout)
+    text = flat(ran(CHECK, "--windows 1 --json x.json", status=1).stdout)
     assert "NOT found: no 3 steps in a row (spike.patience) had a loss above the limit" in text
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["recovered-001"]
     assert read_json("x.json")["losses"].keys() == {"recovered"}

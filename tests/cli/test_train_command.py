@@ -18,24 +18,18 @@ from ..command_runs import flat, ran, read_json, wait_for
 from ..journals import column
 from ..tree import ROOT
 
-TINY = [
-    "model=tests.training_models:tiny",
-    "batch_size=4",
-    "microbatch=2",
-    "evaluate.samples=4",
-    "device=cpu",
-]
+TINY = "model=tests.training_models:tiny batch_size=4 microbatch=2 evaluate.samples=4 device=cpu"
 RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_train train"
 
 
 def trained(*words, status=0):
     """Return the result of the command for the tiny model."""
-    return ran("train", *TINY, *words, status=status)
+    return ran("train", TINY, *words, status=status)
 
 
 def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
-    first = trained("--json", "end.json", "--seed", "3")
+    first = trained("--json end.json --seed 3")
     assert first.stderr == ""
     assert first.stdout.endswith(
         "\n4 steps done, saved as runs/mine-001/recovery/step-00000004.dcp\n"
@@ -44,15 +38,13 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
     assert 4 < ended["dev_loss"] < 6
     assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()
-    assert trained("--resume", "latest").stdout.endswith(
+    assert trained("--resume latest").stdout.endswith(
         "\nnothing to do: runs/mine-001 has its 4 steps; increase steps= to go on\n"
     )
 
 
 def test_a_loss_that_is_not_finite_ends_with_status_1():
-    error = flat(
-        trained("optimizer.learning_rate=1e18", "clip_norm=null", "steps=9", status=1).stderr
-    )
+    error = flat(trained("optimizer.learning_rate=1e18 clip_norm=null steps=9", status=1).stderr)
     assert "The weights were not changed" in error
     assert "Traceback" not in error
 
@@ -90,23 +82,22 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=stop, daemon=True).start()
-    long = ("steps=100000", "log.every=1000")
-    lines = trained(*long, "--seed", "3", status=128 + signal.SIGTERM).stdout.splitlines()[-2:]
+    long = "steps=100000 log.every=1000"
+    lines = trained(long, "--seed 3", status=128 + signal.SIGTERM).stdout.splitlines()[-2:]
     assert lines[0].startswith("stopped by SIGTERM after step ")
-    words = " ".join([*TINY, *long])
-    assert lines[1] == f"go on with --resume run-001 {words} seed=3"
+    assert lines[1] == f"go on with --resume run-001 {TINY} {long} seed=3"
     step = int(lines[0].split()[5].strip(","))
-    resumed = trained("seed=3", "--resume", "run-001", f"steps={step + 2}")
+    resumed = trained(f"seed=3 --resume run-001 steps={step + 2}")
     assert f"from step {step}\n" in resumed.stdout
     assert column(journal.parent, "step", "step") == list(range(1, step + 3))
 
 
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
-    words = [*RANKS.split(), *TINY, "steps=100000", "parallel=fsdp2", "log.every=1000"]
+    line = f"{RANKS} {TINY} steps=100000 parallel=fsdp2 log.every=1000"
     paths = f"{ROOT}/template:{ROOT}"
     process = subprocess.Popen(
-        words,
+        line.split(),
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
         stdout=subprocess.PIPE,
@@ -127,6 +118,6 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
 
 
 def test_a_resume_says_which_settings_are_no_longer_those_of_the_first_start():
-    trained("steps=1", "optimizer.learning_rate=2e-3")
-    resumed = trained("steps=2", "--resume", "latest")
+    trained("steps=1 optimizer.learning_rate=2e-3")
+    resumed = trained("steps=2 --resume latest")
     assert "optimizer.learning_rate: 0.002 -> 0.003" in flat(resumed.output)

@@ -5,7 +5,6 @@ python -m pytest tests/cli/test_wrong_usage.py
 
 import importlib.util
 import json
-import shlex
 import sys
 
 import pytest
@@ -268,7 +267,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
 def test_a_mistake_is_one_message_and_status_2_and_writes_nothing(row, folder):
     line, _, message = row.partition("|")
-    ended = ran(*shlex.split(line.replace("PLAN", PLAN)), status=2)
+    ended = ran(line.replace("PLAN", PLAN), status=2)
     assert message.strip() in flat(ended.stderr)
     assert "Traceback" not in ended.output
     assert "no line of yours" not in ended.output
@@ -288,7 +287,7 @@ QUICK = {
 
 @pytest.mark.parametrize("command", ["memory", "validate"])
 def test_json_on_standard_output_is_json_alone_where_a_factory_prints(command):
-    ended = ran(*shlex.split(f"{QUICK[command]} --json -"))
+    ended = ran(f"{QUICK[command]} --json -")
     assert json.loads(ended.stdout)["command"]
     assert "building" in ended.stderr
 
@@ -304,16 +303,16 @@ def test_json_on_standard_output_is_json_alone_where_another_process_prints(fold
 def test_a_path_below_the_home_folder_is_found_where_the_shell_leaves_it(folder, monkeypatch):
     monkeypatch.setenv("HOME", str(folder / "folder"))
     (folder / "folder/net_at_home.py").write_text(MODELS)
-    ran(*shlex.split("memory --model=~/net_at_home.py:blocks --json=~/found.json"))
+    ran("memory --model=~/net_at_home.py:blocks --json=~/found.json")
     assert read_json("folder/found.json")["workload"]
-    shown = ran("train", "--show-config", "runs=~/kept", "data.source=workload")
+    shown = ran("train --show-config runs=~/kept data.source=workload")
     assert f"runs: {folder}/folder/kept\n" in shown.stdout, shown.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("command", QUICK)
 def test_a_missing_device_ends_with_status_3(command):
-    ended = ran(*shlex.split(f"{QUICK[command]} --device cuda"), status=3)
+    ended = ran(f"{QUICK[command]} --device cuda", status=3)
     assert "no CUDA device" in ended.stderr
 
 
@@ -322,5 +321,5 @@ def test_a_missing_matplotlib_is_reported_before_the_work_begins(name, monkeypat
     command = main.load(name)
     # Finding a command calls `find_spec`, too.
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
-    refused = ran("--model", "mlp", "--plot", "x.png", command=command, status=2)
+    refused = ran("--model mlp --plot x.png", command=command, status=2)
     assert "pip install 'matplotlib" in flat(refused.stderr)

@@ -44,12 +44,9 @@ def test_a_failure_for_another_reason_is_not_explained_by_sparse_gradients():
 
 
 def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(tmp_path):
-    gates = ("sac/parity-regions", "checkpoint-policy/bitwise", "recompute/off")
-    words = [word for gate in gates for word in ("--gate", gate)]
+    gates = "--gate sac/parity-regions --gate checkpoint-policy/bitwise --gate recompute/off"
     path = tmp_path / "a.json"
-    ended = ran(
-        "validate", "--model", "tests.gates.constructs:own_generator", *words, "--json", path
-    )
+    ended = ran("validate --model tests.gates.constructs:own_generator", gates, "--json", path)
     output, data = flat(ended.output), json.loads(path.read_text())
     assert output.count("layers.0.generator to layers.2.generator: state stays") == 1
     assert "1 held, 0 failed, 2 not applicable" in output

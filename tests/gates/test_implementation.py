@@ -50,11 +50,11 @@ def test_a_foreign_implementation_is_checked_in_place_of_ours(monkeypatch, tmp_p
     (tmp_path / "my_foreign.py").write_text(FOREIGN)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.syspath_prepend(tmp_path)
-    words = ["validate", "--device", "cpu", "--model", "shrink=2:transformer"]
-    words += ["--impl", "recompute_blocks=my_foreign:Layers.again"]
-    ended = ran(*words, "--gate", "recompute/parity-full", "--gate", "recompute/flops")
+    line = "validate --device cpu --model shrink=2:transformer"
+    line += " --impl recompute_blocks=my_foreign:Layers.again"
+    ended = ran(line, "--gate recompute/parity-full --gate recompute/flops")
     assert "2 held, 0 failed, 0 not applicable" in ended.output
     assert "my_foreign:Layers.again in place of our recompute_blocks" in ended.output
     assert "2 gates ran your model, 2 its loss, 2 your implementation" in ended.output
-    ended = ran(*words, "--gate", "recompute/parity-sequential", status=2)
+    ended = ran(line, "--gate recompute/parity-sequential", status=2)
     assert "takes no --impl; it runs only without it" in flat(ended.stderr)

@@ -60,25 +60,25 @@ def test_a_model_that_does_not_fit_is_refused_and_not_made_with_values(
         "    return model, torch.ones(2, 1024)\n"
     )
     monkeypatch.chdir(tmp_path)
-    shown = ran("memory", "--model", "large.py:build")
+    shown = ran("memory --model large.py:build")
     assert "run on shapes alone, a step of build with 2 samples takes at least" in shown.output
     for command in (
         "bench --model large.py:build",
         "validate --model large.py:build --gate sac/off",
         "savings --model large.py:build --out nowhere",
     ):
-        words = flat(ran(*command.split(), status=2).output)
+        words = flat(ran(command, status=2).output)
         assert "takes at least" in words
         assert "and 1.00 MiB is available: curry-train plan runs it on shapes alone" in words
 
 
 def test_memory_runs_on_shapes_where_the_real_step_does_not_fit(no_room, monkeypatch):
-    command = ("memory", "--model", "mlp")
+    command = "memory --model mlp"
     monkeypatch.setattr(Case, "build", lambda case: pytest.fail("the model was built for real"))
-    on_shapes = results(*command)
+    on_shapes = results(command)
     assert "takes at least" in on_shapes["on_shapes"]
-    assert "on shapes alone" in flat(ran(*command, "--on-shapes").output)
+    assert "on shapes alone" in flat(ran(command, "--on-shapes").output)
     monkeypatch.undo()
-    real = results(*command)
+    real = results(command)
     assert real["on_shapes"] is None
     assert real["timeline"]["peak"] == on_shapes["timeline"]["peak"]

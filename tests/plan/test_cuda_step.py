@@ -192,8 +192,8 @@ def test_the_command_writes_the_figures_and_takes_the_users_optimizer(tmp_path, 
         "    return torch.optim.AdamW(module.parameters(), fused=True)\n"
     )
     monkeypatch.chdir(tmp_path)
-    options = ["--model", "mlp", "--budget", "2GiB", "--target", "l4", "--json", "plan.json"]
-    ran("plan", *options, "--optimizer", "own_optimizer:fused")
+    options = "--optimizer own_optimizer:fused --json plan.json"
+    ran("plan --model mlp --budget 2GiB --target l4", options)
     written = read_json("plan.json")
     first, last = (written[f"{name}reserved_bytes"] for name in ("first_step_", ""))
     assert 0 < written["allocated_bytes"] <= first <= last

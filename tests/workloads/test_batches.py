@@ -180,9 +180,9 @@ def test_an_object_that_can_not_be_cut_is_taken_whole():
 
 
 def test_an_object_that_can_not_be_cut_sets_the_batch_size_of_commands():
-    arguments = ["validate", "--model", f"{__file__}:reads", "--gate", "recompute/parity-full"]
-    ran(*arguments)
-    refused = ran(*arguments, "--batch-size", "3", status=2)
+    line = f"validate --model {__file__}:reads --gate recompute/parity-full"
+    ran(line)
+    refused = ran(line, "--batch-size 3", status=2)
     assert "reads has one batch of 1, which can't be divided" in refused.output
 
 

@@ -133,7 +133,7 @@ def test_a_step_of_what_is_read_is_the_scripts_own_first_step(folder, monkeypatc
 
 def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     (folder / "train.py").write_text(SCRIPTS["argparse_main"])
-    ended = ran("memory", "--script", "train.py", "--factory", "kept.py", "--", "--lr", "0.5")
+    ended = ran("memory --script train.py --factory kept.py -- --lr 0.5")
     assert "wrote kept.py: use it as --model kept.py:build" in ended.output
     assert "AdamW, lr 0.5" in ended.output
     factory = load_workload("kept.py:build")

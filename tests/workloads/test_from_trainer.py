@@ -255,33 +255,33 @@ def test_parts_in_eval_mode_stay_so_while_a_loss_is_tried():
 
 @pytest.mark.filterwarnings("ignore")
 def test_commands_take_a_trainer_in_place_of_a_model(theirs):
-    source = ["--trainer", "their_trainers:hugging_face_bf16"]
-    output = flat(ran("memory", *source).output)
+    source = "--trainer their_trainers:hugging_face_bf16"
+    output = flat(ran("memory", source).output)
     assert "batch size 4," in output
     assert "2 batches a step" in output
-    ran("validate", *source, "--gate", "recompute/parity-full")
+    ran("validate", source, "--gate recompute/parity-full")
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_commands_use_the_trainers_optimizer_and_step(theirs, tmp_path):
-    source = ["--trainer", "their_trainers:accelerator"]
-    ended = ran("bench", *source, "--steps", "1", "--warmup", "0")
+    source = "--trainer their_trainers:accelerator"
+    ended = ran("bench", source, "--steps 1 --warmup 0")
     assert "float32, SGD, on cpu" in ended.output
-    ended = ran("plan", *source, "--budget", "1MiB")
+    ended = ran("plan", source, "--budget 1MiB")
     assert "as it is, 8 samples" in ended.output
-    ran("savings", *source, "--strategy", "full", "--repeats", "1", "--out", str(tmp_path))
+    ran("savings", source, "--strategy full --repeats 1 --out", tmp_path)
     assert [row["batch_size"] for row in read_json(tmp_path / "savings.json")["rows"]] == [4, 4]
     # That of the SGD that the Accelerator has prepared.
-    assert results("grad-flow", *source, "--steps", "1")["learning_rate"] == 0.1
+    assert results("grad-flow", source, "--steps 1")["learning_rate"] == 0.1
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     out = tmp_path / "test_gates.py"
-    words = ["gen-tests", "--trainer", "their_trainers:accelerator", "--gate", "recompute"]
-    monkeypatch.setattr(sys, "orig_argv", ["python", "curry-train", *words])
-    ran(*words, "--out", str(out))
-    found = runpy.run_path(str(out))
+    line = "gen-tests --trainer their_trainers:accelerator --gate recompute"
+    monkeypatch.setattr(sys, "orig_argv", f"python curry-train {line}".split())
+    ran(line, "--out", out)
+    found = runpy.run_path(out)
     assert found["MODEL"] == "trainer=their_trainers:accelerator"
     assert load_workload(found["MODEL"]).own_batch == 4
     assert "--trainer their_trainers:accelerator" in out.read_text()

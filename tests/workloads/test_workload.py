@@ -288,7 +288,7 @@ CONFIGURATIONS = {
 def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architecture):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGURATIONS[architecture] | {"architectures": [architecture]}))
-    ended = ran("memory", "--model", "org/name", "--model-config", str(path), "--json", "-")
+    ended = ran("memory --model org/name --model-config", path, "--json -")
     assert json.loads(ended.stdout)["workload"] == "org/name"
     assert architecture in ended.stderr
     path.write_text(json.dumps({"architectures": ["NoSuchModel"]}))
