@@ -560,7 +560,7 @@ def strike_many(folder: Path, number: int, wanted: int, world: int) -> Figures:
             blows += wild and not history.finished
         wrong += history.wrong
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"{world} ranks: {blows} of {wanted}", file=sys.stderr, flush=True)
+        print(f"{world} ranks: {blows} of {wanted}", file=sys.stderr)
     return {"blows": blows, "wrong": wrong}
 
 

@@ -273,7 +273,7 @@ def torture_peer(peer: Peer) -> Figures:
     for name, part in parts.items():
         with tempfile.TemporaryDirectory(prefix="peer-") as folder:
             found[name] = part(peer, Path(folder))
-        print(name, found[name], file=sys.stderr, flush=True)
+        print(name, found[name], file=sys.stderr)
     return found
 
 
