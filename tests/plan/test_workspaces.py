@@ -44,8 +44,17 @@ def test_backward_copies_a_convolution_to_channels_last_by_hand():
     assert workspaces(model, dtype=torch.bfloat16)[1] == ("weight", 2 * halves)
 
 
+@pytest.mark.parametrize(
+    ("memory_format", "calls"),
+    [(torch.contiguous_format, []), (torch.channels_last, ["forward", "weight"])],
+)
+def test_filters_of_one_channel_are_calls_of_cudnn_in_channels_last_alone(memory_format, calls):
+    model = images(lambda: nn.Conv2d(4, 4, 3, groups=4), channels=4, memory_format=memory_format)
+    assert workspaces(model) == [(kind, 0) for kind in calls]
+
+
 def test_the_gradient_of_the_input_is_a_call_of_its_own():
-    """A convolution by filters of one channel is none of cuDNN's."""
+    """A convolution by filters of one channel is none of cuDNN's, with channels first."""
     model = images(
         lambda: nn.Sequential(
             nn.Conv2d(3, 4, 1), *(nn.Conv2d(4, 4, 3, groups=groups) for groups in (2, 4))

@@ -55,8 +55,8 @@ def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution
         num_bytes = _layout_copies(x, gradient, weight)
     else:
         return
-    if 1 < groups == x.shape[1]:
-        return  # torch has kernels of its own for filters of one channel
+    if 1 < groups == x.shape[1] and x.stride(1) > 1:
+        return  # torch has kernels of its own for filters of one channel, unless channels are last
     settings = tuple(str(value) for value in args if isinstance(value, list | int))
     for kind in kinds:
         yield Convolution(place, (kind, x.shape, weight.shape, settings), num_bytes)
