@@ -53,6 +53,12 @@ def test_filters_of_one_channel_are_calls_of_cudnn_in_channels_last_alone(memory
     assert workspaces(model) == [(kind, 0) for kind in calls]
 
 
+def test_windows_of_one_pixel_are_copied_where_they_have_many_channels():
+    model = images(lambda: nn.Conv2d(1024, 1024, 1, bias=False), channels=1024)
+    numbers = 2 * 2 * 1024 * SIZE**2 + 1024**2
+    assert workspaces(model) == [("forward", 0), ("weight", 4 * numbers)]
+
+
 def test_the_gradient_of_the_input_is_a_call_of_its_own():
     """A convolution by filters of one channel is none of cuDNN's, with channels first."""
     model = images(
@@ -67,7 +73,7 @@ def test_the_gradient_of_the_input_is_a_call_of_its_own():
 @pytest.mark.parametrize(
     "workload",
     [
-        # Of one pixel, with channels side by side already, and of too few filters.
+        # Of one pixel and few channels, with channels side by side already, and of too few filters.
         images(lambda: nn.Conv2d(256, 256, 1), channels=256),
         images(lambda: nn.Conv2d(64, 64, 3), channels=64, memory_format=torch.channels_last),
         images(lambda: nn.Conv2d(3, 32, 3)),

@@ -2,12 +2,13 @@
 
     record.convolutions += convolutions_of(func, args, place=len(record.events))
 
-Tensor cores read the channels of one pixel side by side. In backward, cuDNN's kernels for windows
-of more than one pixel therefore copy input, output gradient and weight to that layout, in a
-workspace that lives for one call. Channels are padded to 16 bytes in it. Forward and 1x1
-convolutions run without a workspace of this kind, and so does a model in `channels_last`. Where
-there is little to compute, as in a first layer of few filters, copies take longer than they save:
-kernels without tensor cores and without a workspace are the faster ones.
+Tensor cores read the channels of one pixel side by side. In backward, cuDNN's kernels therefore
+copy input, output gradient and weight to that layout, in a workspace that lives for one call.
+Channels are padded to 16 bytes in it. Forward runs without a workspace of this kind, and so does a
+model in `channels_last`. Where there is little to compute, as in a first layer of few filters,
+copies take longer than they save: kernels without tensor cores and without a workspace are the
+faster ones. For windows of one pixel there are kernels that use tensor cores without a copy, if at
+a lower rate: copies pay for them with many channels alone.
 
 With `torch.backends.cudnn.benchmark`, the first call of each shape tries all algorithms, after
 which torch gives its whole cache back. What the later steps reserve depends on that.
@@ -32,6 +33,9 @@ TENSOR_CORE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Tensor cores pay above so many FLOPs for each byte that is copied, which is read and written. By
 # the data sheet of an A100 with TF32: 2 / 1,555 GB/s against 1 / 19.5 - 1 / 156 TFLOP/s.
 FLOPS_PER_COPIED_BYTE = 29
+# The same for windows of one pixel, if the other layout halves the rate of tensor cores:
+# 2 / 1,555 GB/s against 1 / 78 - 1 / 156 TFLOP/s.
+POINTWISE_FLOPS_PER_COPIED_BYTE = 200
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,15 @@ def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution
 
 def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> int:
     """Return the bytes of the copies with channels side by side, where they pay."""
-    is_pointwise = math.prod(weight.shape[2:]) == 1
     has_layout = x.stride(1) == 1 or not x.numel()
-    if is_pointwise or has_layout or x.dtype not in TENSOR_CORE_DTYPES:
+    if has_layout or x.dtype not in TENSOR_CORE_DTYPES:
         return 0
     copied, pixels = 0, math.inf
     for tensor in (x, gradient):
         number, channels = tensor.numel() // tensor.shape[1], tensor.shape[1] * x.itemsize
         copied += number * math.ceil(channels / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         pixels = min(pixels, number)
-    pays = 2 * pixels * weight.numel() >= FLOPS_PER_COPIED_BYTE * copied
+    is_pointwise = math.prod(weight.shape[2:]) == 1
+    least = POINTWISE_FLOPS_PER_COPIED_BYTE if is_pointwise else FLOPS_PER_COPIED_BYTE
+    pays = 2 * pixels * weight.numel() >= least * copied
     return copied + weight.nbytes if pays else 0
