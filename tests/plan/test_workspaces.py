@@ -36,11 +36,11 @@ def workspaces(workload, **options):
 
 
 def test_backward_copies_a_convolution_to_channels_last_by_hand():
-    """3 channels take the place of 4, and 62 of 64, in copies of input, gradient and weight."""
-    numbers = 2 * 4 * SIZE**2 + 2 * 64 * SIZE**2 + 62 * 3 * 49
+    """3 channels take the place of 4, and 62 of 64: input, gradient and that of the weight."""
+    numbers = 2 * 4 * SIZE**2 + 2 * 64 * SIZE**2 + 62 * 4 * 49
     model = images(lambda: nn.Conv2d(3, 62, 7, padding=3, bias=False))
     assert workspaces(model) == [("forward", 0), ("weight", 4 * numbers)]
-    halves = 2 * 8 * SIZE**2 + 2 * 64 * SIZE**2 + 62 * 3 * 49
+    halves = 2 * 8 * SIZE**2 + 2 * 64 * SIZE**2 + 62 * 8 * 49
     assert workspaces(model, dtype=torch.bfloat16)[1] == ("weight", 2 * halves)
 
 
@@ -57,6 +57,14 @@ def test_windows_of_one_pixel_are_copied_where_they_have_many_channels():
     model = images(lambda: nn.Conv2d(1024, 1024, 1, bias=False), channels=1024)
     numbers = 2 * 2 * 1024 * SIZE**2 + 1024**2
     assert workspaces(model) == [("forward", 0), ("weight", 4 * numbers)]
+
+
+def test_the_gradient_of_the_input_copies_the_output_gradient_and_the_weight():
+    model = images(lambda: stacked(lambda: nn.Conv2d(64, 64, 3, padding=1), 2), channels=64)
+    values, weight = 2 * 64 * SIZE**2, 64 * 64 * 9
+    of_weight = ("weight", 4 * (2 * values + weight))
+    of_input = ("input", 4 * (values + weight))
+    assert workspaces(model)[2:] == [of_input, of_weight, of_weight]
 
 
 def test_the_gradient_of_the_input_is_a_call_of_its_own():

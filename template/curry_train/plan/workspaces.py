@@ -3,12 +3,13 @@
     record.convolutions += convolutions_of(func, args, place=len(record.events))
 
 Tensor cores read the channels of one pixel side by side. In backward, cuDNN's kernels therefore
-copy input, output gradient and weight to that layout, in a workspace that lives for one call.
-Channels are padded to 16 bytes in it. Forward runs without a workspace of this kind, and so does a
-model in `channels_last`. Where there is little to compute, as in a first layer of few filters,
-copies take longer than they save: kernels without tensor cores and without a workspace are the
-faster ones. For windows of one pixel there are kernels that use tensor cores without a copy, if at
-a lower rate: copies pay for them with many channels alone.
+copy what they read to that layout, in a workspace that lives for one call: output gradient and
+weight for the gradient of the input, input and output gradient for that of the weight, which is
+summed up there, too. Channels are padded to 16 bytes in it. Forward runs without a workspace of
+this kind, and so does a model in `channels_last`. Where there is little to compute, as in a first
+layer of few filters, copies take longer than they save: kernels without tensor cores and without a
+workspace are the faster ones. For windows of one pixel there are kernels that use tensor cores
+without a copy, if at a lower rate: copies pay for them with many channels alone.
 
 With `torch.backends.cudnn.benchmark`, the first call of each shape tries all algorithms, after
 which torch gives its whole cache back. What the later steps reserve depends on that.
@@ -49,34 +50,36 @@ class Convolution:
 
 def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution]:
     """Yield the calls of cuDNN in an operation, in their order."""
-    num_bytes = 0
     if func is torch.ops.aten.convolution.default:
         x, weight, *_, groups = args
-        kinds = ["forward"]
+        calls = [("forward", 0)]
     elif func is torch.ops.aten.convolution_backward.default:
         gradient, x, weight, *_, groups, mask = args
-        kinds = [kind for kind, wanted in zip(("input", "weight"), mask, strict=False) if wanted]
-        num_bytes = _layout_copies(x, gradient, weight)
+        copies = _layout_copies(x, gradient, weight)
+        calls = [call for call, wanted in zip(copies, mask, strict=False) if wanted]
     else:
         return
     if 1 < groups == x.shape[1] and x.stride(1) > 1:
         return  # torch has kernels of its own for filters of one channel, unless channels are last
     settings = tuple(str(value) for value in args if isinstance(value, list | int))
-    for kind in kinds:
+    for kind, num_bytes in calls:
         yield Convolution(place, (kind, x.shape, weight.shape, settings), num_bytes)
 
 
-def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> int:
-    """Return the bytes of the copies with channels side by side, where they pay."""
+def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> list[tuple[str, int]]:
+    """Return both calls, with the bytes of their copies with channels side by side if they pay."""
     has_layout = x.stride(1) == 1 or not x.numel()
     if has_layout or x.dtype not in TENSOR_CORE_DTYPES:
-        return 0
-    copied, pixels = 0, math.inf
-    for tensor in (x, gradient):
-        number, channels = tensor.numel() // tensor.shape[1], tensor.shape[1] * x.itemsize
-        copied += number * math.ceil(channels / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        pixels = min(pixels, number)
+        return [("input", 0), ("weight", 0)]
+    of_x, of_gradient, of_weight = (
+        tensor.numel()
+        // tensor.shape[1]
+        * (math.ceil(tensor.shape[1] * tensor.itemsize / ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+        for tensor in (x, gradient, weight)
+    )
     is_pointwise = math.prod(weight.shape[2:]) == 1
     least = POINTWISE_FLOPS_PER_COPIED_BYTE if is_pointwise else FLOPS_PER_COPIED_BYTE
-    pays = 2 * pixels * weight.numel() >= least * copied
-    return copied + weight.nbytes if pays else 0
+    pixels = min(tensor.numel() // tensor.shape[1] for tensor in (x, gradient))
+    pays = 2 * pixels * weight.numel() >= least * (of_x + of_gradient)
+    of_input = of_gradient + of_weight
+    return [("input", pays * of_input), ("weight", pays * (of_x + of_input))]
