@@ -120,10 +120,10 @@ class Forward(Event):
     tokens: Tensor | None
     # Their dimension of time; the first one, where the targets show that.
     time_dim: int = 1
-    # Where what it was given lies in memory, and digests of what it returned.
+    # Where what it was given lies in memory, and digests of what it returned for the first sample.
     addresses: tuple[int, ...] = ()
     returned: tuple[float, ...] = ()
-    # The same, where that is a tuple.
+    # Digests of all that it returned, where that is a tuple.
     outputs: frozenset[float] = frozenset()
     # Whether a backward pass has reached its output.
     is_trained_on: bool = False

@@ -361,7 +361,7 @@ class Observer(Trace):
                 "look at how the data is read and normalized",
             )
         tokens = event.tokens
-        event.returned = tuple(map(digest, outputs))
+        event.returned = tuple(digest(one[:1]) for one in outputs if one.dim())
         for one in outputs:
             self._mark(one, event, "is_trained_on")
             if tokens is not None and one.shape[:-1] == tokens.shape:
