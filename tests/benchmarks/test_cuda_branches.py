@@ -318,7 +318,8 @@ def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(
     made = []
     monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device: made.append(device))
     for kind in ("cuda", None):
-        state._new_tensor(SimpleNamespace(device=kind), SimpleNamespace(shape=(), dtype=None))
+        found, saved = SimpleNamespace(device=kind), SimpleNamespace(shape=(), dtype=None)
+        state._new_tensor(found, saved, None, on_host=True)
     assert made == ["cuda", None]  # torch takes a device without a number for the current one
 
 

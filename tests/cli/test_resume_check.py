@@ -125,8 +125,7 @@ def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
 
 def test_a_script_resumes_by_environment_variables(checked):
     by_variables = PLAIN.replace("os.path.exists", "os.environ.get('RESUME') == '1' and str")
-    given = "--script program.py --resume-with RESUME=1"
-    lines, _ = checked(by_variables, "all", given=given)
+    lines, _ = checked(by_variables, "all", given="--script program.py --resume-with RESUME=1")
     assert lines[1] == "equal to the bit: 5 steps"
 
 

@@ -10,6 +10,7 @@ from collections import deque
 
 import torch
 from torch import nn
+from torch.distributions import kl_divergence
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import (
@@ -1639,28 +1640,16 @@ def targets_that_the_model_shifts_or_masks():
         translate(model)
 
 
-def divergence_of_two_models_made_larger():
+def divergences_made_larger_on_purpose():
     models, actor = nn.ModuleList(nn.Linear(8, 4) for _ in range(2)), nn.Linear(8, 8)
     models.requires_grad_(False)
     optimizer = Adam(actor.parameters())
     for inputs, _ in loader():
-        one, other = (spread(model, actor(inputs)) for model in models)
-        step(optimizer, -torch.distributions.kl_divergence(one, other).mean())
-
-
-def noise_that_moves_a_policy_most():
-    policy = nn.Linear(8, 4)
-    outer = Adam(policy.parameters())
-    for inputs, _ in loader():
-        with torch.no_grad():
-            before = spread(policy, inputs)
-        noise = torch.zeros(8, 8).normal_(0, 0.01).requires_grad_()
-        inner = SGD([noise], 0.1)
-        for _ in range(2):
-            now = spread(policy, inputs + noise)
-            step(inner, -torch.distributions.kl_divergence(before, now).mean())
-        apart = torch.distributions.kl_divergence(before, spread(policy, inputs + noise.detach()))
-        step(outer, apart.mean())
+        moved = actor(inputs)
+        for given in (moved, inputs):
+            apart = kl_divergence(spread(models[0], given), spread(models[1], moved))
+            step(optimizer, -apart.mean())
+            moved = actor(inputs)
 
 
 def two_models_in_the_same_order():
@@ -1674,11 +1663,9 @@ def two_models_in_the_same_order():
 def adapted_without_statistics():
     model = normed()
     fit(model)
-    for one in model.requires_grad_(False).modules():
-        if isinstance(one, nn.BatchNorm1d):
-            one.requires_grad_(True)
-            one.running_mean = one.running_var = None
-    fit(model, SGD(filter(lambda one: one.requires_grad, model.parameters()), 0.1))
+    norm = model.requires_grad_(False)[1].requires_grad_(True)
+    norm.running_mean = norm.running_var = None
+    fit(model, SGD(norm.parameters(), 0.1))
 
 
 HEALTHY = [
