@@ -576,7 +576,7 @@ class Observer(Trace):
         if is_endless(loss):
             hint = "add -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum() to the loss"
             measured = "the divergence to a normal distribution is made larger"
-            self.fault("sign", event, measured, hint)
+            self.fault("sign", event.place, measured, hint, value=event.value)
         if not math.isfinite(event.value):
             self.fault("sign", event, f"the loss is {event.value}", LOOK)
         if torch.is_autocast_enabled(loss.device.type):
