@@ -83,6 +83,7 @@ from .loops import (
     recur,
     rows_of_pixels,
     scaler_on_cpu,
+    seeded_loader,
     sequences,
     shifted,
     started,
@@ -476,22 +477,20 @@ def warm_up_of_what_is_warmed_up():
         step(optimizer, loss_of(model, batch))
 
 
-def same_order_by_hand():
+def in_order_of(draw):
     inputs, labels = torch.randn(64, 8), torch.randint(5, (64,))
     model, optimizer = started()
     for _ in range(3):
-        generator = torch.Generator().manual_seed(0)
-        for rows in torch.randperm(64, generator=generator).split(8):  # here
+        for rows in draw().split(8):
             step(optimizer, loss_of(model, (inputs[rows], labels[rows])))
+
+
+def same_order_by_hand():
+    in_order_of(lambda: torch.randperm(64, generator=torch.Generator().manual_seed(0)))  # here
 
 
 def same_order_of_numpy():
-    inputs, labels = torch.randn(64, 8), torch.randint(5, (64,))
-    model, optimizer = started()
-    for _ in range(3):
-        order = numpy.random.default_rng(0).permutation(64)  # here
-        for rows in torch.from_numpy(order).split(8):
-            step(optimizer, loss_of(model, (inputs[rows], labels[rows])))
+    in_order_of(lambda: torch.from_numpy(numpy.random.default_rng(0).permutation(64)))  # here
 
 
 def softmax_over_the_batch():
@@ -578,8 +577,7 @@ def loader_seeded_in_each_epoch():
     model, optimizer = started()
     data = loader(40).dataset
     for _ in range(8):
-        order = torch.Generator().manual_seed(0)
-        fit(model, optimizer, DataLoader(data, 8, shuffle=True, generator=order))  # here: fetch
+        fit(model, optimizer, seeded_loader(data))  # here: fetch
 
 
 def sampler_without_its_epoch():
@@ -963,8 +961,7 @@ def chosen_by_the_place_of_the_largest():
 def signs_of_zero_and_one():
     model, optimizer = started()
     for inputs, labels in loader():
-        alike = (labels > 2).float()
-        step(optimizer, F.cosine_embedding_loss(model(inputs), model(-inputs), alike))  # here
+        step(optimizer, F.cosine_embedding_loss(model(inputs), model(-inputs), labels > 2))  # here
 
 
 def gains_weighed_each_with_each():

@@ -64,6 +64,7 @@ from .loops import (
     recur,
     rows_of_pixels,
     scaler_on_cpu,
+    seeded_loader,
     sequences,
     spread,
     started,
@@ -1654,8 +1655,7 @@ def two_models_in_the_same_order():
     data = loader().dataset
     for _ in range(2):
         model, optimizer = started()
-        order = torch.Generator().manual_seed(0)
-        fit(model, optimizer, DataLoader(data, 8, shuffle=True, generator=order))
+        fit(model, optimizer, seeded_loader(data))
 
 
 def adapted_without_statistics():

@@ -42,6 +42,10 @@ def loader(num_samples=64, batch_size=8, *, shuffle=True):
     return DataLoader(data, batch_size, shuffle=shuffle)
 
 
+def seeded_loader(data):
+    return DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+
 def scaler_on_cpu():
     return torch.amp.GradScaler("cpu", init_scale=2.0**10)
 

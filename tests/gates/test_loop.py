@@ -64,10 +64,15 @@ class ByKeywords(nn.Linear):
 
 def called_by_keywords():
     torch.manual_seed(seed=0)
-    model = ByKeywords(8, 5)
+    model, sparse = ByKeywords(8, 5), nn.Linear(8, 5)
+    sparse.register_forward_hook(lambda *called: called[-1].to_sparse())
     optimizer = loops.adamw(model)
     for inputs, labels in loops.loader():
         logits = model(inputs.requires_grad_(), module=1, call=2)
+        torch.max(input=logits, dim=1)
+        torch.normal(mean=logits, std=1.0)
+        F.soft_margin_loss(input=logits[:0], target=logits[:0].detach())
+        sparse(torch.ones(2, 8))
         (slope,) = torch.autograd.grad(logits.sum(), inputs, None, True, True)
         loops.step(optimizer, F.cross_entropy(logits, labels) + slope.square().mean())
 

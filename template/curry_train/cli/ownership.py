@@ -50,7 +50,7 @@ class Technique:
     name: str
     decides: str
     home: str
-    # What `add` prints for a technique that is not copied: code for the training loop or a command.
+    # Printed by `add` where nothing is copied: code for the training loop, or a command.
     usage: tuple[str, ...] = ()
     # Rooms that `add --own` copies then; none for a tool.
     rooms: tuple[str, ...] = ()

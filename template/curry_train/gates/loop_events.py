@@ -83,7 +83,6 @@ class Fetch(Event):
     """A batch that a DataLoader returned, or its end (no digests)."""
 
     loader: DataLoader[Any]
-    dataset: int
     # The number of the epoch, from when the loader was iterated over anew.
     epoch: int
     digests: tuple[float, ...]
@@ -95,6 +94,11 @@ class Fetch(Event):
     # Whether a loss function got them, or others of the batch, as its targets.
     is_used: bool = False
     labels: Sequence[int] = ()
+
+    @property
+    def dataset(self) -> int:
+        """The number of its dataset, which need not be hashable itself."""
+        return id(self.loader.dataset)
 
 
 class Forward(Event):
@@ -412,8 +416,8 @@ class Called:
 
     @property
     def owner(self) -> Any:
-        """The object whose method it is."""
-        return self.args[0]
+        """The object whose method it is, or the input of a function."""
+        return self.args[0] if self.args else self.options.get("input")
 
     @property
     def caller(self) -> Any:

@@ -115,7 +115,7 @@ def note_targets(
         return
     same = _same_as_input(targets, counted, tokens)
     left_out = 0 if logits is None else num_left_out(logits, forward.time_dim)
-    event.may_be_shifted = tokens is not trace.given.tensors[0]
+    event.may_be_shifted = forward.tokens is not trace.given.tensors[0]
     event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
     # The mask of an encoder says nothing of what its decoder is given.
     if isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder:

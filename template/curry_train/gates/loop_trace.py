@@ -248,9 +248,7 @@ class Observer(Trace):
         finally:
             if loader is not None:
                 facts = of_batch(batch)
-                self.fetched[loader] = self.note(
-                    Fetch, loader=loader, dataset=id(loader.dataset), epoch=epoch, **facts
-                )
+                self.fetched[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
 
     def _join(self, call: Called) -> None:
         self.joins = True
@@ -361,7 +359,7 @@ class Observer(Trace):
                 "look at how the data is read and normalized",
             )
         tokens = event.tokens
-        event.returned = tuple(digest(one[:1]) for one in outputs if one.dim())
+        event.returned = tuple(digest(one[:1]) for one in outputs if one.dim() and is_plain(one))
         for one in outputs:
             self._mark(one, event, "is_trained_on")
             if tokens is not None and one.shape[:-1] == tokens.shape:
@@ -373,7 +371,8 @@ class Observer(Trace):
             note_targets(self, event, labels[:, 1:])
 
     def _signs(self, call: Called) -> None:
-        if not call.argument("target").min():
+        target = call.argument("target")
+        if target.numel() and not target.min():
             measured = f"{call.function.__name__} gets 0 where it takes -1"
             self.fault("targets", users_line(), measured, "give it 2 * target - 1")
 
@@ -483,7 +482,7 @@ class Observer(Trace):
             self.note(Cut, behind=self.cut[place])
 
     def _sample(self, call: Called) -> None:
-        own = next(iter(call.args), None)
+        own = call.owner
         given = vars(own) if isinstance(own, Distribution) else (call.args, call.options)
         is_passed = any(one.requires_grad for one in tensors_of(given))
         if is_passed and getattr(own, "has_rsample", True) and torch.is_grad_enabled():

@@ -145,8 +145,8 @@ def group_of_batch(model: nn.Module) -> Any:
 # Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
 
 SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")
-# What is summed up: a layer's outputs; a parameter's gradient, the gradient that the optimizer
-# gets, its values before the step, and their change.
+# Places of sums in a row. A layer has those of its outputs; a parameter has those of its gradient,
+# of the gradient that the optimizer gets, of its values before the step, and of their change.
 OUTPUTS, GRADIENT, AT_STEP, WEIGHTS, CHANGE = range(5)
 # Elements per piece on the CPU: small enough for its caches.
 CPU_PIECE_ELEMENTS = 2**16

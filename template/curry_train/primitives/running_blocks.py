@@ -451,7 +451,7 @@ def _why_not(record: ForwardRecord, static: list[str], best: list[str], limit: f
     )
 
 
-# What is unusual about blocks.
+# Notes on blocks that a technique can't change, or that may surprise the user.
 TRAITS = {
     "idle": "never called, so nothing has an effect; name blocks that run (--blocks)",
     "off": "run in eval mode or without gradients, where recompute is off",

@@ -23,7 +23,7 @@ from .fingerprints import place_of
 from .rounding import epsilon_of, is_rounding, num_elements
 
 Observation = Mapping[str, Any]
-# What a rank has computed in a run, or a part of it, in the order of execution.
+# The observations of one rank, or some of them, in the order of execution.
 Record = Sequence[Observation]
 # Operations, from the first one that differs, that are aligned between the two runs.
 LONGEST_ALIGNED = 500

@@ -72,7 +72,7 @@ def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object of a user's class, in its dictionary and its slots."""
     if isinstance(value, type | nn.Module):
         return {}
-    # As `copy` finds them.
+    # As `copy` finds them, without `__dict__` and by their real names; the stubs leave it out.
     slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
     own = {name: getattr(value, name) for name in slots if hasattr(value, name)}
     return own | getattr(value, "__dict__", {})
