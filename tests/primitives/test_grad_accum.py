@@ -89,8 +89,8 @@ def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
 
     message = (
         "window 0: loss nan, gradient norm 0.72[0-9]+; not finite: microbatch 1 of 2. "
-        "The weights were not changed. Check that data, lower the learning rate, or pass count= if "
-        "a microbatch has no valid term"
+        "The weights were not changed. Check that data; curry-train grad-flow names the layer that "
+        "it begins in. Pass count= if a microbatch has no valid term"
     )
     with pytest.raises(NonFiniteWindow, match=f"^{message}$"):
         linear_step([torch.ones(1, 2), torch.ones(0, 2)], loss=mean)

@@ -201,7 +201,9 @@ def test_blocks_that_write_to_their_input_are_left_out():
     model = made(build)
     choice = chosen(model)
     assert list(choice.names) == [f"{n}.1" for n in (1, 2, 3)]
-    assert choice.notes[0] == "the containers give 1 to 3, which can't be recomputed"
+    assert (
+        choice.notes[0] == "the containers give 1 to 3, which hold nothing or can't be recomputed"
+    )
     assert "1 to 3: the input is overwritten, as by an" in chosen(model, blocks="[123]").notes[0]
 
 

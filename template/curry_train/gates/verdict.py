@@ -285,7 +285,7 @@ def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
         found = fnmatch.filter(gates, f"{pattern}/*" if pattern in TECHNIQUES else pattern)
         if not found:
             advice = did_you_mean(pattern, [*TECHNIQUES, *gates])
-            raise ValueError(f"no gate matches {pattern!r}; {advice}")
+            raise ValueError(f"no gate matches {pattern!r}; {advice} (validate --list has all)")
         chosen.update(found)
     return tuple(gate for name, gate in gates.items() if name in chosen)
 

@@ -463,8 +463,8 @@ def _describe(window: Window[Any], losses: list[Tensor], total: float, grad_norm
         where = "the joint loss"
     return (
         f"window {window.index}: loss {total}, gradient norm {grad_norm}; not finite: {where}. "
-        "The weights were not changed. Check that data, lower the learning rate, or pass count= "
-        "if a microbatch has no valid term"
+        "The weights were not changed. Check that data; curry-train grad-flow names the layer that "
+        "it begins in. Pass count= if a microbatch has no valid term"
     )
 
 

@@ -439,7 +439,7 @@ def _why_not(record: ForwardRecord, static: list[str], best: list[str], limit: f
         is_compiled = any(name in record.refused for name in broken)
         if is_compiled and _coverage(record, best) < _coverage(record, static):
             return ""
-        return f"the containers give {listed(broken)}, which can't be recomputed"
+        return f"the containers give {listed(broken)}, which hold nothing or can't be recomputed"
     peak, _ = estimate_peak(record, static)
     if peak <= limit:
         return ""
