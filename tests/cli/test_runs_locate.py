@@ -223,7 +223,15 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
         record_as(folder / name, fault, TORCH_ONE=value, TORCH_OTHER=value)
     text = flat(locate("A B --bisect it", status=1).stdout)
     assert "variable TORCH_ONE: makes none variable TORCH_OTHER: makes none" in text
-    assert "all of these together: step 1, forward: model.h.1.ln, call 0" in text
+    both = "all of these: makes the difference: step 1, forward: model.h.1.ln, call 0"
+    assert both in text
+    assert "what makes it" not in text
+
+    monkeypatch.setattr(
+        runs_locate, "_run_template", lambda command, settings, out: recorded(Path(out))
+    )
+    text = flat(locate("A B --bisect it", status=1).stdout)
+    assert "all of these: makes none what makes it: a setting that is not recorded" in text
 
 
 @pytest.mark.parametrize(

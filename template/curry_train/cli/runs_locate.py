@@ -26,6 +26,8 @@ from ..runs.rounding import NUM_NOISES, Exchange
 from .options import RESULTS_OPTION, program_options
 from .screen import Ended, UnusableInput, echo_lines, flag, messages_on_screen, screen_command
 
+NOT_RECORDED = "a setting that is not recorded, such as a file or a variable of your own"
+
 
 @screen_command("record", example="--script train.py --out before -- --rate 0.1")
 @program_options(3)
@@ -253,8 +255,15 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
     ]
     if not tried:
         raise UnusableInput(
-            f"the command sets none of what differs: {', '.join(differing) or 'no setting does'}"
+            f"the command sets none of what differs: {', '.join(differing) or NOT_RECORDED}"
         )
+
+    whole = locate(*pair)
+
+    def effect(*changed: str) -> str:
+        one = outcome(*changed)
+        what = "another difference" if one.place != whole.place else "the difference"
+        return "makes none" if one.is_equal else f"makes {what}: {one.headline}"
 
     def outcome(*changed: str) -> Located:
         settings = a | {name: b.get(name) for name in changed}
@@ -262,17 +271,13 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
         _run_template(command, settings, out)
         return locate(pair[0], read_fingerprints(out, rank))
 
-    whole = locate(*pair)
     if not (repeated := outcome()).is_equal:
         raise UnusableInput(f"the command does not repeat A: {repeated.headline}")
-    found = {}
-    for name in tried:
-        one = outcome(name)
-        what = "another difference" if one.place != whole.place else "the difference"
-        found[name] = "makes none" if one.is_equal else f"makes {what}: {one.headline}"
-    if not any(text.startswith("makes the difference") for text in found.values()):
-        together = outcome(*tried)
-        found["all of these together"] = "make none" if together.is_equal else together.headline
+    found = {name: effect(name) for name in tried}
+    if not any("makes the difference" in text for text in found.values()):
+        found["all of these"] = effect(*tried)
+        if "makes the difference" not in found["all of these"]:
+            found["what makes it"] = NOT_RECORDED
     return found | {name: "not tried" for name in differing if name not in tried}
 
 
