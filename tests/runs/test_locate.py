@@ -368,7 +368,7 @@ def test_all_layers_of_a_large_model_are_known_under_another_name(tmp_path):
 
 OPERATIONS = """
 kernel    | aten.gelu.default (recorded_training.py:
-backward  | aten.mul.Tensor
+backward  | aten.mul.Tensor (recorded_training.py:23)
 hooked    | aten.mul_.Tensor (recorded_training.py:
 loss      | aten.
 optimizer | aten.

@@ -55,6 +55,8 @@ LONGEST_VALUE = 200
 MOST_ROWS = 1024
 # Set on autograd nodes: where the gradient of a result comes from.
 FLOW_KEY = "curry_train_flow"
+# The function of torch that runs backward.
+ENGINE = "_engine_run_backward"
 # Variables of the environment that may change what torch computes.
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "KMP", "MKL", "NCCL", "NVIDIA", "OMP", "PYTORCH_", "TORCH_")
 
@@ -530,7 +532,9 @@ class Operations(TorchDispatchMode):
     def _origin(self) -> tuple[tuple[str, int] | None, str]:
         """Return the call of a module and the line that the operation of this moment is of."""
         if (node := backward_node()) is not None:
-            return self.made_by.get(node._sequence_nr(), (None, users_line()))
+            module, line = self.made_by.get(node._sequence_nr(), (None, users_line()))
+            # A hook or a backward of the user's own runs there.
+            return module, users_line(ENGINE) or line
         origin = self.recorder._within(), users_line()
         # The node of an operation is made before the operation runs.
         self.made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
@@ -568,11 +572,16 @@ def place_of(one: Mapping[str, Any]) -> str:
     return json.dumps([*known, *what])
 
 
-def users_line() -> str:
-    """Return file and line of the innermost frame outside of torch and of this package."""
+def users_line(outer: str = "") -> str:
+    """Return file and line of the innermost frame outside of torch and of this package.
+
+    It has to be inside of the call of a function with this name.
+    """
     folders = Path(torch.__file__).parent, Path(__file__).parents[1]
     ours = tuple(f"{folder}{os.sep}" for folder in folders)
     for frame, line in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code.co_name == outer:
+            break
         if not frame.f_code.co_filename.startswith(ours):
             return f"{Path(frame.f_code.co_filename).name}:{line}"
     return ""
