@@ -250,3 +250,7 @@ def test_positions_that_all_samples_share_stay_whole_in_batches_of_their_length(
     assert [(len(part["x"]), len(part["positions"])) for part in parts] == [(2, 8), (6, 8)]
     last = case.take(case.batch(), [7, 0])
     assert (len(last["x"]), len(last["positions"])) == (2, 8)
+    # Of another length than the batch.
+    assert len(take({"x": torch.ones(6), "positions": torch.ones(8)}, [0])["positions"]) == 8
+    with pytest.raises(IndivisibleBatch, match="a batch of 3 samples has 8 by the leading dim"):
+        case.split(case.batch(), [1, 2])

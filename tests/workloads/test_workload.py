@@ -16,7 +16,7 @@ import curry_train
 from curry_train.plan import Sketch
 from curry_train.workloads import Case, WorkloadError, load_workload
 from curry_train.workloads.models import describe_raised
-from curry_train.workloads.workload import IndivisibleBatch, batch_size
+from curry_train.workloads.workload import batch_size
 
 from ..command_runs import ran
 from ..language_models import SIZES
@@ -58,21 +58,6 @@ def test_a_seed_sets_weights_and_batch():
     same, again, other = ([*case.build().parameters(), *case.batch()] for case in cases)
     assert all_equal(same, again)
     assert not any(map(torch.equal, same, other))
-
-
-def test_cutting_a_batch_loses_no_sample():
-    batch = {
-        "x": torch.arange(6),
-        "pair": (torch.arange(12).view(6, 2), "flag"),
-        "shared": torch.ones(3),
-    }
-    parts = Case(load_workload("mlp")).split(batch, [1, 3, 2])
-    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
-    assert [part["pair"][0].shape[0] for part in parts] == [1, 3, 2]
-    assert parts[1]["pair"][1] == "flag"
-    assert parts[1]["shared"] is batch["shared"]
-    with pytest.raises(IndivisibleBatch, match="a batch of 3 samples has 6 by the leading dim"):
-        Case(load_workload("mlp")).split(batch, [1, 2])
 
 
 @pytest.mark.parametrize(
