@@ -101,11 +101,6 @@ def test_rounding_is_no_coupling_however_large():
     assert verdict_of(grad_accum.equal_windows, case, train_window=last_alone).passed is False
 
 
-def test_the_gate_of_scaled_windows_holds():
-    verdict = gates()["grad-accum/scaled"].run(case_of("mlp"))
-    assert verdict.passed, verdict
-
-
 def test_a_loop_that_divides_gradients_has_the_same_random_numbers():
     def train(model, window, loss, optimizer):
         for microbatch in window:

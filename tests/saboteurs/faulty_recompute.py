@@ -202,7 +202,6 @@ FAULTS = [
     parity("two-ranks", "own-weights", with_own_weights, hint="not used in", model="mlp"),
     offload_fault("offload-parity", "no-op", foreign.nothing, "nothing ran twice or was freed"),
     offload_fault("offload-parity", "in-half", foreign.in_half, "another value"),
-    offload_fault("offload-parity", "keeps-inputs", keeps_inputs, "stay alive"),
     offload_fault(
         "offload-bytes",
         "first-block",
