@@ -63,7 +63,6 @@ def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
 # tests/runs/test_store_damage.py damages files in more ways, and the same functions find them.
 DAMAGE = {
     "flip in a folder below": lambda folder: flip(folder / "below/optimizer.bin", 3),
-    "flip in the manifest": lambda folder: flip(folder / "manifest.json", 20),
     "one file more": lambda folder: (folder / "more").write_bytes(b""),
     "no manifest": lambda folder: (folder / "manifest.json").unlink(),
 }
