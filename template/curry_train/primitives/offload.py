@@ -204,7 +204,8 @@ class OffloadReport:
 class OffloadedForward:
     """Everything that the blocks saved in one forward; freed when the last part of it is."""
 
-    def __init__(self, owned: frozenset[int]) -> None:
+    def __init__(self, offloader: "Offloader", owned: frozenset[int]) -> None:
+        self.offloader = offloader
         self.owned = owned
         self.report = OffloadReport()
         self.unpacked = False
@@ -236,13 +237,10 @@ class OffloadedForward:
 
 
 class Moved:
-    """One storage on the host."""
+    """One storage on the host, to which it starts to move when this is made."""
 
-    def __init__(
-        self, step: OffloadedForward, tensor: Tensor, base: Tensor, copies: HostCopies
-    ) -> None:
+    def __init__(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> None:
         self.step = step
-        self.copies = copies
         self.nbytes = tensor.untyped_storage().nbytes()
         self.source = weakref.ref(tensor.untyped_storage())
         self.base = weakref.ref(base)
@@ -256,9 +254,19 @@ class Moved:
         self.ahead = False
         # The saved tensors that no backward has used.
         self.unused: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
+
+        offloader = step.offloader
+        step.report.num_moved += 1
+        step.report.moved_bytes += self.nbytes
+        if step.report.moved_bytes > offloader.most_moved_bytes:
+            require_host_memory(self.nbytes)
+            offloader.most_moved_bytes = step.report.moved_bytes
+        step.most_bytes = max(step.most_bytes, 2 * self.nbytes)
+        step.moved[_address(tensor)] = self
         self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
         elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
-        copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
+        self.copies = offloader.copies(tensor.device)
+        self.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
 
     def is_same(self, tensor: Tensor, base: Tensor) -> bool:
         """Return whether the copy still equals what a tensor of the same storage holds now.
@@ -372,10 +380,7 @@ class Offloaded(Derived):
 class OffloadedCall:
     """One call of a block: what it saves is moved, but for the tensors that stay on the device."""
 
-    def __init__(
-        self, offloader: "Offloader", step: OffloadedForward, block: nn.Module, inputs: Any
-    ) -> None:
-        self.offloader = offloader
+    def __init__(self, step: OffloadedForward, block: nn.Module, inputs: Any) -> None:
         self.step = step
         self.owned = step.owned | _addresses(block)
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
@@ -401,7 +406,7 @@ class OffloadedCall:
                     return OffloadedTensor(moved, tensor)
                 reason = ALIAS_REASON
             if reason is None:
-                return OffloadedTensor(self.offloader.move(step, tensor, base), tensor)
+                return OffloadedTensor(Moved(step, tensor, base), tensor)
 
         step.report.skip(tensor, reason)
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
@@ -427,7 +432,7 @@ class OffloadedCall:
             or size % tensor.itemsize
         ):
             return OTHER_REASON
-        if size < max(1, self.offloader.min_bytes):
+        if size < max(1, self.step.offloader.min_bytes):
             return SMALL_REASON
         if _weight_of_cast(base) is not None:
             return WEIGHT_CAST
@@ -459,26 +464,11 @@ class Offloader:
             model = self.model()
             # Leave out the block's own tensors: FSDP2 frees them after the block's forward, and
             # their addresses are reused.
-            step = OffloadedForward(
-                frozenset() if model is None else _addresses(model) - _addresses(block)
-            )
+            owned = frozenset() if model is None else _addresses(model) - _addresses(block)
+            step = OffloadedForward(self, owned)
             self.step = weakref.ref(step)
             self.report = step.report
-        return saved_tensors_hooks(OffloadedCall(self, step, block, inputs).pack, step.unpack)
-
-    def move(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> Moved:
-        """Start moving the storage of a tensor to the host."""
-        size = _storage(tensor).nbytes()
-        report = step.report
-        if report.moved_bytes + size > self.most_moved_bytes:
-            require_host_memory(size)
-            self.most_moved_bytes = report.moved_bytes + size
-        report.num_moved += 1
-        report.moved_bytes += size
-        step.most_bytes = max(step.most_bytes, 2 * size)
-        moved = Moved(step, tensor, base, self.copies(tensor.device))
-        step.moved[_address(tensor)] = moved
-        return moved
+        return saved_tensors_hooks(OffloadedCall(step, block, inputs).pack, step.unpack)
 
 
 def offload_blocks(
