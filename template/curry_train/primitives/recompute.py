@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..core.blocks import (
     Derived,
@@ -40,7 +40,6 @@ from ..core.blocks import plain_blocks as plain_blocks
 from .rerun import BlockState, mark_returned_once, modules_of, second_call_contexts
 
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-NO_CONTEXTS: Pair = contextlib.nullcontext(), contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class RecomputeOptions:
     # "default" compares shapes, dtypes and devices of saved tensors with the recomputed ones.
     determinism_check: str = "default"
     # Returns the contexts of the first and of the recomputed forward.
-    context_fn: Callable[[], Pair] | None = None
+    context_fn: Callable[[], Pair] = noop_context_fn
     # Errors about a recomputed forward that differs list the operations of both.
     debug: bool = False
     # End the recomputed forward at the last tensor that backward needs.
@@ -68,7 +67,7 @@ class RecomputeOptions:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.determinism_check not in ("default", "none"):
             raise ValueError(f"determinism_check: default or none, not {self.determinism_check!r}")
-        if self.use_reentrant and (self.debug or self.context_fn is not None):
+        if self.use_reentrant and (self.debug or self.context_fn is not noop_context_fn):
             raise ValueError(
                 "reentrant checkpointing takes no context_fn and no debug: turn use_reentrant off"
             )
@@ -186,7 +185,7 @@ def run_checkpointed(
         # because `checkpoint` has some of its own, such as `debug`.
         if kwargs:
             run = functools.partial(run, **kwargs)
-        if options.context_fn is not None:
+        if options.context_fn is not noop_context_fn:
             settings["context_fn"] = options.context_fn
         return checkpoint(run, *args, **settings)
 
@@ -228,12 +227,12 @@ class FlatCall:
         run: Callable[..., Any],
         args: Any,
         kwargs: dict[str, Any],
-        contexts: Callable[[], Pair] | None,
+        contexts: Callable[[], Pair],
     ) -> None:
         self.run = run
         self.state = state
         # Not given to torch: it takes no contexts together with `debug`.
-        self.first, self.second = contexts() if contexts else NO_CONTEXTS
+        self.first, self.second = contexts()
         self.inputs: tuple[Any, dict[str, Any]] | None = (args, kwargs)
         self.leaves, self.shape = tree_flatten(self.inputs)
 
@@ -310,18 +309,18 @@ def leave_out_caches(
     if cache_utils is None or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
     given = (*args, *kwargs.values())
-    caches = {id(value): value for value in given if isinstance(value, cache_utils.Cache)}
+    caches = {value for value in given if isinstance(value, cache_utils.Cache)}
     # Blocks that share keys find them in such a layer.
-    layers = [layer for cache in caches.values() for layer in _layers(cache)]
+    layers = [layer for cache in caches for layer in _layers(cache)]
     if not caches or any(type(layer).__name__ == "DummyLayer" for layer in layers):
         return args, kwargs
 
-    for cache in caches.values():
+    for cache in caches:
         _require_unread(block, cache)
         _left_out.setdefault(cache, WeakSet()).add(block)
     _warn_once()
-    args = tuple(None if id(value) in caches else value for value in args)
-    return args, {name: None if id(one) in caches else one for name, one in kwargs.items()}
+    left = [None if isinstance(value, cache_utils.Cache) else value for value in given]
+    return tuple(left[: len(args)]), dict(zip(kwargs, left[len(args) :], strict=True))
 
 
 def _layers(cache: Any, index: int | None = None) -> list[Any]:

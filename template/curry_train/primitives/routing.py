@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporaril
 from torch.utils._pytree import tree_leaves
 
 from ..core.blocks import match_names
-from .recompute import NO_CONTEXTS, Checkpointed, Pair, RecomputeOptions
+from .recompute import Checkpointed, Pair, RecomputeOptions
 from .rerun import written_names
 from .segments import Segment, SegmentMember
 
@@ -155,13 +155,12 @@ class _Entered:
             self.choices.is_own = False
 
 
-def routed_contexts(others: Callable[[], Pair] | None) -> Pair:
+def routed_contexts(others: Callable[[], Pair]) -> Pair:
     """Return the contexts of the first and of the recomputed run, around those of `others`."""
-    pair = others() if others is not None else NO_CONTEXTS
+    first, second = others()
     if torch.compiler.is_compiling():
-        return pair
+        return first, second
     choices = Choices()
-    first, second = pair
     entered: Any = (
         _Entered(choices, first, position=None),
         _Entered(choices, second, position=0),

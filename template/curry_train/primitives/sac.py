@@ -22,7 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from ..core.blocks import Unsuitable, become, find_blocks, restore
 from .recompute import Checkpointed, Pair, RecomputeOptions
@@ -242,15 +246,6 @@ class _BlockForward:
     asked: Counter[Operation] = field(default_factory=Counter)
     calls: Counter[str | None] = field(default_factory=Counter)
 
-    def contexts(self, allow_mutation: bool) -> Pair:
-        first, second = create_selective_checkpoint_contexts(self.decide, allow_mutation)
-        kinds: list[Any] = [type(first), type(second)]
-        first.__class__, second.__class__ = map(_as_reported, kinds)
-        first.at_exit = self.check
-        second.at_entry = self.asked.clear
-        second.policy_fn = self.repeat
-        return first, second
-
     def repeat(self, context: Any, operation: Operation, *args: Any, **kwargs: Any) -> bool:
         self.asked[operation] += 1
         return self.kept[operation][self.asked[operation] - 1]
@@ -276,8 +271,7 @@ class _BlockForward:
 
     def check(self) -> None:
         """Refuse, after the first run, a policy that saved nothing or only cheap outputs."""
-        saved = [operation for operation, choices in self.kept.items() if any(choices)]
-        if not saved:
+        if not any(map(any, self.kept.values())):
             names = {str(operation).removesuffix(".default") for operation in self.kept}
             raise PolicyError(
                 f"policy {self.policy.name!r} saves no output of {self.block}, so the block would "
@@ -396,7 +390,7 @@ def apply_sac(
     """
     chosen = make_policy(policy)
     settings = RecomputeOptions(**options)
-    if settings.use_reentrant or settings.context_fn is not None:
+    if settings.use_reentrant or settings.context_fn is not noop_context_fn:
         raise PolicyError(
             "reentrant checkpointing does not support policies, and a policy takes the place of "
             "context_fn: leave both out"
@@ -410,7 +404,15 @@ def apply_sac(
 
 
 def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
-    return _BlockForward(policy, block).contexts(allow_mutation)
+    forward = _BlockForward(policy, block)
+    modes: Any = create_selective_checkpoint_contexts(forward.decide, allow_mutation)
+    for mode in modes:
+        mode.__class__ = _as_reported(mode.__class__)
+    first, second = modes
+    first.at_exit = forward.check
+    second.at_entry = forward.asked.clear
+    second.policy_fn = forward.repeat
+    return first, second
 
 
 def remove_sac(model: nn.Module) -> list[str]:
