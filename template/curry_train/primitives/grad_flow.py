@@ -248,8 +248,8 @@ class GradFlow:
 
         self._is_open = True
         for one in self.optimizers:
-            self._whole.callback(one.register_step_pre_hook(self._before_step).remove)
-            self._whole.callback(one.register_step_post_hook(self._after_step).remove)
+            self._whole.enter_context(one.register_step_pre_hook(self._before_step))
+            self._whole.enter_context(one.register_step_post_hook(self._after_step))
         self._begin()
         return self
 
@@ -280,7 +280,7 @@ class GradFlow:
         if self._probing:
             self._restart()
             for handle in self._activations.hooks():
-                self._probed.callback(handle.remove)
+                self._probed.enter_context(handle)
             for optimizer in self.optimizers:
                 # Torch has hooks only for an optimizer's steps.
                 zero_grad = called_first(self._gradients_go, optimizer.zero_grad)

@@ -236,24 +236,17 @@ def in_backward() -> bool:
 
 @dataclass(eq=False)
 class ProbeHook:
-    """A hook for one module, inactive in copies of the module and absent from its pickles."""
+    """A hook for one module; in copies and pickles of the module it is one for none."""
 
-    module: nn.Module
+    module: nn.Module | None
     call: Callable[..., None]
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
         if module is self.module:
             self.call(*arguments)
 
-    def __deepcopy__(self, memo: Any) -> "ProbeHook":
-        return self
-
     def __reduce__(self) -> Any:
-        return functools.partial, (_do_nothing,)
-
-
-def _do_nothing(*_: Any) -> None:
-    """Replace a hook in a pickled module."""
+        return ProbeHook, (None, None)
 
 
 @dataclass(eq=False)

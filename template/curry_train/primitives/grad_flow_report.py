@@ -140,13 +140,13 @@ def _more(number: int) -> str:
 
 
 def _vanishing(recent: Sequence[StepFlow]) -> Iterator[Finding]:
+    rms = _medians(recent, "gradient", "rms")
     chain = gradient_chain(recent[-1])
-    if len(chain) < SHORTEST_CHAIN:
+    if len(chain) < SHORTEST_CHAIN or not rms[chain[-1]]:
         return
     first = chain[0]
     last = chain[-1]
-    ratios = [_rms(record, first) / _rms(record, last) for record in recent if _rms(record, last)]
-    ratio = statistics.median(ratios) if ratios else 1.0
+    ratio = rms[first] / rms[last]
     if VANISHING_RATIO <= ratio <= 1 / VANISHING_RATIO:
         return
     kind = "vanishing" if ratio < 1 else "exploding"
@@ -165,11 +165,6 @@ def gradient_chain(record: StepFlow) -> list[str]:
     if len(chain) < SHORTEST_CHAIN:
         chain = [name for name in names if not _holds_another(name, record)]
     return [name for name in chain if record.layers[name].gradient is not None]
-
-
-def _rms(record: StepFlow, name: str) -> float:
-    gradient = record.layers[name].gradient
-    return 0.0 if gradient is None else gradient.rms
 
 
 def _medians(recent: Sequence[StepFlow], part: str, figure: str) -> dict[str, float]:
