@@ -70,7 +70,7 @@ class Product:
     autocast: torch.dtype | None
     chunk_tokens: int | None
     use: LossUse
-    derived: list["weakref.ref[Logits]"] = field(default_factory=list)
+    derived: "weakref.WeakSet[Logits]" = field(default_factory=weakref.WeakSet)
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
@@ -114,7 +114,7 @@ class Logits:
     whole: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self.product.derived.append(weakref.ref(self))
+        self.product.derived.add(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,9 +136,8 @@ class Logits:
         """
         if self.whole is None:
             self.product.use.whole.append(operation)
-            for reference in self.product.derived:
-                if (logits := reference()) is not None:
-                    logits.make()
+            for logits in self.product.derived:
+                logits.make()
         return self.make()
 
     def make(self) -> Tensor:
@@ -578,7 +577,10 @@ def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
 
     Layers inside blocks repeat with the same width, so none of them is the single widest.
     """
-    most = max((linear.out_features for linear in linears.values()), default=0)
-    widest = {name: linear for name, linear in linears.items() if linear.out_features == most}
-    is_head = len(widest) == 1 and all(most > linear.in_features for linear in widest.values())
-    return {**widest} if is_head else {}
+    widths = [linear.out_features for linear in linears.values()]
+    most = max(widths, default=0)
+    return {
+        name: linear
+        for name, linear in linears.items()
+        if linear.out_features == most > linear.in_features and widths.count(most) == 1
+    }

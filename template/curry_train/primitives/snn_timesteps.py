@@ -311,7 +311,7 @@ def _same_value(value: Any, other: Any) -> bool:
         return type(value) is type(other) and same_state(value, other)
     if value.shape != other.shape or value.dtype != other.dtype:
         return False
-    return bool(torch.isclose(value, other, rtol=0, atol=0, equal_nan=True).all())
+    return torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
 
 
 # Recompute a loop over time in chunks.
