@@ -22,11 +22,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..core.blocks import Derived, Unsuitable, become, match_names, restore
+from .autocast import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
     REDUCTIONS,
     TARGET_DTYPES,
-    autocast_dtype,
-    autocast_to,
     check_chunk_size,
     chunked_cross_entropy,
     product_dtype,
@@ -59,7 +58,7 @@ class LossUse:
 
 @dataclass(eq=False)
 class Product:
-    """Matrix product that gives the logits, with its arguments and autocast's dtype."""
+    """Matrix product that gives the logits, with its arguments and autocast's state."""
 
     weight: Tensor
     bias: Tensor | None
@@ -67,14 +66,14 @@ class Product:
     # The head's input, the weight and, if there is one, the bias, and their versions.
     inputs: list[Tensor]
     versions: list[int]
-    autocast: torch.dtype | None
+    autocast: Autocast
     chunk_tokens: int | None
     use: LossUse
     derived: "weakref.WeakSet[Logits]" = field(default_factory=weakref.WeakSet)
 
     def compute(self, *inputs: Tensor) -> Tensor:
         self.check()
-        with autocast_to(self.weight.device.type, self.autocast):
+        with autocast_as(self.autocast):
             return F.linear(*inputs)
 
     def check(self) -> None:
@@ -162,7 +161,7 @@ class Logits:
         product.check()
         rows = self.rows.movedim(self.dim, -1)
         rows = rows if self.factor == 1 else rows * self.factor
-        with autocast_to(product.weight.device.type, product.autocast):
+        with autocast_as(product.autocast):
             loss = chunked_cross_entropy(
                 rows,
                 product.weight,
@@ -175,7 +174,7 @@ class Logits:
         product.use.num_chunked += 1
 
         # Under autocast losses stay float32.
-        return loss if autocast_dtype(loss.device.type) else loss.to(self.dtype)
+        return loss if loss.device.type in autocast_now() else loss.to(self.dtype)
 
 
 def loss_options(
@@ -493,7 +492,7 @@ class ChunkedHead(Derived):
             self.bias,
             inputs,
             [tensor._version for tensor in inputs],
-            autocast_dtype(hidden.device.type),
+            autocast_now(),
             chunk_tokens,
             use,
         )

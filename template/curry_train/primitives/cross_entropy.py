@@ -11,7 +11,6 @@ incoming gradients differ, so backward computes the logits again. Ignored tokens
 Proof: `python -m pytest tests/primitives/test_chunked_loss.py`.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -21,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .autocast import autocast_as, autocast_now
 
 # A chunk's logits and their copies take at most this, where no size is given.
 CHUNK_BYTES = 64 * 2**20
@@ -181,26 +182,10 @@ def refuse_second_derivative() -> None:
         )
 
 
-def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a type of device, or None where autocast is off."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
 def product_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype in which `F.linear` would compute here, with autocast considered."""
-    dtype = autocast_dtype(hidden.device.type)
-    return hidden.dtype if dtype is None or hidden.dtype is torch.float64 else dtype
-
-
-def autocast_to(
-    device_type: str, dtype: torch.dtype | None
-) -> contextlib.AbstractContextManager[Any]:
-    """Return a context with autocast to this dtype, or with autocast off for None."""
-    if not torch.amp.is_autocast_available(device_type):
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, dtype=dtype, enabled=dtype is not None)
+    dtype = autocast_now().get(hidden.device.type, hidden.dtype)
+    return hidden.dtype if hidden.dtype is torch.float64 else dtype
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
@@ -218,7 +203,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias is {tuple(bias.shape)} and must be {tuple(weight.shape[:1])}")
     others = {given.dtype for given in (weight, bias) if given is not None}
-    casts = autocast_dtype(hidden.device.type) is not None and hidden.dtype is not torch.float64
+    casts = hidden.device.type in autocast_now() and hidden.dtype is not torch.float64
     if not hidden.is_floating_point() or (others != {hidden.dtype} and not casts):
         raise ValueError(
             f"hidden is {hidden.dtype}, weight and bias are {', '.join(map(str, others))}: they "
@@ -387,7 +372,7 @@ def _read(ignored: Tensor) -> int | None:
 
 def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, list[Tensor | None]]:
     """Return the losses of all tokens, and the gradients of their sum."""
-    with torch.no_grad(), autocast_to(given.inputs.device.type, None):
+    with torch.no_grad(), autocast_as({}):
         chunks = _Pass(given, options)
         for index in chunks.order.split(options.chunk_tokens):
             chunks.chunk(index)

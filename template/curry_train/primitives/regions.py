@@ -9,9 +9,8 @@ tensors that autograd saved for it.
 Proof: `python -m pytest tests/primitives/test_regions.py tests/peers/test_peer_behaviours.py`.
 """
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,32 +32,8 @@ from ..core.blocks import (
     recomputing,
     restore,
 )
+from .autocast import autocast_as, autocast_now
 from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
-
-# Autocast of a call.
-
-Autocast = dict[str, torch.dtype]
-
-
-def autocast_now() -> Autocast:
-    """Return the device types for which autocast is on, with their dtypes."""
-    return {
-        kind: torch.get_autocast_dtype(kind)
-        for kind in ("cuda", "cpu")
-        if torch.is_autocast_enabled(kind)
-    }
-
-
-@contextlib.contextmanager
-def autocast_as(wanted: Autocast) -> Iterator[None]:
-    """Set autocast to a recorded state inside the context."""
-    now = autocast_now()
-    with contextlib.ExitStack() as stack:
-        for kind in now | wanted:
-            if now.get(kind) != wanted.get(kind):
-                stack.enter_context(torch.autocast(kind, wanted.get(kind), kind in wanted))
-        yield
-
 
 # Run one cheap module again, and recompute its output too if backward needs it.
 

@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_iter
 
 from ..core.blocks import inside_wrappers
 from ..core.replaced_calls import replaced_calls
-from ..primitives.regions import autocast_now
+from ..primitives.autocast import autocast_now
 from .from_trainer import (
     Autocast,
     is_sum_over_samples,
