@@ -312,7 +312,7 @@ class StepLives(RankStorages):
         work = self.work[layer]
         work.operations.append(len(self.flops))
         work.in_grad_mode.append(in_grad_mode)
-        family = sac.family_of(func) if is_forward and running.calls[layer] == 1 else None
+        family = sac.FAMILIES.get(func) if is_forward and running.calls[layer] == 1 else None
         if family:
             made = sum(value.untyped_storage().nbytes() for value in operands(out))
             # A call that draws random numbers must not be kept: keeping 0 FLOPs gains nothing.

@@ -124,9 +124,7 @@ def _recomputing_function(function: Callable[..., Any], options: RecomputeOption
             return function(*args, **kwargs)
         modules: list[nn.Module] = []
         if not torch.compiler.is_compiling():
-            given = (*args, *kwargs.values())
-            modules = [value for value in given if isinstance(value, nn.Module)]
-            modules += modules_of(function)
+            modules = modules_of(functools.partial(function, *args, **kwargs))
         return run_checkpointed(function, args, kwargs, modules=modules, options=options)
 
     return call

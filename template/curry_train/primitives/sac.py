@@ -100,21 +100,14 @@ COLLECTIVES = _overloads(
 # Autograd treats the outputs of these as new tensors, although they are views.
 UNSAFE_SPLITS = _overloads("aten", "unsafe_split", "unsafe_split_with_sizes")
 
-EXPENSIVE_OPERATIONS = MATMULS | ATTENTION_OPERATIONS | CONVOLUTIONS | COLLECTIVES
-OPERATION_FAMILIES = {
-    "matmul": MATMULS,
-    "attention": ATTENTION_OPERATIONS,
-    "convolution": CONVOLUTIONS,
-    "collective": COLLECTIVES,
+# The family of each expensive operation, the same on every device.
+FAMILIES = {
+    **dict.fromkeys(MATMULS, "matmul"),
+    **dict.fromkeys(ATTENTION_OPERATIONS, "attention"),
+    **dict.fromkeys(CONVOLUTIONS, "convolution"),
+    **dict.fromkeys(COLLECTIVES, "collective"),
 }
-
-
-@functools.cache
-def family_of(operation: Operation) -> str | None:
-    """Return the family of an expensive operation, the same on every device, or None."""
-    return next(
-        (family for family, members in OPERATION_FAMILIES.items() if operation in members), None
-    )
+EXPENSIVE_OPERATIONS = frozenset(FAMILIES)
 
 
 def draws(operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -259,7 +252,7 @@ class _BlockForward:
         self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         policy = self.policy
-        family = family_of(operation)
+        family = FAMILIES.get(operation)
         self.calls[family] += 1
         if (family, self.calls[family] - 1) in policy.calls:
             return True

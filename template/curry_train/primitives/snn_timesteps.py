@@ -13,7 +13,7 @@ Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -242,11 +242,10 @@ def _checked_run(
         detached_copies(timesteps[min(index, len(timesteps) - 1)])
         for index in range(NUM_CHECKED_STEPS)
     ]
-    # The storages of the inputs, and those that autograd saves: held here, so that no address
-    # comes again. It saves parameters in the first step, whose bytes do not count.
+    # The storages of the inputs, and those that autograd saves. It saves parameters in the first
+    # step, whose bytes do not count.
     storages = _storages(inputs)
     held = []
-    generators = generator_states()
 
     def note(tensor: Tensor) -> Tensor:
         if not isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter):
@@ -280,26 +279,21 @@ def _checked_run(
                     )
             results += tree_leaves(detached_copies((output, state)))
             held.append(_bytes_of(storages))
-        # A chunk that draws random numbers saves the generator's state too.
-        drawn_to = generator_states()
-        draws = not same_state(generators, drawn_to)
-        drawn_bytes = torch.get_rng_state().nbytes if draws else 0
     # The first timestep may hold other bytes, because it starts from the initial state.
-    return results, Costs(_bytes_of(_storages(state)) + drawn_bytes, held[2] - held[1])
+    return results, Costs(_bytes_of(_storages(state)), held[2] - held[1])
 
 
-def _storages(tree: Any) -> dict[int, Any]:
-    """Return the storages of the dense tensors in a tree, by address."""
-    dense = [
-        leaf
+def _storages(tree: Any) -> set[torch.UntypedStorage]:
+    """Return the storages of the dense tensors in a tree."""
+    return {
+        leaf.untyped_storage()
         for leaf in tree_leaves(tree)
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided
-    ]
-    return {storage._cdata: storage for storage in (leaf.untyped_storage() for leaf in dense)}
+    }
 
 
-def _bytes_of(storages: Mapping[int, Any]) -> int:
-    return sum(storage.nbytes() for storage in storages.values())
+def _bytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum(storage.nbytes() for storage in storages)
 
 
 def detached_copies(tree: Any) -> Any:
