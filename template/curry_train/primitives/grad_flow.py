@@ -52,7 +52,7 @@ AT_THE_STEP = "at the optimizer's step"
 class ValueSpread:
     """Counts of a tensor's elements and the sum of their squares."""
 
-    elements: int
+    elements: int  # at least 1
     zeros: int  # elements that are exactly 0
     nonfinite: int  # elements that are inf or nan
     squares: float  # the sum of squares
@@ -64,17 +64,17 @@ class ValueSpread:
     @property
     def rms(self) -> float:
         """Return the root mean square, which is comparable between layers of different size."""
-        return math.sqrt(self.squares / self.elements) if self.elements else 0.0
+        return math.sqrt(self.squares / self.elements)
 
     @property
     def zero(self) -> float:
         """Return the fraction of elements that are exactly 0."""
-        return self.zeros / self.elements if self.elements else 0.0
+        return self.zeros / self.elements
 
     @property
     def bad(self) -> float:
         """Return the fraction of elements that are inf or nan."""
-        return self.nonfinite / self.elements if self.elements else 0.0
+        return self.nonfinite / self.elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,6 @@ class GradFlow:
             )
         if self._probing:
             self._read_at_the_step()
-            self._close(stepped=True)
         self._next()
 
     def _begin(self) -> None:
@@ -298,6 +297,8 @@ class GradFlow:
         self._overflowed: list[Tensor] = []
 
     def _next(self) -> None:
+        if self._probing:
+            self._close(stepped=True)
         self._probed.close()
         self.next_step += 1
         self._begin()
@@ -378,8 +379,6 @@ class GradFlow:
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is not None:
                 self._overflowed.append(overflowed)
-            if is_last:
-                self._close(stepped=True)
         if is_last:
             self._next()
 

@@ -81,15 +81,10 @@ second_call_contexts.add(recomputing)
 class Checkpointed(Derived):
     """A block that runs under a checkpoint, with the options that it holds."""
 
-    @property
-    def recomputes(self) -> bool:
-        """Return whether backward would recompute a forward that runs now."""
-        return bool(self._technique.enabled and is_active(self))
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.recomputes:
-            return super().forward(*args, **kwargs)
         options = self._technique
+        if not (options.enabled and is_active(self)):
+            return super().forward(*args, **kwargs)
         return run_checkpointed(super().forward, args, kwargs, modules=[self], options=options)
 
 
@@ -309,7 +304,7 @@ def leave_out_caches(
     given = (*args, *kwargs.values())
     caches = {value for value in given if isinstance(value, cache_utils.Cache)}
     # Blocks that share keys find them in such a layer.
-    layers = [layer for cache in caches for layer in _layers(cache)]
+    layers = [layer for cache in caches for stack in _stacks(cache) for layer in stack]
     if not caches or any(type(layer).__name__ == "DummyLayer" for layer in layers):
         return args, kwargs
 
@@ -321,19 +316,18 @@ def leave_out_caches(
     return tuple(left[: len(args)]), dict(zip(kwargs, left[len(args) :], strict=True))
 
 
-def _layers(cache: Any, index: int | None = None) -> list[Any]:
-    """Return the layers of a cache, for self-attention and cross-attention; or one of each."""
+def _stacks(cache: Any) -> list[list[Any]]:
+    """Return the layers of a cache, for self-attention and for cross-attention."""
     names = ("self_attention_cache", "cross_attention_cache")
     halves = [cache, *(getattr(cache, name, None) for name in names)]
-    stacks = [getattr(half, "layers", None) or [] for half in halves]
-    place = slice(None) if index is None else slice(index, index + 1)
-    return [layer for stack in stacks for layer in stack[place]]
+    return [getattr(half, "layers", None) or [] for half in halves]
 
 
 def _require_unread(block: nn.Module, cache: Any) -> None:
     indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
     own_index = next((index for index in indices if isinstance(index, int)), 0)
-    if block in _left_out.get(cache, ()) or any(map(_is_filled, _layers(cache, own_index))):
+    own = [layer for stack in _stacks(cache) for layer in stack[own_index : own_index + 1]]
+    if block in _left_out.get(cache, ()) or any(map(_is_filled, own)):
         raise ValueError(
             f"{type(block).__name__} gets a cache that it has been given before or that holds keys "
             "already, and a block that is recomputed in backward can't add to a cache: train "

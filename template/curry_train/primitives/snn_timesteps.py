@@ -336,15 +336,14 @@ def checkpoint_timesteps(
     timesteps = slice_time(inputs, time_dim)
     modules = modules_of(step, depth=DEEPEST_SEARCH)
     is_eval = modules and not any(module.training for module in modules)
-    if is_eval or not torch.is_grad_enabled():
-        return run_timesteps(step, inputs, state, time_dim=time_dim, outputs=outputs)
-
     collected = Collected(outputs, time_dim)
-    costs = _costs(step, modules, timesteps, state)
-    if chunk_size is None:
-        sizes = best_chunks(len(timesteps), costs)
-    else:
-        sizes = even_chunks(len(timesteps), chunk_size)
+    sizes = [len(timesteps)]
+    if torch.is_grad_enabled() and not is_eval:
+        costs = _costs(step, modules, timesteps, state)
+        if chunk_size is None:
+            sizes = best_chunks(len(timesteps), costs)
+        else:
+            sizes = even_chunks(len(timesteps), chunk_size)
     start = 0
     for size in sizes[:-1]:
         leaves, shape = tree_flatten((state, *timesteps[start : start + size]))
