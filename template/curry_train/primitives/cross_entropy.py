@@ -445,14 +445,12 @@ def _scaled(
     """Multiply a saved gradient by the factor, in the factor's dtype and in place if possible.
 
     A bfloat16 factor would be off by 1 part in 500 for the whole gradient, and a float16 factor may
-    be infinite.
+    be infinite. Parts of at most `block` elements bound what a CPU holds in the factor's dtype.
     """
     reuse = in_place and unscaled.dtype == dtype
     result = unscaled if reuse else torch.empty_like(unscaled, dtype=dtype)
-    if unscaled.dtype == dtype == factor.dtype:
-        return torch.mul(unscaled, factor, out=result)
-
     rows = max(1, block // max(1, unscaled[:1].numel()))
     for source, target in zip(unscaled.split(rows), result.split(rows), strict=True):
-        target.copy_(source.to(factor.dtype, copy=True).mul_(factor))
+        # A factor without a dimension would be cast to the dtype of the gradient.
+        torch.mul(source, factor[None], out=target)
     return result

@@ -398,15 +398,14 @@ class OffloadedCall:
         step = self.step
         base = tensor if tensor._base is None else tensor._base
         reason = self._why_it_stays(tensor, base)
-        if reason in (None, SLICE_REASON):
+        if reason is None:
             moved = step.moved.get(_address(tensor))
-            if moved is not None and moved.source() is not None:
-                if moved.is_same(tensor, base):
-                    step.report.skip(tensor, DUPLICATE_REASON)
-                    return OffloadedTensor(moved, tensor)
-                reason = ALIAS_REASON
-            if reason is None:
+            if moved is None or moved.source() is None:
                 return OffloadedTensor(Moved(step, tensor, base), tensor)
+            if moved.is_same(tensor, base):
+                step.report.skip(tensor, DUPLICATE_REASON)
+                return OffloadedTensor(moved, tensor)
+            reason = ALIAS_REASON
 
         step.report.skip(tensor, reason)
         weight = _weight_of_cast(base) if reason == WEIGHT_CAST else None
