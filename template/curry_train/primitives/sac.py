@@ -263,7 +263,7 @@ class _BlockForward:
         return operation in policy.save
 
     def check(self) -> None:
-        """Refuse, after the first run, a policy that saved nothing or only cheap outputs."""
+        """Refuse, after a run, a policy that saved nothing or only cheap outputs."""
         if not any(map(any, self.kept.values())):
             names = {str(operation).removesuffix(".default") for operation in self.kept}
             raise PolicyError(
@@ -318,29 +318,27 @@ def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
 
 @functools.cache
 def _as_reported(kind: Any) -> Any:
-    """Subclass torch's dispatch mode with callbacks at entry and exit, and leave casts out.
+    """Subclass torch's dispatch mode for one run of a `_BlockForward`, and leave casts out.
 
-    The exit callback runs only without an error. Autocast casts a weight once and caches it for the
+    A run that ends without an error is checked. Autocast casts a weight once and caches it for the
     whole forward, so the two runs may differ in their casts, which are always recomputed. Torch
     drops each saved output that it hands out, so a second backward recomputes all. The compiler
     accepts only dispatch modes here, so this is a subclass and not a context around one.
     """
 
     class Reported(kind):  # type: ignore[misc]
+        forward: _BlockForward
         num_entered = 0
-        at_entry: Callable[[], None] | None = None
-        at_exit: Callable[[], None] | None = None
 
         def __enter__(self) -> Any:
             self.num_entered += 1
-            if self.at_entry is not None:
-                self.at_entry()
+            self.forward.asked.clear()
             return super().__enter__()
 
         def __exit__(self, kind: Any, *raised: Any) -> Any:
             stopped = super().__exit__(kind, *raised)
-            if kind is None and self.at_exit is not None:
-                self.at_exit()
+            if kind is None:
+                self.forward.check()
             return stopped
 
         def __torch_dispatch__(
@@ -401,9 +399,8 @@ def _contexts(policy: Policy, block: str, allow_mutation: bool) -> Pair:
     modes: Any = create_selective_checkpoint_contexts(forward.decide, allow_mutation)
     for mode in modes:
         mode.__class__ = _as_reported(mode.__class__)
+        mode.forward = forward
     first, second = modes
-    first.at_exit = forward.check
-    second.at_entry = forward.asked.clear
     second.policy_fn = forward.repeat
     return first, second
 
