@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_map
 
 from ..core.blocks import Derived, become, find_blocks, is_active, num_recomputed, restore
 from ..core.measure import is_out_of_memory
@@ -112,7 +112,7 @@ class Segment:
                 f"{name} does not take the output of {self.names[position - 1]} unchanged and "
                 f"unused, so the two can't share a segment; {REMEDY}"
             )
-        if not _same((args[1:], kwargs), self.arguments):
+        if _described((args[1:], kwargs)) != _described(self.arguments):
             raise ChainBroken(
                 f"{name} takes other arguments than {self.names[0]}, so the two can't share a "
                 f"segment; {REMEDY}"
@@ -210,18 +210,14 @@ def _stream(output: Any, block: nn.Module) -> Tensor:
     return first
 
 
-def _same(arguments: Any, others: Any) -> bool:
-    leaves, shape = tree_flatten(arguments)
-    other_leaves, other_shape = tree_flatten(others)
-    return shape == other_shape and all(map(_is_the_same, leaves, other_leaves))
+def _described(arguments: Any) -> Any:
+    """Return arguments with the memory of each tensor in place of it.
 
-
-def _is_the_same(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor) and isinstance(other, Tensor):
-        # Slices of one buffer are new tensor objects each time, so compare the memory.
-        return (
-            value.data_ptr() == other.data_ptr()
-            and value.shape == other.shape
-            and value.stride() == other.stride()
-        )
-    return value is other or bool(value == other)
+    Slices of one buffer are new tensors each time.
+    """
+    return tree_map(
+        lambda leaf: (
+            (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else leaf
+        ),
+        arguments,
+    )
