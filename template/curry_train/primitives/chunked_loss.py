@@ -215,8 +215,9 @@ def loss_options(
 # None if it does not support them.
 
 
-RESHAPES = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten)
-MOVES = (Tensor.transpose, torch.transpose, Tensor.permute, torch.permute, Tensor.__getitem__)
+# Functions of torch and methods of a tensor, by the names that both have.
+RESHAPES = ("view", "reshape", "flatten")
+MOVES = ("transpose", "permute", "__getitem__")
 
 
 def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
@@ -227,7 +228,8 @@ def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits
     whole = torch.empty((), device="meta").expand(logits.shape)
     rows = logits.rows
     sizes = args
-    if function in RESHAPES:
+    reshapes = function.__name__ in RESHAPES
+    if reshapes:
         rows = rows.contiguous()
         sizes = _resized(args, classes, width)
     try:
@@ -240,7 +242,7 @@ def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits
         return None
     # Sizes tell nothing of tokens and classes that a view has mixed.
     was_last = logits.dim == whole.dim() - 1
-    if function in RESHAPES and not (was_last and differing == [len(shape) - 1]):
+    if reshapes and not (was_last and differing == [len(shape) - 1]):
         return None
     return logits.derive(rows=rows, dim=differing[0]) if rows.dtype is logits.rows.dtype else None
 
@@ -283,7 +285,7 @@ def multiply(function: Any, logits: Logits, factor: Any) -> Logits | None:
     """Multiply or divide by a positive number, as models do that limit or temper their logits."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
         return None
-    by = factor if function in MULTIPLICATIONS else 1 / factor
+    by = factor if function.__name__ in MULTIPLICATIONS else 1 / factor
     if logits.cap is None:
         return logits.derive(scale=logits.scale * by)
     return logits.derive(cap=logits.cap * by)
@@ -296,16 +298,16 @@ def limit(function: Any, logits: Logits) -> Logits | None:
 
 # A stand-in tensor for logits, on which cross-entropy runs in chunks.
 
-MULTIPLICATIONS = (Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__)
-LOGITS_FUNCTIONS: dict[Any, Callable[..., Logits | None]] = {
+MULTIPLICATIONS = ("mul", "__mul__", "__rmul__")
+LOGITS_FUNCTIONS: dict[str, Callable[..., Logits | None]] = {
     **dict.fromkeys((*RESHAPES, *MOVES), rearrange),
-    **dict.fromkeys((Tensor.float, Tensor.to), cast),
-    **dict.fromkeys((*MULTIPLICATIONS, Tensor.div, torch.div, Tensor.__truediv__), multiply),
-    **dict.fromkeys((Tensor.tanh, torch.tanh), limit),
-    Tensor.contiguous: lambda _, logits: logits.derive(),
+    **dict.fromkeys(("float", "to"), cast),
+    **dict.fromkeys((*MULTIPLICATIONS, "div", "__truediv__"), multiply),
+    "tanh": limit,
+    "contiguous": lambda _, logits: logits.derive(),
 }
-# What may be read of logits without computing them.
-_METADATA_GETTERS = (
+# What may be read of logits without computing them: properties, methods and functions.
+METADATA_NAMES = {
     "shape",
     "dtype",
     "device",
@@ -323,8 +325,6 @@ _METADATA_GETTERS = (
     "_base",
     "nbytes",
     "itemsize",
-)
-_METADATA_METHODS = (
     "size",
     "dim",
     "ndimension",
@@ -336,13 +336,6 @@ _METADATA_METHODS = (
     "element_size",
     "__len__",
     "untyped_storage",
-)
-METADATA_FUNCTIONS = {
-    *(getattr(Tensor, name).__get__ for name in _METADATA_GETTERS),
-    *(getattr(Tensor, name) for name in _METADATA_METHODS),
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
 }
 
 
@@ -358,9 +351,9 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in METADATA_FUNCTIONS or _counts_arrivals(func, args):
-            return super().__torch_function__(func, types, args, kwargs)
         name = _name(func)
+        if name in METADATA_NAMES or _counts_arrivals(func, args):
+            return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and first.logits.whole is None:
             if func is F.cross_entropy:
@@ -368,8 +361,8 @@ class LazyLogits(Tensor):
                 if not reason:
                     return _Linked.apply(first.logits.loss(args[1], options), first)
                 name = f"cross_entropy with {reason}"
-            elif func in LOGITS_FUNCTIONS and torch.is_grad_enabled():
-                derived = LOGITS_FUNCTIONS[func](func, first.logits, *args[1:], **kwargs)
+            elif name in LOGITS_FUNCTIONS and torch.is_grad_enabled():
+                derived = LOGITS_FUNCTIONS[name](func, first.logits, *args[1:], **kwargs)
                 if derived is first.logits:
                     return first
                 if derived is not None:
@@ -547,7 +540,10 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     if pattern is not None:
         found = {name: linears[name] for name in match_names(list(linears), pattern, option="head")}
     else:
-        found = _output_embeddings(model) or _widest(linears)
+        # As a Hugging Face model gives it.
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        found = {name: module for name, module in model.named_modules() if module is head}
+        found = found or _widest(linears)
     if not found:
         raise UnsuitableHead(
             f"{type(model).__name__} has no output layer: no Linear is wider than all others "
@@ -562,13 +558,6 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
                 "leave it out, or undo first what changed it (remove_chunked_loss)",
             )
     return found
-
-
-def _output_embeddings(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the head that a Hugging Face model returns from `get_output_embeddings`."""
-    getter = getattr(model, "get_output_embeddings", None)
-    head: Any = getter() if callable(getter) else None
-    return {name: module for name, module in model.named_modules() if module is head}
 
 
 def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
