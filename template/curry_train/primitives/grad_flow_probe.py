@@ -349,7 +349,7 @@ class Activations:
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:
     """Return the modules whose hooks may never run, because they are inside compiled code."""
-    roots = [module for module in model.modules() if module._compiled_call_impl is not None]
-    originals = [getattr(module, "_orig_mod", None) for module in model.modules()]
-    roots += [module for module in originals if isinstance(module, nn.Module)]
+    modules: list[Any] = list(model.modules())
+    roots = [module for module in modules if module._compiled_call_impl is not None]
+    roots += [module._orig_mod for module in modules if hasattr(module, "_orig_mod")]
     return {module for root in roots for module in root.modules()}

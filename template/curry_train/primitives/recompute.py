@@ -309,8 +309,7 @@ def leave_out_caches(
         return args, kwargs
 
     for cache in caches:
-        _require_unread(block, cache)
-        _left_out.setdefault(cache, WeakSet()).add(block)
+        _leave_out(block, cache)
     _warn_once()
     left = [None if isinstance(value, cache_utils.Cache) else value for value in given]
     return tuple(left[: len(args)]), dict(zip(kwargs, left[len(args) :], strict=True))
@@ -323,16 +322,18 @@ def _stacks(cache: Any) -> list[list[Any]]:
     return [getattr(half, "layers", None) or [] for half in halves]
 
 
-def _require_unread(block: nn.Module, cache: Any) -> None:
+def _leave_out(block: nn.Module, cache: Any) -> None:
+    left_out = _left_out.setdefault(cache, WeakSet())
     indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
     own_index = next((index for index in indices if isinstance(index, int)), 0)
     own = [layer for stack in _stacks(cache) for layer in stack[own_index : own_index + 1]]
-    if block in _left_out.get(cache, ()) or any(map(_is_filled, own)):
+    if block in left_out or any(map(_is_filled, own)):
         raise ValueError(
             f"{type(block).__name__} gets a cache that it has been given before or that holds keys "
             "already, and a block that is recomputed in backward can't add to a cache: train "
             "without past_key_values, or leave this block out with blocks="
         )
+    left_out.add(block)
 
 
 def _is_filled(layer: Any) -> bool:

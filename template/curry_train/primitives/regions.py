@@ -55,9 +55,12 @@ class Replay:
         self.state = state
         self.run = run
         self.inputs = (args, kwargs)
-        tensors = [leaf for leaf in tree_leaves(self.inputs) if isinstance(leaf, Tensor)]
         # Inference tensors have no version counter.
-        self.versions = [(one, one._version) for one in tensors if not one.is_inference()]
+        self.versions = [
+            (leaf, leaf._version)
+            for leaf in tree_leaves(self.inputs)
+            if isinstance(leaf, Tensor) and not leaf.is_inference()
+        ]
         self.autocast = autocast_now()
         self.num_saved = 0
         self.num_uses = 0
