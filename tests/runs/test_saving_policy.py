@@ -61,10 +61,9 @@ def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
     assert SavedRun(tmp_path).latest().step == 16
     train_on(policy, state, 20)
     assert SavedRun(tmp_path).latest().step == 20
-    policy.turn_back(18)
+    policy.resume(state, "before-19")
     assert steps(tmp_path, "rollback")[-1] == 16
     assert SavedRun(tmp_path).latest().step == 18
-    state.step = 18
     train_on(policy, state, 20)
     assert SavedRun(tmp_path).latest().step == 20
     assert steps(tmp_path, "best-k") == [19]

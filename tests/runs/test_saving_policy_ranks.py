@@ -73,7 +73,7 @@ def on_two_ranks(folder):
         ]
         train_on(policy, other, 40)
         found["automatic"] = store.committed("rollback")[-1].step > 14
-        policy.turn_back(8)
+        policy.resume(other, "before-9")
         found["back"] = store.latest().step
     return found
 

@@ -48,14 +48,13 @@ from .box import Boxes
 from .files import StrPath
 from .history import peak_bytes, run_facts
 from .journal import Journal
-from .layout import SavedCheckpoint
 from .policy import SavingPolicy, number_of
 from .policy_config import BoxConfig, PolicyConfig, SpikeConfig, read_fields
 from .random_state import DATA_PREFIX, DataPosition, generators_of, inexact
 from .ranks import Ranks
 from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
-from .spike import AttachedWatch, Recovery, SampleStream, Spike
+from .spike import AttachedWatch, SampleStream, Spike
 from .state import TrainingState
 from .store import Store
 
@@ -124,10 +123,8 @@ class AttachedJournal(Journal):
                 "learning_rate": self._rate,
                 "seconds": time.perf_counter() - self._since,
                 "peak_bytes": peak_bytes(self._device),
+                "epoch": getattr(self._run.data, "epoch", None),
             }
-            epoch = getattr(self._run.data, "epoch", None)
-            if epoch is not None:
-                figures["epoch"] = epoch
             figures |= notes.figures
             self.write("step", step=step, loss=number_of(notes.metrics["loss"]), **figures)
         if not notes.stepped:
@@ -138,46 +135,9 @@ class AttachedJournal(Journal):
             if name != "loss" and value is not None:
                 self.write("eval", step=step, metric=name, value=number_of(value))
 
-    def spiked(self, spike: Spike, **facts: Any) -> None:
-        """Write a spike that the watchdog found; call after the journal has its step."""
-        self.write("spike", **(asdict(spike) | {"reason": spike.words} | facts))
-
-    def went_back(self, spike: Spike, recovery: Recovery) -> None:
-        """Write the rollback, and the positions of the data that are skipped from now on."""
-        self.write("rollback", step=recovery.back_to, from_step=spike.step, reason=spike.words)
-        reason = (
-            f"positions {recovery.start} to {recovery.stop - 1} of the data, around the spike of "
-            f"step {spike.step}"
-        )
-        self.write(
-            "skip",
-            step=recovery.back_to,
-            reason=reason,
-            start=recovery.start,
-            stop=recovery.stop,
-        )
-
     def ended(self, reason: str) -> None:
         """Write the last event."""
         self.write("stop", step=self._run.steps, reason=reason[:1000])
-
-    def saved(self, saved: Iterable[SavedCheckpoint]) -> None:
-        """Write an event for each committed checkpoint, and for each that retention deleted."""
-        for checkpoint in saved:
-            self.write(
-                "save",
-                step=checkpoint.step,
-                checkpoint=checkpoint.folder,
-                num_bytes=checkpoint.num_bytes,
-            )
-        for checkpoint in self._run.policy.pruned:
-            self.write(
-                "prune",
-                step=self._run.steps,
-                checkpoint=checkpoint.folder,
-                of_step=checkpoint.step,
-            )
-        self._run.policy.pruned = []
 
 
 # End a training loop between two steps, on a signal or on request.
@@ -248,7 +208,7 @@ class AttachedRun:
 
     ended_by: str | None = None
     # With a DataLoader: the number of steps at which the loop ends.
-    _until: int | None = None
+    _until = math.inf
     _in_epoch = False
     _iterating = False
     # Whether the log says already that a resume may not be exact.
@@ -278,7 +238,7 @@ class AttachedRun:
         **policy: Any,
     ) -> None:
         replay = Replay.current
-        boxes: BoxConfig | None = None
+        boxes = BoxConfig(keep=0)
         if replay is not None:
             runs, resume = replay.root, replay.resume
             journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
@@ -332,7 +292,7 @@ class AttachedRun:
             self._boxes: Boxes | Replay | None = replay
             if replay is not None:
                 replay.attach(self.state)
-            elif boxes is not None and boxes.keep:
+            elif boxes.keep:
                 patience = self._watch.config.patience
                 self._boxes = Boxes(boxes, self.store, self.state, patience=patience)
             if self._boxes is not None and hasattr(self.data, "on_batch"):
@@ -344,6 +304,7 @@ class AttachedRun:
                     type(self.data).__name__,
                 )
             self._journal = self._ranks.all_do(lambda: AttachedJournal(self, on=journal))
+            self.policy.record = self._journal.write
             # The folder, the background saver and the signals, until the end.
             self.resources = undo.pop_all()
 
@@ -420,26 +381,24 @@ class AttachedRun:
 
         self._iterating = True
         try:
-            for batch in () if self._is_done() else self._remaining(position, loader):
+            is_done = self.steps >= self._until
+            for batch in () if is_done else self._remaining(position, loader):
                 if position.advance():
                     self._journal.read_rate()
                     yield batch if self._boxes is None else self._boxes.hand_out(batch)
                     self._save()
                 # The batch after the last step is not drawn, so that a later start may train on.
-                if self._is_done():
+                if self.steps >= self._until:
                     break
         finally:
             self._iterating = False
-
-    def _is_done(self) -> bool:
-        return self._until is not None and self.steps >= self._until
 
     def _check_loop_over_batches(self, position: DataPosition) -> None:
         if self._iterating:
             raise ValueError(
                 "another loop over batches is open: pass only the training loader to run.batches()"
             )
-        has_passes = self._in_epoch or self._until is not None
+        has_passes = self._in_epoch or self._until < math.inf
         if self._resuming and position.epoch and not has_passes:
             raise ValueError(
                 f"the run is in epoch {position.epoch}: put `for epoch in run.epochs(range(...))` "
@@ -485,7 +444,7 @@ class AttachedRun:
             raise ValueError(
                 "spike.action=rollback has to skip batches: take them from run.batches(loader)"
             )
-        if self._until is not None and not self._iterating:
+        if self._until < math.inf and not self._iterating:
             raise ValueError(
                 "run.continues(until=...) needs data that resume from one integer: call "
                 "saving(..., stream=stream), or take the batches from run.batches(loader)"
@@ -527,7 +486,8 @@ class AttachedRun:
         if spike is None:
             raise error
         # The step was not finite, and so it has no loss.
-        self._journal.spiked(spike, reason=str(error), loss=None)
+        facts = asdict(spike) | {"reason": str(error), "loss": None}
+        self._journal.write("spike", **facts)
         self._roll_back(spike)
 
     def close(self) -> None:
@@ -539,7 +499,7 @@ class AttachedRun:
         try:
             self._save()
             if self.state.step:
-                self._journal.saved(self.policy.save_now(self.state.step, self.state))
+                self.policy.save_now(self.state.step, self.state)
             if self._ranks.first:
                 if reason in [number.name for number in STOP_SIGNALS]:
                     logger.warning("%s", self._stopped(reason))
@@ -630,14 +590,14 @@ class AttachedRun:
         if notes.is_step and notes.stepped:
             spike = self._watch.judge(self.state.step, loss)
         if spike is not None:
-            self._journal.spiked(spike)
+            self._journal.write("spike", **asdict(spike), reason=spike.words)
             if self._boxes is not None:
                 self._boxes.keep(spike.first, spike.words, found_at=spike.step)
             if self._watch.config.rolls_back:
                 self._roll_back(spike, stop=stop)
                 return False
 
-        self._journal.saved(self.policy.after_step(self.state.step, self.state, notes.metrics))
+        self.policy.after_step(self.state.step, self.state, notes.metrics)
         self._journal.begin_step()
         if self._boxes is not None:
             self._boxes.begin()
@@ -645,10 +605,15 @@ class AttachedRun:
 
     def _roll_back(self, spike: Spike, *, stop: int = 0) -> None:
         """Load a state from before the spike, without whose samples the run goes on."""
-        self._journal.saved(self.policy.finish())
         epoch = getattr(self.data, "epoch", 0)
-        recovery = self._watch.go_back(spike, self.state, self._load)
-        self._journal.went_back(spike, recovery)
+        back = self._watch.go_back(spike, self.state, self._load)
+        write = self._journal.write
+        write("rollback", step=back.back_to, from_step=spike.step, reason=spike.words)
+        reason = (
+            f"positions {back.start} to {back.stop - 1} of the data, around the spike of step "
+            f"{spike.step}"
+        )
+        write("skip", step=back.back_to, reason=reason, start=back.start, stop=back.stop)
         self._journal.begin_step()
         if self._has_loader:
             if self._ranks.first:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .format import Part, Savable
+from .format import Part
 from .layout import SavedCheckpoint
 from .ranks import Ranks
-from .store import Store, Writing
+from .store import Savable, Store, Writing
 from .values import is_plain
 
 # Host copies of tensors, made while training continues, in buffers that are reused.
@@ -191,7 +191,8 @@ class BackgroundSaver:
             if sys.platform == "linux":
                 with contextlib.suppress(OSError):
                     os.nice(5)
-            return writing.write(self._staging.buffers)
+            writing.layout.tensors = self._staging.buffers
+            return writing.write()
 
         try:
             return self.store.finish(writing, ranks=self._ranks, write=write)

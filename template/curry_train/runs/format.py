@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -181,25 +181,19 @@ class Snapshot:
     # The live tensors. A name that exists on several ranks holds equal values or shards.
     tensors: Mapping[str, Tensor]
     # The values of the first rank.
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any]
     # The values of each rank.
-    rank_values: Mapping[str, Any] = field(default_factory=dict)
+    rank_values: Mapping[str, Any]
     # What tensors hold that are saved among the values.
-    inline: Mapping[str, Tensor] = field(default_factory=dict)
+    inline: Mapping[str, Tensor]
     # Only these change the tensors: a copy in the background has to end before their next step.
-    optimizers: Sequence[Any] = ()
+    optimizers: Sequence[Any]
     # Which of the tensors are parameters.
-    parameters: Collection[str] = ()
+    parameters: Collection[str]
 
     def snapshot(self) -> "Snapshot":
         """Return this snapshot, so that several saves of one step share it."""
         return self
-
-
-class Savable(Protocol):
-    """A state that the store saves: that of a training, or a snapshot of it."""
-
-    def snapshot(self) -> Snapshot: ...
 
 
 @dataclass(frozen=True)
@@ -255,14 +249,14 @@ class SafetensorsLayout:
             else:
                 self._others[bare] = value.detach().clone()
         self._names = list(whole)
-        self.tensors: list[Tensor] = list(whole.values())
+        # The caller may put copies in their place.
+        self.tensors = list(whole.values())
 
-    def write(self, tensors: Sequence[Tensor]) -> Mapping[MetadataIndex, Any]:
-        """Write these values in place of `self.tensors`."""
+    def write(self) -> Mapping[MetadataIndex, Any]:
+        """Write `self.tensors`."""
         if self._first:
-            contents = {
-                name: _own_memory(one) for name, one in zip(self._names, tensors, strict=True)
-            }
+            pairs = zip(self._names, self.tensors, strict=True)
+            contents = {name: _own_memory(one) for name, one in pairs}
             path = self._folder.files.path(f"{self._folder.folder}/{SAFETENSORS_FILE_NAME}")
             save_file(contents, path, metadata={"format": "pt"})
             self._folder.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
@@ -327,15 +321,15 @@ class ShardedLayout:
             return self._writer.prepare_global_plan(plans)
 
         self._plan = planner.finish_plan(ranks.exchange(local, central))
+        # The caller may put copies in their place.
         self.tensors: list[Tensor] = [
             planner.resolve_data(item).detach() for item in self._plan.items
         ]
 
-    def write(self, tensors: Sequence[Tensor]) -> Mapping[MetadataIndex, Any]:
-        """Write these values in place of `self.tensors`; return their places in the files."""
-        by_item = {
-            item.index: tensor for item, tensor in zip(self._plan.items, tensors, strict=True)
-        }
+    def write(self) -> Mapping[MetadataIndex, Any]:
+        """Write `self.tensors`; return their places in the files."""
+        pairs = zip(self._plan.items, self.tensors, strict=True)
+        by_item = {item.index: tensor for item, tensor in pairs}
         # All that torch's writer asks of a planner: in place of a live tensor, its copy.
         planner: Any = SimpleNamespace(resolve_data=lambda item: by_item[item.index])
         # The manifest has a better hash than CRC-32 sums, which take as long as the writing.

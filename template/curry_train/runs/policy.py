@@ -21,21 +21,21 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .background import BackgroundSaver
-from .format import MODEL_PREFIX, Savable, Snapshot
+from .format import MODEL_PREFIX, Snapshot
 from .layout import BEST_KIND, SavedCheckpoint
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError, StepExists
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
 from .retention import is_among_best, to_delete
 from .state import TrainingState
-from .store import Store
+from .store import Savable, Store
 from .values import floats_of
 
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
@@ -209,8 +209,9 @@ class SavingPolicy:
     """Applies a PolicyConfig to a store.
 
     With `saver`, saves run in the background, and `after_step` returns the checkpoints that were
-    committed since the last save. `pruned` lists what retention deleted, until the caller empties
-    it. All ranks call together, with the same step and metrics.
+    committed since the last save. `record` gets the events of a journal: each save, once it is
+    committed, and each checkpoint that retention deleted. All ranks call together, with the same
+    step and metrics.
     """
 
     def __init__(
@@ -223,7 +224,7 @@ class SavingPolicy:
         self.store = store
         self.config = config or PolicyConfig()
         self.saver = saver
-        self.pruned: list[SavedCheckpoint] = []
+        self.record: Callable[..., None] = lambda kind, **facts: None
         # Damaged states of this run that a resume has skipped; the first save deletes them.
         self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
@@ -239,8 +240,11 @@ class SavingPolicy:
         """Load the checkpoint to resume from; return None where the run has none yet.
 
         Where this run resumes from an earlier step, its later states stay until a new one is saved.
-        `before-180` deletes them at once (see `turn_back`).
+        `before-180` deletes them at once; best-Ks stay.
         """
+        if what != "latest":
+            # A save in the background may be of a later step.
+            self.finish()
         resumed = None
         try:
             resumed = load_chosen(self.store, state, what, config=self.config)
@@ -252,10 +256,12 @@ class SavingPolicy:
                 self._damaged = list(resumed.damaged)
                 self._last = resumed.saved
                 if str(what).startswith(BEFORE_PREFIX):
-                    self.turn_back(resumed.saved.step)
-                elif what != "latest":
-                    self.finish()
-                    self._go_on_after(resumed.saved.step)
+                    for later in self._states_from(resumed.saved.step + 1):
+                        self.store.discard(later)
+                if what != "latest":
+                    # The next state that is saved replaces all later ones.
+                    self.store.branch(resumed.saved.step)
+                    self._entered = True
             logger.info("%s", resumed.words)
         self.begin(state)
         return resumed
@@ -300,23 +306,9 @@ class SavingPolicy:
         """
         return self._save_due(step, state, "recovery", {}) + self.finish()
 
-    def turn_back(self, step: int) -> None:
-        """Delete the states of steps beyond `step`; best-Ks stay."""
-        self.finish()
-        for saved in self._states_from(step + 1):
-            self.store.discard(saved)
-        if self._last and self._last.step > step:
-            self._last = None
-        self._go_on_after(step)
-
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
         return [saved for saved in Ranks().agree(self.store.states) if saved.step >= step]
-
-    def _go_on_after(self, step: int) -> None:
-        """Let the next state that is saved replace all later ones."""
-        self.store.branch(step)
-        self._entered = True
 
     def _save_due(
         self, step: int, state: Savable, kind: str | None, metrics: Mapping[str, Any]
@@ -376,10 +368,13 @@ class SavingPolicy:
             return []
         if saved.is_state:
             self._last = saved
+        step = saved.step
+        self.record("save", step=step, checkpoint=saved.folder, num_bytes=saved.num_bytes)
         for superseded in Ranks().agree(lambda: to_delete(self.store.committed(), self.config)):
             if superseded != self._last:
                 self.store.discard(superseded)
-                self.pruned.append(superseded)
+                pruned = {"checkpoint": superseded.folder, "of_step": superseded.step}
+                self.record("prune", step=step, **pruned)
         return [saved]
 
     def _enter_line(self, step: int) -> None:
@@ -396,7 +391,6 @@ class SavingPolicy:
         if ahead := self._states_from(step):
             raise RunError(
                 f"{self.store.files.root} has {ahead[0].folder}, but training is at step "
-                f"{step}: resume from it, give this run a folder of its own, or call "
-                f"turn_back({step - 1}) to delete the states beyond"
+                f"{step}: resume from it, or give this run a folder of its own"
             )
         self._entered = True

@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from ..core.wording import did_you_mean
@@ -167,7 +167,7 @@ class PolicyConfig:
     best_k: int = 3
     best_k_metric: str = "dev_loss"
     best_k_direction: Literal["minimize", "maximize"] = "minimize"
-    retention: Retention = field(default_factory=Retention)
+    retention: Retention = Retention()
     # For `rollback_every: auto`: the time of all saves as a fraction of the time of the steps.
     overhead: float = 0.035
 
@@ -178,10 +178,6 @@ class PolicyConfig:
         wanted = "letters, digits and _, such as dev_loss"
         require(fits, "best_k_metric", self.best_k_metric, wanted)
         require(0 < self.overhead <= 1, "overhead", self.overhead, "above 0, at most 1")
-
-    @property
-    def minimize(self) -> bool:
-        return self.best_k_direction == "minimize"
 
 
 # The `spike:` block of a configuration: what a loss spike is, and the reaction to it.

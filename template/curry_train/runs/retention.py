@@ -50,8 +50,9 @@ def to_delete(saved: Sequence[SavedCheckpoint], config: PolicyConfig) -> list[Sa
 
 def best_first(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
     """Return the best-Ks of the configured metric, best first; the earlier one of equals."""
+    sign = 1 if config.best_k_direction == "minimize" else -1
     ranked = [
-        (one.metric.value if config.minimize else -one.metric.value, one.step, number, one)
+        (sign * one.metric.value, one.step, number, one)
         for number, one in enumerate(saved)
         if one.metric and one.metric.name == config.best_k_metric
     ]

@@ -68,9 +68,6 @@ class Spike:
 class SpikeWatchdog:
     """Finds loss spikes in a sequence of losses, which has to be the same on all ranks."""
 
-    # A run may resume from a state that was saved without a watchdog.
-    may_be_new = True
-
     def __init__(self, config: SpikeConfig | None = None) -> None:
         self.config = config or SpikeConfig()
         self._accepted: deque[tuple[int, float]] = deque(maxlen=self.config.window)

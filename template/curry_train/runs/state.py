@@ -85,15 +85,14 @@ class TrainingState:
         schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
         parts = {f"scheduler-{index}": one for index, one in enumerate(schedulers)}
         parts["scaler"] = scaler
-        for name, one in (extra or {}).items():
-            parts[f"extra-{name}"] = one
+        parts |= {f"extra-{name}": one for name, one in (extra or {}).items()}
         self.parts = {name: part for name, part in parts.items() if part is not None}
 
         self.generators = dict(generators or {})
         self.step = 0
         self.position = 0
         # The loaded states of the generators, and whether they are those of another rank.
-        self.loaded_random: tuple[Mapping[str, Any], bool] | None = None
+        self.loaded_random: tuple[Mapping[str, Any], bool] = ({}, False)
 
     def require_schedule(self) -> None:
         """Raise if an optimizer has a learning rate scheduler that would not be saved.
@@ -142,7 +141,9 @@ class TrainingState:
             else tensor.clone()
             for name, tensor in tensors.by_name.items()
         }
-        for name in self.buffer_names() & taken.keys() if ranks.rank else ():
+        # The first rank's own are saved under the bare names.
+        buffers = bare_names(self.model, dict(self.model.named_buffers())) if ranks.rank else ()
+        for name in {MODEL_PREFIX + name for name in buffers} & taken.keys():
             if not hasattr(taken[name], "to_local"):
                 taken[prefix + name] = taken[name]
 
@@ -173,18 +174,12 @@ class TrainingState:
 
         Creating an iterator over a DataLoader draws from the generators, so call this afterwards.
         """
-        if self.loaded_random is None:
-            raise ValueError("nothing was loaded yet, so there is no random state to restore")
         state, is_new = self.loaded_random
         if is_new:
             rank = Ranks().rank
             seed_new_rank(state, rank, self.generators)
             return [f"rank {rank} was not there at the save: its generators are seeded anew"]
         return restore_random_state(state, self.generators)
-
-    def buffer_names(self) -> set[str]:
-        names = bare_names(self.model, dict(self.model.named_buffers()))
-        return {MODEL_PREFIX + name for name in names}
 
 
 def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> dict[str, Any]:
@@ -238,8 +233,7 @@ def _new_tensor(found: Stored, saved: Tensor, parameter: Tensor | None, *, on_ho
     if parameter is None or (found.device is None and on_host):
         is_cuda = found.device == "cuda" and torch.cuda.is_available()
         return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
-    is_strided = parameter.layout is torch.strided and not parameter.is_quantized
-    if is_strided and parameter.shape == saved.shape:
+    if parameter.shape == saved.shape:
         return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)
     return torch.zeros(saved.shape, dtype=saved.dtype, device=parameter.device)
 
@@ -286,19 +280,14 @@ class Load:
         """Compare what is saved with the current state; raise StateMismatch, or note the rest."""
         was = self._descriptions(self._saved, self._contents.tensors)
         now = self._descriptions(current, self._own)
-        new = {
-            PART_PREFIX + name
-            for name, one in self._state.parts.items()
-            if hasattr(one, "may_be_new")
-        }
         fitting = [name for name in was if was[name] == now.get(name)]
         different = []
         for name in {**was, **now}:
             if name not in now:
                 different.append(f"{name} is only in the checkpoint")
-            elif name not in was and name not in new:
+            elif name not in was:
                 different.append(f"{name} is missing in the checkpoint")
-            elif name in was and was[name] != now[name]:
+            elif was[name] != now[name]:
                 different.append(f"{name} was {was[name]} and is {now[name]}")
         if different:
             # Names that are missing tell more than shapes.
@@ -337,7 +326,6 @@ class Load:
 
     def _choose_tensors(self) -> None:
         """Find the tensors to fill."""
-        state = self._state
         if not self._model_only:
             for _, group, parameter, name, place in self._with_state():
                 was_moved = self._saved[MODEL_PREFIX + name].device is not None
@@ -349,7 +337,7 @@ class Load:
         self._add(self._saved)
         if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
             # This rank's own copy of a buffer, in place of the first rank's.
-            for name in state.buffer_names() & self.targets.keys():
+            for name in [*self.targets]:
                 own_name = f"rank-{self._ranks.rank}.{name}"
                 if own_name in self._contents.tensors:
                     self.targets[own_name] = self.targets.pop(name)
@@ -401,8 +389,6 @@ class Load:
         for parameter in state.model.parameters():
             parameter.grad = None
         for name, part in state.parts.items():
-            if PART_PREFIX + name not in found:
-                continue
             try:
                 part.load_state_dict(found[PART_PREFIX + name])
             except Exception as error:

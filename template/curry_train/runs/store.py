@@ -17,15 +17,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from .files import MOST_SMALL_BYTES, Files, StrPath
 from .format import (
     Contents,
     HashingFolder,
     Part,
     SafetensorsLayout,
-    Savable,
     ShardedLayout,
     Snapshot,
     checked_index,
@@ -54,6 +51,9 @@ from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
+# What is saved: the state of a training, or a snapshot of it.
+Savable = TrainingState | Snapshot
+
 STATE_FILE_NAME = "state.pt"
 # The values beside the tensors, and the tensors' index; large arrays are among the tensors.
 MOST_STATE_BYTES = 2**28
@@ -71,15 +71,9 @@ class Writing:
     new: HashingFolder
     layout: SafetensorsLayout | ShardedLayout
 
-    def write(self, tensors: Sequence[Tensor] | None = None) -> Part:
-        """Write this rank's files, from the live tensors or from copies of them."""
-        places = self.layout.write(self.layout.tensors if tensors is None else tensors)
-        return Part(self.new.entries, places, self.snapshot.rank_values)
-
-
-def removed_name(folder: str) -> str:
-    """Return a new name for a folder that is being removed; the next opening removes the rest."""
-    return f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
+    def write(self) -> Part:
+        """Write this rank's files."""
+        return Part(self.new.entries, self.layout.write(), self.snapshot.rank_values)
 
 
 # Read-only access to a run: list, verify and load its checkpoints.
@@ -311,9 +305,7 @@ class Store(SavedRun):
         self.files.write(f"{writing.new.folder}/{MANIFEST_FILE_NAME}", rendered)
 
         # A folder of this name was given up.
-        removed = removed_name(saved.folder)
-        if self.files.kind(saved.folder) is not None:
-            self.files.rename(saved.folder, removed)
+        removed = self._set_aside(saved.folder)
         self.files.rename(writing.new.folder, saved.folder)
         # From here on the checkpoint is committed, and an error does not undo it.
         try:
@@ -355,12 +347,17 @@ class Store(SavedRun):
 
     def _discard_first(self, folder: str) -> None:
         self._lock.require_held()
+        removed = self._set_aside(folder)
+        self.files.sync_folder(folder.partition("/")[0])
+        self.files.remove_folder(removed)
+        self._point()
+
+    def _set_aside(self, folder: str) -> str:
+        """Hide a folder that is to be removed, if there is one; the next opening removes it too."""
+        removed = f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
         if self.files.kind(folder) is not None:
-            removed = removed_name(folder)
             self.files.rename(folder, removed)
-            self.files.sync_folder(folder.partition("/")[0])
-            self.files.remove_folder(removed)
-            self._point()
+        return removed
 
     def _prepare(self, final: str) -> str:
         """Make an empty folder to write into, and return it.
