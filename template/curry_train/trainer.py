@@ -40,9 +40,15 @@ from .loop import LoadedPlan, RunReport, StepReport, mean_loss, run_training_ste
 from .primitives import apply_config
 from .primitives.grad_accum import GradientAccumulation
 from .runs.attach import AttachedRun, saving
-from .runs.layout import BEST_KIND, CHECKPOINT_KINDS, SavedCheckpoint, find_run, step_of
+from .runs.layout import (
+    BEST_KIND,
+    CHECKPOINT_KINDS,
+    SavedCheckpoint,
+    find_run,
+    split_request,
+    step_of,
+)
 from .runs.ranks import Ranks
-from .runs.resume import split_request
 
 # The ranks of a run: started by torchrun with DDP or FSDP2, or a single process.
 

@@ -191,16 +191,15 @@ class Boxes:
         self._files.rename(part, final)
         self._files.sync_folder(FOLDER)
         boxes = [f"{FOLDER}/{name}" for name in self._files.names(FOLDER) if name[0] != "."]
-        boxes.sort(key=lambda one: self._files.path(one).stat().st_mtime_ns)
-        while len(boxes) > self._config.keep or (
-            len(boxes) > 1 and self._num_bytes(boxes) > self._config.most_bytes
-        ):
-            self._files.remove_folder(boxes.pop(0))
-
-    def _num_bytes(self, boxes: list[str]) -> int:
-        """Return the bytes of the boxes; a file that is in several of them counts once."""
-        files = [one.stat() for box in boxes for one in self._files.path(box).rglob("*")]
-        return sum({one.st_ino: one.st_size for one in files}.values())
+        boxes.sort(key=lambda one: self._files.path(one).stat().st_mtime_ns, reverse=True)
+        # A file that is in several boxes counts once.
+        num_bytes: dict[int, int] = {}
+        for number, box in enumerate(boxes):
+            for path in self._files.path(box).rglob("*"):
+                num_bytes[path.stat().st_ino] = path.stat().st_size
+            is_too_large = number > 0 and sum(num_bytes.values()) > self._config.most_bytes
+            if number >= self._config.keep or is_too_large:
+                self._files.remove_folder(box)
 
 
 def versions_of(batch: Any) -> list[int]:

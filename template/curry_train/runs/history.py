@@ -30,7 +30,7 @@ import torch
 from ..core.wording import provenance
 from .files import StrPath
 from .journal import JOURNAL_FILE_NAME, OPENING_EVENT_KINDS, Event, event_number, read_events
-from .layout import find_run
+from .layout import find_run, split_request
 
 # Read the history of a run from its journal: attempts, steps and other events.
 
@@ -60,8 +60,8 @@ class Course:
     superseded: list[Steps] = field(default_factory=list)
 
     def add(self, event: Event) -> None:
-        if len(self.steps) and event.step <= self.steps.step[-1]:
-            self.keep_up_to(event.step - 1)
+        # A step that was made again replaces the earlier one.
+        self.keep_up_to(event.step - 1)
         self.steps.step.append(event.step)
         for name, values in self.steps.values.items():
             values.append(event_number(event.facts.get(name)))
@@ -80,12 +80,13 @@ class Course:
 class Attempt:
     """One attempt of a run, from a start, resume or rollback to the next one."""
 
+    # Those of its opening event.
+    time: float
+    step: int
     number: int
     # start, resume, rollback, or lost if the opening event is missing.
     kind: str
-    step: int
-    time: float
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any]
     last_step: int = 0
     # The reason of its stop event. None without such an event: killed, or still running.
     ended: str | None = None
@@ -145,9 +146,7 @@ class History:
         """
         if event.kind not in OPENING_EVENT_KINDS:
             event = event._replace(kind="lost", step=max(0, event.step - 1), facts={})
-        self.attempts.append(
-            Attempt(event.attempt, event.kind, event.step, event.time, event.facts)
-        )
+        self.attempts.append(Attempt(*event))
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(event.step)
 
@@ -158,9 +157,9 @@ def read_history(run: StrPath, *, root: StrPath = "") -> History:
     With the suffix `@2` it is read up to attempt 2.
     """
     given = os.fspath(run)
-    place, _, number = given.rpartition("@")
+    place, number = split_request(given, root=root)
     attempt = math.inf
-    if number.isdecimal() and not (Path(given).exists() or Path(root, given).exists()):
+    if number.isdecimal():
         given = place
         attempt = int(number)
     path = find_run(

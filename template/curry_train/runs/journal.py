@@ -64,8 +64,13 @@ def encode_event(
     kind: str, facts: Mapping[str, Any], *, time: float, step: int, attempt: int
 ) -> bytes:
     """Encode an event as a line with its newline."""
-    own: dict[str, Any] = {"v": JOURNAL_VERSION, "time": round(time, 3), "step": step}
-    own |= {"attempt": attempt, "kind": kind}
+    own: dict[str, Any] = {
+        "v": JOURNAL_VERSION,
+        "time": round(time, 3),
+        "step": step,
+        "attempt": attempt,
+        "kind": kind,
+    }
     if taken := own.keys() & facts.keys():
         raise ValueError(
             f"{kind} of step {step} can't have facts called {', '.join(sorted(taken))}: rename them"

@@ -80,6 +80,14 @@ def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Pa
     raise ValueError(f"{wrong}; {meant}{known}")
 
 
+def split_request(text: str, *, root: StrPath = "") -> tuple[str, str]:
+    """Return the path and the request of `runs/x@best`; a path or name may have an @ of its own."""
+    place, _, inside = text.rpartition("@")
+    exists = Path(text).exists() or Path(root, text).exists()
+    is_whole = not place or "/" in inside or exists
+    return (text, "") if is_whole else (place, inside)
+
+
 # Hash files while they are written.
 
 HASH_NAME = "xxh3_128"

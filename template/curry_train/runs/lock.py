@@ -42,8 +42,12 @@ class RunLock:
                 f"this run another folder"
             ) from error
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-        self._holder = {**facts, "token": secrets.token_hex(8)}
+        self._holder = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "since": since,
+            "token": secrets.token_hex(8),
+        }
         self._files.write(HOLDER_FILE_NAME, json.dumps(self._holder).encode())
 
     def release(self) -> None:

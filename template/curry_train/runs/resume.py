@@ -15,7 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .files import StrPath
-from .layout import BEST_KIND, CHECKPOINT_KINDS, RESUMABLE_KINDS, SavedCheckpoint, step_of
+from .layout import (
+    BEST_KIND,
+    CHECKPOINT_KINDS,
+    RESUMABLE_KINDS,
+    SavedCheckpoint,
+    split_request,
+    step_of,
+)
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
 from .retention import best_first, line_of
@@ -130,14 +137,6 @@ def choose(run: SavedRun, what: str | int, *, config: PolicyConfig | None = None
         f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
         f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
     )
-
-
-def split_request(text: str, *, root: StrPath = "") -> tuple[str, str]:
-    """Return the path and the request of `runs/x@best`; a path or name may have an @ of its own."""
-    place, _, inside = text.rpartition("@")
-    exists = Path(text).exists() or Path(root, text).exists()
-    is_whole = not place or "/" in inside or exists
-    return (text, "") if is_whole else (place, inside)
 
 
 def _states(run: SavedRun, steps: range, missing: str) -> Choice:
