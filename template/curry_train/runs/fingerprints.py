@@ -108,8 +108,8 @@ class Recorder:
     # Names of modules, parameters and loaders, which are equal to themselves alone, and of
     # optimizers by class and parameters.
     names: dict[Any, str] = field(default_factory=dict)
-    # The calls of modules that run now, one inside of the other: path and number.
-    calls: list[tuple[str, int]] = field(default_factory=list)
+    # Path and number of the innermost call of a module that runs now.
+    within: tuple[str, int] | None = None
     in_backward: bool = False
     stepping: int = 0
 
@@ -174,7 +174,7 @@ class Recorder:
         """
         call = self._count(kind, path) if call is None else call
         one = {"kind": kind, "step": self.step, "path": path, "call": call}
-        one |= {"within": self._within(), **facts}
+        one |= {"within": self.within, **facts}
         tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
         replaced: dict[str, Tensor] = {}
         # What is computed for a record is no part of the training.
@@ -193,7 +193,7 @@ class Recorder:
                 one["generators"] = dict(generator_digests().items() - self.undrawn)
             if self.in_replay:
                 one["ranges"] = ranges_of(tensors)
-            if kind == "batch" or (kind == "enter" and not self.calls):
+            if kind == "batch" or (kind == "enter" and self.within is None):
                 one["rows"] = _rows(values)
             if self.exchange is not None and kind != "operation":
                 one["distances"], replaced = self.exchange.meet(place_of(one), tensors, digests)
@@ -206,9 +206,6 @@ class Recorder:
         others = {name: it for name, it in values.items() if name not in digests}
         self._write({**one, "values": others})
         return replaced
-
-    def _within(self) -> tuple[str, int] | None:
-        return self.calls[-1] if self.calls else None
 
     def _count(self, kind: str, path: str) -> int:
         self.counts[kind, path] += 1
@@ -238,15 +235,16 @@ class Recorder:
         if torch.compiler.is_compiling() or in_transform() or not self.is_on:
             return call(module, *args, **options)
         # The first call of lazy modules makes their parameters.
-        if not self.calls and any(map(nn.parameter.is_lazy, module.parameters())):
+        if self.within is None and any(map(nn.parameter.is_lazy, module.parameters())):
             with mock.patch.object(self, "is_on", False):
                 return call(module, *args, **options)
         inner = inside_wrappers(module)
         if inner is not module and not hasattr(module, "_orig_mod"):
             return call(module, *args, **options)
-        if not self.calls:
+        outer = self.within
+        if outer is None:
             self._note_root(inner)
-        parent = self.calls[-1][0] if self.calls else ""
+        parent = outer[0] if outer else ""
         path = self.names.setdefault(inner, f"{parent}.({type(inner).__name__})")
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
@@ -259,11 +257,11 @@ class Recorder:
         self._note("enter", path, inputs, call=number, **facts)
         if phase == "forward":
             self._watch(inputs, path, number, is_output=False)
-        self.calls.append((path, number))
+        self.within = path, number
         try:
             output = call(module, *args, **options)
         finally:
-            self.calls.pop()
+            self.within = outer
         found = leaves_of(output)
         if self.records_all:
             # Masks and counters are noted before the next step.
@@ -322,7 +320,7 @@ class Recorder:
                 self._watch_gradient(one, path, number, what, metadata[key])
             if is_output:
                 # The call that goes on with the tensor, if it is not the result of that one too.
-                metadata[key]["made_in"] = self._within()
+                metadata[key]["made_in"] = self.within
                 outputs.append((one.grad_fn._sequence_nr(), metadata[key]))
             else:
                 metadata[key]["consumers"].append((path, number))
@@ -535,7 +533,7 @@ class Operations(TorchDispatchMode):
             module, line = self.made_by.get(node._sequence_nr(), (None, users_line()))
             # A hook or a backward of the user's own runs there.
             return module, users_line(ENGINE) or line
-        origin = self.recorder._within(), users_line()
+        origin = self.recorder.within, users_line()
         # The node of an operation is made before the operation runs.
         self.made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
         return origin

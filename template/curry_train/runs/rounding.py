@@ -153,10 +153,6 @@ def is_rounding(
     return True
 
 
-def dtype_of(digest: str) -> Any:
-    return getattr(torch, digest.partition("[")[0], torch.int64)
-
-
 def num_elements(digest: str) -> int:
     """Return the number of elements of the tensor that a digest is of."""
     sizes = digest.partition("[")[2].partition("]")[0]
@@ -165,5 +161,5 @@ def num_elements(digest: str) -> int:
 
 def epsilon_of(*digests: str) -> float:
     """Return the precision of the coarsest dtype among digests; 0 for integers."""
-    dtypes = map(dtype_of, digests)
+    dtypes = [getattr(torch, one.partition("[")[0], torch.int64) for one in digests]
     return max((torch.finfo(one).eps for one in dtypes if one.is_floating_point), default=0.0)

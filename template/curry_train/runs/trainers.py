@@ -17,10 +17,10 @@ import dataclasses
 import functools
 import json
 import logging
+import pkgutil
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -262,10 +262,8 @@ def library_of(trainer: Any, *, otherwise: str) -> tuple[str, str]:
 def add_callback(trainer: Any, methods: type, *args: Any) -> None:
     """Add a callback with these methods to a Trainer of Hugging Face or Lightning."""
     library, path = library_of(trainer, otherwise="it takes no callbacks")
-    module, _, name = path.rpartition(".")
-    # The library is there, because the trainer is.
-    interface = getattr(sys.modules[module], name)
-    callback = type(methods.__name__.lstrip("_"), (methods, interface), {})(*args)
+    bases = methods, pkgutil.resolve_name(path)
+    callback = type(methods.__name__.lstrip("_"), bases, {})(*args)
     if library == "transformers":
         trainer.add_callback(callback)
     else:
@@ -435,13 +433,12 @@ class _WatchedJournal:
         facts = {"config": config}
         self.journal = Journal(self._folder, step=step, facts=facts, rank=self.ranks.rank)
 
-    def step(self, step: int, loss: Any, rate: Any, norm: Any = None) -> None:
+    def step(self, step: int, loss: float, rate: Any, norm: Any = None) -> None:
         """Record a step, and look for a spike."""
         norm = None if norm is None else float(norm)
-        figures = {"loss": float(loss), "learning_rate": float(rate), "grad_norm": norm}
-        self.journal.write("step", step=step, **figures)
+        self.journal.write("step", step=step, loss=loss, learning_rate=rate, grad_norm=norm)
         config = self._watchdog.config
-        spike = None if config.action == "none" else self._watchdog.observe(step, float(loss))
+        spike = None if config.action == "none" else self._watchdog.observe(step, loss)
         if spike is not None:
             self.journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
             logger.warning("%s", spike.words)
