@@ -36,7 +36,7 @@ IN_STATE = {
     "state": ("state", "{what} differs {when} (initialisation, loading, or code between steps)"),
     "gradients": (
         "gradients",
-        "the gradient of {what} differs after backward and not in it (accumulation, a hook, or an "
+        "the {what} differs after backward and not in it (accumulation, a hook, or an "
         "exchange between ranks)",
     ),
     "update": ("optimizer", "{what} differs {when}"),
@@ -116,6 +116,13 @@ class Comparison:
         self.in_b = _by_place(self.b)
         # What both runs have, though one of their optimizers may lack it.
         self.known = _names_of(a) & _names_of(self.b)
+        # Steps and names of parameters whose gradients were made in one run alone.
+        self.made_alone = set.symmetric_difference(
+            *(
+                {(it["step"], it["path"]) for it in run if "parameter" in it.get("digests", ())}
+                for run in (a, self.b)
+            )
+        )
         # Step of the last observation, and whether the record is whole.
         self.ends = [(run[-1].get("step", 0), run[-1]["kind"] == "end") for run in (a, b)]
         # Where a record ended early, its last step may lack that of an optimizer.
@@ -155,6 +162,14 @@ class Comparison:
         epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
         return is_rounding(found, noises, epsilon, terms)
 
+    def _alone(self, one: Observation, other: Observation) -> list[str]:
+        """Return the gradients, parameters and states that one run alone has there."""
+        names = sorted(one["digests"].keys() ^ other["digests"].keys())
+        if one["kind"] == "gradients":
+            return [name for name in names if (one["step"], name) in self.made_alone]
+        names = names if one["kind"] == "update" else []
+        return [name for name in names if name.removeprefix("gradient of ") in self.known]
+
     def _is_of_another_loader(self, one: Observation, other: Observation) -> bool:
         """Return whether one run asks another loader first, so that their names are exchanged."""
         return one["kind"] == "batch" and any(
@@ -175,10 +190,7 @@ class Comparison:
                 name for name, value in one["digests"].items() if digests.get(name, value) != value
             ]
             names = [name for name in others if not self._is_rounding(one, other, name)]
-            if one["kind"] == "update":
-                alone = one["digests"].keys() ^ digests.keys()
-                lacking = [it for it in alone if it.removeprefix("gradient of ") in self.known]
-                names = [*sorted(lacking), *names]
+            names = [*self._alone(one, other), *names]
             if names and not self._is_of_another_loader(one, other):
                 shards = one.get("shards")
                 located = self._more_steps(
@@ -364,7 +376,8 @@ class Comparison:
         when = "before the first step" if one["step"] == 1 else "since the step before"
         # Its modules have begun with equal parameters.
         when = when if what or phase != "optimizer" else "since the forward pass"
-        text = text.format(what=some_of(names, 1), when=when, path=one["path"])
+        named = "gradient of " * (one["kind"] == "gradients") + some_of(names, 1)
+        text = text.format(what=named, when=when, path=one["path"])
         return phase, path, one["call"], text
 
     # What differs besides.
