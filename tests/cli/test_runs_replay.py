@@ -142,6 +142,15 @@ def test_a_box_of_another_model_is_refused(trained, tmp_path, monkeypatch):
     )
 
 
+def test_the_generator_that_was_drawn_from_more_often_is_named(trained, tmp_path, monkeypatch):
+    shutil.copytree(trained / BOX, tmp_path / "box")
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("    loss =", "    torch.rand(1)\n    loss =")
+    )
+    output = replay(monkeypatch, tmp_path, "box --script train.py -- 1 16", status=1)
+    assert "generators in another state before the step: torch" in output
+
+
 def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
     """A rank other than the first has the bad operation, and compiled code runs uncompiled."""
     (tmp_path / "ranks.py").write_text(RANKS)

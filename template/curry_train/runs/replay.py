@@ -117,8 +117,11 @@ class Replay:
         generators = self._state.generators
         if saved is not None:
             now = take_random_state(generators)
-            if not all(same_state(now[name], saved[name]) for name in now.keys() & saved.keys()):
-                self.found["notes"].append("the generators were in another state before the step")
+            here = [name for name in now if name in saved]
+            if others := [name for name in here if not same_state(now[name], saved[name])]:
+                self.found["notes"].append(
+                    f"generators in another state before the step: {', '.join(others)}"
+                )
             restore_random_state(saved, generators)
 
     def hand_out(self, batch: Any) -> Any:
