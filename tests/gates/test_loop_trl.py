@@ -18,7 +18,6 @@ FAILED = {
     "preferring": set(),
     "rewarding": set(),
     "group_relative": set(),
-    "ignores_the_window": {"accumulation"},
     "padding_counts": {"targets"},
     "trains_its_reference": {"moves"},
 }

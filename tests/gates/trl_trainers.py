@@ -49,17 +49,19 @@ def trainer(kind, arguments, columns, model=LlamaForCausalLM, dropout=0.0, **mor
     )  # fmt: skip
 
 
-def tuned(kind=trl.SFTTrainer, columns=("prompt", "completion"), **more):
-    return trainer(kind, trl.SFTConfig, columns, **more)
+def tuned(columns=("prompt", "completion"), **more):
+    return trainer(trl.SFTTrainer, trl.SFTConfig, columns, **more)
 
 
-def preferring(kind=trl.DPOTrainer, **more):
-    return trainer(kind, trl.DPOConfig, ("prompt", "chosen", "rejected"), **more)
+PREFERENCES = ("prompt", "chosen", "rejected")
 
 
-def rewarding(kind=trl.RewardTrainer):
-    columns = ("prompt", "chosen", "rejected")
-    return trainer(kind, trl.RewardConfig, columns, LlamaForSequenceClassification)
+def preferring(kind=trl.DPOTrainer):
+    return trainer(kind, trl.DPOConfig, PREFERENCES)
+
+
+def rewarding():
+    return trainer(trl.RewardTrainer, trl.RewardConfig, PREFERENCES, LlamaForSequenceClassification)
 
 
 def num_words(completions, **_):
@@ -71,15 +73,6 @@ def group_relative():
         return trl.GRPOConfig(*args, num_generations=2, max_completion_length=8, **options)
 
     return trainer(trl.GRPOTrainer, arguments, ("prompt",), reward_funcs=num_words)
-
-
-class IgnoresTheWindow(trl.SFTTrainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return super().compute_loss(model, inputs, return_outputs)
-
-
-def ignores_the_window():
-    return tuned(IgnoresTheWindow)
 
 
 def with_padding(rows):
