@@ -29,7 +29,7 @@ from .recompute import Checkpointed, Pair, RecomputeOptions
 from .rerun import written_names
 from .segments import Segment, SegmentMember
 
-# Functions that choose: their outputs are indices, alone or beside the values at them.
+# Functions and methods that choose: their outputs are indices, alone or beside the values at them.
 CHOOSING_NAMES = (
     "topk",
     "argmax",
@@ -41,12 +41,6 @@ CHOOSING_NAMES = (
     "kthvalue",
     "multinomial",
     "bucketize",
-)
-CHOOSING_FUNCTIONS = frozenset(
-    getattr(space, name)
-    for space in (torch, Tensor)
-    for name in CHOOSING_NAMES
-    if hasattr(space, name)
 )
 # A top-k over more entries is not taken for a router: its scores would take memory.
 MOST_EXPERTS = 1024
@@ -71,7 +65,8 @@ class Choices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.is_own or func not in CHOOSING_FUNCTIONS:
+        name = getattr(func, "__name__", "")
+        if not self.is_own or name not in CHOOSING_NAMES:
             return func(*args, **kwargs)
         scores = args[0] if args and _are_a_routers(args[0]) else None
         following = None
@@ -88,7 +83,7 @@ class Choices(TorchFunctionMode):
                 self._keep(scores, outputs)
             else:
                 self.position += 1
-                self._repeat(func, outputs, following)
+                self._repeat(name, outputs, following)
         return found
 
     def _keep(self, scores: Tensor | None, outputs: list[Tensor]) -> None:
@@ -96,12 +91,12 @@ class Choices(TorchFunctionMode):
             kept_scores = None if scores is None else scores.detach().clone()
             self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
 
-    def _repeat(self, func: Any, outputs: list[Tensor], following: Choice | None) -> None:
+    def _repeat(self, name: str, outputs: list[Tensor], following: Choice | None) -> None:
         """Overwrite what the function chose on the kept scores."""
         shapes = [output.shape for output in outputs]
         if following is None or [kept.shape for kept in following[1]] != shapes:
             raise RuntimeError(
-                f"the recomputed forward chooses by {getattr(func, '__name__', func)} where the "
+                f"the recomputed forward chooses by {name} where the "
                 "first one did not: the block takes another way the second time, so leave it out "
                 "with blocks="
             )
