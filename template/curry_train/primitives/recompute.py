@@ -184,7 +184,7 @@ def run_checkpointed(
 
     if modules:
         args, kwargs = leave_out_caches(modules[0], args, kwargs)
-    call = FlatCall(BlockState(modules), run, args, kwargs, options.context_fn)
+    call = FlatCall(BlockState(modules), run, (args, kwargs), options.context_fn)
     try:
         output = checkpoint(call, *call.take_tensors(), **settings)
     except BaseException as error:
@@ -206,6 +206,7 @@ def _end_hooks(error: BaseException) -> None:
 TENSOR_PLACEHOLDER = object()
 
 
+@dataclass(eq=False)
 class FlatCall:
     """`run(*args, **kwargs)` as a function of `*self.take_tensors()` that can be called again.
 
@@ -214,19 +215,15 @@ class FlatCall:
     finds the value again.
     """
 
-    def __init__(
-        self,
-        state: BlockState,
-        run: Callable[..., Any],
-        args: Any,
-        kwargs: dict[str, Any],
-        contexts: Callable[[], Pair],
-    ) -> None:
-        self.run = run
-        self.state = state
-        # Not given to torch: it takes no contexts together with `debug`.
-        self.first, self.second = contexts()
-        self.inputs: tuple[Any, dict[str, Any]] | None = (args, kwargs)
+    state: BlockState
+    run: Callable[..., Any]
+    # The arguments and keywords of the first call; None after it.
+    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
+    # Not given to torch: it takes no contexts together with `debug`.
+    contexts: Callable[[], Pair]
+
+    def __post_init__(self) -> None:
+        self.first, self.second = self.contexts()
         self.leaves, self.shape = tree_flatten(self.inputs)
 
     def take_tensors(self) -> list[Tensor]:

@@ -11,6 +11,7 @@ Proof: `python -m pytest tests/primitives/test_regions.py tests/peers/test_peer_
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
 REPLAY_KEY = "curry_train_replay"
 
 
+@dataclass(eq=False)
 class Replay:
     """One call of a module that saves only its input.
 
@@ -49,30 +51,32 @@ class Replay:
     as the loss.
     """
 
-    def __init__(
-        self, state: BlockState, run: Callable[..., Any], args: Any, kwargs: dict[str, Any]
-    ) -> None:
-        self.state = state
-        self.run = run
-        self.inputs = (args, kwargs)
+    state: BlockState
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    # Tensors that the first call saved, and uses of its output that are still to come.
+    num_saved: int = 0
+    num_uses: int = 0
+    # Results of the second call that nothing has taken.
+    saved: dict[int, Tensor] = field(default_factory=dict)
+    output: Any = None
+
+    def __post_init__(self) -> None:
         # Inference tensors have no version counter.
         self.versions = [
             (leaf, leaf._version)
-            for leaf in tree_leaves(self.inputs)
+            for leaf in tree_leaves((self.args, self.kwargs))
             if isinstance(leaf, Tensor) and not leaf.is_inference()
         ]
         self.autocast = autocast_now()
-        self.num_saved = 0
-        self.num_uses = 0
-        self.saved: dict[int, Tensor] = {}
-        self.output: Any = None
 
     def first(self) -> Any:
         """Make the first call, and mark its output so that it can be recomputed."""
-        args, kwargs = self.inputs
         self.state.begin()
         with saved_tensors_hooks(self._pack, self._unpack):
-            output = self.run(*args, **kwargs)
+            output = self.run(*self.args, **self.kwargs)
         self.state.end()
         fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
         if fresh and not any(output is tensor for tensor, _ in self.versions):
@@ -108,7 +112,6 @@ class Replay:
         for tensor, version in self.versions:
             check_unchanged(tensor, version)
         saved: list[Tensor] = []
-        args, kwargs = self.inputs
         with (
             self.state,
             torch.enable_grad(),
@@ -116,7 +119,7 @@ class Replay:
             # No backward runs through this call.
             saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), saved.pop),
         ):
-            output = self.run(*args, **kwargs)
+            output = self.run(*self.args, **self.kwargs)
         if len(saved) != self.num_saved:
             raise RuntimeError(
                 f"a module saved {self.num_saved} tensors the first time and {len(saved)} the "
@@ -243,11 +246,12 @@ second_call_contexts.add(recomputing)
 class Regions(Derived):
     """A block whose cheap tensors are recomputed in backward.
 
-    In eval mode and without grad mode it behaves as the original block.
+    In eval mode, without grad mode and in compiled code it behaves as the original block: the
+    compiler recomputes by itself.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not _active(self):
+        if not is_active(self) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         with saved_tensors_hooks(pack, unpack):
             return super().forward(*args, **kwargs)
@@ -260,7 +264,7 @@ class Replayed(Derived):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not _active(self):
+        if not is_active(self) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         name = self._technique
         before = generator_states(self) if name else []
@@ -277,11 +281,6 @@ def generator_states(module: nn.Module) -> list[Tensor]:
     """Return the states of torch's generators that a module's operations may draw from."""
     tensors = module.parameters() if torch.cuda.is_initialized() else ()
     return [torch.get_rng_state(), *get_device_states(*tensors)[1]]
-
-
-def _active(module: nn.Module) -> bool:
-    """Return whether regions apply now; in compiled code the compiler recomputes by itself."""
-    return is_active(module) and not torch.compiler.is_compiling()
 
 
 def apply_regions(
