@@ -159,12 +159,13 @@ class NoBlocks(ValueError):
     in_short = "the model repeats no block: name some with --blocks"
 
 
+# A glob over module names, or several.
+Globs = str | Sequence[str]
+
 CONTAINER_TYPES = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def find_blocks(
-    module: nn.Module, pattern: str | Sequence[str] | None = None
-) -> dict[str, nn.Module]:
+def find_blocks(module: nn.Module, pattern: Globs | None = None) -> dict[str, nn.Module]:
     """Return the outermost blocks by qualified name, in the model's order.
 
     Without a pattern, blocks are the children of a container that have the same class as at least
@@ -186,9 +187,7 @@ def find_blocks(
     return blocks
 
 
-def blocks_if_any(
-    module: nn.Module, pattern: str | Sequence[str] | None = None
-) -> dict[str, nn.Module]:
+def blocks_if_any(module: nn.Module, pattern: Globs | None = None) -> dict[str, nn.Module]:
     """Return the blocks, as `find_blocks` does; none if the model repeats none."""
     with contextlib.suppress(NoBlocks):
         return find_blocks(module, pattern)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.blocks import inside_wrappers
+from ..core.blocks import Globs, inside_wrappers
 from .grad_flow_probe import (
     AT_STEP,
     CHANGE,
@@ -193,8 +193,8 @@ class GradFlow:
         optimizer: Optimizers | None = None,
         *,
         every: int = 10,
-        layers: str | Sequence[str] | None = None,
-        blocks: str | Sequence[str] | None = None,
+        layers: Globs | None = None,
+        blocks: Globs | None = None,
         updates: bool = True,
         scaler: torch.amp.GradScaler | None = None,
         group: Any = None,

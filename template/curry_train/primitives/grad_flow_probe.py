@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import blocks_if_any, in_transform, match_names, tensors_in
+from ..core.blocks import Globs, blocks_if_any, in_transform, match_names, tensors_in
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
@@ -42,9 +42,9 @@ class Layer:
 
 def choose_layers(
     model: nn.Module,
-    layers: str | Sequence[str] | None = None,
+    layers: Globs | None = None,
     *,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Globs | None = None,
 ) -> list[Layer]:
     """Return the layers to probe: those that match the globs over module names, or a default.
 

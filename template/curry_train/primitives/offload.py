@@ -15,7 +15,7 @@ import functools
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import CAST_NODE, CheckedTensor, Derived, become, find_blocks, is_active, restore
+from ..core.blocks import (
+    CAST_NODE,
+    CheckedTensor,
+    Derived,
+    Globs,
+    become,
+    find_blocks,
+    is_active,
+    restore,
+)
 
 # Host memory: available bytes, buffers, copies.
 
@@ -473,7 +482,7 @@ class Offloader:
 def offload_blocks(
     model: nn.Module,
     *,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Globs | None = None,
     min_bytes: int = 4096,
     keep_last: int = 1,
 ) -> list[str]:

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..core.blocks import (
     Derived,
+    Globs,
     become,
     derive,
     find_blocks,
@@ -136,9 +137,7 @@ class CheckpointWrapper(Recompute):
         )
 
 
-def recompute_blocks(
-    model: nn.Module, *, blocks: str | Sequence[str] | None = None, **options: Any
-) -> list[str]:
+def recompute_blocks(model: nn.Module, *, blocks: Globs | None = None, **options: Any) -> list[str]:
     """Make the blocks of a model recompute, in place, and return their names.
 
     `blocks` is a glob over module names, or several; without it these are the blocks that the model

@@ -10,7 +10,7 @@ Proof: `python -m pytest tests/primitives/test_regions.py tests/peers/test_peer_
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..core.blocks import (
     CAST_NODE,
     CheckedTensor,
     Derived,
+    Globs,
     become,
     check_unchanged,
     find_blocks,
@@ -283,9 +284,7 @@ def generator_states(module: nn.Module) -> list[Tensor]:
     return [torch.get_rng_state(), *get_device_states(*tensors)[1]]
 
 
-def apply_regions(
-    model: nn.Module, *, blocks: str | Sequence[str] | None = None, also: str | Sequence[str] = ()
-) -> list[str]:
+def apply_regions(model: nn.Module, *, blocks: Globs | None = None, also: Globs = ()) -> list[str]:
     """Recompute the cheap tensors of a model's blocks, in place, and return the blocks' names.
 
     The outputs of matrix products and attention stay saved, and so does any tensor that can't be

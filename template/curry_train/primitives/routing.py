@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import match_names
+from ..core.blocks import Globs, match_names
 from .recompute import Checkpointed, Pair, RecomputeOptions
 from .rerun import written_names
 from .segments import Segment, SegmentMember
@@ -163,7 +163,7 @@ def routed_contexts(others: Callable[[], Pair]) -> Pair:
     return entered
 
 
-def keep_routing(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> list[str]:
+def keep_routing(model: nn.Module, *, blocks: Globs | None = None) -> list[str]:
     """Let the blocks of a model that recompute repeat the choices of their routers, in place.
 
     Call this after `recompute_blocks`, `recompute_segments` or `apply_sac`. Return the names of the

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from ..core.blocks import Unsuitable, become, find_blocks, restore
+from ..core.blocks import Globs, Unsuitable, become, find_blocks, restore
 from .recompute import Checkpointed, Pair, RecomputeOptions
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
@@ -367,7 +367,7 @@ def apply_sac(
     model: nn.Module,
     policy: Any = "save_expensive",
     *,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Globs | None = None,
     allow_cache_entry_mutation: bool = False,
     **options: Any,
 ) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ..core.blocks import Derived, become, find_blocks, is_active, num_recomputed, restore
+from ..core.blocks import Derived, Globs, become, find_blocks, is_active, num_recomputed, restore
 from ..core.measure import is_out_of_memory
 from ..core.wording import require_whole
 from .recompute import RecomputeOptions, run_checkpointed
@@ -133,7 +133,7 @@ def recompute_segments(
     model: nn.Module,
     num_segments: int,
     *,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Globs | None = None,
     **options: Any,
 ) -> list[str]:
     """Recompute each chain of blocks in segments, in place, and return the blocks' names.
