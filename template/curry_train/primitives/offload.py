@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.blocks import (
     CAST_NODE,
@@ -218,7 +219,8 @@ class OffloadedForward:
         self.owned = owned
         self.report = OffloadReport()
         self.unpacked = False
-        self.moved: weakref.WeakValueDictionary[int, Moved] = weakref.WeakValueDictionary()
+        # References to what moved, by the storage on the device, while that is there.
+        self.moved = WeakIdKeyDictionary()
         self.order: list[weakref.ref[OffloadedTensor]] = []
         self.cursor = 0
         self.ahead_bytes = 0
@@ -251,7 +253,6 @@ class Moved:
     def __init__(self, step: OffloadedForward, tensor: Tensor, base: Tensor) -> None:
         self.step = step
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.source = weakref.ref(tensor.untyped_storage())
         self.base = weakref.ref(base)
         # It shares the version counter but not the storage: the check for changes in place needs no
         # more.
@@ -271,7 +272,7 @@ class Moved:
             require_host_memory(self.nbytes)
             offloader.most_moved_bytes = step.report.moved_bytes
         step.most_bytes = max(step.most_bytes, 2 * self.nbytes)
-        step.moved[_address(tensor)] = self
+        step.moved[tensor.untyped_storage()] = weakref.ref(self)
         self.host = host_buffer(self.nbytes, pinned=tensor.is_cuda)
         elements = tensor.detach().as_strided((self.nbytes // tensor.itemsize,), (1,), 0)
         self.copies = offloader.copies(tensor.device)
@@ -408,8 +409,8 @@ class OffloadedCall:
         base = tensor if tensor._base is None else tensor._base
         reason = self._why_it_stays(tensor, base)
         if reason is None:
-            moved = step.moved.get(_address(tensor))
-            if moved is None or moved.source() is None:
+            moved = step.moved.get(tensor.untyped_storage(), lambda: None)()
+            if moved is None:
                 return OffloadedTensor(Moved(step, tensor, base), tensor)
             if moved.is_same(tensor, base):
                 step.report.skip(tensor, DUPLICATE_REASON)
