@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from ..core.blocks import Derived, Unsuitable, become, match_names, restore
+from ..core.blocks import Derived, Unsuitable, become, match_names, restore, tensors_in
 from .autocast import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
     REDUCTIONS,
@@ -222,7 +222,7 @@ MOVES = ("transpose", "permute", "__getitem__")
 
 def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
     """Apply a function that chooses or arranges tokens to the rows, and leaves classes alone."""
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, named))):
+    if list(tensors_in((args, named))):
         return _index_by_tensor(logits, *args)
     classes, width = logits.product.weight.shape
     whole = torch.empty((), device="meta").expand(logits.shape)

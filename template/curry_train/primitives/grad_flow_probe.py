@@ -109,7 +109,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 def is_divided(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor, without importing that class."""
-    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
+    return hasattr(tensor, "placements")
 
 
 def groups_of(tensor: Any) -> list[Any]:

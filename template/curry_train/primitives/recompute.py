@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..core.blocks import (
@@ -263,8 +263,8 @@ def _gradients_flow(
     Reentrant checkpointing runs backward only through positional tensors.
     """
     called = type(modules[0]).__name__ if modules else getattr(run, "__name__", str(run))
-    nested = tree_leaves(([value for value in args if not isinstance(value, Tensor)], kwargs))
-    if any(isinstance(value, Tensor) and value.requires_grad for value in nested):
+    nested = [value for value in args if not isinstance(value, Tensor)]
+    if any(tensor.requires_grad for tensor in tensors_in((nested, kwargs))):
         raise ValueError(
             f"{called} gets a tensor that requires grad by keyword or inside a container, and with "
             "use_reentrant=True its gradient would be lost; leave use_reentrant at False"

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import get_device_states
 
 from ..core.blocks import (
@@ -33,6 +32,7 @@ from ..core.blocks import (
     match_names,
     recomputing,
     restore,
+    tensors_in,
 )
 from .autocast import autocast_as, autocast_now
 from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
@@ -67,9 +67,9 @@ class Replay:
     def __post_init__(self) -> None:
         # Inference tensors have no version counter.
         self.versions = [
-            (leaf, leaf._version)
-            for leaf in tree_leaves((self.args, self.kwargs))
-            if isinstance(leaf, Tensor) and not leaf.is_inference()
+            (one, one._version)
+            for one in tensors_in((self.args, self.kwargs))
+            if not one.is_inference()
         ]
         self.autocast = autocast_now()
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
-from torch.utils._pytree import tree_leaves
 
-from ..core.blocks import Globs, match_names
+from ..core.blocks import Globs, match_names, tensors_in
 from .recompute import Checkpointed, Pair, RecomputeOptions
 from .rerun import written_names
 from .segments import Segment, SegmentMember
@@ -77,7 +76,7 @@ class Choices(TorchFunctionMode):
         # Also where its choice is repeated: autograd saves the indices, which share memory with the
         # output.
         found = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+        outputs = list(tensors_in(found))
         if not all(output.is_floating_point() for output in outputs):
             if self.position is None:
                 self._keep(scores, outputs)
