@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.blocks import (
@@ -35,6 +34,7 @@ from ..core.blocks import (
     find_blocks,
     is_active,
     restore,
+    tensors_in,
 )
 
 # Host memory: available bytes, buffers, copies.
@@ -396,7 +396,7 @@ class OffloadedCall:
         self.device = next((parameter.device.type for parameter in block.parameters()), None)
         data = [
             leaf
-            for leaf in tree_leaves(inputs)
+            for leaf in tensors_in(inputs)
             if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.requires_grad
         ]
         # Moving a slice of a tensor that the caller holds, such as a data set on the device, frees

@@ -333,11 +333,9 @@ def _leave_out(block: nn.Module, cache: Any) -> None:
 
 
 def _is_filled(layer: Any) -> bool:
-    has_keys = getattr(layer, "keys", None) is not None
-    if getattr(layer, "is_initialized", has_keys):
-        return True
     state = getattr(layer, "has_previous_state", None)
-    return any(state.values() if isinstance(state, Mapping) else [state])
+    states = state.values() if isinstance(state, Mapping) else [state]
+    return getattr(layer, "keys", None) is not None or any(states)
 
 
 @functools.cache
