@@ -155,10 +155,9 @@ class Stop:
     def __init__(self, signals: Sequence[signal.Signals]) -> None:
         # The signal that was received, or 0.
         self.number = 0
-        self._previous: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in signals:
-                self._previous[number] = signal.signal(number, self._handle)
+        is_main = threading.current_thread() is threading.main_thread()
+        handled = signals if is_main else ()
+        self._previous = {number: signal.signal(number, self._handle) for number in handled}
         # So that its parent can terminate a forked child.
         os.register_at_fork(after_in_child=self.release)
 
@@ -240,7 +239,7 @@ class AttachedRun:
         replay = Replay.current
         boxes = BoxConfig(keep=0)
         if replay is not None:
-            runs, resume = replay.root, replay.resume
+            runs, resume = replay.root, replay.facts.checkpoint
             journal, in_background, spike, policy = False, False, None, NOTHING_SAVED
         elif box:
             boxes = read_fields(BoxConfig, {} if box is True else box, inside="box")
@@ -291,7 +290,7 @@ class AttachedRun:
             self._watch.begin(self.store.files)
             self._boxes: Boxes | Replay | None = replay
             if replay is not None:
-                replay.attach(self.state)
+                replay.state = self.state
             elif boxes.keep:
                 patience = self._watch.config.patience
                 self._boxes = Boxes(boxes, self.store, self.state, patience=patience)
@@ -369,7 +368,16 @@ class AttachedRun:
     def batches(self, loader: Iterable[ItemT]) -> Iterator[ItemT]:
         """Iterate over the remaining batches of this pass over the loader."""
         position = self._require_loader("run.batches")
-        self._check_loop_over_batches(position)
+        if self._iterating:
+            raise ValueError(
+                "another loop over batches is open: pass only the training loader to run.batches()"
+            )
+        has_passes = self._in_epoch or self._until < math.inf
+        if self._resuming and position.epoch and not has_passes:
+            raise ValueError(
+                f"the run is in epoch {position.epoch}: put `for epoch in run.epochs(range(...))` "
+                "around the loop over batches, so that finished epochs are not trained again"
+            )
         # End here if a signal came before the first step, which can take minutes.
         self._save()
         if position.batch == 0 and not self._warned and (why := inexact(loader)):
@@ -392,18 +400,6 @@ class AttachedRun:
                     break
         finally:
             self._iterating = False
-
-    def _check_loop_over_batches(self, position: DataPosition) -> None:
-        if self._iterating:
-            raise ValueError(
-                "another loop over batches is open: pass only the training loader to run.batches()"
-            )
-        has_passes = self._in_epoch or self._until < math.inf
-        if self._resuming and position.epoch and not has_passes:
-            raise ValueError(
-                f"the run is in epoch {position.epoch}: put `for epoch in run.epochs(range(...))` "
-                "around the loop over batches, so that finished epochs are not trained again"
-            )
 
     def _remaining(self, position: DataPosition, loader: Iterable[ItemT]) -> Iterator[ItemT]:
         """Restore the generators and return an iterator over the remaining batches."""

@@ -14,6 +14,7 @@ Proof: `python -m pytest tests/runs/test_box.py tests/cli/test_runs_replay.py`.
 """
 
 import contextlib
+import itertools
 import math
 import os
 from collections import Counter
@@ -33,7 +34,6 @@ from .layout import RESUMABLE_KINDS
 from .locate import Observation, Record
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
-from .ranks import RunError
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 
@@ -49,6 +49,8 @@ class Replay:
     """
 
     current: ClassVar["Replay | None"] = None
+    # The loaded state of the training that is repeated.
+    state: TrainingState
 
     def __init__(
         self,
@@ -61,7 +63,6 @@ class Replay:
     ) -> None:
         self.facts: BoxFacts = read_facts(box)
         self.root = root
-        self.resume = None if self.facts.checkpoint is None else "latest"
         self._content = read_rank(box, int(os.environ.get("RANK", "0")))
         self._until = until
         self._end = end
@@ -93,15 +94,9 @@ class Replay:
         ):
             yield
 
-    def attach(self, state: TrainingState) -> None:
-        """Begin to repeat a training, whose state is loaded."""
-        self._state = state
-        if state.step >= self._until:
-            raise RunError(f"the state is that of step {state.step}, not before {self._until}")
-
     def begin(self) -> None:
         """Begin a step: restore its generators, and record it if it is asked for."""
-        step = self._state.step + 1
+        step = self.state.step + 1
         if step == self._begun:
             return
         self._begun = step
@@ -110,11 +105,11 @@ class Replay:
         if self._is_recorded and step >= self._until - 1:
             if not self._recorder.path.exists():
                 self._recording.enter_context(self._recorder.running({}))
-            self._recorder.begin(step, self._state.model)
+            self._recorder.begin(step, self.state.model)
 
     def _restore(self) -> None:
         saved = self._content["generators"]
-        generators = self._state.generators
+        generators = self.state.generators
         if saved is not None:
             now = take_random_state(generators)
             here = [name for name in now if name in saved]
@@ -140,9 +135,9 @@ class Replay:
 
     def stepped(self, loss: float) -> None:
         """Compare the state after a step; end after the last one."""
-        step = self._state.step
+        step = self.state.step
         self._note(step, loss)
-        parameters = dict(self._state.model.named_parameters())
+        parameters = dict(self.state.model.named_parameters())
         if with_infinite_sum(parameters) and self.found["not finite"] is None:
             self.found["not finite"] = step
         if step >= self._until:
@@ -150,13 +145,13 @@ class Replay:
 
     def keep(self, step: int, reason: str, *, found_at: int) -> None:
         """End at a step that can't be made, because it is not finite."""
-        if found_at > self._state.step:
+        if found_at > self.state.step:
             self._note(step, math.nan)
             self._finish()
 
     def _note(self, step: int, loss: float) -> None:
         self._recorder.is_on = False
-        self.found["steps"][str(step)] = [loss.hex(), digest_of(self._state)]
+        self.found["steps"][str(step)] = [loss.hex(), digest_of(self.state)]
 
     def _finish(self) -> NoReturn:
         self._recording.close()
@@ -206,7 +201,8 @@ def _sources(step: Record) -> dict[tuple[Any, ...], dict[str, Any]]:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     counts = Counter[tuple[str, ...]]()
     for one in step:
-        bad = {name: ends for name, ends in one.get("ranges", {}).items() if not _is_finite(ends)}
+        ranges = one.get("ranges", {}).items()
+        bad = {name: ends for name, ends in ranges if not all(map(math.isfinite, ends))}
         if one["kind"] == "batch" and one["path"] == "box":
             for name, ends in bad.items():
                 source = {"phase": "data", "name": f"{name} of the batch", "result": ends}
@@ -228,16 +224,12 @@ def _sources(step: Record) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 def makes_not_finite(before: Sequence[Range], after: Sequence[Range]) -> bool:
     """Return whether an operation has made NaN or infinity of finite values, or NaN of infinity."""
-    if all(map(_is_finite, after)):
+    if all(map(math.isfinite, itertools.chain(*after))):
         return False
-    if all(map(_is_finite, before)):
+    if all(map(math.isfinite, itertools.chain(*before))):
         return True
     has_nan = [any(math.isnan(low) for low, _ in ranges) for ranges in (before, after)]
     return has_nan == [False, True]
-
-
-def _is_finite(ends: Range) -> bool:
-    return math.isfinite(ends[0]) and math.isfinite(ends[1])
 
 
 def _last_norms(step: Record) -> dict[str, float]:
