@@ -67,7 +67,7 @@ def summary(run: History) -> dict[str, Any]:
         "steps": f"{steps.step[0]} to {steps.step[-1]}" if steps else "none",
         "attempts": len(run.attempts),
         "ended by": (last and last.ended) or "no record",
-        "damaged lines": run.num_damaged,
+        "damaged lines": len(run.damaged),
         "peak memory": format_bytes(max(peaks)) if peaks else None,
         "median step": format_seconds(median(seconds)) if seconds else None,
         "events": {kind: len(events) for kind, events in sorted(run.events.items())},

@@ -104,22 +104,14 @@ class History:
     attempts: list[Attempt] = field(default_factory=list)
     # The other events, by kind.
     events: dict[str, list[Event]] = field(default_factory=dict)
-    num_damaged: int = 0
+    # Configuration, code, environment and command, each of the newest attempt that records it.
+    facts: dict[str, Any] = field(default_factory=dict)
+    # The numbers of the lines that are no event.
+    damaged: list[int] = field(default_factory=list)
 
     @property
     def steps(self) -> Steps:
         return self.course.steps
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Configuration, code, environment and command.
-
-        Each is taken from the newest attempt that records it.
-        """
-        found: dict[str, Any] = {}
-        for attempt in self.attempts:
-            found |= {key: attempt.facts[key] for key in RUN_FACTS if key in attempt.facts}
-        return found
 
     def add(self, event: Event) -> None:
         if (
@@ -147,6 +139,7 @@ class History:
         if event.kind not in OPENING_EVENT_KINDS:
             event = event._replace(kind="lost", step=max(0, event.step - 1), facts={})
         self.attempts.append(Attempt(*event))
+        self.facts |= {name: one for name, one in event.facts.items() if name in RUN_FACTS}
         for course in (self.course, *self.metrics.values()):
             course.keep_up_to(event.step)
 
@@ -168,12 +161,10 @@ def read_history(run: StrPath, *, root: StrPath = "") -> History:
         is_run=lambda place: place.is_file() or (place / JOURNAL_FILE_NAME).is_file(),
     )
     history = History(os.fspath(run), path / JOURNAL_FILE_NAME if path.is_dir() else path)
-    damaged: list[int] = []
-    for event in read_events(history.path, damaged):
+    for event in read_events(history.path, history.damaged):
         if event.attempt > attempt:
             break
         history.add(event)
-    history.num_damaged = len(damaged)
     last = history.attempts[-1].number if history.attempts else 0
     if last < attempt < math.inf:
         raise ValueError(f"{history.path} has no attempt {attempt}: the last one is {last}")
