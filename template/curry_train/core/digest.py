@@ -27,7 +27,8 @@ SPREAD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has values of its own in one storage."""
     is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return is_known and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    has_values = is_known and not tensor.is_meta
+    return has_values and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 @torch.no_grad()
@@ -43,7 +44,7 @@ def digest(tensor: Tensor) -> str:
         elif tensor.is_sparse:
             tensor = tensor.to_dense()
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-        if not is_plain(tensor) or tensor.is_meta or tensor.is_quantized:
+        if not is_plain(tensor) or tensor.is_quantized:
             return f"{kind}:{type(tensor).__name__}"
         return f"{kind}:{_hash_bits(tensor.detach())}"
 
@@ -52,8 +53,7 @@ def digest(tensor: Tensor) -> str:
 def digest_rows(tensor: Tensor) -> list[str]:
     """Return a digest for each entry of the first dimension, as for the samples of a batch."""
     with unwatched():
-        has_values = is_plain(tensor) and not tensor.is_meta
-        return [_hash_bits(row) for row in tensor.detach()] if has_values else []
+        return [_hash_bits(row) for row in tensor.detach()] if is_plain(tensor) else []
 
 
 def _hash_bits(tensor: Tensor) -> str:

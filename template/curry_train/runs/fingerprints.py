@@ -46,7 +46,7 @@ from .values import floats_of
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
 # Of what a record holds: one of another version can't be compared.
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -133,8 +133,8 @@ class Recorder:
                 (LoaderIterator, "__next__", self._batch),
                 (torch, "compile", functools.partial(_drawing_alike, stack)),
             ]
-            steps = self._before_step, self._after_step
-            stack.enter_context(replaced_calls(calls, *steps))
+            replaced = replaced_calls(calls, self._before_step, self._after_step)
+            stack.enter_context(replaced)
             is_noisy = self.exchange is not None and self.exchange.noise is not None
             if self.in_replay or self.operations_in_step is not None or is_noisy:
                 stack.enter_context(Operations(self))
@@ -173,8 +173,14 @@ class Recorder:
         Without the number of a call the observations of this kind and path are counted.
         """
         call = self._count(kind, path) if call is None else call
-        one = {"kind": kind, "step": self.step, "path": path, "call": call}
-        one |= {"within": self.within, **facts}
+        one = {
+            "kind": kind,
+            "step": self.step,
+            "path": path,
+            "call": call,
+            "within": self.within,
+            **facts,
+        }
         tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
         replaced: dict[str, Tensor] = {}
         # What is computed for a record is no part of the training.
@@ -249,12 +255,12 @@ class Recorder:
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
-        inputs = leaves_of({**dict(enumerate(args)), **options})
+        mode = {"training": module.training}
+        inputs = leaves_of({**mode, **dict(enumerate(args)), **options})
         made = [
             name for name, one in inputs.items() if isinstance(one, Tensor) and one.requires_grad
         ]
-        facts = {"phase": phase, "training": module.training, "made": made}
-        self._note("enter", path, inputs, call=number, **facts)
+        self._note("enter", path, inputs, call=number, phase=phase, made=made)
         if phase == "forward":
             self._watch(inputs, path, number, is_output=False)
         self.within = path, number
@@ -291,8 +297,14 @@ class Recorder:
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
-            facts = {"settings": settings, "switches": _switches()}
-            self._write({"kind": "settings", "step": self.step, **facts})
+            self._write(
+                {
+                    "kind": "settings",
+                    "step": self.step,
+                    "settings": settings,
+                    "switches": _switches(),
+                }
+            )
         path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return
@@ -315,7 +327,7 @@ class Recorder:
             metadata: dict[Any, Any] = one.grad_fn.metadata  # type: ignore[assignment]
             key = FLOW_KEY, one.output_nr
             if key not in metadata:
-                metadata[key] = {"consumers": []}
+                metadata[key] = {"consumers": [], "made_in": None}
                 what = f"{'output' if is_output else 'input'} {name}"
                 self._watch_gradient(one, path, number, what, metadata[key])
             if is_output:
@@ -340,8 +352,10 @@ class Recorder:
                 return None
             # Each backward call on the same graph makes one.
             time = self._count("gradient", f"{what} of {path}, call {number}")
-            facts = {"made_in": None, "time": time, **flow}
-            return self._note("gradient", path, {what: gradient}, call=number, **facts).get(what)
+            replaced = self._note(
+                "gradient", path, {what: gradient}, call=number, time=time, **flow
+            )
+            return replaced.get(what)
 
         tensor.register_hook(note)
 
@@ -554,7 +568,7 @@ def value_range(value: Any) -> Range | None:
         return None
     with unwatched():
         tensor = floats_of(value)
-        if not is_plain(tensor) or tensor.is_meta or not tensor.numel():
+        if not is_plain(tensor) or not tensor.numel():
             return None
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())

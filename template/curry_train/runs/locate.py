@@ -251,8 +251,7 @@ class Comparison:
             a, b = (it["digests"][names[0]].partition(":")[0] for it in (one, other))
             notes += _changes({f"type of {what}": a}, {f"type of {what}": b})
         if pair := self.given.get((one["path"], one["call"])):
-            a, b = (it["values"] | {"training": it.get("training")} for it in pair)
-            notes += _changes(a, b, one["path"])
+            notes += _changes(pair[0]["values"], pair[1]["values"], one["path"])
         notes += [*self.drawn.values(), *self._of_the_runs()]
         headline = f"step {one['step']}, {phase}: {text}"
         return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared, one["kind"])

@@ -176,12 +176,10 @@ def unsound_tensors(snapshot: Snapshot) -> dict[str, str]:
     # Search for NaN only in the few tensors whose sum is not finite.
     for name in with_infinite_sum(tensors):
         values = floats_of(tensors[name])
-        is_judged = name.partition("/")[0] in snapshot.parameters or name.endswith(
-            RUNNING_STATISTICS
-        )
-        if is_judged and not bool(torch.isfinite(values).all()):
+        is_judged = name in snapshot.parameters or name.endswith(RUNNING_STATISTICS)
+        if is_judged and not torch.isfinite(values).all():
             found[name] = "is not finite"
-        elif bool(torch.isnan(values).any()):
+        elif torch.isnan(values).any():
             found[name] = "has NaN"
     return found
 

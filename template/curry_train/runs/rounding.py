@@ -74,7 +74,7 @@ class Exchange:
         values: dict[str, Tensor] = {}
         with unwatched(), torch.no_grad():
             for name, tensor in tensors.items():
-                if not is_plain(tensor) or tensor.is_meta:
+                if not is_plain(tensor):
                     continue
                 if self.expected is None:
                     self.folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ def distances_of(tensor: Tensor, value: Tensor) -> Distances:
     difference[(one == other) | (one.isnan() & other.isnan())] = 0.0
     sizes = other.abs().nan_to_num(0.0, 0.0)
     # Zeros alone have no rounding error.
-    has_sizes = bool((sizes > 0).any())
+    has_sizes = (sizes > 0).any()
     lowest = int(sizes.max().frexp().exponent) - MOST_EXPONENTS if has_sizes else OF_ZERO
     exponents = torch.where(sizes > 0, sizes.frexp().exponent.clamp(min=lowest), lowest)
     found: Distances = {}

@@ -225,12 +225,12 @@ def _as_json(config: Any) -> Any:
 _NO_STATE = "the saved state is not that of a training run"
 
 
-def _new_tensor(found: Stored, saved: Tensor, parameter: Tensor | None, *, on_host: bool) -> Tensor:
-    """Return a tensor on the current device of the kind that it was on, or on the host.
+def _new_tensor(found: Stored, saved: Tensor, parameter: Tensor | None) -> Tensor:
+    """Return a tensor where a parameter is, whose state it belongs to.
 
-    Of the state of a parameter, unless that is kept on the host: where the parameter is.
+    Without one: on the current device of the kind that it was on, or on the host.
     """
-    if parameter is None or (found.device is None and on_host):
+    if parameter is None:
         is_cuda = found.device == "cuda" and torch.cuda.is_available()
         return torch.zeros(saved.shape, dtype=saved.dtype, device="cuda" if is_cuda else None)
     if parameter.shape == saved.shape:
@@ -365,7 +365,8 @@ class Load:
             form = saved.shape, saved.dtype
             target = self._own.get(found.name)
             if target is None or (target.shape, target.dtype) != form or is_expanded(target):
-                target = _new_tensor(found, saved, parameter, on_host=on_host)
+                stays_on_host = on_host and found.device is None
+                target = _new_tensor(found, saved, None if stays_on_host else parameter)
             self.targets[found.name] = target
 
     def finish(self) -> None:

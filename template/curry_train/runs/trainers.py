@@ -121,18 +121,18 @@ def newest_whole(folder: StrPath) -> str | None:
     None if there is none. Checkpoints that are damaged, or that were never committed, are named in
     a warning. With several ranks every rank calls this, and the first one reads.
     """
-    return Ranks.on_the_host().agree(lambda: _newest_whole(Path(folder)))
 
+    def find() -> str | None:
+        for commit in sorted(_commits(Path(folder)), key=_time_of, reverse=True):
+            try:
+                verify_commit(commit)
+            except (DamagedCheckpoint, OSError) as error:
+                logger.warning("a damaged checkpoint is passed over: %s", error)
+                continue
+            return str(_show(Path(commit.location)))
+        return None
 
-def _newest_whole(folder: Path) -> str | None:
-    for commit in sorted(_commits(folder), key=_time_of, reverse=True):
-        try:
-            verify_commit(commit)
-        except (DamagedCheckpoint, OSError) as error:
-            logger.warning("a damaged checkpoint is passed over: %s", error)
-            continue
-        return str(_show(Path(commit.location)))
-    return None
+    return Ranks.on_the_host().agree(find)
 
 
 def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
