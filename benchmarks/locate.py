@@ -54,7 +54,7 @@ COMPILED = ("sampled",)
 
 
 @functools.cache
-def sound(name: str, operations_in_step: int | None = None) -> list[Figures]:
+def sound(name: str, operations_in_step: int = 0) -> list[Figures]:
     return record(name, operations_in_step=operations_in_step)
 
 

@@ -90,8 +90,8 @@ class Recorder:
     folder: Path
     num_steps: int = 1
     records_all: bool = True
-    # In this step each operation is recorded too.
-    operations_in_step: int | None = None
+    # In this step each operation is recorded too; 0 for none.
+    operations_in_step: int = 0
     # Called after the last step.
     when_enough: Callable[[], None] = lambda: None
     # Keeps values, or puts those of another run in their place.
@@ -136,7 +136,7 @@ class Recorder:
             replaced = replaced_calls(calls, self._before_step, self._after_step)
             stack.enter_context(replaced)
             is_noisy = self.exchange is not None and self.exchange.noise is not None
-            if self.in_replay or self.operations_in_step is not None or is_noisy:
+            if self.in_replay or self.operations_in_step or is_noisy:
                 stack.enter_context(Operations(self))
             self.is_on = not self.in_replay
             stack.callback(self._end)

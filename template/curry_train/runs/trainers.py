@@ -64,11 +64,6 @@ def verify_commit(commit: SavedCheckpoint) -> None:
     verify_files(files, folder, commit, commit.files)
 
 
-def _time_of(commit: SavedCheckpoint) -> int:
-    """Return when it was committed, in nanoseconds since 1970."""
-    return int(commit.about["time"])
-
-
 def commit_folder(folder: StrPath) -> Path:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
@@ -107,7 +102,7 @@ def commit_file(staged: Path, final: Path) -> None:
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        old = [*before.files[final.name], _time_of(before)]
+        old = [*before.files[final.name], before.about["time"]]
         manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
     Files(final.parent).write(_manifest_of(final).name, manifest.render())
     staged.replace(final)
@@ -123,7 +118,8 @@ def newest_whole(folder: StrPath) -> str | None:
     """
 
     def find() -> str | None:
-        for commit in sorted(_commits(Path(folder)), key=_time_of, reverse=True):
+        commits = _commits(Path(folder))
+        for commit in sorted(commits, key=lambda one: one.about["time"], reverse=True):
             try:
                 verify_commit(commit)
             except (DamagedCheckpoint, OSError) as error:
@@ -166,6 +162,7 @@ def read_commit(path: Path) -> SavedCheckpoint:
 
 
 def _manifest(entries: dict[str, FileEntry]) -> SavedCheckpoint:
+    """Return the manifest of what is committed now, in nanoseconds since 1970."""
     return SavedCheckpoint(FOREIGN_KIND, 0, entries, None, {"time": time.time_ns()})
 
 
@@ -212,7 +209,7 @@ def _commit_in_place(
     for path in folders:
         moment = 0
         with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
-            moment = _time_of(read_commit(path))
+            moment = read_commit(path).about["time"]
         committed.append((moment, path))
     committed.sort()
     spare = [path for _, path in committed[:-1] if path != keep]
