@@ -254,7 +254,10 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
     batch = trainer.precision_plugin.convert_input(_first(loader))
     for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
         batch = _lightning_hook(name, module, data)(batch, 0)
-    optimizers, notes = _lightning_optimizers(module.configure_optimizers())
+    trainer.strategy.connect(module)
+    trainer.strategy.setup_optimizers(trainer)
+    # Where the module has none, Lightning makes one without parameters.
+    optimizers = [_inside_wrapper(one) for one in trainer.optimizers if one.param_groups]
     dtype = MIXED_DTYPES.get(trainer.precision)
     # As Lightning decides: by the name, or by a second parameter of any name.
     parameters = inspect.signature(module.training_step).parameters
@@ -279,22 +282,8 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         optimizers=optimizers,
         accumulation=trainer.accumulate_grad_batches,
         precision=dtype,
-        notes=notes,
+        notes=[] if optimizers else ["configure_optimizers returned none, so AdamW is assumed"],
     )
-
-
-def _lightning_optimizers(configured: Any) -> tuple[list[Any], list[str]]:
-    """Return the first optimizer of the many forms that `configure_optimizers` may return."""
-    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list):
-        configured = configured[0]
-    several = configured if isinstance(configured, list | tuple) else [configured]
-    if not several or several[0] is None:
-        return [], ["configure_optimizers returned none, so AdamW is assumed"]
-    first = several[0]
-    notes = []
-    if len(several) > 1:
-        notes.append(f"it has {len(several)} optimizers, of which the first is taken")
-    return [_inside_wrapper(first["optimizer"] if isinstance(first, Mapping) else first)], notes
 
 
 @contextlib.contextmanager
