@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.owners import OwnedBlocks
-from curry_train.plan.snapshot import BlockHistory, read_snapshot
+from curry_train.plan.snapshot import read_snapshot
 
 
 @dataclass
@@ -348,5 +348,4 @@ def trained(*, recorded_from=None, steps=2, until=None, **settings):
 
 
 def owned_blocks(folder, snapshot):
-    record = read_snapshot(write(folder / "a.pickle", snapshot)).devices[0]
-    return OwnedBlocks(BlockHistory(record))
+    return OwnedBlocks(read_snapshot(write(folder / "a.pickle", snapshot)).devices[0])

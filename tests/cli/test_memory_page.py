@@ -68,7 +68,7 @@ def in_node(path, *arguments):
 @pytest.mark.skipif(NODE is None, reason="node runs the page's script, and is not installed")
 def test_the_pointer_selects_the_moment_below_it(page):
     owned, path = page
-    last = len(owned.history.record.events) - 1
+    last = len(owned.history.events) - 1
     wanted = [40, owned.history.peak_index, last - 5]
     lefts = [LEFT + (moment + 1) / (last + 1) * WIDTH + 0.01 for moment in wanted]
     first, *others = in_node(path, "", *lefts)

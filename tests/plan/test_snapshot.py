@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from curry_train.plan.snapshot import BlockHistory, UnusableSnapshot, read_snapshot
+from curry_train.plan.snapshot import UnusableSnapshot, read_snapshot
 from torture_shapes import Call
 
 from ..snapshot_files import Recorder, trained, write
@@ -18,8 +18,8 @@ MIB = 2**20
 
 
 def history_of(snapshot, tmp_path):
-    (record,) = read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices
-    return BlockHistory(record)
+    (history,) = read_snapshot(write(tmp_path / "a.pickle", snapshot)).devices
+    return history
 
 
 @pytest.mark.parametrize("recorded_from", [0, 100])
@@ -67,7 +67,7 @@ def test_devices_without_memory_are_left_out(tmp_path):
     recorder = Recorder(device=2)
     recorder.allocate(MIB)
     history = history_of(recorder.snapshot(), tmp_path)
-    assert history.record.device == 2
+    assert history.device == 2
     assert history.peak_allocated == MIB
 
 

@@ -21,7 +21,7 @@ from ..plan.optimizers import make_optimizer
 from ..plan.owners import FREE_OWNER, OwnedBlocks, levers
 from ..plan.profiler import BYTES_PER_MIB, MemoryProfiler
 from ..plan.shapes import host_note
-from ..plan.snapshot import BlockHistory, read_snapshot
+from ..plan.snapshot import read_snapshot
 from ..plan.timeline import record_step_storages, timeline_of
 from ..runs.journal import printable
 from ..workloads.models import load_workload
@@ -67,8 +67,8 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
             step[name] = max(during, default=sizes[-1])
         steps.append(step)
     return {
-        "device": history.record.device,
-        "events": len(history.record.events),
+        "device": history.device,
+        "events": len(history.events),
         "peak_allocated_bytes": history.peak_allocated,
         "peak_reserved_bytes": history.peak_reserved,
         "reserved_at_peak_bytes": history.reserved_at_peak,
@@ -96,7 +96,7 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
 def _notes(owned: OwnedBlocks) -> Iterator[str]:
     """Yield what the record lacks."""
     history = owned.history
-    if not history.record.events:
+    if not history.events:
         yield (
             "no events were recorded, so this is the moment of the snapshot and not the peak: "
             "call torch.cuda.memory._record_memory_history() first"
@@ -105,7 +105,7 @@ def _notes(owned: OwnedBlocks) -> Iterator[str]:
         yield "the events have no stacks, so only sizes tell owners apart: record context='all'"
     if missing := history.of_dropped_events:
         yield (
-            f"the record holds the last {len(history.record.events):,} events only: older ones "
+            f"the record holds the last {len(history.events):,} events only: older ones "
             f"were dropped, and {len(missing):,} blocks have no time. A larger max_entries of "
             "_record_memory_history keeps them"
         )
@@ -175,7 +175,7 @@ def report_snapshot(path: str) -> Report:
         show_message(f"reading {format_bytes(Path(path).stat().st_size)}")
         snapshot = read_snapshot(path)
     name = printable(Path(path).name)
-    devices = [OwnedBlocks(BlockHistory(record)) for record in snapshot.devices]
+    devices = [*map(OwnedBlocks, snapshot.devices)]
     devices.sort(key=lambda owned: -owned.history.peak_allocated)
     found = [owners_of_device(owned) for owned in devices]
     texts = [text_of_device(name, one) for one in found]

@@ -141,9 +141,7 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
     history = owned.history
     moments = _moments(history.allocated, history.peak_index)
     # Changes of each owner's bytes; the first are those at the start of the record.
-    changes = {
-        owner: numpy.zeros(len(history.record.events) + 1, numpy.int64) for owner in ALL_OWNERS
-    }
+    changes = {owner: numpy.zeros(len(history.events) + 1, numpy.int64) for owner in ALL_OWNERS}
     for life in history.lives:
         own = life.own_bytes
         for owner, size in ((life.owner, own), (RESTS_OWNER, life.num_bytes - own)):
@@ -161,7 +159,7 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
         unit="event",
         moments=moments,
         owners={owner: tuple(column) for owner, column in figures.items() if any(column)},
-        end=max(len(history.record.events) - 1, 1),
+        end=max(len(history.events) - 1, 1),
         phases=tuple(owned.phase_spans()),
         peak_place=moments.index(history.peak_index),
         peak_text=f"peak {format_mebibytes(history.peak_allocated)} MiB, {owned.peak_phase}",

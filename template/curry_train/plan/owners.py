@@ -1,6 +1,6 @@
 """Find who owns each byte at the peak of a recorded CUDA training, and what would lower it.
 
-    owned = OwnedBlocks(BlockHistory(record))
+    owned = OwnedBlocks(snapshot.devices[0])
     owned.owners                 # bytes at the peak by owner; they add up to the allocated peak
     levers(owned)                # what lowers it, largest effect first, by replay in the allocator
 
@@ -146,7 +146,7 @@ class OwnedBlocks:
         self._backwards = [life.born for life in made if life.phase == BACKWARD_PHASE]
         self._steps = [life.born for life in made if life.phase == STEP_PHASE]
         self._stops = [index for index, _ in history.out_of_memory()]
-        self._end = len(history.record.events)
+        self._end = len(history.events)
         calls = [life.born for life in made if life.origin.in_module]
         self._first_call = min(calls, default=AT_START)
         # Sizes of blocks that were there before the model ran, such as those of parameters.
@@ -408,9 +408,8 @@ def replayed_peaks(
 
     Return the allocated and the reserved peak; blocks of 0 bytes are left out.
     """
-    record = history.record
     start = max(AT_START, history.peak_index - MOST_REPLAYED_EVENTS)
-    expandable |= record.has_expandable_segments
+    expandable |= history.has_expandable_segments
     allocator = CudaAllocator(expandable_segments=expandable)
     blocks: dict[BlockLife, MemoryBlock] = {}
 
@@ -424,7 +423,7 @@ def replayed_peaks(
     freed = {life.freed: life for life in history.lives if life.freed is not None}
     given_back = False
     last = history.peak_index + MOST_REPLAYED_EVENTS
-    for index, event in enumerate(record.events[start + 1 : last], start + 1):
+    for index, event in enumerate(history.events[start + 1 : last], start + 1):
         if event.action == "alloc":
             make(born[index])
         elif event.action in BLOCK_FREED and index in freed:
@@ -455,7 +454,7 @@ def levers(owned: OwnedBlocks) -> list[SnapshotLever]:
     least = MIN_LEVER_FRACTION * history.peak_reserved
     found = [one for one in found if one.most_saved_bytes > least]
     found.sort(key=lambda one: -one.most_saved_bytes)
-    if not history.record.has_expandable_segments:
+    if not history.has_expandable_segments:
         allocated, reserved = replayed_peaks(history, {}, expandable=True)
         saved = history.peak_reserved - reserved
         if saved > least:

@@ -1,7 +1,7 @@
 """Read CUDA memory snapshots, and rebuild the blocks that lived while they were recorded.
 
     snapshot = read_snapshot("oom.pickle")     # written by torch.cuda.memory._dump_snapshot
-    history = BlockHistory(snapshot.devices[0])
+    history = snapshot.devices[0]
     history.peak_allocated, history.alive_at(history.peak_index)
 
 A snapshot is a pickle of plain containers. It is read by an unpickler that imports and calls
@@ -111,24 +111,10 @@ class RecordedSegment:
 
 
 @dataclass(frozen=True)
-class DeviceRecord:
-    """Segments of one device, and the recorded events that led to them."""
-
-    device: int
-    segments: tuple[RecordedSegment, ...]
-    events: tuple[MemoryEvent, ...]
-
-    @property
-    def has_expandable_segments(self) -> bool:
-        maps = any(event.action in ("segment_map", "segment_unmap") for event in self.events)
-        return maps or any(segment.is_expandable for segment in self.segments)
-
-
-@dataclass(frozen=True)
 class MemorySnapshot:
     """The devices of a snapshot that hold memory or have events."""
 
-    devices: tuple[DeviceRecord, ...]
+    devices: tuple["BlockHistory", ...]
     # What the settings of the allocator hold that a replay does not follow.
     notes: tuple[str, ...]
 
@@ -166,13 +152,13 @@ def _snapshot_of(root: Any) -> MemorySnapshot:
         device: tuple(map(_event, trace))
         for device, trace in enumerate(root.get("device_traces", ()))
     }
-    records = []
+    devices = []
     for device in sorted(segments.keys() | {device for device in events if events[device]}):
         in_order = sorted(segments[device], key=lambda segment: segment.address)
-        records.append(DeviceRecord(device, tuple(in_order), events.get(device, ())))
-    if not records:
+        devices.append(BlockHistory(device, in_order, events.get(device, ())))
+    if not devices:
         raise ValueError("it has neither segments nor events")
-    return MemorySnapshot(tuple(records), tuple(_notes(settings)))
+    return MemorySnapshot(tuple(devices), tuple(_notes(settings)))
 
 
 def _stack(value: Any) -> Stack:
@@ -240,24 +226,33 @@ def _notes(settings: Any) -> Iterator[str]:
 
 
 class BlockHistory:
-    """Every block of a device over the events of its record."""
+    """Every block of a device over the events of its record, which led to the segments."""
 
-    def __init__(self, record: DeviceRecord) -> None:
-        self.record = record
+    def __init__(
+        self, device: int, segments: Sequence[RecordedSegment], events: Sequence[MemoryEvent]
+    ) -> None:
+        self.device = device
+        self.segments = segments
+        self.events = events
         self.contradictions = 0
         self.lives = self._all_lives()
-        if record.has_expandable_segments:
+        if self.has_expandable_segments:
             # Rests are always split off.
             for life in self.lives:
                 life.num_bytes = life.num_bytes or rounded(life.requested_bytes)
         else:
-            _place_blocks(record, self.lives)
+            _place_blocks(self)
         # Bytes after each event; the first figure is of the start.
         self.allocated, self.reserved = self._curves()
         self.peak_allocated = max(self.allocated)
         # Index of the event after which the most is allocated.
         self.peak_index = self.allocated.index(self.peak_allocated) - 1
         self.peak_reserved = max(self.reserved)
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        maps = any(event.action in ("segment_map", "segment_unmap") for event in self.events)
+        return maps or any(segment.is_expandable for segment in self.segments)
 
     @property
     def reserved_at_peak(self) -> int:
@@ -273,14 +268,14 @@ class BlockHistory:
 
     def out_of_memory(self) -> Iterator[tuple[int, MemoryEvent]]:
         """Yield the index and the event of each out-of-memory error."""
-        for index, event in enumerate(self.record.events):
+        for index, event in enumerate(self.events):
             if event.action == OUT_OF_MEMORY:
                 yield index, event
 
     def _all_lives(self) -> list[BlockLife]:
         lives: list[BlockLife] = []
         live: dict[int, BlockLife] = {}
-        for index, event in enumerate(self.record.events):
+        for index, event in enumerate(self.events):
             if event.action == "alloc":
                 before = live.get(event.address)
                 if before is not None:
@@ -302,7 +297,7 @@ class BlockHistory:
 
     def _alive_at_end(self, live: dict[int, BlockLife]) -> Iterator[BlockLife]:
         """Set the bytes of blocks in the segments, and yield those that no event made."""
-        for segment in self.record.segments:
+        for segment in self.segments:
             for block in segment.blocks:
                 known = live.pop(block.address, None)
                 if known is None:
@@ -311,10 +306,10 @@ class BlockHistory:
                     known.num_bytes = block.num_bytes
         for lost in live.values():
             # The segments do not have it: it was released while the snapshot was taken.
-            lost.freed = len(self.record.events)
+            lost.freed = len(self.events)
 
     def _curves(self) -> tuple[list[int], list[int]]:
-        num_events = len(self.record.events)
+        num_events = len(self.events)
         change = [0] * (num_events + 2)
         for life in self.lives:
             change[life.born + 1] += life.num_bytes
@@ -322,25 +317,25 @@ class BlockHistory:
                 change[life.freed + 1] -= life.num_bytes
         allocated = list(itertools.accumulate(change[: num_events + 1]))
         grown = [0]
-        for event in self.record.events:
+        for event in self.events:
             sign = (event.action in SEGMENT_MADE) - (event.action in SEGMENT_GIVEN_BACK)
             grown.append(grown[-1] + sign * event.num_bytes)
-        at_end = sum(segment.num_bytes for segment in self.record.segments)
+        at_end = sum(segment.num_bytes for segment in self.segments)
         at_start = max(at_end - grown[-1], 0)
         return allocated, [at_start + number for number in grown]
 
 
-def _place_blocks(record: DeviceRecord, lives: Sequence[BlockLife]) -> None:
+def _place_blocks(history: BlockHistory) -> None:
     """Set the bytes of blocks that are not in the final segments, all of them native."""
     # Where a block must end at the latest: ends of segments, and addresses of live blocks.
-    bounds = _segment_ends_at_start(record)
-    at_start = [life for life in lives if life.born == AT_START]
+    bounds = _segment_ends_at_start(history)
+    at_start = [life for life in history.lives if life.born == AT_START]
     for life in at_start:
         bisect.insort(bounds, life.address)
     for life in at_start:
         life.num_bytes = life.num_bytes or _block_bytes(life, bounds)
-    by_birth = {life.born: life for life in lives}
-    for index, event in enumerate(record.events):
+    by_birth = {life.born: life for life in history.lives}
+    for index, event in enumerate(history.events):
         if event.action == "alloc":
             life = by_birth[index]
             life.num_bytes = life.num_bytes or _block_bytes(life, bounds)
@@ -353,10 +348,10 @@ def _place_blocks(record: DeviceRecord, lives: Sequence[BlockLife]) -> None:
             _remove(bounds, event.address + event.num_bytes)
 
 
-def _segment_ends_at_start(record: DeviceRecord) -> list[int]:
+def _segment_ends_at_start(history: BlockHistory) -> list[int]:
     """Return the sorted ends of the native segments before the first event."""
-    ends = sorted(segment.address + segment.num_bytes for segment in record.segments)
-    for event in reversed(record.events):
+    ends = sorted(segment.address + segment.num_bytes for segment in history.segments)
+    for event in reversed(history.events):
         if event.action == "segment_alloc":
             _remove(ends, event.address + event.num_bytes)
         elif event.action == "segment_free":
