@@ -313,6 +313,11 @@ def backward_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def next_node() -> int:
+    """Return the number of the node that autograd makes next in this thread."""
+    return torch._C._autograd._get_sequence_nr()
+
+
 def _last(values: Sequence[Any], wanted: Any) -> int:
     """Return the last index of a value."""
     return len(values) - 1 - next(i for i, value in enumerate(reversed(values)) if value == wanted)

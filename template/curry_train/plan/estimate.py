@@ -387,19 +387,20 @@ def _estimate(lives: StepLives, blocks: Collection[str], sketch: Sketch) -> Step
             held[layer] += life.nbytes
 
     totals: Any = sum(lives.bytes_by_group().values())
-    begins = [(at, name if name in blocks else REST_LAYER) for at, name in lives.running.begins]
-    ends = lives.ends["backward"]
-    while begins and begins[-1][1] == REST_LAYER:
-        ends = begins.pop()[0]
+    # The backward of a block lasts until that of another one; forward has a point at its end.
+    begins = sorted(
+        (place + 1, name)
+        for name in blocks
+        for place in lives.work[name].operations
+        if place >= forward_ends
+    )
+    head = ends = lives.ends["backward"]
+    if begins:
+        head = begins[0][0]
+        ends = begins[-1][0] + 1
     peaks = dict.fromkeys(blocks, 0)
-    head = ends
-    block = REST_LAYER
     for (start, name), (stop, _) in itertools.pairwise([*begins, (ends, REST_LAYER)]):
-        # What runs between two blocks belongs to the one whose backward was before.
-        block = block if name == REST_LAYER else name
-        if block != REST_LAYER:
-            head = min(head, start)
-            peaks[block] = max(peaks[block], int(totals[start:stop].max(initial=0)))
+        peaks[name] = max(peaks[name], int(totals[start:stop].max()))
     trained = (one for one in lives.module.parameters() if one.requires_grad)
     return StepEstimate(
         timeline=timeline_of(lives),

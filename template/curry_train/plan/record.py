@@ -6,6 +6,7 @@ model of CUDA's allocator and the time of a rank are all read off this record.
 Proof: `python -m pytest tests/plan/test_timeline.py tests/plan/test_ranks.py`.
 """
 
+import bisect
 import contextlib
 import weakref
 from collections import defaultdict
@@ -28,8 +29,10 @@ from ..core.measure import (
     Life,
     LiveStorages,
     RunningLayers,
+    backward_node,
     dense_parts,
     local_tensors,
+    next_node,
     operands,
     operation_flops,
     requested_bytes,
@@ -62,9 +65,6 @@ MATRIX_PRODUCTS = {
 }
 # Classes of objects in which bitsandbytes keeps what its parameters are scaled with.
 STATES_OF_PARAMETERS = ("QuantState", "MatmulLtState")
-# Keys of what autograd's nodes note of layers: those that got the tensor, and the one that made it.
-NOTES = "layers of curry_train"
-MAKER = "maker"
 OWNERS_OF_PASSING = (ACTIVATIONS_GROUP, TEMPORARIES_GROUP)
 
 
@@ -168,64 +168,49 @@ class RankStorages(LiveStorages):
 
 
 class StepLayers(RunningLayers):
-    """Follow the layers of a step: what goes into and out of each, and when its backward begins."""
+    """Follow the layers of a step: what goes into and out of each, and whose backward runs."""
 
     def __init__(self, record: "StepLives", layers: Mapping[str, nn.Module]) -> None:
         super().__init__(record.module, layers)
-        # Numbers of operations at which the backward of a layer begins, or that of none.
-        self.begins: list[tuple[int, str]] = []
         # The layer whose input a storage is first; none yet for an output.
         self.holders: dict[Life, str] = {}
-        # What autograd holds keeps this record, and must not be kept by it.
+        # The numbers of autograd's nodes from which on they are of a layer, or of none.
+        self._first_nodes: list[tuple[int, str]] = [(0, REST_LAYER)]
+        self._in_backward = REST_LAYER
+        # The record holds this object: without a cycle both are freed at once.
         self._record = weakref.proxy(record)
 
     def entered(self, layer: str, inputs: Any) -> None:
-        for tensor in self._passed(inputs):
-            # The backward of a layer may call another one's, or its own again: that one begins.
-            if tensor.requires_grad and MAKER not in self._notes(tensor):
-                tensor.register_hook(lambda _: self._end_backward(layer))
-                self._notes(tensor)[layer] = True
-            for life in self._record.lives_of(tensor):
-                if self.holders.get(life, REST_LAYER) == REST_LAYER:
-                    self.holders[life] = layer
+        self._first_nodes.append((next_node(), layer))
+        for life in self._passed(inputs):
+            if self.holders.get(life, REST_LAYER) == REST_LAYER:
+                self.holders[life] = layer
 
     def left(self, layer: str, output: Any) -> None:
-        for tensor in self._passed(output):
-            # A layer also returns what it was given, as the outputs of all layers before.
-            if tensor.grad_fn is not None and not self._notes(tensor).keys() & {MAKER, layer}:
-                tensor.register_hook(lambda _: self._begin_backward(layer))
-                self._notes(tensor)[MAKER] = layer
-            for life in self._record.lives_of(tensor):
-                self.holders.setdefault(life, REST_LAYER)
+        self._first_nodes.append((next_node(), self.current))
+        for life in self._passed(output):
+            self.holders.setdefault(life, REST_LAYER)
 
-    def _notes(self, tensor: Tensor) -> dict[str, Any]:
-        """Return what is known of the place in autograd that made a tensor.
-
-        They are kept there, since a tensor that is written in place has another one later.
-        """
-        node: Any = tensor.grad_fn
-        if node is None:
-            return {}
-        notes: dict[str, Any] = node.metadata.setdefault((NOTES, tensor.output_nr), {})
-        return notes
-
-    def _passed(self, values: Any) -> list[Tensor]:
-        """Return torch's own tensors among what is passed in forward, and not in recompute."""
+    def _passed(self, values: Any) -> list[Life]:
+        """Return the storages of torch's own tensors that are passed in forward."""
         if self._record.phase != "forward":
             return []
-        return [one for one in tensors_in(values) if type(one).__module__.split(".")[0] == "torch"]
-
-    def _begin_backward(self, layer: str) -> None:
-        self.begins.append((self._record.num_operations, layer))
-
-    def _end_backward(self, layer: str) -> None:
-        if self.in_backward == layer:
-            self.begins.append((self._record.num_operations, REST_LAYER))
+        return [
+            life
+            for tensor in tensors_in(values)
+            if type(tensor).__module__.split(".")[0] == "torch"
+            for life in self._record.lives_of(tensor)
+        ]
 
     @property
     def in_backward(self) -> str:
-        """The layer whose backward began last."""
-        return self.begins[-1][1] if self.begins else REST_LAYER
+        """The layer whose backward runs: the one in whose forward the node was made."""
+        node = backward_node()
+        # A node that accumulates a gradient has a larger one, and follows the node that made it.
+        if node is not None and node._sequence_nr() < next_node():
+            place = bisect.bisect_left(self._first_nodes, (node._sequence_nr() + 1,))
+            _, self._in_backward = self._first_nodes[place - 1]
+        return self._in_backward
 
 
 @dataclass

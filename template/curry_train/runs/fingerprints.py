@@ -34,7 +34,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ..core.blocks import in_transform, inside_wrappers
 from ..core.digest import digest, digest_rows, is_plain
 from ..core.generators import generator_digests, hash_of, unwatched
-from ..core.measure import backward_node
+from ..core.measure import backward_node, next_node
 from ..core.replaced_calls import replaced_calls
 from .files import StrPath
 from .history import run_facts
@@ -549,7 +549,7 @@ class Operations(TorchDispatchMode):
             return module, users_line(ENGINE) or line
         origin = self.recorder.within, users_line()
         # The node of an operation is made before the operation runs.
-        self.made_by.setdefault(torch._C._autograd._get_sequence_nr() - 1, origin)
+        self.made_by.setdefault(next_node() - 1, origin)
         return origin
 
 
