@@ -11,7 +11,6 @@ from torch import nn
 
 from curry_train.plan import Planner
 from curry_train.plan.cuda_step import CONTEXT_BYTES, CUDNN_BYTES, cuda_memory
-from curry_train.plan.workspaces import Convolution
 from curry_train.workloads import Workload
 
 from ..plan_models import trace_of, trace_of_sizes
@@ -32,7 +31,9 @@ def images(module, *, channels=3, memory_format=torch.contiguous_format):
 
 def workspaces(workload, **options):
     """Return the kind and the workspace of each call in a step of two images."""
-    return [(one.call[0], one.num_bytes) for one in trace_of(workload, 2, **options).convolutions]
+    trace = trace_of(workload, 2, **options)
+    made = (one for one, is_made in trace.events if is_made)
+    return [(one.owner[0], one.nbytes) for one in made if one in trace.convolutions]
 
 
 def test_backward_copies_a_convolution_to_channels_last_by_hand():
@@ -93,8 +94,8 @@ def test_no_copies_where_a_kernel_needs_none(workload):
 
 def test_a_workspace_is_reserved_and_free_again():
     """A call of 30 MiB and one of 1 MiB, and after them a tensor of 20 MiB in their place."""
-    calls = Convolution(0, "input", 30 * MIB), Convolution(0, "weight", MIB)
-    found = cuda_memory(trace_of_sizes((MIB, 20 * MIB), (1, ~1), given=(0,), convolutions=calls))
+    trace = trace_of_sizes((MIB, 20 * MIB, 30 * MIB, MIB), (2, ~2, 3, ~3, 1, ~1), given=(0,))
+    found = cuda_memory(trace)
     assert found.reserved_bytes == 32 * MIB
     assert found.allocated_bytes == 31 * MIB
 
@@ -102,9 +103,8 @@ def test_a_workspace_is_reserved_and_free_again():
 @pytest.mark.parametrize(("searches", "reserved"), [(False, 100 * MIB), (True, 60 * MIB)])
 def test_a_search_gives_the_cache_back_before_the_first_call(searches, reserved):
     """A tensor of 40 MiB dies before the call, and one of 60 MiB is made after it."""
-    calls = (Convolution(2, "forward", 0),)
-    sizes = 40 * MIB, 60 * MIB
-    trace = trace_of_sizes(sizes, (0, ~0, 1, ~1), convolutions=calls, searches=searches)
+    trace = trace_of_sizes((40 * MIB, 0, 60 * MIB), (0, ~0, 1, ~1, 2, ~2), searches=searches)
+    trace = replace(trace, convolutions=[trace.events[2][0]])
     assert cuda_memory(trace).reserved_bytes == reserved
 
 
@@ -122,7 +122,7 @@ def test_a_plan_names_the_workspace_and_the_kernels_of_cudnn():
     assert plan.cuda["context_bytes"] == CONTEXT_BYTES + CUDNN_BYTES
     trace = trace_of(model, 2)
     num_bytes = plan.cuda["convolution_workspace_bytes"]
-    assert num_bytes == max(one.num_bytes for one in trace.convolutions) > 0
+    assert num_bytes == max(one.nbytes for one in trace.convolutions) > 0
     assert "convolution workspace, estimated: " in " ".join(plan.explain().split())
     # A measured context wins.
     assert replace(planner.card, context_bytes=7).context(trace) == 7

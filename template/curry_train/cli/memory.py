@@ -280,7 +280,7 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
     shapes = [] if why is None else [fill_screen(f"run on shapes alone, {why}")]
     texts = [heading(facts), *shapes, blocks_text(choice)]
     texts += [profile.table(most=5), timeline.table(most=3)]
-    workspace = max((one.num_bytes for one in lives.convolutions), default=0)
+    workspace = max((one.nbytes for one in lives.convolutions), default=0)
     if workspace:
         texts.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
     if optimizer is not None and (note := host_note(optimizer)) is not None:

@@ -11,7 +11,7 @@ Proof: `python -m pytest tests/plan/test_cuda_step.py`.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from .cuda_allocator import CudaAllocator, MemoryBlock
 from .optimizers import is_fused
 from .profiler import OPTIMIZER_STATE_GROUP
 from .record import StepLives
-from .workspaces import Convolution
 
 # Bytes that cuBLAS allocates for each thread that multiplies; forward and autograd are two.
 WORKSPACE_BYTES = 8_519_680
@@ -63,7 +62,7 @@ class StepTrace:
     first_events: Sequence[Event] = ()  # of the optimizer's first step, with storages of its own
     on_host: Collection[Life] = ()  # storages that take no memory of the device
     streams: Mapping[Life, int] = field(default_factory=dict)  # of storages of other streams
-    convolutions: tuple[Convolution, ...] = ()  # of forward and backward, in their order
+    convolutions: Sequence[Life] = ()  # workspaces of cuDNN, which are among the events
     searches: bool = False  # whether the first step tries cuDNN's algorithms
 
 
@@ -97,7 +96,7 @@ def trace_of(record: StepLives, output_until: str = "next step") -> StepTrace:
         first_events=first,
         on_host={life for life in record.lives if is_on_host(life)},
         streams=record.streams,
-        convolutions=tuple(replace(one, place=one.place - start) for one in record.convolutions),
+        convolutions=record.convolutions,
         searches=torch.backends.cudnn.benchmark,
     )
 
@@ -122,9 +121,6 @@ class TrainingReplay:
         trace = self.trace
         self._is_first = True
         self._blocks: dict[Life, MemoryBlock] = {}
-        self._convolutions: dict[int, list[Convolution]] = {}
-        for convolution in trace.convolutions:
-            self._convolutions.setdefault(convolution.place, []).append(convolution)
         self._chosen: set[Hashable] = set()  # convolutions whose algorithm is chosen
         for life in trace.given:
             self._make(life)
@@ -136,8 +132,6 @@ class TrainingReplay:
             self._release(life)
         products = {*trace.products} if self._is_first else set[int]()
         for index, event in enumerate(trace.events[: trace.step_start]):
-            for convolution in self._convolutions.get(index, ()):
-                self._convolve(convolution)
             self._run(*event)
             if index in products:
                 # The result is there before cuBLAS asks for its workspace.
@@ -149,18 +143,14 @@ class TrainingReplay:
         self._name_state(events, is_first)
         self._is_first = False
 
-    def _convolve(self, convolution: Convolution) -> None:
-        """Allocate a workspace for the time of a call, after the search for its algorithm."""
-        if self.trace.searches and convolution.call not in self._chosen:
-            self._chosen.add(convolution.call)
-            self.allocator.empty_cache()
-        if convolution.num_bytes:
-            self.allocator.free(self.allocator.allocate(convolution.num_bytes))
-
     def _run(self, life: Life, is_made: bool) -> None:
         if not is_made:
             self._release(life)
             return
+        is_searched = self.trace.searches and life in self.trace.convolutions
+        if is_searched and life.owner not in self._chosen:
+            self._chosen.add(life.owner)
+            self.allocator.empty_cache()
         # Tensors of the previous step are freed once their successors exist.
         before = self._blocks.pop(life, None)
         self._make(life)

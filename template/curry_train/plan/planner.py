@@ -199,7 +199,7 @@ class Planner:
             "expandable_reserved_bytes": self.card.memory(trace, expandable=True).reserved_bytes,
             "context_bytes": self.card.context(trace),
             "convolution_workspace_bytes": max(
-                (one.num_bytes for one in trace.convolutions), default=0
+                (one.nbytes for one in trace.convolutions), default=0
             ),
             "limit_bytes": limit_bytes,
         }

@@ -53,7 +53,7 @@ from .profiler import (
     TEMPORARIES_GROUP,
 )
 from .rank_time import C10D_NAMESPACE, StepCourse
-from .workspaces import Convolution, convolutions_of
+from .workspaces import convolutions_of
 
 # Storages of a program, which may be one rank among others.
 
@@ -263,7 +263,8 @@ class StepLives(RankStorages):
         # Numbers of events at the end of each phase, and at the first product of each thread.
         self.event_ends: dict[str, int] = {}
         self.products: dict[bool, int] = {}
-        self.convolutions: list[Convolution] = []
+        # Workspaces of cuDNN, which live for a call.
+        self.convolutions: list[Life] = []
         # Storages that exist before the step, and the gradients after it.
         self.given: list[Life] = []
         self.gradients: list[Life] = []
@@ -276,7 +277,9 @@ class StepLives(RankStorages):
             self.products.setdefault(self.phase == "backward", len(self.events))
         with unwatched():
             out = super().run(func, args, kwargs)
-            self.convolutions += convolutions_of(func, args, place=len(self.events))
+            for workspace in convolutions_of(func, args):
+                self.convolutions.append(workspace)
+                self.events += [(workspace, True), (workspace, False)]
             self._read()
             if self.phase != "step":
                 flops, moved = operation_cost(func, args, kwargs, out)

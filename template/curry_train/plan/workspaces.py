@@ -1,6 +1,6 @@
 """Estimate the workspaces that cuDNN allocates for convolutions, from shapes.
 
-    record.convolutions += convolutions_of(func, args, place=len(record.events))
+    for workspace in convolutions_of(func, args): ...
 
 Tensor cores read the channels of one pixel side by side. In backward, cuDNN's kernels therefore
 copy what they read to that layout, in a workspace that lives for one call: output gradient and
@@ -21,12 +21,13 @@ Proof: `python -m pytest tests/plan/test_workspaces.py`.
 """
 
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..core.measure import Life
 
 ALIGNMENT_BYTES = 16
 # Others have no tensor cores for convolutions.
@@ -39,17 +40,11 @@ FLOPS_PER_COPIED_BYTE = 29
 POINTWISE_FLOPS_PER_COPIED_BYTE = 200
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """A call of cuDNN in a step."""
+def convolutions_of(func: Any, args: Any) -> Iterator[Life]:
+    """Yield the workspace of each call of cuDNN in an operation, in their order.
 
-    place: int  # index of the event before which it runs
-    call: Hashable  # what is computed from which shapes; torch keeps its choice for each
-    num_bytes: int  # of the workspace
-
-
-def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution]:
-    """Yield the calls of cuDNN in an operation, in their order."""
+    Its owner is the call: what is computed from which shapes. Torch keeps its choice for each.
+    """
     if func is torch.ops.aten.convolution.default:
         x, weight, *_, groups = args
         calls = [("forward", 0)]
@@ -63,7 +58,7 @@ def convolutions_of(func: Any, args: Any, *, place: int) -> Iterator[Convolution
         return  # torch has kernels of its own for filters of one channel, unless channels are last
     settings = tuple(str(value) for value in args if isinstance(value, list | int))
     for kind, num_bytes in calls:
-        yield Convolution(place, (kind, x.shape, weight.shape, settings), num_bytes)
+        yield Life(num_bytes, owner=(kind, x.shape, weight.shape, settings), born=0)
 
 
 def _layout_copies(x: Tensor, gradient: Tensor, weight: Tensor) -> list[tuple[str, int]]:
