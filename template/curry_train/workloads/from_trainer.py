@@ -23,6 +23,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..core.generators import seeded
 from ..core.measure import as_trained
@@ -381,15 +382,15 @@ def precision_around(module: nn.Module, variables: Sequence[Any]) -> Autocast | 
     return autocast_of(known[0])
 
 
-def _first(loader: Any) -> Any:
+def _first(loaders: Any) -> Any:
     """Return the first batch of a loader, or of each of several loaders."""
-    if isinstance(loader, Mapping):
-        return {name: _first(one) for name, one in loader.items()}
-    if isinstance(loader, list | tuple):
-        return [_first(one) for one in loader]
-    for batch in loader:
-        return map_tensors(batch, lambda tensor: tensor.detach())
-    raise WorkloadError("the loader of the training data is empty")
+
+    def first(loader: Any) -> Any:
+        for batch in loader:
+            return map_tensors(batch, lambda tensor: tensor.detach())
+        raise WorkloadError("the loader of the training data is empty")
+
+    return tree_map(first, loaders)
 
 
 def _inside_wrapper(optimizer: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from .workload import Workload, WorkloadError
 
@@ -39,16 +40,11 @@ class Shrink:
         once = functools.cache(lambda: self._made(factory))
 
         def small() -> Any:
-            match once():
-                case nn.Module() as module:
-                    return copy.deepcopy(module)
-                case tuple((nn.Module() as module, *rest)):
-                    return (copy.deepcopy(module), *rest)
-                case Workload() as workload:
-                    return self.workload(workload)
-                case other:
-                    # The caller names what is wrong with it.
-                    return other
+            made = once()
+            if isinstance(made, Workload):
+                return self.workload(made)
+            # What is neither is returned: the caller names what is wrong with it.
+            return tree_map_only(nn.Module, copy.deepcopy, made)
 
         return small
 
