@@ -299,11 +299,8 @@ HALF_PRECISION_FUNCTIONS = frozenset(
 )
 
 
-class HalfPrecisionCopies:
+class HalfPrecisionCopies(dict[Tensor, Tensor]):
     """Convert operands as CUDA's autocast does: weights once, until autocast ends."""
-
-    def __init__(self) -> None:
-        self._copies: dict[Tensor, Tensor] = {}
 
     def convert(self, value: Any) -> Any:
         if isinstance(value, list | tuple):
@@ -314,15 +311,9 @@ class HalfPrecisionCopies:
         is_weight = value.requires_grad and value.is_leaf and not value._is_view()
         if not is_weight or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
-        if value not in self._copies:
-            self._copies[value] = value.to(dtype)
-        return self._copies[value]
-
-    def clear_after_autocast(self) -> None:
-        """Drop the copies once the outermost context of autocast has ended."""
-        torch.autocast_increment_nesting()
-        if torch.autocast_decrement_nesting() == 0:
-            self._copies.clear()
+        if value not in self:
+            self[value] = value.to(dtype)
+        return self[value]
 
 
 def in_float32(value: Any) -> Any:
@@ -338,12 +329,11 @@ def in_float32(value: Any) -> Any:
 def as_on_cuda(copies: HalfPrecisionCopies) -> Iterator[None]:
     """Apply autocast for CUDA to CPU tensors."""
     original = torch.autocast.__init__
-    leave = torch.autocast.__exit__
+    clear_cache = torch.clear_autocast_cache
 
-    def leaves(self: Any, *raised: Any) -> Any:
-        result = leave(self, *raised)
-        copies.clear_after_autocast()
-        return result
+    def clear() -> None:
+        clear_cache()
+        copies.clear()
 
     def autocast(
         self: Any, device_type: str, dtype: Any = None, enabled: bool = True, **kwargs: Any
@@ -355,7 +345,8 @@ def as_on_cuda(copies: HalfPrecisionCopies) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.autocast, "__init__", autocast),
-        mock.patch.object(torch.autocast, "__exit__", leaves),
+        # The outermost context of autocast calls it at its end.
+        mock.patch.object(torch, "clear_autocast_cache", clear),
     ):
         yield
 
