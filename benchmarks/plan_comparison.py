@@ -45,7 +45,7 @@ def main() -> None:
         plain = sketch.step(1)
         seconds = time.perf_counter() - start
         (names,) = find_kinds(sketch.blocks(sketch.build()), [plain])
-        calls = plain.blocks[names[0]].work.expensive
+        calls = plain.blocks[names[0]].expensive
         policy = every_second(calls)
         every_option = dict.fromkeys([policy, *candidates(calls, offload=False)])
         # Each option on a block of its own.

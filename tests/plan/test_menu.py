@@ -147,7 +147,7 @@ def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(buil
     steps, _ = measured(squares(passing, 8, 16), without=OTHERS)
     found = steps.plain_steps(chunked=False)[-1].blocks.values()
     assert all(block.peak > block.held > 0 for block in found)
-    numbers = {len(block.work.operations) for block in found}
+    numbers = {len(block.operations) for block in found}
     assert max(numbers) < 1.3 * min(numbers)
     for menu in steps.menus.values():
         assert 1.1 < menu[Option("full")].slowdown < 1.5
@@ -285,7 +285,7 @@ def test_blocks_are_offered_what_they_can_do_in_their_model(error):
 
 def test_calls_that_draw_are_never_offered(monkeypatch):
     def offered():
-        expensive = estimated(LLAMA, 4).blocks["layers.0"].work.expensive
+        expensive = estimated(LLAMA, 4).blocks["layers.0"].expensive
         return {call for option in candidates(expensive, offload=False) for call in option.keep}
 
     assert ("attention", 0) in offered()

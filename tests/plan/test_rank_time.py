@@ -141,8 +141,8 @@ def test_communication_overlaps_with_the_computation_that_does_not_wait_for_it(
 
 
 def test_a_plan_of_ranks_has_the_time_of_its_communication(monkeypatch):
-    step = mock.create_autospec(Sketch._rank_step, side_effect=Sketch._rank_step)
-    monkeypatch.setattr(Sketch, "_rank_step", step)
+    step = mock.create_autospec(Sketch.step, side_effect=Sketch.step)
+    monkeypatch.setattr(Sketch, "step", step)
     timed = mock.Mock(wraps=time_of_course)
     monkeypatch.setattr("curry_train.plan.estimate.time_of_course", timed)
     options = {"device": "cpu", "chunked_loss": False, "without": ("sac", "regions", "full")}

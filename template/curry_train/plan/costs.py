@@ -77,7 +77,7 @@ def at_size(microbatch: int, small: Any, large: Any) -> Any:
 
 def work_of(step: StepEstimate, name: str) -> list[Any]:
     """Return the FLOPs, and the bytes read and written, of each operation of a block."""
-    operations = step.blocks[name].work.operations
+    operations = step.blocks[name].operations
     return [step.flops[operations], step.moved[operations]]
 
 
@@ -127,7 +127,7 @@ def find_kinds(blocks: Mapping[str, nn.Module], steps: Sequence[StepEstimate]) -
         if all(step.blocks[name].calls for step in steps):
             # Blocks of one class, with equal shapes, may still compute different things.
             found = large.blocks[name]
-            is_forward = numpy.array(found.work.in_grad_mode) == 1
+            is_forward = numpy.array(found.in_grad_mode) == 1
             flops, moved = (one[is_forward].sum() for one in work_of(large, name))
             work = int(is_forward.sum()), flops, moved
             groups[(_class_of(block), found.held, found.calls, *work)].append(name)
@@ -213,7 +213,7 @@ def measure_menus(
     kinds = find_kinds(blocks, steps)
     rounds: defaultdict[int, dict[str, Option]] = defaultdict(dict)
     for names in kinds:
-        expensive = steps[-1].blocks[names[0]].work.expensive
+        expensive = steps[-1].blocks[names[0]].expensive
         for place, option in enumerate(candidates(expensive, offload=offload, without=without)):
             turn, index = divmod(place, len(names))
             rounds[turn][names[index]] = option
@@ -291,11 +291,11 @@ def _slowdown(
     dtype = plain.dtype
     before = profile.work_seconds(*work_of(plain, name), dtype=dtype)
     extra = EXTRA_SECONDS.get(option.kind, 0.0)
-    again = numpy.array(step.blocks[name].work.in_grad_mode)
+    again = numpy.array(step.blocks[name].in_grad_mode)
     after = profile.work_seconds(*work_of(step, name), dtype=dtype, extra_seconds=extra * again)
     if option.kind == FULL_KIND:
         # Its backward may not be told apart from others. All but the last call is computed again.
         found = plain.blocks[name]
-        flops = found.calls * sum(flops for _, _, flops in found.work.expensive[:-1])
+        flops = found.calls * sum(flops for _, _, flops in found.expensive[:-1])
         after = max(after, before + flops / profile.flops_per_second[dtype])
     return after / before if before else 1.0

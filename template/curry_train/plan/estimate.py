@@ -38,6 +38,7 @@ from .profiler import (
     OPTIMIZER_STATE_GROUP,
     PARAMETERS_GROUP,
     Timeline,
+    trained_parameters,
 )
 from .rank_step import (
     FROM_SHAPES_ALONE,
@@ -48,7 +49,7 @@ from .rank_step import (
     record_rank_step,
 )
 from .rank_time import Links, RankSeconds, StepCourse, time_of_course
-from .record import LayerWork, OptimizerState, RankStorages, StepLives
+from .record import LayerFigures, OptimizerState, StepLives
 from .shapes import (
     LARGEST_DRAW,
     NEEDS_VALUES_ERRORS,
@@ -67,6 +68,7 @@ from .timeline import record_step_storages, timeline_of
 
 KERNEL_SIZES_REASON = "the sizes of the tensors that its kernel makes do not follow from shapes"
 SPARSE_SIZES_REASON = "the number of values in a sparse tensor does not follow from shapes"
+KERNEL_SIZED_OPERATIONS = (torch.ops.aten.col2im.default, torch.ops.aten._embedding_bag.default)
 TRIAL_BATCH_SIZE = 2  # batch norm needs two
 
 
@@ -121,18 +123,14 @@ class CheckedStorages(LiveStorages):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         with unwatched():
-            packet = getattr(func, "_overloadpacket", None)
-            if packet in _KERNEL_SIZED_PACKETS:
+            if func in KERNEL_SIZED_OPERATIONS:
                 raise NeedsValues(func, KERNEL_SIZES_REASON)
-            sparse = packet is torch.ops.aten.embedding and len(args) > 4 and args[4]
+            sparse = func is torch.ops.aten.embedding.default and len(args) > 4 and args[4]
             if sparse or any(
                 isinstance(value, Tensor) and value.layout is not torch.strided for value in args
             ):
                 raise NeedsValues(func, SPARSE_SIZES_REASON)
             return super().run(func, args, kwargs)
-
-
-_KERNEL_SIZED_PACKETS = {torch.ops.aten.col2im, torch.ops.aten._embedding_bag}
 
 
 # Estimate the bytes of a whole training step from shapes alone, by owner and by block.
@@ -141,22 +139,12 @@ ModelChange = Callable[[nn.Module], object]
 FIXED_GROUPS = (PARAMETERS_GROUP, OPTIMIZER_STATE_GROUP, BATCH_GROUP)
 
 
-@dataclass(frozen=True)
-class BlockFigures:
-    """Bytes and operations of one block in a step."""
-
-    held: int  # activations held after forward: what it makes and gets, without what it returns
-    peak: int  # most bytes alive in its backward; 0 if that is not known
-    calls: int
-    work: LayerWork
-
-
 @dataclass(frozen=True, eq=False)
 class StepEstimate:
     """Estimated bytes and operation costs of one whole step."""
 
     timeline: Timeline
-    blocks: Mapping[str, BlockFigures]
+    blocks: Mapping[str, LayerFigures]
     fixed: int  # parameters, buffers, batch and optimizer state
     gradients: int  # of all trainable parameters
     head: int  # most bytes alive before the backward of the first block
@@ -310,60 +298,55 @@ class Sketch:
         `change` modifies the model first, for example to recompute blocks. `alone`: of the model
         without the sharding.
         """
-        if self.sharding.is_shared and not alone:
-            return self._rank_step(batch_size, accumulated=accumulated, change=change)
-        batch = self.case.batch(batch_size)
-        module = self.build()
-        blocks = self.blocks(module)
-        optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
-        if change is not None:
-            change(module)
-        lives = record_step_storages(
-            module,
-            batch,
-            self.case.workload.mean_loss,
-            optimizer=optimizer,
-            blocks=list(blocks) or None,
-            accumulated=accumulated,
-            state=self._state,
-            keeps_output=self.kernels == "cuda" and self.case.workload.output_until != "loss",
-        )
-        return _estimate(lives, blocks, self)
-
-    def _rank_step(
-        self, batch_size: int, *, accumulated: bool, change: ModelChange | None
-    ) -> StepEstimate:
-        """Estimate a step of one rank of the sharding."""
+        is_shared = self.sharding.is_shared and not alone
+        workload = self.case.workload
         blocks: list[str] = []
 
-        def make_program(record: RankStorages) -> RankProgram:
+        def make_program(record: contextlib.AbstractContextManager[Any]) -> RankProgram:
             batch = self.case.batch(batch_size)
-            module = self.build()
+            module = called = self.build()
             names = [*self.blocks(module)]
             # FSDP2 shards the blocks that the model repeats, as the trainer of a project does,
             # whichever of them a plan works on.
             units = [*blocks_if_any(module, self._options["blocks"])] or names
             if change is not None:
                 change(module)
-            own = self.case.workload.parallelize
-            with record:
-                called = self.sharding.parallelize(
-                    module, self._mesh, blocks=map(module.get_submodule, units), own=own
-                )
+            if is_shared:
+                with record:
+                    called = self.sharding.parallelize(
+                        module,
+                        self._mesh,
+                        blocks=map(module.get_submodule, units),
+                        own=workload.parallelize,
+                    )
             # A way of the user's own may leave experts to other ranks.
             there = dict(module.named_modules())
             blocks.extend(name for name in names if name in there)
             optimizer = make_optimizer(self.optimizer, module, foreach=self.kernels == "cuda")
             return RankProgram(module, called, batch, optimizer)
 
+        options: dict[str, Any] = {
+            "state": self._state,
+            "accumulated": accumulated,
+            "keeps_output": self.kernels == "cuda" and workload.output_until != "loss",
+        }
+        if not is_shared:
+            program = make_program(contextlib.nullcontext())
+            lives = record_step_storages(
+                program.module,
+                program.batch,
+                workload.mean_loss,
+                optimizer=program.optimizer,
+                blocks=blocks or None,
+                **options,
+            )
+            return _estimate(lives, blocks, self)
         lives, middle = record_rank_step(
             make_program,
-            self.case.workload.mean_loss,
-            state=self._state,
+            workload.mean_loss,
             blocks=blocks,
-            accumulated=accumulated,
             syncs_each=self.sharding.sync_each_microbatch,
-            keeps_output=self.kernels == "cuda" and self.case.workload.output_until != "loss",
+            **options,
         )
         found = _estimate(lives, blocks, self)
         if middle is None:
@@ -375,7 +358,7 @@ def _estimate(lives: StepLives, blocks: Collection[str], sketch: Sketch) -> Step
     """Derive the figures of a step from the recorded storages, with its trace if it is on CUDA."""
     length = len(lives.phases)
     forward_ends = lives.ends["forward"]
-    held = dict.fromkeys(blocks, 0)
+    found = {name: lives.figures[name] for name in blocks}
     fixed = 0
     for life in lives.lives:
         died = length if life.died is None else life.died
@@ -383,31 +366,29 @@ def _estimate(lives: StepLives, blocks: Collection[str], sketch: Sketch) -> Step
         if group in FIXED_GROUPS and life.born == 0 and died == length:
             fixed += life.nbytes
         layer = lives.running.holders.get(life, layer)
-        if group == ACTIVATIONS_GROUP and layer in held and life.born < forward_ends <= died:
-            held[layer] += life.nbytes
+        if group == ACTIVATIONS_GROUP and layer in found and life.born < forward_ends <= died:
+            found[layer].held += life.nbytes
 
-    totals: Any = sum(lives.bytes_by_group().values())
+    totals: Any = sum(lives.curves.values())
     # The backward of a block lasts until that of another one; forward has a point at its end.
     begins = sorted(
         (place + 1, name)
-        for name in blocks
-        for place in lives.work[name].operations
+        for name, block in found.items()
+        for place in block.operations
         if place >= forward_ends
     )
     head = ends = lives.ends["backward"]
     if begins:
         head = begins[0][0]
         ends = begins[-1][0] + 1
-    peaks = dict.fromkeys(blocks, 0)
     for (start, name), (stop, _) in itertools.pairwise([*begins, (ends, REST_LAYER)]):
-        peaks[name] = max(peaks[name], int(totals[start:stop].max()))
-    trained = (one for one in lives.module.parameters() if one.requires_grad)
+        found[name].peak = max(found[name].peak, int(totals[start:stop].max()))
+    for name, block in found.items():
+        block.calls = lives.running.calls[name]
+    trained = trained_parameters(lives.module)
     return StepEstimate(
         timeline=timeline_of(lives),
-        blocks={
-            name: BlockFigures(held[name], peaks[name], lives.running.calls[name], lives.work[name])
-            for name in blocks
-        },
+        blocks=found,
         fixed=fixed,
         gradients=sum(local.nbytes for one in trained for local in local_tensors(one)),
         head=int(totals[:head].max()),

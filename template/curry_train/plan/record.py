@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/plan/test_timeline.py tests/plan/test_ranks.py`.
 
 import bisect
 import contextlib
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -214,14 +215,19 @@ class StepLayers(RunningLayers):
 
 
 @dataclass
-class LayerWork:
-    """What a layer computes in a step, in all of its calls."""
+class LayerFigures:
+    """What a layer computes in a step, in all of its calls, and the bytes that it holds."""
 
     # Indices of its operations in forward and backward, and 1 for those in grad mode.
     operations: list[int] = field(default_factory=list)
     in_grad_mode: list[int] = field(default_factory=list)
     # Family, bytes of the output and FLOPs of each expensive operation of its first call.
     expensive: list[tuple[str, int, int]] = field(default_factory=list)
+    # Set for the blocks of an estimated step: activations held after forward, which are what it
+    # makes and gets, without what it returns; and most bytes alive in its backward, 0 if unknown.
+    calls: int = 0
+    held: int = 0
+    peak: int = 0
 
 
 class StepLives(RankStorages):
@@ -248,7 +254,7 @@ class StepLives(RankStorages):
         self.moved: list[int] = []
         # The collectives of one rank among others, and where it waits for them.
         self.course = StepCourse(self.flops, self.moved) if dist.is_initialized() else None
-        self.work: defaultdict[str, LayerWork] = defaultdict(LayerWork)
+        self.figures: defaultdict[str, LayerFigures] = defaultdict(LayerFigures)
         self.module = module
         self.cuda = device if device.type == "cuda" else None
         # Bytes of the device that are not of this training.
@@ -297,15 +303,15 @@ class StepLives(RankStorages):
         layer = running.current if in_grad_mode else REST_LAYER
         if layer == REST_LAYER and not is_forward:
             layer = running.in_backward
-        work = self.work[layer]
-        work.operations.append(len(self.flops))
-        work.in_grad_mode.append(in_grad_mode)
+        figures = self.figures[layer]
+        figures.operations.append(len(self.flops))
+        figures.in_grad_mode.append(in_grad_mode)
         family = sac.FAMILIES.get(func) if is_forward and running.calls[layer] == 1 else None
         if family:
             made = sum(value.untyped_storage().nbytes() for value in operands(out))
             # A call that draws random numbers must not be kept: keeping 0 FLOPs gains nothing.
             drawn = sac.draws(func, args, kwargs)
-            work.expensive.append((family, 0, 0) if drawn else (family, made, flops))
+            figures.expensive.append((family, 0, 0) if drawn else (family, made, flops))
 
     def follow_all(self, batch: Any, earlier: Iterable[RankStorages] = ()) -> None:
         """Count the tensors that exist before the step, and what earlier records have seen."""
@@ -345,16 +351,15 @@ class StepLives(RankStorages):
         if self.cuda:
             self.allocated.append(requested_bytes(self.cuda) - self.before)
 
-    def bytes_by_group(self) -> dict[str, NDArray[numpy.int64]]:
-        """Return the bytes of each group that are alive after each operation."""
+    @functools.cached_property
+    def curves(self) -> Mapping[str, NDArray[numpy.int64]]:
+        """The bytes of each group that are alive after each operation of the finished record."""
         length = len(self.phases)
-        changes: defaultdict[str, NDArray[numpy.int64]]
-        changes = defaultdict(lambda: numpy.zeros(length + 1, dtype=numpy.int64))
+        curves: defaultdict[str, NDArray[numpy.int64]]
+        curves = defaultdict(lambda: numpy.zeros(length, dtype=numpy.int64))
         for life in self.lives:
-            change = changes[life.owner[0]]
-            change[life.born] += life.nbytes
-            change[length if life.died is None else life.died] -= life.nbytes
-        return {group: numpy.cumsum(change[:length]) for group, change in changes.items()}
+            curves[life.owner[0]][life.born : life.died] += life.nbytes
+        return curves
 
     def _owner_now(self) -> tuple[str, str]:
         if self.phase == "forward":

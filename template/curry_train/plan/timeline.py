@@ -200,14 +200,12 @@ def measure_timeline(module: nn.Module, batch: Any, loss: Loss, **options: Any) 
 
 def timeline_of(record: StepLives) -> Timeline:
     """Build the timeline of a recorded step."""
-    curves = record.bytes_by_group()
-    none = numpy.zeros(len(record.phases), dtype=numpy.int64)
     owners = {
-        group: curves.get(group, none)
+        group: record.curves[group]
         for group in MEMORY_GROUPS
-        if group in curves or group not in SPECIAL_GROUPS
+        if group in record.curves or group not in SPECIAL_GROUPS
     }
-    totals = sum(owners.values(), none)
+    totals: Any = sum(owners.values())
     if record.cuda:
         allocated = numpy.array(record.allocated)
         owners[ALLOCATOR_GROUP] = allocated - totals
