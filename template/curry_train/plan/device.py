@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/plan/test_device_profile.py tests/bench/test_benc
 """
 
 import functools
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..core.timing import wait_for
+from ..core.timing import time_in_turns, wait_for
 
 # Time a device: matrix products, elementwise operations, host copies and dispatch.
 
@@ -92,15 +91,10 @@ def _random(side: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def _least_seconds(device: torch.device, operation: Callable[[], object]) -> float:
     """Time an operation and return the fastest run."""
-    seconds = []
+    wait = partial(wait_for, device)
     with torch.no_grad():
-        for _ in range(1 + TIMED_RUNS):
-            wait_for(device)
-            start = time.perf_counter()
-            operation()
-            wait_for(device)
-            seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])
+        (seconds,) = time_in_turns([operation], rounds=TIMED_RUNS, warmup=1, wait=wait)
+    return min(seconds)
 
 
 # Device profiles: rates from which a planner predicts the time of each operation.

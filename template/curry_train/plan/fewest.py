@@ -128,11 +128,9 @@ class FewestGpus:
             "what has to change",
         ]
         for one in self.attempts:
-            sign = "-" if one.margin_bytes < 0 else ""
-            margin = sign + format_bytes(abs(one.margin_bytes))
             row = (
                 f"{one.num_gpus:>5}  {one.sharding.mesh_text:<{wide}} "
-                f"{format_bytes(one.peak_bytes):>9} {margin:>10} "
+                f"{format_bytes(one.peak_bytes):>9} {format_bytes(one.margin_bytes):>10} "
                 f"{format_seconds(one.seconds.total):>8}  "
             )
             change = one.change_text

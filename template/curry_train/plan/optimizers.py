@@ -30,6 +30,7 @@ from ..primitives.grad_accum import StepInBackward
 from ..primitives.rerun import function_modes, function_modes_as
 from ..workloads.models import import_callable
 from ..workloads.optimizers import SteppedOnHost, stepped_on_host
+from .profiler import trained_parameters
 
 
 @contextlib.contextmanager
@@ -207,9 +208,9 @@ def make_optimizer(
     `foreach` selects the multi-tensor implementation; None leaves it to torch, which has it on
     CUDA.
     """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if callable(name) or (isinstance(name, str) and ":" in name):
         return _of_factory(name, module, foreach=foreach)
+    trained = trained_parameters(module)
     name = TRAINER_OPTIMIZERS.get(str(name), name)
     if name == "adamw":
         return torch.optim.AdamW(trained, foreach=foreach)

@@ -28,7 +28,7 @@ from .costs import MEASURED_MICROBATCH_SIZES
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .parallel import name_of
-from .profiler import OPTIMIZER_STATE_GROUP, Timeline
+from .profiler import OPTIMIZER_STATE_GROUP, Timeline, trained_parameters
 from .rank_time import Links, links_of
 from .saved import OPTION_KINDS, Candidate, Plan, fingerprint
 from .whole_step import WholeSteps, order
@@ -435,6 +435,6 @@ class Planner:
             expandable = self.card.memory(trace, expandable=True).reserved_bytes
             setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, at no cost"
             yield setting, expandable + self.card.context(trace)
-        trained = (one for one in self.sketch.build().parameters() if one.requires_grad)
+        trained = trained_parameters(self.sketch.build())
         saved = step.timeline.owners[OPTIMIZER_STATE_GROUP][0] - 2 * sum(map(Tensor.numel, trained))
         yield "optimizer state of 2 bytes per parameter", least.peak_bytes - saved
