@@ -73,18 +73,12 @@ def noise(name: str, base, expected: str) -> list[Any]:
     `expected` is what `expected_values` returns of A, as JSON.
     """
     _, values = kept(name, base)
-    folder = written(expected)
+    of_a = [json.loads(expected)]
     with base():
         return [
-            record(name, exchange=Exchange(values, expected=folder, noise=seed))
+            record(name, exchange=Exchange(values, expected=of_a, noise=seed))
             for seed in range(NUM_NOISES)
         ]
-
-
-def written(expected: str) -> str:
-    folder = tempfile.mkdtemp()
-    Path(folder, "rank-0.json").write_text(expected)
-    return folder
 
 
 def with_tolerance(name: str, b, fault: Fault, base=nullcontext, around=nullcontext) -> Located:
@@ -93,11 +87,11 @@ def with_tolerance(name: str, b, fault: Fault, base=nullcontext, around=nullcont
     Both run inside of the context `base`, and B inside of `around`, too.
     """
     a, values = kept(name, base)
-    of_a, of_b = map(json.dumps, expected_values(a, b, 1))
-    exchange = Exchange(values, expected=written(of_b))
+    of_a, of_b = expected_values(a, b, 1)
+    exchange = Exchange(values, expected=[of_b])
     with base(), around():
         other = record(name, fault, exchange=exchange)
-    return locate(a, other, noise(name, base, of_a))
+    return locate(a, other, noise(name, base, json.dumps(of_a)))
 
 
 def is_named(found: Located, fault: Fault) -> bool:

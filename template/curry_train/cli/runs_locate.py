@@ -5,7 +5,6 @@ Proof: `python -m pytest tests/cli/test_runs_locate.py`.
 
 import contextlib
 import functools
-import json
 import os
 import shlex
 import shutil
@@ -24,7 +23,7 @@ from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import RESULTS_OPTION, program_options
-from .screen import Ended, UnusableInput, echo_lines, flag, messages_on_screen, screen_command
+from .screen import Ended, echo_lines, flag, messages_on_screen, screen_command
 
 NOT_RECORDED = "a setting that is not recorded, such as a file or a variable of your own"
 
@@ -59,21 +58,18 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     # Folders that the program's process makes are removed after it.
     Path(out).mkdir(parents=True, exist_ok=True)
     if any(Path(out).iterdir()):
-        raise UnusableInput(f"{out} is there already: give a new folder")
+        raise ValueError(f"{out} is there already: give a new folder")
     job = functools.partial(_watch, out, program, options)
-    recorded = 0
     try:
-        found = run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
-        recorded = min(one.get("steps", 0) for one in found)
+        run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
+        made = [one["step"] for one in read_fingerprints(out) if one["kind"] == "update"]
     finally:
         # A record without a step is in the way of the next one.
-        if not (
-            recorded or any('"update"' in one.read_text() for one in Path(out).glob("*.jsonl"))
-        ):
+        if not any('"update"' in one.read_text() for one in Path(out).glob("*.jsonl")):
             shutil.rmtree(out)
-    if not recorded:
-        raise UnusableInput("it ended before a step of an optimizer")
-    return recorded
+    if not made:
+        raise ValueError("it ended before a step of an optimizer")
+    return int(max(made))
 
 
 def _watch(
@@ -85,12 +81,11 @@ def _watch(
         out,
         program=program,
         exchange=Exchange(**exchange) if exchange else None,
-        when_enough=lambda: end({"steps": options["steps"]}),
+        when_enough=lambda: end({"ended": True}),
         **options,
     ):
         run()
-    made = [one["step"] for one in read_fingerprints(out) if one["kind"] == "update"]
-    end({"steps": max(made, default=0)})
+    end({"ended": True})
 
 
 Run = list[dict[str, Any]]
@@ -173,7 +168,7 @@ class Again:
     def _record(self, which: str, name: str, **options: Any) -> list[Run]:
         start = self.runs[0]["AB".index(which)][0]
         if not start["program"]:
-            raise UnusableInput(
+            raise ValueError(
                 f"{which} was recorded in a loop: --op and --tolerance need `runs record`"
             )
         # A script's own files may be named from the folder in which it was recorded.
@@ -189,7 +184,7 @@ class Again:
         again = self._record(which, name, **options)
         for pair, one in zip(self.runs, again, strict=True):
             if not (repeated := locate(pair["AB".index(which)], one)).is_equal:
-                raise UnusableInput(
+                raise ValueError(
                     f"{which} does not repeat itself ({repeated.headline}): give it the files, "
                     "variables and versions with which it was recorded, and a seed; compiled "
                     "code may need one thread, OMP_NUM_THREADS=1"
@@ -200,20 +195,17 @@ class Again:
         """Compare again where noise of the size of rounding errors is no difference."""
         steps = self.runs[0][0][-1]["step"]
         # In the folder of this record, in which its processes may write.
-        values = {"folder": str(self.folder / "kept" / "values")}
+        values: dict[str, Any] = {"folder": str(self.folder / "kept" / "values")}
         kept = self._repeat("A", "kept", steps=steps, exchange=values)
         self._repeat("B", "again", steps=steps)
-        exchanges = [{**values, "expected": str(self.folder / f"expected-{one}")} for one in "AB"]
-        for rank, pair in enumerate(self.runs):
-            expected = expected_values(*pair, found.place["step"])
-            for exchange, of_run in zip(exchanges, expected, strict=True):
-                Path(exchange["expected"]).mkdir(exist_ok=True)
-                Path(exchange["expected"], f"rank-{rank}.json").write_text(json.dumps(of_run))
+        expected = [expected_values(*pair, found.place["step"]) for pair in self.runs]
+        of_a, of_b = zip(*expected, strict=True)
+        exchange = values | {"expected": of_a}
         noises = [
-            self._record("A", f"noise-{seed}", steps=steps, exchange=exchanges[0] | {"noise": seed})
+            self._record("A", f"noise-{seed}", steps=steps, exchange=exchange | {"noise": seed})
             for seed in range(NUM_NOISES)
         ]
-        self.exchange = exchanges[1]
+        self.exchange = values | {"expected": of_b}
         others = self._record("B", "other", steps=steps, exchange=self.exchange)
         return [locate(a, b, of_a) for a, b, *of_a in zip(kept, others, *noises, strict=True)]
 
@@ -227,9 +219,8 @@ class Again:
             recorded = self._record(
                 which, name, steps=step, operations_in_step=step, exchange=exchange
             )
-            after = recorded[rank]
-            again.append(after)
-            repeated = locate(before, after)
+            again.append(recorded[rank])
+            repeated = locate(before, recorded[rank])
             is_early = repeated.num_compared < found.num_compared
             if not exchange and not repeated.is_equal and is_early:
                 return f"{which} does not repeat itself ({repeated.headline})"
@@ -254,7 +245,7 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
         if name.startswith("variable ") or f"{{{name.rpartition(' ')[2]}}}" in command
     ]
     if not tried:
-        raise UnusableInput(
+        raise ValueError(
             f"the command sets none of what differs: {', '.join(differing) or NOT_RECORDED}"
         )
 
@@ -272,7 +263,7 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
         return locate(pair[0], read_fingerprints(out, rank))
 
     if not (repeated := outcome()).is_equal:
-        raise UnusableInput(f"the command does not repeat A: {repeated.headline}")
+        raise ValueError(f"the command does not repeat A: {repeated.headline}")
     found = {name: effect(name) for name in tried}
     if not any("makes the difference" in text for text in found.values()):
         found["all of these"] = effect(*tried)
@@ -290,7 +281,7 @@ def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
         try:
             words += settings["arguments"] if is_arguments else [word.format(**fields, out=out)]
         except (KeyError, ValueError) as error:
-            raise UnusableInput(f"the command has a field that no record has: {error}") from error
+            raise ValueError(f"the command has a field that no record has: {error}") from error
     variables = {
         name.removeprefix("variable "): value
         for name, value in settings.items()
@@ -300,8 +291,6 @@ def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
         try:
             ended = subprocess.run(words, stdout=2, check=False)
         except OSError as error:
-            raise UnusableInput(f"the command can't be run: {error}") from error
+            raise ValueError(f"the command can't be run: {error}") from error
     if ended.returncode:
-        raise UnusableInput(
-            f"the command ended with status {ended.returncode}: {shlex.join(words)}"
-        )
+        raise ValueError(f"the command ended with status {ended.returncode}: {shlex.join(words)}")

@@ -25,6 +25,8 @@ from ..core.generators import unwatched
 # Largest difference of the elements with this binary exponent. A smaller value has a smaller
 # rounding error in some modules, and not in others.
 Distances = dict[str, float]
+# Of one rank: for each place of an observation A's digests, with the precision of noise there.
+Expected = Mapping[str, Mapping[str, tuple[str, float]]]
 # Runs with noise, as one alone may draw too little of it for a small tensor.
 NUM_NOISES = 5
 # How much more than the noise may B differ by: sums of many numbers round more than their terms.
@@ -41,17 +43,21 @@ OF_ZERO = -1100
 
 
 class Exchange:
-    """Keeps A's values in a folder, or compares with them and gives them back."""
+    """Keeps A's values in a folder, or compares with them and gives them back.
+
+    `expected` are, rank by rank, A's digests by the places of the run that is compared.
+    """
 
     def __init__(
-        self, folder: str | Path, *, expected: str | Path | None = None, noise: int | None = None
+        self,
+        folder: str | Path,
+        *,
+        expected: Sequence[Expected] = (),
+        noise: int | None = None,
     ) -> None:
         self.folder = Path(folder)
-        # For each place of an observation A's digests, with the precision that noise has there.
-        self.expected: dict[str, dict[str, tuple[str, float]]] | None = None
-        if expected is not None:
-            path = Path(expected, f"rank-{os.environ.get('RANK', '0')}.json")
-            self.expected = json.loads(path.read_text(encoding="utf-8"))
+        # What `expected_values` returns for this rank.
+        self.expected = expected[int(os.environ.get("RANK", "0"))] if expected else None
         # The precision of B's results where it is less than that of A's, else 0.
         self.coarser = max(
             (
