@@ -39,7 +39,6 @@ from .tensor_files import (
     Inspection,
     add_names,
     in_a_line,
-    inert,
     open_regular,
     read_tensor_file,
     read_tensors,
@@ -221,17 +220,9 @@ def _folder_format(files: Mapping[str, Path]) -> str:
 # torch.distributed.checkpoint: an index of tensors, and files that hold pieces of them.
 
 
-class IndexReader(PickleReader):
-    """Reads an index of torch, with an inert object in place of each that it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        super().find_class(module, name)
-        return inert(name)
-
-
 def _read_distributed(files: Mapping[str, Path], found: Inspection) -> None:
     found.format = "torch.distributed.checkpoint"
-    (index,) = add_names(IndexReader(read_whole(files[DISTRIBUTED_INDEX])), found)
+    (index,) = add_names(PickleReader(read_whole(files[DISTRIBUTED_INDEX])), found)
     named = index.state["state_dict_metadata"].items()
     # A pickled value has no attributes.
     entries = {name: entry.state or {} for name, entry in named}

@@ -27,15 +27,20 @@ class RefusedPickle(ValueError):
 
 
 class StandIn:
-    """An inert value in place of what a pickle names; it keeps nothing that is set on it."""
+    """An inert value in place of what a pickle names; it keeps its arguments and its state."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        """Ignore the arguments of what it stands for."""
+    state: Any = None
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
 
     def append(self, *_: Any) -> None:
-        """Ignore an element, an entry or a state, which lists, mappings and objects take."""
+        """Ignore an element or an entry, which lists and mappings take."""
 
-    add = __setitem__ = __setstate__ = append
+    add = __setitem__ = append
 
 
 class PickleReader(pickle.Unpickler):
@@ -44,13 +49,12 @@ class PickleReader(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         self.data = data
         # Without the method `peek` of a buffered stream the unpickler reads byte by byte.
-        self.stream = io.BufferedReader(io.BytesIO(data), 2**17)
-        super().__init__(self.stream)
+        super().__init__(io.BufferedReader(io.BytesIO(data), 2**17))
         self.named: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
         self.named.add(f"{module}.{name}")
-        return StandIn
+        return type(name, (StandIn,), {})
 
     def persistent_load(self, reference: Any) -> Any:
         return reference
