@@ -19,6 +19,7 @@ from ..core.measure import heap_kept
 from ..core.wording import format_duration, format_seconds
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import CONTRACTS, Implementation, load_implementation
+from ..gates.loop_events import grouped
 from ..gates.loop_run import loop_verdicts
 from ..gates.verdict import (
     KINDS_THAT_RUN,
@@ -29,6 +30,7 @@ from ..gates.verdict import (
     Verdict,
     claims,
     discover,
+    error_in_a_line,
     measure_rows,
     technique_of,
 )
@@ -42,7 +44,6 @@ from .options import (
     CaseOptions,
     echo_notes,
     facts_of,
-    first_line,
     heading,
     named_once,
     number_option,
@@ -69,8 +70,9 @@ NAME_WIDTH = 30  # of a technique or gate, before what is printed of it
 
 @dataclass(frozen=True)
 class FirstLook:
-    """The blocks of a model, what was found before its gates ran, and the time of a forward."""
+    """A case with its blocks, what was found before its gates ran, and the time of a forward."""
 
+    case: Case
     choice: BlockChoice
     findings: tuple[FailureCause, ...]
     forward_seconds: float
@@ -141,15 +143,18 @@ def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
 
 def print_end(rows: Sequence[GateRow], *, by_gate: bool) -> None:
     """Print once what failed alike and what to do, the counts, and what of the user's ran."""
-    causes: dict[tuple[str, str, str, str], list[str]] = {}
-    for row in rows:
-        if row.verdict.passed is False:
-            facts = (row.verdict.measured, row.verdict.required, row.verdict.hint)
-            causes.setdefault((row.workload, *facts), []).append(row.verdict.gate)
-    for (workload, *texts), gates in causes.items():
-        click.echo(f"\n{workload}, {', '.join(gates)}: {VERDICT_MARKS[False]}")
-        for label, text in zip(("measured", "required", "what to do"), texts, strict=True):
-            echo_lines(f"  {label}: {text}", indent="    ")
+    failed = [row for row in rows if row.verdict.passed is False]
+    facts = ("verdict.measured", "verdict.required", "verdict.hint")
+    for alike in grouped(failed, "workload", *facts):
+        gates = ", ".join(row.verdict.gate for row in alike)
+        first = alike[0].verdict
+        click.echo(f"\n{alike[0].workload}, {gates}: {VERDICT_MARKS[False]}")
+        echo_lines(
+            f"  measured: {first.measured}",
+            f"  required: {first.required}",
+            f"  what to do: {first.hint}",
+            indent="    ",
+        )
     counts = Counter(row.verdict.passed for row in rows)
     counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
     if not by_gate:
@@ -176,13 +181,6 @@ def coverage(rows: Sequence[GateRow]) -> str:
 
 
 # What is run.
-
-
-def choose_gates(patterns: Sequence[str], given: Sequence[Implementation] = ()) -> tuple[Gate, ...]:
-    """Return the gates that match any pattern; without patterns, all, or all that take `given`."""
-    names = set() if patterns else {one.name for one in given}
-    gates = discover(patterns)
-    return tuple(gate for gate in gates if not names or not names.isdisjoint(gate.takes))
 
 
 def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
@@ -239,45 +237,48 @@ def validate_command(
     not available.
     """
     given = list(map(load_implementation, implementations))
-    gates = choose_gates(patterns, given)
+    gates = discover(patterns)
+    if given and not patterns:
+        gates = tuple(gate for gate in gates if any(one.name in gate.takes for one in given))
     if list_only:
         lines = list_with_claims(gates) if figures else (gate.name for gate in gates)
         click.echo("\n".join(lines))
         return None
     prefix = f"{SHRINK_PREFIX}{shrink}:" if shrink else ""
-    specs = models or BUILTIN_WORKLOADS
+    specs = list(dict.fromkeys(models or BUILTIN_WORKLOADS))
 
     make_case = functools.partial(asked.case, default=DEFAULT_BATCH_SIZE)
     loaded = [load_that_fits(prefix + spec, make_case).workload for spec in specs]
-    looked_at = [_look(make_case(workload)) for workload in named_once(loaded)]
-    cases = [case for case, _ in looked_at]
-    looks = {case.workload.name: first for case, first in looked_at}
+    looks = {workload.name: _look(make_case(workload)) for workload in named_once(loaded)}
 
     seconds = FORWARDS_IN_A_STEP * sum(first.forward_seconds for first in looks.values())
-    if is_long := seconds * sum(gate.steps for gate in gates) >= LONG_SECONDS:
-        _announce_time(seconds, gates, shrinks=bool(shrink))
+    num_steps = sum(gate.steps for gate in gates)
+    if is_long := seconds * num_steps >= LONG_SECONDS:
+        total = f"{format_duration(num_steps * seconds)} in all"
+        steps = f"{num_steps} steps of {format_seconds(seconds)}, {total}"
+        click.echo(f"about {steps}: a line for each gate, short gates first")
+        click.echo(f"Quicker: {'' if shrink else '--shrink 2, or '}--gate NAME")
         gates = tuple(sorted(gates, key=lambda gate: gate.steps))
-    facts = facts_of(cases)
+    facts = facts_of([first.case for first in looks.values()])
     click.echo(heading(facts))
-    for case in cases:
-        echo_notes(case.workload)
+    for first in looks.values():
+        echo_notes(first.case.workload)
     for one in given:
         click.echo(f"{one.spec} in place of our {one.name}")
         facts.setdefault("implementations", {})[one.name] = one.spec
 
     by_gate = bool(figures or patterns or is_long)
-    began = time.perf_counter()
-    with heap_kept():
-        measured = _measured(cases, gates, given, looks)
-        rows = print_verdicts(measured, looks, by_gate=by_gate)
-    facts["seconds"] = round(time.perf_counter() - began, 1)
     loops = (
-        GateRow(case.workload.name, verdict)
-        for spec, case in zip(specs, cases, strict=True)
+        GateRow(name, verdict)
+        for spec, name in zip(specs, looks, strict=True)
         if is_taken(spec)
         for verdict in loop_verdicts(spec)
     )
-    rows += print_verdicts(loops, looks, by_gate=by_gate)
+    began = time.perf_counter()
+    with heap_kept():
+        measured = itertools.chain(_measured(looks, gates, given), loops)
+        rows = print_verdicts(measured, looks, by_gate=by_gate)
+    facts["seconds"] = round(time.perf_counter() - began, 1)
     print_end(rows, by_gate=by_gate)
     return facts | _as_json(rows, looks), _status(rows, patterns)
 
@@ -286,15 +287,6 @@ def validate_command(
 LONG_SECONDS = 120.0
 # A step has a forward and a backward, which takes two of them.
 FORWARDS_IN_A_STEP = 3
-
-
-def _announce_time(seconds: float, gates: Sequence[Gate], *, shrinks: bool) -> None:
-    """Print how long the gates take, of which a step takes so many seconds."""
-    num_steps = sum(gate.steps for gate in gates)
-    total = f"{format_duration(num_steps * seconds)} in all"
-    steps = f"{num_steps} steps of {format_seconds(seconds)}, {total}"
-    click.echo(f"about {steps}: a line for each gate, short gates first")
-    click.echo(f"Quicker: {'' if shrinks else '--shrink 2, or '}--gate NAME")
 
 
 def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
@@ -314,31 +306,29 @@ def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[st
 
 
 def _status(rows: Sequence[GateRow], patterns: Sequence[str]) -> int | UnusableInput:
-    reasons: dict[str, dict[str, None]] = {}
-    for row in rows:
-        reasons.setdefault(row.workload, {})[" ".join(row.verdict.hint.split())] = None
-    models = " or ".join(f"{workload} ({'; '.join(why)})" for workload, why in reasons.items())
+    models = []
+    for of_model in grouped(rows, "workload"):
+        reasons = dict.fromkeys(" ".join(row.verdict.hint.split()) for row in of_model)
+        models.append(f"{of_model[0].workload} ({'; '.join(reasons)})")
     asked = ", ".join(patterns) or "all gates"
     verdicts = [row.verdict for row in rows]
-    return status_of(verdicts, f"of {asked} no gate applies to {models}")
+    return status_of(verdicts, f"of {asked} no gate applies to {' or '.join(models)}")
 
 
 def _measured(
-    cases: Sequence[Case],
-    gates: Sequence[Gate],
-    given: Sequence[Implementation],
-    looks: Mapping[str, FirstLook],
+    looks: Mapping[str, FirstLook], gates: Sequence[Gate], given: Sequence[Implementation]
 ) -> Iterator[GateRow]:
     """Run the gates, and yield each row as soon as its verdict is there."""
+    cases = [first.case for first in looks.values()]
     rows = measure_rows(cases, gates, implementations=given)
-    for case, gate in itertools.product(cases, gates):
+    for name, gate in itertools.product(looks, gates):
         with messages_on_screen() as show_message:
-            show_message(f"{case.workload.name}: {gate.name}")
+            show_message(f"{name}: {gate.name}")
             row = next(rows)
         yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
 
 
-def _look(case: Case) -> tuple[Case, FirstLook]:
+def _look(case: Case) -> FirstLook:
     """Choose the blocks, time a forward, and find what several gates would fail on.
 
     A model that can't run keeps the blocks of its containers. A pattern that matches no module is
@@ -355,11 +345,11 @@ def _look(case: Case) -> tuple[Case, FirstLook]:
         findings = look(case)
     # The user's model may raise anything, which each gate reports.
     except Exception as error:  # noqa: BLE001
-        note = f"no forward could be recorded: {first_line(error)}"
+        note = f"no forward could be recorded: {error_in_a_line(error)}"
         choice = choice or BlockChoice((), None, None, (note,))
     if not choice.names and case.workload.spec.startswith(f"{SHRINK_PREFIX}1:"):
         choice = replace(choice, notes=(ONE_BLOCK,))
-    return case, FirstLook(choice, findings, seconds)
+    return FirstLook(case, choice, findings, seconds)
 
 
 def _forward_seconds(case: Case) -> float:
