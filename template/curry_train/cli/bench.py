@@ -58,23 +58,19 @@ def bench_table(bench: Bench) -> str:
         fill_screen("\n".join(_remarks(bench))),
         fill_screen("\n".join(_legend(bench))),
     ]
-    return "\n\n".join(block for block in blocks if block)
+    return "\n\n".join(filter(None, blocks))
 
 
 def _cells(row: Figures) -> list[str]:
-    median = ""
-    spread = ""
-    if row.step is not None:
-        median = format_seconds(row.step.median)
-        scale = 1000 if row.step.median < 1 else 1
-        spread = "-".join(three_digits(end * scale) for end in (row.step.lower, row.step.upper))
+    assert row.step is not None  # as a row that was measured has it
+    scale = 1000 if row.step.median < 1 else 1
     return [
         row.name,
-        median,
-        spread,
+        format_seconds(row.step.median),
+        "-".join(three_digits(end * scale) for end in (row.step.lower, row.step.upper)),
         "" if row.ratio is None else f"{three_digits(row.ratio.median)}x",
         interval_cell(row.ratio),
-        "" if row.terms_per_second is None else format_count(row.terms_per_second),
+        format_count(row.terms_per_second or 0),
         "-" if row.peak_bytes is None else format_mebibytes(row.peak_bytes),
         format_percent(row.mfu),
         format_percent(row.hfu),
@@ -82,14 +78,11 @@ def _cells(row: Figures) -> list[str]:
 
 
 def _remarks(bench: Bench) -> Iterator[str]:
-    alike = [
-        row.name
-        for row in bench.rows
-        if row.ratio is not None and row.ratio.verdict == NO_DIFFERENCE_VERDICT
-    ]
+    verdicts = {row.name: row.ratio.verdict for row in bench.rows if row.ratio is not None}
+    alike = [name for name, verdict in verdicts.items() if verdict == NO_DIFFERENCE_VERDICT]
     if alike:
         yield f"{NO_DIFFERENCE_VERDICT} to plain: {', '.join(alike)} (1 is within the interval)"
-    if any(row.ratio is not None and row.ratio.verdict == TOO_FEW_VERDICT for row in bench.rows):
+    if TOO_FEW_VERDICT in verdicts.values():
         yield (
             f"no intervals: {bench.rounds} rounds are too few, use --steps {FEWEST_ROUNDS} or more"
         )
@@ -98,8 +91,7 @@ def _remarks(bench: Bench) -> Iterator[str]:
             yield f"{row.name}: {row.outcome}: {row.why}"
         for note in row.notes:
             yield f"{row.name}: {note}"
-    for note in bench.notes:
-        yield note
+    yield from bench.notes
 
 
 def _legend(bench: Bench) -> Iterator[str]:
@@ -181,9 +173,8 @@ def bench_command(
     Exit status: 0 measured, even if a lever does not apply, 2 wrong usage, 3 device not available.
     """
     chosen = [find_lever(name) for name in dict.fromkeys(levers)]
-    case = load_that_fits(spec, asked.case)
+    case, choice = settle_blocks(load_that_fits(spec, asked.case))
     workload = case.workload
-    case, choice = settle_blocks(case)
     others = [load_workload(other) for other in dict.fromkeys(against)]
     steps_by = optimizer or workload.optimizer or "adamw"
     make_optimizer(steps_by, case.build())

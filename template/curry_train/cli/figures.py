@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 
@@ -46,6 +46,7 @@ COLOURS = (
     "#AA4499",
     "#DDAA33",
 )
+T = TypeVar("T")
 GREY_COLOUR = "#555555"
 RIGHT = "outside right upper"  # of the panels, for a legend
 STRATEGY_MARKERS = "osD^vP<X>hpd8H"
@@ -54,23 +55,19 @@ BYTES_PER_GIB = 2**30
 
 
 STYLE: Any = {
+    "font.size": 8,
     "figure.titlesize": 12,
     "figure.constrained_layout.use": True,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.labelsize": 9,
-    "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "grid.color": "#E4E4E4",
     "grid.linewidth": 0.6,
-    "legend.fontsize": 8,
     "legend.frameon": False,
     "xaxis.labellocation": "left",
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
 }
 
 
@@ -138,10 +135,10 @@ def _plot_trades(
                 peak = row.peak_bytes / BYTES_PER_MIB
                 points.append((cost.median, peak))
                 colour, marker = looks[row.name]
-                (marks[row.name],) = axes.plot([cost.median], [peak], marker, color=colour)
+                (marks[row.name],) = axes.plot(cost.median, peak, marker, color=colour)
                 if cost.lower is not None:
                     axes.hlines(peak, cost.lower, cost.upper, colour, linewidth=0.9, alpha=0.5)
-            front = zip(*pareto(points), strict=True)
+            front = zip(*pareto(points, tuple), strict=True)
             axes.plot(*front, color="#999999", linestyle="--", drawstyle="steps-post", zorder=1)
             axes.set(xlabel=axis, ylabel="peak, MiB", title=case)
             axes.set_ylim(bottom=0)
@@ -167,12 +164,15 @@ def plot_savings(rows: Sequence[SavingsRow], path: str | Path, *, device: str) -
     _plot_trades(path, title, cases, costs)
 
 
-def pareto(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the Pareto front from left to right; lower is better in both coordinates."""
-    front: list[tuple[float, float]] = []
-    for point in sorted(set(points)):
-        if not front or point[1] < front[-1][1]:
-            front.append(point)
+def pareto(found: Iterable[T], point_of: Callable[[T], tuple[float, float]]) -> list[T]:
+    """Return the Pareto front from left to right; lower is better in both coordinates.
+
+    Of several with the same point it has the first.
+    """
+    front: list[T] = []
+    for one in sorted(found, key=point_of):
+        if not front or point_of(one)[1] < point_of(front[-1])[1]:
+            front.append(one)
     return front
 
 
@@ -186,15 +186,14 @@ MOST_NAMES = 60  # more names than this are unreadable next to each other
 COLOUR_DECADES = 8  # decades of the colour scale; smaller values share its darkest colour
 
 
-def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "") -> None:
+def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str) -> None:
     """Write a PNG: red marks inf or nan in a layer, grey a layer that was not called."""
     if not records:
         raise ValueError("no step was probed, so there is nothing to draw")
     names = list(records[-1].layers)
     height = min(22.0, max(3.4, 1.8 + 0.17 * len(names)))
     width = 11 + 0.07 * max(map(len, names))
-    with _picture(path, width, height, title or "layers by steps") as figure:
-        from matplotlib.lines import Line2D
+    with _picture(path, width, height, title) as figure:
         from matplotlib.patches import Patch
 
         panels = figure.subplots(1, len(PANELS), sharey=True)
@@ -202,21 +201,21 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
             cells = [[_cell(record.layers[name], kind) for record in records] for name in names]
             image = _draw_cells(axes, numpy.array(cells, dtype=float))
             bar = figure.colorbar(image, ax=axes, location="top", shrink=0.9, pad=0.01, aspect=30)
-            bar.set_label(label, fontsize=10)
+            bar.set_label(label)
             bar.ax.xaxis.set_minor_formatter("")  # over about a decade its labels overlap
             axes.set(xlabel="step")
             axes.grid(False)
             places = [0, len(records) - 1]
             axes.set_xticks(places, [str(records[at].step) for at in places])
             skipped = [at for at, record in enumerate(records) if not record.stepped]
-            look: dict[str, Any] = {"color": NONFINITE_COLOUR, "marker": "v", "linestyle": "none"}
-            if skipped:
-                axes.plot(skipped, [-0.5] * len(skipped), clip_on=False, **look)
+            (mark,) = axes.plot(skipped, [-0.5] * len(skipped), "v", color=NONFINITE_COLOUR)
+            # Without a place in the layout, which fails where no step was skipped.
+            mark.set(label="skipped step", clip_on=False, in_layout=False)
 
         rows = range(0, len(names), -(-len(names) // MOST_NAMES))
         panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=7, family="monospace")
         legend = [
-            Line2D([], [], label="skipped step", **look),
+            mark,
             Patch(color=NONFINITE_COLOUR, label="inf or nan"),
             Patch(color=NOT_SEEN_COLOUR, label="not seen"),
             Patch(color=ZERO_COLOUR, label="exactly 0"),
@@ -226,15 +225,12 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str = "")
 
 def _cell(layer: LayerFlow, kind: str) -> float | None:
     """Return the drawn figure of a layer: infinite where a value is not finite, None: not seen."""
-    if kind == "update":
-        update = layer.update
-        if update is None:
-            return None
-        return update.ratio if math.isfinite(update.distance + update.weight_norm) else math.inf
-    spread = layer.gradient if kind == "gradient" else layer.activation
-    if spread is None:
+    found: Any = getattr(layer, kind)
+    if found is None:
         return None
-    return math.inf if spread.nonfinite else spread.rms
+    if kind == "update":
+        return found.ratio if math.isfinite(found.distance + found.weight_norm) else math.inf
+    return math.inf if found.nonfinite else found.rms
 
 
 def _draw_cells(axes: Any, grid: Any) -> Any:
@@ -263,17 +259,16 @@ def _draw_cells(axes: Any, grid: Any) -> Any:
 def plot_course(course: MemoryCourse, path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
     total = max(course.totals[course.peak_place], 1)
-    reserved = [size / BYTES_PER_MIB for size in course.reserved]
     with _picture(path, 11, 4.6, course.title) as figure:
         axes = figure.add_subplot()
         for number, (phase, start, end) in enumerate(course.phases):
             axes.axvspan(start, end, color=("#F4F4F4", "#FFFFFF")[number % 2], zorder=0)
             if (end - start) * 80 >= course.end * len(phase):
-                axes.text((start + end) / 2, 0, phase, ha="center", va="bottom", fontsize=9)
+                axes.text((start + end) / 2, 0, phase, ha="center", va="bottom")
         at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
         axes.stackplot(
             course.moments,
-            [numpy.array(sizes) / BYTES_PER_MIB for sizes in course.owners.values()],
+            numpy.array([*course.owners.values()]) / BYTES_PER_MIB,
             colors=[OWNER_COLOURS[owner] for owner in course.owners],
             labels=[
                 f"{owner}  {format_mebibytes(size)} ({size / total:.0%})"
@@ -282,10 +277,11 @@ def plot_course(course: MemoryCourse, path: str | Path) -> None:
             step="post",
             linewidth=0,
         )
-        if reserved:
+        if course.reserved:
+            reserved = numpy.array(course.reserved) / BYTES_PER_MIB
             axes.step(course.moments, reserved, "k", where="post", linewidth=1, label="reserved")
-        peak = ([course.moments[course.peak_place]], [total / BYTES_PER_MIB])
-        axes.plot(*peak, "v", color="black", label=course.peak_text)
+        peak = course.moments[course.peak_place]
+        axes.plot(peak, total / BYTES_PER_MIB, "vk", label=course.peak_text)
         axes.set(xlabel=course.unit, ylabel="MiB alive")
         axes.set_xlim(course.moments[0], course.end)
         axes.set_ylim(bottom=0)
@@ -330,7 +326,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
                 continue
             axes.plot(
                 [candidate.peak_bytes / size for candidate in front],
-                [per_second * _seconds(candidate) for candidate in front],
+                [per_second * (candidate.step_seconds or math.inf) for candidate in front],
                 "--o" if row.chunked_loss else "-o",
                 color=COLOURS[microbatches.index(row.microbatch) % len(COLOURS)],
                 label=f"{row.steps} x {row.microbatch} sample{'s' * (row.microbatch > 1)}"
@@ -352,8 +348,7 @@ def plot_plan(planner: Planner, plan: Plan, path: str | Path) -> None:
         axes.plot(
             plan.peak_bytes / size,
             per_second * plan.step_seconds,
-            "*",
-            color="black",
+            "*k",
             markersize=17,
             zorder=5,
             label="the plan",
@@ -377,23 +372,16 @@ def trade_off(
     It begins with the smallest peak. Figures come from the estimate of the whole step where there
     is one, else from the chain of blocks. A row that fits appears as it is in the table.
     """
-    estimated = list(planner.whole_steps.looked_at(row))
+    estimated = planner.whole_steps.looked_at(row)
     if row.step_seconds is not None:
-        estimated.append(row)
-    by_options = {(*candidate.options.items(),): candidate for candidate in estimated}
-    found = [candidate for candidate in by_options.values() if candidate.peak_bytes <= most_bytes]
+        estimated.insert(0, row)
+    found = [candidate for candidate in estimated if candidate.peak_bytes <= most_bytes]
     budget = most_bytes
     while (solved := planner.whole_steps.predict(row, budget)).peak_bytes <= budget:
-        found.append(by_options.get((*solved.options.items(),), solved))
+        if all(candidate.options != solved.options for candidate in estimated):
+            found.append(solved)
         budget = max(1, min(solved.peak_bytes - 1, budget - step_bytes))
-    by_figures: dict[tuple[float, float], Candidate] = {
-        (one.peak_bytes, _seconds(one)): one for one in reversed(found)
-    }
-    return [by_figures[point] for point in pareto(by_figures)]
-
-
-def _seconds(candidate: Candidate) -> float:
-    return math.inf if candidate.step_seconds is None else candidate.step_seconds
+    return pareto(found, lambda one: (one.peak_bytes, one.step_seconds or math.inf))
 
 
 # runs plot: loss, dev metric, learning rate, memory and events of runs from their journals.
@@ -424,7 +412,7 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
         raise ValueError("there is nothing to draw: no journal has a step that counts")
     looks = list(zip(drawn, itertools.cycle(COLOURS), strict=False))
     metrics = [name for history in drawn for name in history.metrics]
-    metric = max(metrics, key=metrics.count) if metrics else ""
+    metric = max(metrics, key=metrics.count, default="")
     labels = {"loss": "loss"}
     if metric:
         labels["value"] = printable(metric, longest=20).replace("_", " ")
@@ -437,7 +425,8 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
             # The runs with a name are drawn last, over the others.
             for number, (history, colour) in reversed(list(enumerate(looks))):
                 course = history.metrics.get(metric) if name == "value" else history.course
-                run = shorten(history.name) if number < MOST_NAMED else None
+                is_named = name == "loss" and number < MOST_NAMED
+                run = shorten(history.name) if is_named else None
                 if course is not None:
                     _draw_values(axes, course, name, colour, label=run)
             axes.set(ylabel=label)
@@ -448,8 +437,7 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
             axes.set_ylim(bottom=0)
         _draw_events(panels[-1], looks[:MOST_NAMED])
         if len(drawn) > 1:
-            handles, names = panels[0].get_legend_handles_labels()
-            figure.legend(handles[::-1], names[::-1], loc=RIGHT)
+            figure.legend(reverse=True, loc=RIGHT)
     return [history.name for history, _ in looks[:MOST_NAMED]]
 
 
@@ -464,7 +452,7 @@ def shorten(name: str) -> str:
 def _draw_values(axes: Any, course: Course, name: str, colour: str, *, label: str | None) -> None:
     """Draw the steps that count, and faintly those that were rolled back or resumed over.
 
-    Losses that are not finite are marked at the edge.
+    Losses that are not finite are marked at the edge; lines leave them out.
     """
     for steps in (*course.superseded, course.steps):
         x = numpy.asarray(steps.step)
@@ -472,14 +460,12 @@ def _draw_values(axes: Any, course: Course, name: str, colour: str, *, label: st
         if name == "peak_bytes":
             y = y / BYTES_PER_GIB
         lost = x[~numpy.isfinite(y)] if name == "loss" else x[:0]
-        y = numpy.where(numpy.isfinite(y), y, numpy.nan)
         counts = steps is course.steps
         look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}
         # A value alone has no line.
         axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)
-        heights = [0.98] * len(lost)
         edge = axes.get_xaxis_transform()
-        axes.plot(lost, heights, "x", color=NONFINITE_COLOUR, transform=edge, zorder=5)
+        axes.plot(lost, [0.98] * len(lost), "x", color=NONFINITE_COLOUR, transform=edge, zorder=5)
 
 
 def _draw_events(axes: Any, runs: Sequence[tuple[History, str]]) -> None:

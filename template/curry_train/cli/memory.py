@@ -58,14 +58,6 @@ MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
     """Return who owns the peak of one device of a snapshot, and what lowers it."""
     history = owned.history
-    steps = []
-    for start, end in owned.steps():
-        step = {"first_event": start, "last_event": end}
-        for name in ("allocated", "reserved"):
-            sizes = getattr(history, name)
-            during = sizes[start + 1 : max(end, start) + 2]
-            step[name] = max(during, default=sizes[-1])
-        steps.append(step)
     return {
         "device": history.device,
         "events": len(history.events),
@@ -78,7 +70,16 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
         "owners": list(owned.owners.items()),
         "reserved_free_bytes": history.reserved_at_peak - history.peak_allocated,
         "lines": [asdict(line) for line in owned.lines()[:100]],
-        "steps": steps,
+        # With the bytes that are there when a step begins.
+        "steps": [
+            {
+                "first_event": start,
+                "last_event": end,
+                "allocated": max(history.allocated[start : end + 2]),
+                "reserved": max(history.reserved[start : end + 2]),
+            }
+            for start, end in owned.steps()
+        ],
         "levers": [asdict(lever) for lever in levers(owned)],
         "out_of_memory": [
             {
@@ -180,11 +181,10 @@ def report_snapshot(path: str) -> Report:
     found = [owners_of_device(owned) for owned in devices]
     texts = [text_of_device(name, one) for one in found]
     texts += [f"note: {note}" for note in snapshot.notes]
-    results = provenance() | found[0]
-    results |= {"snapshot": path, "settings": list(snapshot.notes), "devices": found}
+    more = {"snapshot": path, "settings": list(snapshot.notes), "devices": found}
     title = f"{name}, device {found[0]['device']}"
     course = functools.partial(course_of_blocks, devices[0], title=title)
-    return Report("\n\n".join(texts), results, course)
+    return Report("\n\n".join(texts), provenance() | found[0] | more, course)
 
 
 # The command.

@@ -79,15 +79,15 @@ class MemoryCourse:
 
     title: str
     unit: str  # what a moment counts: events or operations
-    moments: tuple[int, ...]
-    owners: Mapping[str, tuple[int, ...]]  # bytes at each moment, lowest layer first
+    moments: Sequence[int]
+    owners: Mapping[str, Sequence[int]]  # bytes at each moment, lowest layer first
     end: int  # of the record
-    phases: tuple[tuple[str, int, int], ...]  # name, first and last moment
+    phases: Sequence[tuple[str, int, int]]  # name, first and last moment
     peak_place: int  # index of the peak among the moments
     peak_text: str
-    reserved: tuple[int, ...] = ()
+    reserved: Sequence[int] = ()
     limit: int = 0  # bytes of the budget
-    blocks: tuple[CourseBlock, ...] = ()
+    blocks: Sequence[CourseBlock] = ()
 
     @property
     def totals(self) -> list[int]:
@@ -100,7 +100,7 @@ def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> Memory
         max(point.index for point in timeline.points if point.phase == phase)
         for phase in STEP_PHASES
     ]
-    moments = tuple(point.index for point in timeline.points)
+    moments = [point.index for point in timeline.points]
     peak = timeline.peak
     named = (
         CourseBlock(life.born, life.died, life.nbytes, group, layer.replace("(rest)", ""))
@@ -113,7 +113,7 @@ def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> Memory
         moments=moments,
         owners={group: sizes for group, sizes in timeline.owners.items() if any(sizes)},
         end=timeline.num_operations - 1,
-        phases=tuple(zip(STEP_PHASES, [0, *ends], ends, strict=False)),
+        phases=list(zip(STEP_PHASES, [0, *ends], ends, strict=False)),
         peak_place=moments.index(peak.index),
         peak_text=f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
         blocks=_largest(named),
@@ -125,15 +125,15 @@ def course_of_plan(plan: Plan, planned: Timeline) -> MemoryCourse:
     course = course_of_timeline(planned)
     owners = course.owners
     if plan.cuda is not None:
-        context = (plan.cuda["context_bytes"],) * len(course.moments)
+        context = [plan.cuda["context_bytes"]] * len(course.moments)
         owners = {CONTEXT_OWNER: context, **owners}
     title = f"{plan.workload} on {plan.settings['device']}, as planned"
     return replace(course, title=title, owners=owners, limit=plan.budget_bytes)
 
 
-def _largest(blocks: Iterable[CourseBlock]) -> tuple[CourseBlock, ...]:
+def _largest(blocks: Iterable[CourseBlock]) -> list[CourseBlock]:
     found = heapq.nlargest(MOST_BLOCKS, blocks, key=lambda block: block.num_bytes)
-    return tuple(sorted(found, key=lambda block: block.born))
+    return sorted(found, key=lambda block: block.born)
 
 
 def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
@@ -158,24 +158,24 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
         title=title,
         unit="event",
         moments=moments,
-        owners={owner: tuple(column) for owner, column in figures.items() if any(column)},
+        owners={owner: column for owner, column in figures.items() if any(column)},
         end=max(len(history.events) - 1, 1),
-        phases=tuple(owned.phase_spans()),
+        phases=list(owned.phase_spans()),
         peak_place=moments.index(history.peak_index),
         peak_text=f"peak {format_mebibytes(history.peak_allocated)} MiB, {owned.peak_phase}",
-        reserved=tuple(history.reserved[moment + 1] for moment in moments),
+        reserved=[history.reserved[moment + 1] for moment in moments],
         blocks=_largest(named),
     )
 
 
-def _moments(allocated: Sequence[int], peak_index: int) -> tuple[int, ...]:
+def _moments(allocated: Sequence[int], peak_index: int) -> list[int]:
     """Choose the highest and the last event of each of many equal ranges, and the peak."""
     chosen = {peak_index, -1}
     start = -1
     for part in numpy.array_split(allocated, min(len(allocated), MOST_POINTS // 2)):
         chosen |= {start + int(part.argmax()), start + len(part) - 1}
         start += len(part)
-    return tuple(sorted(chosen))
+    return sorted(chosen)
 
 
 # The page.

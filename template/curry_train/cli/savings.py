@@ -210,7 +210,6 @@ def savings_command(
     rows = list[SavingsRow]()
     with messages_on_screen() as show:
         for case, depth in cases:
-            show(f"{case.workload.name}, {case.batch_size} samples")
             rows += measure_savings(
                 case, names, depth=depth, repeats=repeats, limit=limit, tell=show
             )
