@@ -11,11 +11,12 @@ import click
 import torch
 
 from ..core.generators import seeded
+from ..plan.optimizers import make_optimizer
 from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
 from ..runs.journal import finite
 from ..workloads.models import is_taken, load_workload
-from ..workloads.workload import Case, Workload
+from ..workloads.workload import Case
 from .figures import plot_flow
 from .options import (
     CaseOptions,
@@ -28,8 +29,6 @@ from .options import (
     training_options,
 )
 from .screen import Ended, messages_on_screen, screen_command
-
-DEFAULT_LEARNING_RATE = 1e-3
 
 # Command `grad-flow`: train briefly and report how gradients and activations flow.
 
@@ -68,10 +67,12 @@ def grad_flow_command(
     3 device not available. A dead layer is reported but is no failure.
     """
     workload = load_workload(spec)
-    case = asked.case(workload)
-    case, _ = settle_blocks(case)
+    case, _ = settle_blocks(asked.case(workload))
     module = case.build()
-    optimizer = _optimizer(workload, module, learning_rate)
+    own = workload.optimizer if learning_rate is None else None
+    optimizer = make_optimizer(own or "adamw", module)
+    if learning_rate is not None:
+        optimizer.param_groups[0]["lr"] = learning_rate
     flow = GradFlow(module, optimizer, every=1, layers=list(layers) or None, blocks=case.blocks)
     losses = _train(case, module, optimizer, flow, steps)
 
@@ -88,18 +89,6 @@ def grad_flow_command(
     }
     is_bad = any(record.nonfinite for record in flow.records)
     return facts | flow_json(flow), is_bad
-
-
-def _optimizer(
-    workload: Workload, module: torch.nn.Module, rate: float | None
-) -> torch.optim.Optimizer:
-    """Make AdamW with a learning rate, or the workload's own optimizer where none was given."""
-    if workload.optimizer is None or rate is not None:
-        return torch.optim.AdamW(module.parameters(), lr=rate or DEFAULT_LEARNING_RATE)
-    optimizer = workload.optimizer(module)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("LBFGS runs the model inside of its step: give --learning-rate for AdamW")
-    return optimizer
 
 
 def _train(

@@ -251,7 +251,8 @@ def _of_factory(
     if closure is not None and closure.default is closure.empty:
         raise NeedsClosure(
             f"{type(optimizer).__name__} needs a closure, with which its step runs the model "
-            "several times: measure the forward and backward with another one, such as SGD"
+            "several times: measure the forward and backward with another one, such as SGD, or "
+            "AdamW by --learning-rate of grad-flow"
         )
     for group in optimizer.param_groups:
         if foreach and "foreach" in group and group["foreach"] is None and not group.get("fused"):
