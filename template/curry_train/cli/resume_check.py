@@ -26,7 +26,7 @@ from ..core.wording import provenance, some_of
 from ..gates.loop_run import End, LoopFailed, put_back, read_changes, run_ranks, train_by
 from .options import RESULTS_OPTION, number_option, program_option, steps_option
 from .resume_watch import PARTS, StateWatch
-from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
+from .screen import Ended, echo_lines, messages_on_screen, screen_command
 from .train import train_command
 
 Steps = list[dict[str, Any]]
@@ -54,10 +54,9 @@ def check_resume(
     def run(mode: str, last: int, program: list[str]) -> Steps:
         show(f"without its {mode}" if mode in PARTS else mode)
         undo = str(folder) if mode == "killed" else None
-        is_start = mode in ("straight", "killed")
-        left = [] if is_start else map(str, read_changes(folder))
-        ignored = [str(folder), *left]
-        more = {} if is_start else variables
+        # With what the killed process has left.
+        ignored = [str(folder), *map(str, read_changes(folder))]
+        more = {} if mode in ("straight", "killed") else variables
         job = functools.partial(_watch, mode, last, str(folder), program, more)
         steps: Steps = run_ranks(job, program, saves=True, undo=undo, ignored=ignored)[0]["steps"]
         forget(steps, unseeded)
@@ -69,7 +68,7 @@ def check_resume(
 
     straight = run("straight", num_steps, start)
     if len(straight) < num_steps:
-        raise UnusableInput(
+        raise ValueError(
             f"it ended after {len(straight)} steps of an optimizer: give fewer --steps, or a "
             "program that trains"
         )
@@ -81,9 +80,7 @@ def check_resume(
         forget(killed, unseeded)
         if apart := differences(straight, killed, 0):
             part, text = next(iter(apart.items()))
-            raise UnusableInput(
-                f"two starts differ already, {part}: {text}. Seed the program first"
-            )
+            raise ValueError(f"two starts differ already, {part}: {text}. Seed the program first")
         restore = archived_changes(folder)
         try:
             resumed = run("resumed", num_steps - 1, again)
@@ -147,7 +144,7 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
     A part that is as at the start was not loaded.
     """
     if not resumed:
-        raise UnusableInput(
+        raise ValueError(
             "the second start made no step: leave no checkpoints of earlier runs in its folder"
         )
 
@@ -158,7 +155,7 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
         for step in range(kill_at)
     )
     if not same:
-        raise UnusableInput(
+        raise ValueError(
             f"the second start began anew. Let the program save within {kill_at - 1} steps, give "
             "what makes it resume by --resume-with, and let it load that"
         )
@@ -331,9 +328,7 @@ def describe(found: dict[str, Any]) -> list[str]:
             text = "is not restored as it is"
         elif named is None:
             text = "proves nothing: there is none in this run"
-        elif part in named:
-            text = named[part]
         else:
-            text = "proves nothing: the steps are equal without it"
+            text = named.get(part, "proves nothing: the steps are equal without it")
         lines.append(f"  {part}: {text}")
     return [*lines, "not compared: values that no step reads, such as the best loss so far"]

@@ -16,6 +16,7 @@ import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -49,8 +50,11 @@ class StateWatch:
 
     def __post_init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
+        generators = SimpleNamespace(
+            state_dict=generator_states, load_state_dict=set_generator_states
+        )
         # Objects that were made or called first, in this order, each with its part.
-        self._found: list[tuple[str, Any]] = []
+        self._found: list[tuple[str, Any]] = [("generators", generators)]
         # The number of them whose first state was taken or withheld.
         self._num_settled = 0
         # The states that they had at first, by part and number; the inputs of the model, by step
@@ -83,10 +87,6 @@ class StateWatch:
 
     def _settle(self) -> None:
         """Take or withhold the state of what was made since, before anything of it is noted."""
-        if self.mode == "straight":
-            self.fresh.setdefault("generators", generator_states())
-        elif self.mode == "generators" and "generators" in self.fresh:
-            set_generator_states(self.fresh.pop("generators"))
         for part, one in self._found[self._num_settled :]:
             if self.mode == "straight":
                 self.fresh.setdefault(part, []).append(copy.deepcopy(one.state_dict()))

@@ -18,7 +18,7 @@ from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
 from .options import RESULTS_OPTION, number_option, program_option
-from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
+from .screen import Ended, echo_lines, messages_on_screen, screen_command
 
 
 @screen_command("replay", example="run/boxes/step-00000003 --script night.py")
@@ -41,12 +41,19 @@ def replay_command(box: str, program: list[str], times: int) -> Ended:
         found = repeat(box, facts, program, times=times, show=show_message)
     first = found["repeats"][0]
     difference = found["difference"]
-    lines = [f"step {facts.step} of the box: {facts.reason}", difference or _equal(facts, first)]
-    lines += [f"  note: {note}" for note in first["notes"]]
-    lines += describe(found["step"], first)
-    echo_lines(*lines, indent="    ")
-    result = {key: one for key, one in first.items() if key != "operations"}
-    results = {"box": box, "bad_step": facts.step} | found | {"repeats": result}
+    num_equal = len(facts.losses.keys() & first["steps"].keys())
+    after = ", and the parameters after them" if facts.parameters else ""
+    equal = f"repeats to the bit: {num_equal} losses of the run are equal{after}"
+    echo_lines(
+        f"step {facts.step} of the box: {facts.reason}",
+        difference or equal,
+        *(f"  note: {note}" for note in first["notes"]),
+        *describe(found["step"], first),
+        indent="    ",
+    )
+    # There are thousands.
+    del first["operations"]
+    results = {"box": box, "bad_step": facts.step} | found | {"repeats": first}
     return results, bool(difference)
 
 
@@ -89,9 +96,7 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
             job = functools.partial(_replay, box, until, folder)
             found = run_ranks(job, program, num_ranks=num_ranks, saves=True, ignored=[record])
             if not all("steps" in one for one in found):
-                raise UnusableInput(
-                    f"the program ended before step {until}: give the run's ARGUMENTS"
-                )
+                raise ValueError(f"the program ended before step {until}: give the run's ARGUMENTS")
             # The losses of the box are those of the first rank.
             return found[0]
 
@@ -140,12 +145,6 @@ def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -
             "depends on a value that the state lacks, or on the machine or versions"
         )
     return None
-
-
-def _equal(facts: BoxFacts, found: dict[str, Any]) -> str:
-    num_compared = len(facts.losses.keys() & found["steps"].keys())
-    after = ", and the parameters after them" if facts.parameters else ""
-    return f"repeats to the bit: {num_compared} losses of the run are equal{after}"
 
 
 def _operation(phase: str, module: str, name: str, line: str) -> str:

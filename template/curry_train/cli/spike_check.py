@@ -34,7 +34,7 @@ from ..workloads.workload import map_tensors
 from .options import RESULTS_OPTION, WORDS_ARGUMENT, choose_device, model_option, number_option
 from .runs import saved_tensors
 from .runs_diff import compare_values
-from .screen import Ended, UnusableInput, echo_lines, messages_on_screen, screen_command
+from .screen import Ended, echo_lines, messages_on_screen, screen_command
 from .train import open_named_run
 
 PLANTED_VALUE_FACTOR = 100.0  # factor on planted floating-point values
@@ -172,8 +172,8 @@ def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None
 
 def _dev_loss(run: History) -> float | None:
     """Return the last dev loss, None where it was not measured."""
-    values = [course.steps.values["value"] for course in run.metrics.values()]
-    return values[0][-1] if values else None
+    measured = (course.steps.values["value"][-1] for course in run.metrics.values())
+    return next(measured, None)
 
 
 def _difference(folder: Path, recovered: History, without: History) -> str | None:
@@ -232,7 +232,7 @@ def spike_check_command(
     if model:
         given.append(f"model={model}")
     if keep_path and Path(keep_path).exists() and any(Path(keep_path).iterdir()):
-        raise UnusableInput(f"{keep_path} is not empty: give a new folder")
+        raise ValueError(f"{keep_path} is not empty: give a new folder")
     with tempfile.TemporaryDirectory() as folder:
         found = spike_check(
             Path(keep_path or folder), given, steps=steps, at=at, num_windows=windows, config=config
