@@ -23,7 +23,7 @@ def test_the_memory_budget_of_the_package_is_the_function_and_not_a_module():
 
 
 def test_accumulation_is_one_module():
-    assert technique_modules(BUNDLE, OWNED["grad-accum"]) == ("primitives/grad_accum.py",)
+    assert technique_modules(BUNDLE, OWNED["grad-accum"]) == ["primitives/grad_accum.py"]
 
 
 @pytest.mark.parametrize("name", OWNED)

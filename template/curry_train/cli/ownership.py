@@ -174,7 +174,7 @@ def find_bundle(package: Path = PACKAGE_FOLDER) -> Bundle:
 # Techniques
 
 
-def closure(package: Path, home: str) -> tuple[str, ...]:
+def closure(package: Path, home: str) -> list[str]:
     """Return a module with all that it imports, directly or not, as paths in the package."""
     reached: set[str] = set()
     waiting = [home]
@@ -188,13 +188,13 @@ def closure(package: Path, home: str) -> tuple[str, ...]:
                 assert node.module, f"{path} imports a whole package"
                 folder = PurePosixPath(path).parents[node.level - 1]
                 waiting.append(str(folder / f"{node.module.replace('.', '/')}.py"))
-    return tuple(sorted(reached))
+    return sorted(reached)
 
 
-def technique_modules(bundle: Bundle, technique: Technique) -> tuple[str, ...]:
+def technique_modules(bundle: Bundle, technique: Technique) -> list[str]:
     """Return the modules that `add` copies for `technique`, relative to the package."""
     if technique.usage:
-        return tuple(_modules_of(bundle, technique.rooms))
+        return _modules_of(bundle, technique.rooms)
     return closure(bundle.package, technique.home)
 
 
@@ -231,10 +231,12 @@ def _with_origin(bundle: Bundle, path: str) -> bytes:
     return PROOF_PATTERN.sub(lambda _: origin, (bundle.package / path).read_bytes(), count=1)
 
 
-def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> Iterator[str]:
-    for room in rooms:
-        for path in sorted((bundle.package / room).glob("*.py")):
-            yield f"{room}/{path.name}"
+def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> list[str]:
+    return [
+        f"{room}/{path.name}"
+        for room in rooms
+        for path in sorted((bundle.package / room).glob("*.py"))
+    ]
 
 
 # Projects
