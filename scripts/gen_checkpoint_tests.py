@@ -14,7 +14,7 @@ import environment
 
 environment.require(__file__)
 
-from curry_train.cli.testgen import testgen_command
+from curry_train.cli.testgen import gen_tests_command
 
 if __name__ == "__main__":
-    testgen_command(prog_name="gen_checkpoint_tests.py")
+    gen_tests_command(prog_name="gen_checkpoint_tests.py")

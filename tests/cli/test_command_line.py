@@ -11,7 +11,7 @@ import click
 import pytest
 import torch
 
-from curry_train.cli.main import COMMANDS, main
+from curry_train.cli.main import main
 from curry_train.cli.options import UnusableInput
 from curry_train.cli.screen import LONG_COMMANDS, screen_command
 from curry_train.core.wording import provenance
@@ -39,7 +39,7 @@ def pages(group=main, path=()):
     yield path
     context = click.Context(group)
     for name in group.list_commands(context):
-        command = group.load(name)
+        command = group.commands[name].load()
         if isinstance(command, click.Group):
             yield from pages(command, (*path, name))
         else:
@@ -49,7 +49,7 @@ def pages(group=main, path=()):
 def command_at(path):
     command = main
     for name in path:
-        command = command.load(name)
+        command = command.commands[name].load()
     return command
 
 
@@ -106,9 +106,9 @@ def test_a_long_command_tells_first_what_it_does(name, text, monkeypatch, capsys
 
 
 def test_the_list_of_commands_has_the_summary_of_each_command():
-    for name, (_, summary) in COMMANDS.items():
+    for name, listed in main.commands.items():
         first = (command_at([name]).help or "").split("\n\n")[0]
-        assert summary == " ".join(first.split()), name
+        assert listed.short_help == " ".join(first.split()), name
 
 
 def test_the_lists_of_commands_and_of_techniques_are_shown_without_torch():
@@ -120,7 +120,7 @@ def test_the_lists_of_commands_and_of_techniques_are_shown_without_torch():
     )
     ended = finished(sys.executable, "-c", code)
     assert ended.stdout.splitlines()[-1] == "False False", ended.stderr
-    assert all(f"  {name} " in ended.stdout for name in COMMANDS)
+    assert all(f"  {name} " in ended.stdout for name in main.commands)
 
 
 def test_the_version_is_an_option_before_the_command():

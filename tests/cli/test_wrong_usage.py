@@ -318,7 +318,7 @@ def test_a_missing_device_ends_with_status_3(command):
 
 @pytest.mark.parametrize("name", ["bench", "grad-flow", "memory", "plan"])
 def test_a_missing_matplotlib_is_reported_before_the_work_begins(name, monkeypatch):
-    command = main.load(name)
+    command = main.commands[name].load()
     # Finding a command calls `find_spec`, too.
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     refused = ran("--model mlp --plot x.png", command=command, status=2)

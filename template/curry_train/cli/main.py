@@ -10,25 +10,27 @@ import click
 from .. import __version__
 from .screen import LazyGroup
 
-# The summaries stand here too, so that `--help` imports no command and no torch; a test holds
-# them equal to the first line of each command's own help.
+# The summaries of the commands in each module. They stand here too, so that `--help` imports no
+# command and no torch; a test holds them equal to the first line of each command's own help.
 COMMANDS = {
-    "validate": ("validate:validate_command", "Measure every gate on a model."),
-    "plan": ("plan:plan_command", "Find the fastest way to train within a memory budget."),
-    "memory": ("memory:memory_command", "Show what holds the memory of a training step."),
-    "preflight": ("preflight:preflight_command", "Check your own training loop, as it is."),
-    "savings": ("savings:savings_command", "Measure what each strategy saves and costs."),
-    "bench": ("bench:bench_command", "Time optimizer steps with each lever."),
-    "grad-flow": ("grad_flow:grad_flow_command", "Train a few steps and report unhealthy layers."),
-    "train": ("train:train_command", "Train a model by its configuration."),
-    "runs": ("runs:runs_command", "Inspect, compare and check saved runs."),
-    "new": ("scaffold:new_command", "Start a training project."),
-    "add": ("scaffold:add_command", "Add one technique to a repository."),
-    "update": ("scaffold:update_command", "Merge a newer release into copied files."),
-    "diff": ("scaffold:diff_command", "Compare copied files with their origin."),
-    "list": ("scaffold:list_command", "List the techniques and what adding each one copies."),
-    "agents-md": ("agents_md:agents_md_command", "Write ten lines for agents into AGENTS.md."),
-    "gen-tests": ("testgen:testgen_command", "Write a pytest file that runs every gate."),
+    "validate": {"validate": "Measure every gate on a model."},
+    "plan": {"plan": "Find the fastest way to train within a memory budget."},
+    "memory": {"memory": "Show what holds the memory of a training step."},
+    "preflight": {"preflight": "Check your own training loop, as it is."},
+    "savings": {"savings": "Measure what each strategy saves and costs."},
+    "bench": {"bench": "Time optimizer steps with each lever."},
+    "grad_flow": {"grad-flow": "Train a few steps and report unhealthy layers."},
+    "train": {"train": "Train a model by its configuration."},
+    "runs": {"runs": "Inspect, compare and check saved runs."},
+    "scaffold": {
+        "new": "Start a training project.",
+        "add": "Add one technique to a repository.",
+        "update": "Merge a newer release into copied files.",
+        "diff": "Compare copied files with their origin.",
+        "list": "List the techniques and what adding each one copies.",
+    },
+    "agents_md": {"agents-md": "Write ten lines for agents into AGENTS.md."},
+    "testgen": {"gen-tests": "Write a pytest file that runs every gate."},
 }
 
 

@@ -20,6 +20,7 @@ from click.core import ParameterSource
 from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
 from ..core.wording import provenance, write_output
+from ..gates.verdict import error_in_a_line
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import (
     BUILTIN_WORKLOADS,
@@ -54,9 +55,6 @@ def choose_device(name: str) -> torch.device:
 
 class OutputFile(click.Path):
     """A file to write; its folder has to exist before a long run rather than at its end."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, writable=True, allow_dash=True)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not Path(value).parent.is_dir():
@@ -206,7 +204,8 @@ def heading(facts: Mapping[str, Any]) -> str:
 
 def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
     """Add an option for an output file, which is checked before the work begins."""
-    return click.option(*names, type=OutputFile(), help=text, **settings)
+    place = OutputFile(dir_okay=False, writable=True, allow_dash=True)
+    return click.option(*names, type=place, help=text, **settings)
 
 
 # `--json`, where a `ScreenCommand` writes the results that the command returns.
@@ -238,14 +237,12 @@ DEVICE_OPTION = click.option(
 )
 
 
-def dtype_option(**settings: Any) -> OptionDecorator:
-    """Add `--dtype`, the type of weights and batch."""
-    defaults: dict[str, Any] = {
-        "type": click.Choice(list(DTYPES)),
-        "callback": parsed(DTYPES.get),
-        "help": "Type of weights and batch; by default the model's own.",
-    }
-    return click.option("--dtype", **defaults | settings)
+DTYPE_OPTION = click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    callback=parsed(DTYPES.get),
+    help="Type of weights and batch; by default the model's own.",
+)
 
 
 def number_option(
@@ -321,12 +318,8 @@ def settle_blocks(case: Case) -> tuple[Case, BlockChoice]:
         why = error.in_short
     except RuntimeError as error:
         # The command's own measurement reports it.
-        why = f"no forward could be recorded: {first_line(error)}"
+        why = f"no forward could be recorded: {error_in_a_line(error)}"
     return case, BlockChoice((), None, None, (why,))
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def blocks_text(choice: BlockChoice) -> str:
@@ -350,7 +343,7 @@ def _as_asked(
 case_options = all_of(
     DEVICE_OPTION,
     BLOCKS_OPTION,
-    dtype_option(),
+    DTYPE_OPTION,
     SEED_OPTION,
     RESULTS_OPTION,
     with_values(_as_asked),

@@ -30,10 +30,10 @@ from .figures import plot_plan
 from .memory_page import course_of_plan, write_page
 from .options import (
     BLOCKS_OPTION,
+    DTYPE_OPTION,
     RESULTS_OPTION,
     SEED_OPTION,
     choose_device,
-    dtype_option,
     echo_notes,
     number_option,
     output_option,
@@ -54,6 +54,7 @@ FOR_THIS_DEVICE = {
 }
 
 
+SAVING_KINDS = [kind for kind in OPTION_KINDS if kind != NONE_KIND]
 # Values of --reshard-after-forward other than a number of ranks.
 RESHARD_WORDS = {"yes": True, "no": False}
 
@@ -91,7 +92,7 @@ def _reshard(text: str) -> bool | int:
     metavar="NAME",
     help=f"Device to plan for: {', '.join(PROFILES)}, or measured: this device, the default.",
 )
-@dtype_option()
+@DTYPE_OPTION
 @click.option(
     "--optimizer",
     metavar="NAME",
@@ -154,10 +155,9 @@ def _reshard(text: str) -> bool | int:
 @click.option(
     "--without",
     multiple=True,
-    type=click.Choice([kind for kind in OPTION_KINDS if kind != NONE_KIND]),
+    type=click.Choice(SAVING_KINDS),
     metavar="KIND",
-    help="Do not use this way to save memory: "
-    f"{', '.join(kind for kind in OPTION_KINDS if kind != NONE_KIND)}. Repeatable.",
+    help=f"Do not use this way to save memory: {', '.join(SAVING_KINDS)}. Repeatable.",
 )
 @click.option(
     "--chunked-loss/--whole-loss",
@@ -251,8 +251,13 @@ def plan_command(
     if out:
         write_json(out, plan.to_json())
         click.echo(f"\nwrote {out}: Plan.load({out!r}).apply(model)")
-    results = {"plain_peak": plain.peak.owners, "measured_bytes": measured, "text": text}
-    results |= {"plan": plan.to_json(), **(plan.cuda or {})}
+    results = {
+        "plain_peak": plain.peak.owners,
+        "measured_bytes": measured,
+        "text": text,
+        "plan": plan.to_json(),
+        **(plan.cuda or {}),
+    }
     return provenance(place) | results, 0
 
 

@@ -25,7 +25,6 @@ from .options import RESULTS_OPTION
 from .screen import (
     Ended,
     LazyGroup,
-    UnusableInput,
     echo_lines,
     messages_on_screen,
     screen_command,
@@ -149,40 +148,29 @@ def story_lines(rows: Rows) -> Iterator[str]:
 
 # Commands `runs list`, `runs show` and `runs verify`: inspect saved state.
 
-IN_MODULES = {
-    "list": ("runs:runs_list_command", "List runs and their saved states."),
-    "show": ("runs:show_command", "Show checkpoints, damage, attempts and events of a run."),
-    "verify": ("runs:verify_command", "Verify every file of a run, or of one CHECKPOINT."),
-    "export": (
-        "runs:export_command",
-        "Write the parameters of a checkpoint as Hugging Face safetensors.",
-    ),
-    "inspect": (
-        "runs_inspect:inspect_command",
-        "Inspect anybody's checkpoint without unpickling it.",
-    ),
-    "diff": ("runs_diff:runs_diff_command", "Compare two runs by their journals."),
-    "record": (
-        "runs_locate:record_command",
-        "Record digests of what a script or Trainer computes.",
-    ),
-    "locate": (
-        "runs_locate:locate_command",
-        "Name the first place at which two recorded runs differ.",
-    ),
-    "replay": ("runs_replay:replay_command", "Repeat a bad step that a run has kept in a box."),
-    "plot": ("runs_plot:runs_plot_command", "Draw runs from their journals."),
-    "resume-check": ("resume_check:resume_check_command", "Check that a resumed run is bit-equal."),
-    "spike-check": ("spike_check:spike_check_command", "Check the recovery from a loss spike."),
-    "estimate": (
-        "runs_estimate:estimate_command",
-        "Estimate the disk space that a checkpoint policy needs.",
-    ),
+COMMANDS = {
+    "runs": {
+        "list": "List runs and their saved states.",
+        "show": "Show checkpoints, damage, attempts and events of a run.",
+        "verify": "Verify every file of a run, or of one CHECKPOINT.",
+        "export": "Write the parameters of a checkpoint as Hugging Face safetensors.",
+    },
+    "runs_inspect": {"inspect": "Inspect anybody's checkpoint without unpickling it."},
+    "runs_diff": {"diff": "Compare two runs by their journals."},
+    "runs_locate": {
+        "record": "Record digests of what a script or Trainer computes.",
+        "locate": "Name the first place at which two recorded runs differ.",
+    },
+    "runs_replay": {"replay": "Repeat a bad step that a run has kept in a box."},
+    "runs_plot": {"plot": "Draw runs from their journals."},
+    "resume_check": {"resume-check": "Check that a resumed run is bit-equal."},
+    "spike_check": {"spike-check": "Check the recovery from a loss spike."},
+    "runs_estimate": {"estimate": "Estimate the disk space that a checkpoint policy needs."},
 }
 RUN_ARGUMENT = click.argument("run")
 
 
-@click.group("runs", cls=LazyGroup, lazy=IN_MODULES, example="list")
+@click.group("runs", cls=LazyGroup, lazy=COMMANDS, example="list")
 def runs_command() -> None:
     """Inspect, compare and check saved runs.
 
@@ -193,14 +181,14 @@ def runs_command() -> None:
 @screen_command("list", example="runs")
 @click.argument("folder", default="runs")
 @RESULTS_OPTION
-def runs_list_command(folder: str) -> Ended:
+def list_command(folder: str) -> Ended:
     """List runs and their saved states.
 
     The files of the saved states in FOLDER are not all read; `verify` reads them.
     """
     root = Path(folder)
     if not root.is_dir():
-        raise UnusableInput(f"there is no folder {folder}: give the one that holds the runs")
+        raise ValueError(f"there is no folder {folder}: give the one that holds the runs")
     rows = [run_row(SavedRun(path), path.name) for path in sorted(root.iterdir()) if is_run(path)]
     click.echo(runs_table(rows) if rows else f"{folder} holds no run")
     return {"folder": folder, "runs": rows}, any(row["damaged"] for row in rows)

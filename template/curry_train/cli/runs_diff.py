@@ -169,7 +169,7 @@ def _value(value: Any) -> str:
 @click.argument("a")
 @click.argument("b")
 @RESULTS_OPTION
-def runs_diff_command(a: str, b: str) -> Ended:
+def diff_command(a: str, b: str) -> Ended:
     """Compare two runs by their journals.
 
     Prints what differs in configuration, code, environment, events and costs, and the first step

@@ -12,7 +12,7 @@ from ..config import set_words
 from ..core.wording import format_count
 from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.store import SavedRun
-from .options import RESULTS_OPTION, WORDS_ARGUMENT, dtype_option
+from .options import RESULTS_OPTION, WORDS_ARGUMENT
 from .screen import Ended, echo_lines, screen_command, table
 
 # Bytes per parameter: the weights, and the weights with the state of AdamW.
@@ -71,9 +71,9 @@ def estimate_table(found: Mapping[str, Any]) -> str:
     required=True,
     help="Number of parameters, such as 7e9.",
 )
-@dtype_option(
+@click.option(
+    "--dtype",
     type=click.Choice(list(BYTES_PER_PARAMETER)),
-    callback=None,
     default="float32",
     help="Type of the weights.",
 )

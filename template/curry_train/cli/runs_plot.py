@@ -19,7 +19,7 @@ from .screen import Ended, screen_command
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
 @output_option("Write this PNG.", "--out", default="runs.png", show_default=True)
 @RESULTS_OPTION
-def runs_plot_command(names: tuple[str, ...], out: str) -> Ended:
+def plot_command(names: tuple[str, ...], out: str) -> Ended:
     """Draw runs from their journals.
 
     Draws loss, dev metric, learning rate, memory and events.

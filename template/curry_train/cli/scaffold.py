@@ -257,14 +257,14 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 # update
 
 PROJECT_ARGUMENT = click.argument(
-    "directory", metavar="[DIR]", default=".", type=click.Path(path_type=Path)
+    "root", metavar="[DIR]", default=".", type=click.Path(path_type=Path, resolve_path=True)
 )
 
 
 @screen_command("update", example="my-run --dry-run")
 @PROJECT_ARGUMENT
 @flag("List what would be written; write nothing.", "--dry-run")
-def update_command(directory: Path, dry_run: bool) -> None:
+def update_command(root: Path, dry_run: bool) -> None:
     """Merge a newer release into copied files.
 
     The release is the curry-train that runs; DIR is a project or a repository with techniques.
@@ -273,9 +273,8 @@ def update_command(directory: Path, dry_run: bool) -> None:
 
     Exit status: 0 merged, 1 with conflicts to resolve, 2 wrong usage.
     """
-    bundle = find_bundle()
-    root = Path(os.path.abspath(directory))
-    _bring(bundle, root, _lock_of(root), what="this release of curry-train", dry_run=dry_run)
+    what = "this release of curry-train"
+    _bring(find_bundle(), root, _lock_of(root), what=what, dry_run=dry_run)
 
 
 def _bring(bundle: Bundle, root: Path, lock: Lock, *, what: str, dry_run: bool) -> None:
@@ -344,22 +343,19 @@ def _numbers(version: str) -> tuple[int, ...]:
 @screen_command("diff", example="my-run --patch")
 @PROJECT_ARGUMENT
 @flag("Print what turns your files into the bundle's.", "--patch")
-def diff_command(directory: Path, patch: bool) -> None:
+def diff_command(root: Path, patch: bool) -> None:
     """Compare copied files with their origin.
 
     Each file in DIR is as it came, edited, newer in bundle, both, or missing.
 
     Exit status: 0 compared, 2 wrong usage.
     """
-    root = Path(os.path.abspath(directory))
     lock = _lock_of(root)
-    bundle = find_bundle()
-    compared = compare_files(root, lock, files_of_lock(bundle, lock, root))
+    compared = compare_files(root, lock, files_of_lock(find_bundle(), lock, root))
     for file in compared:
         click.echo(f"{file.state:<17}{file.path}")
         if patch:
-            for line in patch_lines(file):
-                click.echo(line, nl=False)
+            click.echo("".join(patch_lines(file)), nl=False)
     counts = Counter(file.state for file in compared)
     summary = ", ".join(f"{count} {state}" for state, count in counts.most_common())
     echo_lines(f"{_files(len(compared))}: {summary}")
@@ -407,7 +403,7 @@ def _files(count: int) -> str:
 
 @click.group(
     cls=LazyGroup,
-    lazy={name: COMMANDS[name] for name in ("new", "add", "update", "diff", "list")},
+    lazy={"scaffold": COMMANDS["scaffold"]},
     example="new my-run",
 )
 def scaffold_group() -> None:

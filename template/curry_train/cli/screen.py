@@ -6,10 +6,11 @@ Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
 
 import errno
-import importlib
+import functools
 import io
 import json
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import click
 
@@ -90,45 +91,52 @@ Ended = tuple[Mapping[str, Any], bool | int | UnusableInput]
 
 @contextmanager
 def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
-    """End a command in a few lines where its input or a file can't be used."""
+    """End a command in a few lines where its input, the environment or a file can't be used."""
     try:
         yield
-    except click.ClickException as error:
+        return
+    except KeyboardInterrupt:
+        click.echo("\ninterrupted", err=True)
+        raise click.exceptions.Exit(128 + signal.SIGINT) from None
+    except click.ClickException as raised:
+        error = raised
         if isinstance(error, click.NoSuchOption) and error.possibilities:
             del error.possibilities[1:]  # the first is the closest
-        # click writes this word before it, and a long path would go to the next line.
-        word = "Error: "
-        message = fill_screen(word + error.format_message(), indent="")[len(word) :]
-        error.format_message = lambda: message  # type: ignore[method-assign]
-        raise
-    except OSError as error:
-        if error.errno == errno.EPIPE or keeps_traceback:
+    except (OSError, ValueError, OverflowError, RuntimeError) as raised:
+        is_an_end = isinstance(raised, click.exceptions.Exit | click.Abort)
+        if keeps_traceback or is_an_end or getattr(raised, "errno", None) == errno.EPIPE:
             raise
-        what = error.strerror or error
-        if error.filename:
-            raise UnusableInput(f"{error.filename}: {what}") from error
-        raise UnusableInput(f"{what} ({place_of(error)})") from error
+        error = UnusableInput(in_few_lines(raised))
+    # click writes this word before it, and a long path would go to the next line.
+    word = "Error: "
+    message = fill_screen(word + error.format_message(), indent="")[len(word) :]
+    error.format_message = lambda: message  # type: ignore[method-assign]
+    raise error
 
 
-def place_of(error: BaseException) -> str:
-    """Return the file and the line of an error: the last that is in no other library."""
+def in_few_lines(error: Exception) -> str:
+    """Return the message of an error, with its place where the package did not mean to raise it."""
     frames = traceback.extract_tb(error.__traceback__)
+    # The last that is in no other library.
     *_, own = (
         frame
         for frame in frames
         if frame.filename.startswith(str(PACKAGE_FOLDER))
         or not frame.filename.startswith(LIBRARY_FOLDERS)
     )
-    return f"{Path(own.filename).name}:{own.lineno}"
+    place = f"{Path(own.filename).name}:{own.lineno}"
+    if isinstance(error, OSError):
+        what = error.strerror or error
+        return f"{error.filename}: {what}" if error.filename else f"{what} ({place})"
+    # Here, because it imports torch.
+    from ..runs.journal import printable
 
-
-def with_place(error: Exception) -> str:
-    """Return the message of an error, with its place where the package did not mean to raise it."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error)
+    last = frames[-1]
     is_meant = last.filename.startswith(str(PACKAGE_FOLDER)) and str(last.line).startswith("raise ")
-    if is_meant or type(error).__module__.startswith(f"{__package__.split('.')[0]}."):
-        return str(error)
-    return f"{type(error).__name__}: {error} ({place_of(error)})"
+    if not (is_meant or type(error).__module__.startswith(f"{__package__.split('.')[0]}.")):
+        text = f"{type(error).__name__}: {error} ({place})"
+    return "\n".join(printable(line, longest=1000) for line in text.split("\n"))
 
 
 @contextmanager
@@ -195,7 +203,7 @@ class ScreenCommand(click.Command):
         path = ctx.params.pop("json_path", None)
         kept = standard_output_kept() if path == "-" else nullcontext()
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
-            ended = self._ended(ctx)
+            ended: Ended | None = super().invoke(ctx)
         if ended is None:
             return
         results, status = ended
@@ -205,25 +213,6 @@ class ScreenCommand(click.Command):
             if isinstance(status, UnusableInput):
                 raise status
         self.leave(int(status))
-
-    def _ended(self, ctx: click.Context) -> Ended | None:
-        try:
-            ended: Ended | None = super().invoke(ctx)
-            return ended
-        except (click.exceptions.Exit, click.Abort):
-            raise
-        except KeyboardInterrupt:
-            click.echo("\ninterrupted", err=True)
-            ctx.exit(128 + signal.SIGINT)
-        except (ValueError, OverflowError, RuntimeError) as error:
-            if self.keeps_traceback:
-                raise
-            # The input is wrong, or the environment.
-            from ..runs.journal import printable
-
-            lines = with_place(error).split("\n")
-            message = "\n".join(printable(line, longest=1000) for line in lines)
-            raise UnusableInput(message) from error
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of each section; a group has its commands first."""
@@ -251,38 +240,44 @@ def flag(text: str, *names: str) -> Callable[[Any], Any]:
     return click.option(*names, is_flag=True, help=text)
 
 
-def screen_command(name: str, *, example: str, **settings: Any) -> Callable[[Any], ScreenCommand]:
-    """Return the decorator of a command, with the settings of `ScreenCommand`."""
-    return click.command(name, cls=ScreenCommand, example=example, **settings)
+# The decorator of a command, with its name and the settings of `ScreenCommand`.
+screen_command = functools.partial(click.command, cls=ScreenCommand)
+
+
+class ListedCommand(click.Command):
+    """The name and summary of a command, which are all that a page of help and a shell need."""
+
+    def __init__(self, module: str, name: str, summary: str) -> None:
+        super().__init__(name, short_help=summary)
+        self.place = f"{__package__}.{module}:{name.replace('-', '_')}_command"
+
+    def load(self) -> click.Command:
+        """Import the command."""
+        loaded: click.Command = pkgutil.resolve_name(self.place)
+        return loaded
+
+    def make_context(self, *args: Any, **settings: Any) -> click.Context:
+        return self.load().make_context(*args, **settings)
 
 
 class LazyGroup(ScreenCommand, click.Group):
     """A group of commands in modules of this folder, so that `--help` does not import torch.
 
-    `lazy` maps the name of a command to its place, as `module:attribute`, and its summary.
+    `lazy` has for each module the names of its commands, each with its summary. The command
+    `grad-flow` is `grad_flow_command` there.
     """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str]], **settings: Any) -> None:
-        # Their names and summaries, which are all that a page of help and a shell need.
-        listed = {name: click.Command(name, short_help=lazy[name][1]) for name in lazy}
+    def __init__(self, *args: Any, lazy: Mapping[str, Mapping[str, str]], **settings: Any) -> None:
+        listed = {
+            name: ListedCommand(module, name, summary)
+            for module, summaries in lazy.items()
+            for name, summary in summaries.items()
+        }
         settings["context_settings"] = {"help_option_names": ["-h", "--help"]}
         super().__init__(*args, commands=listed, keeps_traceback=True, **settings)
-        self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self.lazy]
-
-    def load(self, name: str) -> click.Command:
-        """Import the command of this name."""
-        module, _, attribute = self.lazy[name][0].partition(":")
-        loaded = importlib.import_module(f".{module}", __package__)
-        return cast(click.Command, getattr(loaded, attribute))
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, listed, rest = super().resolve_command(ctx, args)
-        return name, listed and self.load(args[0]), rest
+        return [*self.commands]
 
 
 # Signals.
@@ -303,7 +298,7 @@ def supervise() -> None:
     files go into a folder of their own, which is removed.
     """
     pipe = os.environ.pop(SUPERVISED_VARIABLE, None)
-    if pipe is not None and os.getpgrp() == os.getpid():
+    if pipe is not None:
         threading.Thread(target=_end_with_parent, args=[int(pipe)], daemon=True).start()
     if pipe is not None or os.name == "nt":
         return
@@ -319,13 +314,15 @@ def supervise() -> None:
 
     with tempfile.TemporaryDirectory(prefix="curry-train-", ignore_cleanup_errors=True) as folder:
         read_end, _ = os.pipe()
-        variables = os.environ | {"TMPDIR": folder, SUPERVISED_VARIABLE: str(read_end)}
-        # The tracker warns of what it removes when the others have been ended.
-        quiet = filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"])
-        variables["PYTHONWARNINGS"] = ",".join(quiet)
+        variables = {
+            "TMPDIR": folder,
+            SUPERVISED_VARIABLE: str(read_end),
+            # The tracker warns of what it removes when the others have been ended.
+            "PYTHONWARNINGS": f"{os.environ.get('PYTHONWARNINGS', '')},ignore:resource_tracker",
+        }
         command = [sys.executable, *sys.orig_argv[1:]]
         process = subprocess.Popen(
-            command, env=variables, start_new_session=True, pass_fds=[read_end]
+            command, env=os.environ | variables, start_new_session=True, pass_fds=[read_end]
         )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)

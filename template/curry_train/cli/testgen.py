@@ -28,35 +28,22 @@ from .options import (
     BLOCKS_OPTION,
     DEFAULT_BATCH_SIZE,
     DEVICE_OPTION,
+    DTYPE_OPTION,
     SEED_OPTION,
-    dtype_option,
     model_option,
     output_option,
     program_option,
     samples_of,
     settle_blocks,
 )
-from .screen import LIBRARY_FOLDERS, UnusableInput, flag, literal, render_template, screen_command
+from .screen import LIBRARY_FOLDERS, flag, literal, render_template, screen_command
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
 
 
-def render_loop(script: str, *arguments: str, out: Path, command: str) -> str:
-    """Return the text of a test that checks the loop of a script."""
-    return render_template(
-        Path(__file__).with_name("test_loop.py.jinja"),
-        mark=GENERATED_FILE_MARK,
-        version=__version__,
-        command=command,
-        script=script,
-        path=_path_expression(Path(script).resolve(), out),
-        arguments=arguments,
-    )
-
-
-def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
-    """Return the text of the test file; `options` are those of the command line.
+def values_of_gates(spec: str, out: Path, **options: Any) -> dict[str, Any]:
+    """Return what the template of the gates names; `options` are those of the command line.
 
     The model and gates are loaded and run once first; a ValueError names what is wrong.
     """
@@ -71,21 +58,17 @@ def render(spec: str, out: Path, *, command: str, **options: Any) -> str:
     if options["package"] != DEFAULT_PACKAGE_NAME:
         modules.append(options["package"])
     roots = {Path.cwd().resolve(), *_import_roots(modules)}
-    return render_template(
-        Path(__file__).with_name("test_gates.py.jinja"),
-        recipe=options | {"batch_size": size},
-        source=source,
-        spec=spec,
-        mark=GENERATED_FILE_MARK,
-        version=__version__,
-        command=command,
-        roots=[_path_expression(root, out) for root in sorted(roots)],
-        prefix=spec.removesuffix(source),
-        path=_path_expression(Path(source).expanduser().resolve(), out) if is_file else None,
-        patterns=patterns,
+    return {
+        "recipe": options | {"batch_size": size},
+        "source": source,
+        "spec": spec,
+        "roots": [_path_expression(root, out) for root in sorted(roots)],
+        "prefix": spec.removesuffix(source),
+        "path": _path_expression(Path(source), out) if is_file else None,
+        "patterns": patterns,
         # Blocks that the model's containers don't give are chosen again in each run of the tests.
-        chosen=settle_blocks(case)[0].blocks != case.blocks,
-    )
+        "chosen": settle_blocks(case)[0].blocks != case.blocks,
+    }
 
 
 def _import_roots(names: list[str]) -> Iterator[Path]:
@@ -93,13 +76,13 @@ def _import_roots(names: list[str]) -> Iterator[Path]:
     installed = {Path(folder).resolve() for folder in LIBRARY_FOLDERS}
     for name in names:
         top = sys.modules[name.partition(".")[0]]
-        location = next(iter(getattr(top, "__path__", [])), top.__file__)
-        root = Path(location).resolve().parent if location else None
-        if root is not None and root not in installed:
+        place = next(iter(getattr(top, "__path__", [])), top.__file__)
+        root = Path(str(place)).resolve().parent
+        if root not in installed:
             yield root
 
 
-def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
+def _checked_patterns(package: str, gates: tuple[str, ...]) -> list[str]:
     """Return globs over gate names; a technique becomes all of its gates.
 
     A pattern that matches no gate is an error.
@@ -112,12 +95,13 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> tuple[str, ...]:
             "of its own, such as mylib.training; run from the folder that holds it"
         ) from None
     discover(gates)
-    return tuple(f"{one}/*" if one in TECHNIQUES else one for one in gates) or ("*",)
+    return [f"{one}/*" if one in TECHNIQUES else one for one in gates] or ["*"]
 
 
 def _path_expression(path: Path, out: Path) -> str:
     """Return the expression of a path in a file at `out`; both can move together."""
-    names = PurePath(os.path.relpath(path, out.resolve().parent)).parts
+    place = path.expanduser().resolve()
+    names = PurePath(os.path.relpath(place, out.resolve().parent)).parts
     expression = f"Path(__file__).resolve().parents[{names.count('..')}]"
     below = PurePath(*[name for name in names if name != ".."]).as_posix()
     return expression if below == "." else f"{expression} / {literal(below)}"
@@ -139,7 +123,7 @@ def _path_expression(path: Path, out: Path) -> str:
     help="Only these gates: a technique or a glob. Repeatable.",
 )
 @DEVICE_OPTION
-@dtype_option()
+@DTYPE_OPTION
 @BATCH_SIZE_OPTION
 @SEED_OPTION
 @click.option(
@@ -150,7 +134,7 @@ def _path_expression(path: Path, out: Path) -> str:
     help="Where the gates are, such as mylib.training.",
 )
 @flag("Replace FILE even if something else wrote it.", "--overwrite")
-def testgen_command(
+def gen_tests_command(
     model: str | None, program: list[str], out: str, overwrite: bool, **options: Any
 ) -> None:
     """Write a pytest file that runs every gate.
@@ -164,18 +148,26 @@ def testgen_command(
     path = Path(out)
     shown = PurePath(os.path.relpath(out)).as_posix()
     # A device such as /dev/full may have no end.
-    found = path.read_text(encoding="utf-8") if path.is_file() else None
-    if not (overwrite or found is None or GENERATED_FILE_MARK in found):
-        raise UnusableInput(
+    is_foreign = path.is_file() and GENERATED_FILE_MARK not in path.read_text(encoding="utf-8")
+    if is_foreign and not overwrite:
+        raise ValueError(
             f"{shown} was not written by this command: choose another --out, or add --overwrite"
         )
-    # An option a line.
-    typed = provenance()["command"]
-    command = "    " + re.sub(r" (?=--)", r" \\\n        ", typed)
     if kind == "script":
-        text = render_loop(*words, out=path, command=command)
+        template = "test_loop.py.jinja"
+        expression = _path_expression(Path(words[0]), path)
+        values = {"script": words[0], "path": expression, "arguments": words[1:]}
     else:
-        text = render(model or TRAINER_PREFIX + words[0], path, command=command, **options)
+        template = "test_gates.py.jinja"
+        values = values_of_gates(model or TRAINER_PREFIX + words[0], path, **options)
+    text = render_template(
+        Path(__file__).with_name(template),
+        mark=GENERATED_FILE_MARK,
+        version=__version__,
+        # An option a line.
+        command="    " + re.sub(r" (?=--)", r" \\\n        ", provenance()["command"]),
+        **values,
+    )
     write_output(path, text)
     python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
     click.echo(

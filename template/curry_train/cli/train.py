@@ -53,10 +53,10 @@ from ..trainer import (
 from ..workloads.models import load_object, load_workload
 from ..workloads.workload import Batch, Case, WorkloadError
 from .options import (
+    DTYPES,
     RESULTS_OPTION,
     WORDS_ARGUMENT,
     choose_device,
-    dtype_option,
     model_option,
     number_option,
 )
@@ -94,10 +94,9 @@ def open_named_run(config: Config, *, resume: str | None = None) -> Iterator[Tra
         dtype = TRAINING_DTYPES[config.dtype]
         case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
         task = named_task(config, case)
-        opened = open_run(
+        with open_run(
             config, task, ranks=ranks, device=device, resume=resume, load_plan=Plan.load
-        )
-        with opened as run:
+        ) as run:
             yield run
 
 
@@ -160,7 +159,7 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 )
 @model_option("model", more=". Same as model=.")
 @click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
-@dtype_option(help="Same as dtype=.", callback=None)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
 @number_option("Samples per step; same as batch_size=.", "--batch-size")
 @number_option("Same as seed=.", "--seed", least=0)
 @RESULTS_OPTION
@@ -300,8 +299,9 @@ def describe_training(run: TrainingRun) -> str:
     if run.changed:
         recompute = f", {config.recomputation().strategy} on {len(run.changed)} layers"
     resumed = run.attached.resumed
-    is_noted = resumed and (resumed.damaged or resumed.notes)
-    noted = f"\n{resumed.words}" if resumed and is_noted else ""
+    noted = ""
+    if resumed and (resumed.damaged or resumed.notes):
+        noted = f"\n{resumed.words}"
     return (
         f"{run.folder}: {run.task.name}, {run.num_parameters / 1e6:.2f}M parameters, "
         f"{len(run.stream.dataset):,} samples{started}\n"
