@@ -23,7 +23,7 @@ from ..core.generators import seed_generators
 from ..core.measure import FlopCount, bytes_on_device, is_out_of_memory, peak_of_step, tensors_in
 from ..core.measure_compiled import count_executed_flops, holds_compiled_code, measure_allocated
 from ..core.timing import Clock, Ratio, Spread, paired_ratio, spread_of, time_in_turns, wait_for
-from ..core.wording import did_you_mean
+from ..core.wording import did_you_mean, error_in_a_line
 from ..plan.optimizers import make_optimizer
 from ..plan.saved import Plan
 from ..primitives import chunked_loss
@@ -157,8 +157,7 @@ class SetupRow:
             self.why = f"{case.batch_size} samples do not fit into the memory of {case.device}"
         elif isinstance(error, RuntimeError):
             self.outcome = FAILED_OUTCOME
-            first_line = str(error).strip().partition("\n")[0]
-            self.why = f"{type(error).__name__}: {first_line}"
+            self.why = error_in_a_line(error)
         else:
             self.outcome = REFUSED_OUTCOME
             self.why = " ".join(str(error).split())

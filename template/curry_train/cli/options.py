@@ -19,8 +19,7 @@ from click.core import ParameterSource
 
 from ..core.blocks import NoBlocks
 from ..core.timing import NoSuchDevice, find_device
-from ..core.wording import provenance, write_output
-from ..gates.verdict import error_in_a_line
+from ..core.wording import error_in_a_line, provenance, write_output
 from ..primitives.running_blocks import BlockChoice
 from ..workloads.models import (
     BUILTIN_WORKLOADS,

@@ -16,7 +16,7 @@ import click
 
 from ..core.blocks import find_blocks
 from ..core.measure import heap_kept
-from ..core.wording import format_duration, format_seconds
+from ..core.wording import error_in_a_line, format_duration, format_seconds
 from ..gates.first_look import FailureCause, explained, look
 from ..gates.implementation import CONTRACTS, Implementation, load_implementation
 from ..gates.loop_events import grouped

@@ -206,3 +206,9 @@ def some_of(texts: Sequence[str], most: int = 6) -> str:
     """Write the first of several texts, and how many more there are."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{', '.join(texts[:most])}{more}"
+
+
+def error_in_a_line(error: BaseException) -> str:
+    """Return the type and the first line of an error; torch goes on with advice on itself."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}".removesuffix(": ")

@@ -82,19 +82,26 @@ CONTRACTS: Mapping[str, Contract] = {
 }
 
 
-class Implementation:
-    """A callable to check in place of ours, and how often it was called."""
+class Counted:
+    """A function of the user's, and how often it was called."""
 
-    def __init__(self, name: str, spec: str, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
-        self.name = name  # of its contract
-        self.spec = spec  # package.module:function
         self.function = function
         self.num_calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.num_calls += 1
         return self.function(*args, **kwargs)
+
+
+class Implementation(Counted):
+    """A callable to check in place of ours."""
+
+    def __init__(self, name: str, spec: str, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.name = name  # of its contract
+        self.spec = spec  # package.module:function
 
     def __reduce__(self) -> tuple[Callable[[str], "Implementation"], tuple[str]]:
         """Let another process load it by its name, where it is called."""

@@ -20,7 +20,6 @@ import multiprocessing
 import operator
 import tomllib
 import traceback
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -32,12 +31,13 @@ import torch
 
 from ..core.blocks import NoBlocks
 from ..core.wording import did_you_mean
+from ..core.wording import error_in_a_line as error_in_a_line
 from ..plan.optimizers import NeedsClosure
 from ..runs.random_state import num_cores
 from ..workloads.models import load_workload, users_frames
 from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
-from .implementation import CONTRACTS, Implementation
+from .implementation import CONTRACTS, Counted, Implementation
 
 T = TypeVar("T")
 LESS_MEMORY = "try a smaller --batch-size, or --shrink"
@@ -132,15 +132,18 @@ class Gate:
                 named = ", ".join(one.name for one in given)
                 why = f"takes --impl of {' and '.join(self.takes)}, and {named} was given"
             return not_applicable(self.name, why)
-        workload, calls = with_calls_counted(case.workload)
-        calls.clear()
-        num_before = sum(one.num_calls for one in given)
+        workload, build, loss = with_calls_counted(case.workload)
+        for one in (build, loss, *given):
+            one.num_calls = 0
         verdict = self._checked(replace(case, workload=workload), taken)
-        if verdict.required == TO_RUN and not calls["loss"]:
-            calls["model"] = 0  # built, and the gate ended before a batch reached it
-        calls["implementation"] = sum(one.num_calls for one in given) - num_before
-        calls["machine"] = int(self.machine)
-        return replace(verdict, ran=tuple(kind for kind in KINDS_THAT_RUN if calls[kind]))
+        ran = {
+            # A gate may end before a batch reaches the model that it built.
+            "model": build.num_calls and (loss.num_calls or verdict.required != TO_RUN),
+            "loss": loss.num_calls,
+            "implementation": any(one.num_calls for one in given),
+            "machine": self.machine,
+        }
+        return replace(verdict, ran=tuple(kind for kind in ran if ran[kind]))
 
     def _checked(self, case: Case, given: Mapping[str, Implementation]) -> Verdict:
         """Return the verdict; a check that fails on the user's model is a gate that fails."""
@@ -172,12 +175,6 @@ class Gate:
         return not_applicable(self.name, why)
 
 
-def error_in_a_line(error: BaseException) -> str:
-    """Return the type and the first line of an error; torch goes on with advice on itself."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def where_to_look(error: BaseException) -> str:
     """Name the user's own line: the last of the traceback that is in no library and not ours."""
     if isinstance(error, SyntaxError):
@@ -207,24 +204,14 @@ def drop_shared_results() -> None:
 
 
 @shared
-def with_calls_counted(workload: Workload) -> tuple[Workload, Counter[str]]:
-    """Return the workload with functions that count their calls, and the counts.
+def with_calls_counted(workload: Workload) -> tuple[Workload, Counted, Counted]:
+    """Return the workload with functions that count their calls, and these: build and loss.
 
     The same workload gives the same object again, so that results which gates share stay valid.
     """
-    calls = Counter[str]()
-
-    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any) -> Any:
-            calls[kind] += 1
-            return function(*args)
-
-        return call
-
-    build = counting("model", workload.build)
-    loss = counting("loss", workload.loss)
-    return replace(workload, build=build, loss=loss), calls
+    build = Counted(workload.build)
+    loss = Counted(workload.loss)
+    return replace(workload, build=build, loss=loss), build, loss
 
 
 # Find the gates of techniques, each by the name of its module.
