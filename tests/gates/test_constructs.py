@@ -32,8 +32,11 @@ NEED_NOT_APPLY = {
         "layers.0: the model recomputes these by itself",
     ),
     "drops_layers": (["memory-plan/*", "recompute/budget"], ""),
-    "keeps_last": ([], "last: a tensor of the last call stays in the module"),
-    "keeps_in_closure": (["recompute/memory"], "3 tensors of a step"),
+    "keeps_last": ([], "last: tensors of a step stay alive"),
+    "keeps_in_closure": (
+        ["recompute/memory"],
+        "stay alive after it, 3 from one of shape",
+    ),
     "raises_in_eval": (
         ["*-*/*", "*/off", *TWO_RANKS],
         "the model raises RuntimeError in eval mode",
@@ -61,7 +64,6 @@ NEED_NOT_APPLY = {
     "lazy": (["memory-plan/*"], "lazy modules"),
     "frozen": (ON_BLOCKS, "run in eval mode"),
     "partly_unused": (ON_BLOCKS, "unused.0 to unused.2: never called"),
-    "quantized": (ON_BLOCKS, "no gradient comes back"),
     "opens_in_place": (ON_BLOCKS, "the input is overwritten, as by an in-place activation"),
     "overwrites": (["sac/*", *TWO_RANKS, "recompute/memory"], ""),
     "ragged": (["*"], "nested tensors"),

@@ -15,7 +15,7 @@ from curry_train.primitives import train_window
 from curry_train.workloads import Case
 
 from ..plan_models import squares
-from ..saboteurs.saboteurs import case_of, gates, verdict_of
+from ..saboteurs.saboteurs import case_of, gates
 from ..toy_steps import activated, stacked
 
 
@@ -95,10 +95,11 @@ def cancelling():
 
 def test_rounding_is_no_coupling_however_large():
     case = Case(cancelling())
-    verdict = verdict_of(grad_accum.equal_windows, case)
+    gate = gates()["grad-accum/equal"]
+    verdict = gate.run(case)
     assert verdict.passed, verdict
     assert float(verdict.required.split()[2]) > 1e-5
-    assert verdict_of(grad_accum.equal_windows, case, train_window=last_alone).passed is False
+    assert gate.check(case, train_window=last_alone)[2]
 
 
 def test_a_loop_that_divides_gradients_has_the_same_random_numbers():
@@ -114,7 +115,7 @@ def test_a_loop_that_divides_gradients_has_the_same_random_numbers():
 
 
 def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared(monkeypatch):
-    held, refused = {"measured": "error 0.5", "is_wrong": False}, {"refused": "no DDP here"}
+    held, refused = ("error 0.5", True), ("no DDP here", None)
 
     def outcome(*results):
         monkeypatch.setattr(two_ranks, "_on_two_ranks", lambda *_: results)
@@ -122,7 +123,7 @@ def test_a_wrapper_that_rank_1_alone_refuses_is_not_compared(monkeypatch):
 
     measured, _, hint = outcome({"DDP": held, "FSDP2": held}, {"DDP": refused, "FSDP2": held})
     assert (measured, hint) == ("DDP not compared: no DDP here; FSDP2 error 0.5", "")
-    wrong = {"measured": "error 0.7", "is_wrong": True}
+    wrong = "error 0.7", False
     measured, _, hint = outcome({"DDP": held, "FSDP2": held}, {"DDP": wrong, "FSDP2": held})
     assert measured == "DDP error 0.7 on rank 1; FSDP2 error 0.5"
     assert hint == "mend it"

@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/bench tests/core tests/plan tests/runs`.
 """
 
 import contextlib
-import functools
 import gc
 import weakref
 from collections import Counter, defaultdict
@@ -650,25 +649,6 @@ def as_trained(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def forward_flops(blocks: Iterable[nn.Module], run: Callable[[], Any]) -> int:
-    """Count the FLOPs that blocks spend during `run`, over all their calls."""
-    counter = FlopCount()
-    # The FLOPs counted so far: at the end of each call, and at its beginning with a minus.
-    spent: list[int] = []
-
-    def note(sign: int, *_: Any) -> None:
-        spent.append(sign * counter.flops)
-
-    with contextlib.ExitStack() as hooks:
-        for block in blocks:
-            begin, end = (functools.partial(note, sign) for sign in (-1, 1))
-            hooks.enter_context(block.register_forward_pre_hook(begin))
-            hooks.enter_context(block.register_forward_hook(end))
-        hooks.enter_context(counter)
-        run()
-    return sum(spent)
 
 
 # Recognize errors that mean that the device is out of memory.

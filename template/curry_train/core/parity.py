@@ -170,15 +170,19 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     A gradient's error is relative to its own norm or to a hundredth of the norm of all gradients,
     whichever is larger. So rounding in a gradient that is zero in exact arithmetic does not count
     as a difference.
+
+    Where both have as many values, they are compared in order, under the names of the reference:
+    wrappers around modules add to the names.
     """
+    gradients = _named_as(reference.gradients, candidate.gradients)
     norms = [
         gradient.norm().item() for gradient in reference.gradients.values() if gradient is not None
     ]
     floor = 0.01 * math.hypot(*norms)
     found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
     for kind, least, was, now in (
-        ("gradient", floor, reference.gradients, candidate.gradients),
-        ("buffer", 0.0, reference.buffers, candidate.buffers),
+        ("gradient", floor, reference.gradients, gradients),
+        ("buffer", 0.0, reference.buffers, _named_as(reference.buffers, candidate.buffers)),
     ):
         found += [
             Difference(kind, name, _error(was.get(name), now.get(name), floor=least))
@@ -191,10 +195,14 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     return Parity(
         worst=max(difference.error for difference in found),
         differences=tuple(difference for difference in found if not difference.error <= tolerance),
-        without_gradient=tuple(
-            name for name, gradient in candidate.gradients.items() if gradient is None
-        ),
+        without_gradient=tuple(name for name, gradient in gradients.items() if gradient is None),
     )
+
+
+def _named_as(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> Mapping[str, Any]:
+    if len(reference) != len(candidate) or reference.keys() == candidate.keys():
+        return candidate
+    return dict(zip(reference, candidate.values(), strict=True))
 
 
 def _error(reference: Tensor | None, candidate: Tensor | None, *, floor: float) -> float:

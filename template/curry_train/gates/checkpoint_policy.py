@@ -22,7 +22,7 @@ from ..plan.optimizers import make_optimizer
 from ..runs.attach import saving
 from ..workloads.workload import Case
 from .own_training import different_names, new_batch, new_training, printed_state, take_user_step
-from .two_ranks import Found, Wrapped, compare_on_ranks, differing, under_both
+from .two_ranks import Found, Measured, Wrapped, compare_on_ranks, under_both
 from .verdict import Gate, Outcome
 
 # Steps of the training, and where it is stopped.
@@ -32,20 +32,14 @@ STOPPED_AFTER = 2
 
 def compare_resumed(case: Case, *, attach: Callable[..., Any] = saving) -> Outcome:
     """Stop a training, resume it in new objects, and compare it with one that was not stopped."""
+
+    def make(resumes: bool) -> tuple[nn.Module, Optimizer]:
+        return new_training(case, seed=case.seed + resumes)
+
     with tempfile.TemporaryDirectory(prefix="checkpoint-gate-") as folder:
-
-        def train(name: str, *, until: int, resumes: bool = False) -> dict[str, str]:
-            seed = case.seed + resumes
-            model, optimizer = new_training(case, seed=seed)
-            return _train(
-                case, model, optimizer, attach, Path(folder, name), until=until, seed=seed
-            )
-
-        expected = train("straight", until=NUM_STEPS)
-        train("resumed", until=STOPPED_AFTER)
-        found = train("resumed", until=NUM_STEPS, resumes=True)
+        train, expected, wrong = _resumed(case, make, attach, Path(folder), seed=case.seed)
         hint = ""
-        if wrong := different_names(found, expected):
+        if wrong:
             saved = train("stopped", until=STOPPED_AFTER)
             restored = train("stopped", until=STOPPED_AFTER, resumes=True)
             hint = f"{wrong[0]} differs: a part of the model is not in its state_dict()"
@@ -77,58 +71,63 @@ def compare_resumed_ranks(case: Case, *, attach: Callable[..., Any] = saving) ->
 def _resume_on_rank(case: Case, folder: str, attach: Callable[..., Any]) -> Found:
     """Compare a resumed training on this rank with one that was not stopped."""
 
-    def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
-        def train(name: str, *, until: int, resumes: bool = False) -> dict[str, str]:
-            model = wrapped()
-            optimizer = make_optimizer("adamw", model)
-            with torch.no_grad():
-                for parameter in model.parameters() if resumes else ():
-                    parameter.zero_()
-            seed = case.seed + dist.get_rank() + 10 * resumes
-            runs = Path(folder, kind, name)
-            return _train(case, model, optimizer, attach, runs, until=until, seed=seed)
+    def measure(wrapped: Wrapped, kind: str) -> Measured:
+        def make(resumes: bool) -> tuple[nn.Module, Optimizer]:
+            model = wrapped(seeds_further=resumes)
+            return model, make_optimizer("adamw", model)
 
-        expected = train("straight", until=NUM_STEPS)
-        train("resumed", until=STOPPED_AFTER)
-        found = train("resumed", until=NUM_STEPS, resumes=True)
-        return differing(len(expected), different_names(found, expected))
+        seed = case.seed + dist.get_rank()
+        _, expected, wrong = _resumed(case, make, attach, Path(folder, kind), seed=seed)
+        first = f" ({wrong[0]})" if wrong else ""
+        return f"{len(expected):,} values, {len(wrong)} differ{first}", not wrong
 
     # Routed experts are used at some steps alone.
-    return under_both(case, case.batch(), measure, unused=True)
+    return under_both(case, [case.batch()], measure, unused=True)
 
 
-def _train(
+# Trains a run of this name until a step, from what its folder holds, and returns the state by name.
+Train = Callable[..., dict[str, str]]
+
+
+def _resumed(
     case: Case,
-    model: nn.Module,
-    optimizer: Optimizer,
+    make: Callable[[bool], tuple[nn.Module, Optimizer]],
     attach: Callable[..., Any],
-    runs: Path,
+    folder: Path,
     *,
-    until: int,
     seed: int,
-) -> dict[str, str]:
-    """Train until a step, from what the folder holds, and return the state by name.
+) -> tuple[Train, dict[str, str], list[str]]:
+    """Train straight on, and with a stop; return how, the state at the end and what differs then.
 
-    Random numbers start from a seed, where they are not restored.
+    `make` gets whether the run resumes; then the model has other values, and random numbers start
+    from another seed, where they are not restored.
     """
-    with seeded(seed):
-        with attach(model, optimizer, runs=runs, rollback_every=STOPPED_AFTER) as run:
-            for _ in run.batches(range(NUM_STEPS + 1)):
-                if run.steps == until:
-                    break
-                batch = new_batch(case)
-                weight = 1 + 0.01 * (random.random() + numpy.random.rand())
-                # Blocks that drop out at random have to be the same ones on each rank.
-                with seeded(case.seed + run.steps):
-                    loss = take_user_step(case, model, optimizer, batch, weight=weight)
-                run.step(loss=loss)
-        generator = {
-            "torch": torch.rand(1),
-            "python": random.random(),
-            "numpy": float(numpy.random.rand()),
-        }
-        counter = {"step": run.steps, "position": run.state.position}
-        return printed_state(model, optimizer, generator=generator, counter=counter)
+
+    def train(name: str, *, until: int, resumes: bool = False) -> dict[str, str]:
+        model, optimizer = make(resumes)
+        with seeded(seed + 10 * resumes):
+            with attach(model, optimizer, runs=folder / name, rollback_every=STOPPED_AFTER) as run:
+                for _ in run.batches(range(NUM_STEPS + 1)):
+                    if run.steps == until:
+                        break
+                    batch = new_batch(case)
+                    weight = 1 + 0.01 * (random.random() + numpy.random.rand())
+                    # Blocks that drop out at random have to be the same ones on each rank.
+                    with seeded(case.seed + run.steps):
+                        loss = take_user_step(case, model, optimizer, batch, weight=weight)
+                    run.step(loss=loss)
+            generator = {
+                "torch": torch.rand(1),
+                "python": random.random(),
+                "numpy": float(numpy.random.rand()),
+            }
+            counter = {"step": run.steps, "position": run.state.position}
+            return printed_state(model, optimizer, generator=generator, counter=counter)
+
+    expected = train("straight", until=NUM_STEPS)
+    train("resumed", until=STOPPED_AFTER)
+    found = train("resumed", until=NUM_STEPS, resumes=True)
+    return train, expected, different_names(found, expected)
 
 
 GATES = (

@@ -36,8 +36,6 @@ from ..workloads.workload import Case, map_tensors
 from .same_training import uncompiled
 from .verdict import Verdict
 
-# Gates that compare calls of one module, or a whole batch with its parts.
-COMPARE_CALLS = ("grad-accum/*",)
 # Gates of strategies that measure the model before they change it, which moves its state.
 MEASURE_FIRST = (
     "recompute/parity-sequential",
@@ -71,14 +69,12 @@ MEASURE_TENSORS = (
     "recompute/parity-sequential",
     "sac/regions",
 )
-# Gates that predict what backward recomputes in each block.
-EXPECT_BACKWARD = ("recompute/flops", "sac/products")
 # Gates that count calls in blocks, of which some may run in backward already.
-COUNT_CALLS = (*EXPECT_BACKWARD, "grad-flow/*", "recompute/off", "sac/regions")
+COUNT_CALLS = ("grad-flow/*", "recompute/flops", "recompute/off", "sac/products", "sac/regions")
 # Gates that count the bytes of one step, or take several steps of one module.
 HOLD_ONE_STEP = ("memory-plan/*", "recompute/memory", "sac/regions")
 # Gates that compare one step of a module with a later one, or with a step of another module.
-COMPARE_STEPS = (*COMPARE_CALLS, *MEASURE_FIRST, *HOLD_ONE_STEP)
+COMPARE_STEPS = ("grad-accum/*", *MEASURE_FIRST, *HOLD_ONE_STEP)
 # Gates that restore what a checkpoint holds.
 RESUMED_GATES = ("checkpoint-policy/bitwise", "checkpoint-policy/two-ranks", "loss-spike/*")
 # Traits of blocks under which no technique on them has an effect, or none can be applied.
@@ -179,15 +175,6 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
     elif "writing" in reasons:
         # Other blocks could be judged, but a step with these can't run.
         yield FailureCause(reasons["writing"][0], CHANGE_BLOCKS)
-    mixed = [
-        name for name in names if len({call.trains for call in record.calls.get(name, ())}) == 2
-    ]
-    if mixed:
-        yield FailureCause(
-            f"{listed(mixed)}: a forward also runs these without gradients or in eval mode, as "
-            "self-conditioning does, which is not recomputed and counts in what a call computes",
-            EXPECT_BACKWARD,
-        )
     if record.runs_backward:
         cause = (
             "forward or loss takes derivatives of the model: a backward inside forward, which "
@@ -275,7 +262,7 @@ def _numbers_and_generators(module: nn.Module) -> dict[str, Any]:
 def _on_step(
     case: Case, batch: Any, names: Sequence[str], *, saves: bool
 ) -> Iterator[FailureCause]:
-    """Find gradients that are not dense, and blocks that get none."""
+    """Find what a step leaves or runs again by itself, and gradients that are not dense."""
     module = case.build()
     again: list[str] = []
     # A block may checkpoint a part of itself.
@@ -296,24 +283,18 @@ def _on_step(
     left = dict.fromkeys(
         one for one in _living_tensors() if id(one) not in before and one not in known
     )
-    kept = {
-        one: f"{name}{keystr(path)}"
-        for name, value in _own_attributes(module)
-        for path, one in tree_flatten_with_path(value)[0]
-        if isinstance(one, Tensor) and one in left
-    }
-    if kept:
+    if left:
+        kept = [
+            f"{name}{keystr(path)}"
+            for name, value in _own_attributes(module)
+            for path, one in tree_flatten_with_path(value)[0]
+            if isinstance(one, Tensor) and one in left
+        ]
+        where = listed(kept) or "a closure or a list outside of the modules"
+        shape = tuple(next(iter(left)).shape)
         yield FailureCause(
-            f"{listed([*kept.values()])}: a tensor of the last call stays in the module, with its "
-            "graph if it has one, and counts in what the next step holds; reset it before each "
-            "step",
-            HOLD_ONE_STEP,
-        )
-    others = [tuple(one.shape) for one in left if one not in kept]
-    if others:
-        yield FailureCause(
-            f"{len(others)} tensors of a step, the first of shape {others[0]}, stay alive after "
-            "it, in a closure or a list outside of the modules, and count in what the next step "
+            f"{where}: tensors of a step stay alive after it, {len(left)} from one of shape "
+            f"{shape} on, with their graph if they have one, and count in what the next step "
             "holds; let go of them after each step",
             HOLD_ONE_STEP,
         )
@@ -335,22 +316,6 @@ def _on_step(
             "compares; train with sparse=False, or judge the rest of the model",
             ("*",),
             symptom="sparse",
-        )
-    # A backward gave none of their trained parameters a gradient.
-    unreached = [
-        name
-        for name in names
-        if {
-            one.grad is None for one in module.get_submodule(name).parameters() if one.requires_grad
-        }
-        == {True}
-    ]
-    if unreached:
-        yield FailureCause(
-            f"{listed(unreached)}: no gradient comes back, so backward never recomputes there, and "
-            "FLOPs and bytes are less than predicted; check the path to the loss, as around a "
-            "quantizer, or leave the blocks out",
-            EXPECT_BACKWARD,
         )
 
 

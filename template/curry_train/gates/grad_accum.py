@@ -7,7 +7,9 @@ schedule's steps, the weights, and the syncs between ranks.
 Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_grad_accum.py`.
 """
 
+import math
 import os
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -21,11 +23,10 @@ from ..primitives.grad_accum import GradientAccumulation, train_window
 from ..workloads.from_script import launcher_variables
 from ..workloads.workload import Case
 from .implementation import takes
-from .two_ranks import Found, GradientSyncs, Wrapped, compare_on_ranks, under_both
+from .two_ranks import Found, GradientSyncs, Measured, Wrapped, compare_on_ranks, under_both
 from .verdict import Gate, NotApplicable, Outcome
 from .windows_by_hand import (
     DIVIDED_BATCH_FACTOR,
-    MOST_LEARNING_RATE,
     Observed,
     Train,
     compare_windows,
@@ -36,44 +37,7 @@ from .windows_by_hand import (
 )
 
 RANK_SIZES = [1, 4, 3]  # of the microbatches of one rank
-# The scale of the losses under a scaler, and one under which every gradient overflows.
-LOSS_SCALE = 2.0**10
-OVERFLOWING_SCALE = 2.0**127
-
-
-def equal_windows(case: Case, *, train_window: Train = train_window) -> Outcome:
-    """Compare four equally weighted microbatches with one large batch."""
-    hint = "divide each summed loss once, by the terms of the whole window, and step once"
-    return compare_windows(case, train_window, sizes=[case.batch_size] * 4, hint=hint)
-
-
-def uneven_windows(case: Case, *, train_window: Train = train_window) -> Outcome:
-    """Compare microbatches of different sizes and, if the loss can be masked, token counts."""
-    hint = "sum each loss and divide by the window's terms; a mean of means weights terms unequally"
-    return compare_windows(case, train_window, sizes=[1, 4, 2, 3], is_masked=True, hint=hint)
-
-
-def short_window(case: Case, *, train_window: Train = train_window) -> Outcome:
-    """Compare six microbatches in windows of four, where the last window has two."""
-    hint = "take divisor and last microbatch from the window, not from the number of steps"
-    return compare_windows(
-        case, train_window, sizes=[2] * 6, num_steps=4, is_masked=True, hint=hint
-    )
-
-
-def once_per_window(case: Case, *, train_window: Train = train_window) -> Outcome:
-    """Check that clipping, optimizer and schedule run once per window, on its whole gradient."""
-    if not (takes(train_window, "clip_norm") or takes(train_window, "scheduler")):
-        raise NotApplicable("the implementation takes neither clip_norm nor scheduler")
-    return compare_windows(
-        case,
-        train_window,
-        sizes=[2] * 8,
-        num_steps=4,
-        is_masked=True,
-        with_options=True,
-        hint="clip, step and schedule after the last microbatch of the window, never inside it",
-    )
+LOSS_SCALE = 2.0**10  # under a scaler
 
 
 def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
@@ -91,32 +55,30 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
         raise NotApplicable("torch's scaler takes no bfloat16 gradients on CUDA")
     measured, required, hint = compare_windows(
         case,
-        train_window,
+        train_window=train_window,
         sizes=[2] * 4,
         with_options=True,
         scaler=torch.amp.GradScaler(case.device.type, init_scale=LOSS_SCALE),
         hint="unscale once per window, after the last backward and before clipping",
     )
 
-    most = 2.0**10 if case.dtype is torch.float16 else 2.0**100
-    module = case.build().eval()
-    before = [one.detach().clone() for one in module.parameters()]
+    def overflowing(model: nn.Module, microbatch: Any) -> Tensor:
+        value = case.workload.loss(model, microbatch)
+        value.register_hook(lambda gradient: gradient * math.inf)
+        return value
+
     overflowed = observe(
-        module,
+        case.build().eval(),
         [window_by_hand(case, case.split(case.batch(8), [2] * 4))],
         train_window,
-        lambda model, microbatch: case.workload.loss(model, microbatch) * most,
-        rate=MOST_LEARNING_RATE,
+        overflowing,
         is_scheduled=takes(train_window, "scheduler"),
-        scaler=torch.amp.GradScaler(case.device.type, init_scale=OVERFLOWING_SCALE),
+        scaler=torch.amp.GradScaler(case.device.type),
     )
-    pairs = zip(module.parameters(), before, strict=True)
-    changed = sum(not torch.equal(one, old) for one, old in pairs)
-    num_scheduled = overflowed.num_schedule_steps or 0
-    measured += f"; overflow: {changed} weights changed, {num_scheduled} scheduled"
-    if not hint and (changed or num_scheduled):
+    measured += f"; overflow: {overflowed.counts()}"
+    if not hint and (overflowed.steps or overflowed.num_schedule_steps):
         hint = "step through the scaler, and the schedule only if the scaler stepped"
-    return measured, f"{required}; overflow: nothing changed", hint
+    return measured, f"{required}; overflow: no steps", hint
 
 
 def random_numbers(case: Case, *, train_window: Train = train_window) -> Outcome:
@@ -187,7 +149,7 @@ def _compare_on_rank(case: Case, train: Train) -> Found:
         microbatches, count=case.workload.count
     )
 
-    def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
+    def measure(wrapped: Wrapped, kind: str) -> Measured:
         model = wrapped()
 
         def measure_window(train: Train) -> tuple[float, int]:
@@ -203,20 +165,56 @@ def _compare_on_rank(case: Case, train: Train) -> Found:
         with patch.dict(os.environ, launcher_variables(rank, num_ranks)):
             error, num_syncs = measure_window(train)
         if error_by_hand > tolerance:
-            return {"refused": f"a loop by hand under {kind} differs by {error_by_hand:.1e}"}
+            return f"a loop by hand under {kind} differs by {error_by_hand:.1e}", None
         syncs = num_syncs / syncs_by_hand
-        is_right = error <= tolerance and syncs == 1
-        return {"measured": f"{error:.1e}, syncs {syncs:g}", "is_wrong": not is_right}
+        return f"{error:.1e}, syncs {syncs:g}", error <= tolerance and syncs == 1
 
-    unused = None in reference.steps[0].gradients.values()
-    return under_both(case, microbatches[0], measure, unused=unused)
+    return under_both(case, microbatches, measure)
 
 
 GATES = (
-    Gate("grad-accum/equal", equal_windows),
-    Gate("grad-accum/uneven", uneven_windows),
-    Gate("grad-accum/short-window", short_window),
-    Gate("grad-accum/once", once_per_window),
+    Gate(
+        "grad-accum/equal",
+        # Four equally weighted microbatches.
+        partial(
+            compare_windows,
+            hint="divide each summed loss once, by the terms of the whole window, and step once",
+        ),
+    ),
+    Gate(
+        "grad-accum/uneven",
+        # Microbatches of different sizes and, if the loss can be masked, numbers of tokens.
+        partial(
+            compare_windows,
+            sizes=(1, 4, 2, 3),
+            is_masked=True,
+            hint="sum each loss and divide by the window's terms; a mean of means weights terms "
+            "unequally",
+        ),
+    ),
+    Gate(
+        "grad-accum/short-window",
+        # The last window has two.
+        partial(
+            compare_windows,
+            sizes=[2] * 6,
+            num_steps=4,
+            is_masked=True,
+            hint="take divisor and last microbatch from the window, not from the number of steps",
+        ),
+    ),
+    Gate(
+        "grad-accum/once",
+        # Clipping, optimizer and schedule act once per window, on its whole gradient.
+        partial(
+            compare_windows,
+            sizes=[2] * 8,
+            num_steps=4,
+            is_masked=True,
+            with_options=True,
+            hint="clip, step and schedule after the last microbatch of the window, never inside it",
+        ),
+    ),
     Gate("grad-accum/scaled", scaled_window),
     Gate("grad-accum/random", random_numbers),
     Gate("grad-accum/two-ranks", two_ranks, on_ranks=True),

@@ -17,8 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 # Loads the compiler, which takes seconds, when a budget is set.
 from .. import primitives
 from ..core.blocks import find_blocks
-from ..core.generators import seeded
-from ..core.measure import LiveStorages
 from ..core.measure_compiled import (
     CompileFailed,
     holds_compiled_code,
@@ -42,8 +40,7 @@ from ..workloads.workload import Case
 from .same_training import (
     Activity,
     Change,
-    calls_by_module,
-    change_in_place,
+    activity_of,
     plain_training,
     same_training,
     step_of,
@@ -70,7 +67,7 @@ def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outc
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         names = _names_to_offload(module, sample.blocks)
-        change_in_place(offload_blocks, module, names)
+        offload_blocks(module, blocks=names)
         return names
 
     def in_order(module: nn.Module, sample: Sample) -> list[str]:
@@ -95,13 +92,12 @@ def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> 
     """Compare the bytes that leave the device with those that the plain blocks save."""
     module = case.build()
     names = _names_to_offload(module, case.blocks)
-    held, num_calls = _held_bytes(case, case.build())
-    possible = held - _held_at_best(case, names)
+    plain = activity_of(case, case.build())
     offload_blocks(module, blocks=names)
     with _host_apart(case, offload_blocks):
-        left, num_found = _held_bytes(case, module)
+        found = activity_of(case, module)
 
-    least = possible
+    least = plain.held_bytes - _held_at_best(case, names)
     if offload_blocks is offload_all:
         # Ours reports what it leaves on the device. These would be there anyway, or are small.
         kept_anyway = (PARAMETER_REASON, DUPLICATE_REASON, SMALL_REASON)
@@ -109,52 +105,40 @@ def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> 
             least -= 0 if reason in kept_anyway else num_bytes
     if least <= 0:
         raise NotApplicable(NOTHING_TO_FREE)
+    freed = plain.held_bytes - found.held_bytes
     hint = ""
-    if num_found > num_calls:
+    if found.num_calls > plain.num_calls:
         hint = "the blocks run again in backward: this is recompute, and not offload"
-    elif held - left < least:
+    elif freed < least:
         hint = (
             "activations of the blocks stay on the device: check that the hooks are active during "
             "the blocks' forward, and that nothing else holds the tensors"
         )
-    measured = f"{format_bytes(held - left)} freed, {num_found} calls of layers"
-    return measured, f"at least {format_bytes(least)}, at most {num_calls} calls", hint
-
-
-def _held_bytes(case: Case, module: nn.Module, *, backward: bool = True) -> tuple[int, int]:
-    """Return the device's bytes that are held after forward, and the calls of layers in a step."""
-    batch = case.batch()
-    with (
-        seeded(case.seed),
-        calls_by_module(module) as calls,
-        LiveStorages(device=case.device) as storages,
-    ):
-        value = case.workload.mean_loss(module, batch)
-        held = storages.bytes_alive
-        if backward:
-            value.backward()
-    return held, sum(calls.values())
+    measured = f"{format_bytes(freed)} freed, {found.num_calls} calls of layers"
+    return measured, f"at least {format_bytes(least)}, at most {plain.num_calls} calls", hint
 
 
 def _held_at_best(case: Case, names: Sequence[str]) -> int:
-    """Return the bytes held after forward if all that autograd saves in the blocks were gone."""
+    """Return the bytes held after forward if all that autograd saves in the blocks were moved."""
 
-    def keep(tensor: Tensor) -> Tensor | None:
-        return tensor if tensor.untyped_storage().nbytes() < LEAST_BYTES else None
+    def move(tensor: Tensor) -> Tensor:
+        is_small = tensor.untyped_storage().nbytes() < LEAST_BYTES
+        return tensor if is_small else _into_host_memory(Tensor.detach, tensor)
 
     module = case.build()
-    _pack(module, names, keep)
-    # Backward would need what is dropped.
-    return _held_bytes(case, module, backward=False)[0]
+    _pack(module, names, move)
+    return activity_of(case, module).held_bytes
 
 
-def _pack(module: nn.Module, names: Sequence[str], pack: Callable[..., Any]) -> list[str]:
+def _pack(module: nn.Module, names: Sequence[str], pack: Callable[[Tensor], Tensor]) -> list[str]:
     """Let blocks save what `pack` returns for each tensor, and return their names."""
     for name in names:
         block = module.get_submodule(name)
 
         def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with saved_tensors_hooks(
+                lambda tensor: (pack(tensor), tensor.device), lambda packed: packed[0].to(packed[1])
+            ):
                 return own(*args, **kwargs)
 
         block.forward = forward

@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from ..core.digest import digest
 from ..plan.optimizers import make_optimizer
 from ..workloads.workload import Case
 from .same_training import REFUSALS
-from .two_ranks import printed_bits
 from .verdict import NotApplicable, error_in_a_line
 
 
@@ -60,6 +61,13 @@ def printed_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[s
         for kind, source in sources.items()
         for path, value in tree_flatten_with_path(source)[0]
     }
+
+
+def printed_bits(value: Any) -> str:
+    """Return a value as text, and this rank's part of a tensor by a digest of its bits."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return digest(value.to_local() if isinstance(value, DTensor) else value)
 
 
 def different_names(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 
 from ..core.blocks import find_blocks
 from ..core.generators import seeded
-from ..core.measure import Memory
-from ..core.parity import Parity, compare
+from ..core.parity import Parity, StepRecord, compare, record
 from ..core.replaced_calls import Call, watched
 from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
@@ -28,29 +28,28 @@ from ..primitives.segments import recompute_segments
 from ..primitives.strategies import STRATEGIES, Sample, choose_segments
 from ..workloads.workload import Case
 from .offload import OFFLOAD_GATES
-from .own_training import different_names, new_batch
+from .own_training import new_batch
 from .same_training import (
-    REFUSALS,
     Change,
-    block_flops,
     changed,
-    checkpoint_by_torch,
     flops_again,
+    flops_of_blocks,
     large_enough,
     memory_of,
+    of_reference,
     on_blocks,
     plain_training,
     same_training,
     same_without_training,
+    sample_of,
     step_of,
 )
 from .two_ranks import (
     Found,
     GradientSyncs,
+    Measured,
     Wrapped,
     compare_on_ranks,
-    differing,
-    printed_bits,
     under_both,
 )
 from .verdict import Gate, NotApplicable, Outcome, error_in_a_line
@@ -63,14 +62,15 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
     """Compare held bytes and peak with plain, at a batch where activations dominate."""
     required = f"held and peak at most {MOST_RECOMPUTE_SHARE:.0%}"
     case, plain = large_enough(case, times=4)
-    found = memory_of(case, recompute_blocks)
-    held = found.held_bytes / plain.held_bytes
-    peak = found.peak_bytes / plain.peak_bytes
+
+    def shares(change: Change) -> tuple[float, float]:
+        found = memory_of(case, change)
+        return found.held_bytes / plain.held_bytes, found.peak_bytes / plain.peak_bytes
+
+    held, peak = shares(recompute_blocks)
     hint = ""
     if max(held, peak) > MOST_RECOMPUTE_SHARE:
-        least = _least_memory(case)
-        least_held = least.held_bytes / plain.held_bytes
-        least_peak = least.peak_bytes / plain.peak_bytes
+        least_held, least_peak = of_reference(shares)
         if least_held > MOST_RECOMPUTE_SHARE:
             raise NotApplicable(
                 f"held {least_held:.0%}, peak {least_peak:.0%} under torch's own checkpoint: the "
@@ -93,14 +93,6 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
     return f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}", required, hint
 
 
-def _least_memory(case: Case) -> Memory:
-    """Measure a step under torch's own checkpoint, or under ours where torch's fails."""
-    try:
-        return memory_of(case, checkpoint_by_torch)
-    except REFUSALS:  # such as a cache of keys that would be filled twice
-        return memory_of(case, recompute_blocks)
-
-
 def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
     """Compare a short training with every block recomputed to the plain one."""
     return same_training(case, on_blocks(recompute_blocks), every_block=True)
@@ -108,10 +100,11 @@ def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks)
 
 def compare_segments(case: Case) -> Outcome:
     """Compare a short training in segments, as many as have the lowest peak, to the plain one."""
+    # Measured on another model, because some count their calls.
+    loss = case.workload.mean_loss
+    count = choose_segments(case.build(), case.batch(), loss, blocks=case.blocks)
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
-        # Measured on another model, because some count their calls.
-        count = choose_segments(case.build(), sample.batch, sample.loss, blocks=sample.blocks)
         return recompute_segments(module, count, blocks=sample.blocks)
 
     return same_training(case, apply, alone=STRATEGIES["full"].apply, every_block=True)
@@ -119,21 +112,20 @@ def compare_segments(case: Case) -> Outcome:
 
 def compare_selection(case: Case) -> Outcome:
     """Compare a short training with the blocks recomputed that hold most to the plain one."""
-
-    def apply(module: nn.Module, sample: Sample) -> list[str]:
-        names = STRATEGIES["selective"].apply(case.build(), sample)
-        return recompute_blocks(module, blocks=names) if names else []
-
-    return same_training(case, apply, alone=STRATEGIES["full"].apply, every_block=True)
+    names = STRATEGIES["selective"].apply(case.build(), sample_of(case))
+    if not names:
+        raise NotApplicable("the strategy finds nothing worth changing")
+    chosen = replace(case, blocks=tuple(names))
+    return same_training(chosen, on_blocks(recompute_blocks), every_block=True)
 
 
 def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
-    """Compare the recomputed FLOPs with the forward FLOPs of the blocks.
+    """Compare the recomputed FLOPs with those of torch's own checkpoint of each block.
 
     With early stop they may be fewer.
     """
-    required = "as predicted; with early stop at most that"
-    expected = block_flops(case)
+    required = "as under torch's own checkpoint; with early stop at most that"
+    expected = flops_of_blocks(case)
     whole, stopped = flops_again(case, changed(case, recompute_blocks))
     hint = ""
     if whole != expected or not 0 <= stopped <= whole:
@@ -141,7 +133,7 @@ def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) ->
             "a block is not recomputed exactly once: check that it is wrapped once, and that the "
             "forward runs it"
         )
-    return f"{whole:,} of {expected:,} predicted, {stopped:,} with early stop", required, hint
+    return f"{whole:,} of {expected:,} FLOPs again, {stopped:,} with early stop", required, hint
 
 
 def compare_inactive(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
@@ -271,45 +263,26 @@ def _compare_on_rank(case: Case, change: Change, names: Sequence[str]) -> Found:
     with seeded(case.seed + dist.get_rank()):
         batches = [new_batch(case) for _ in range(NUM_MICROBATCHES)]
 
-    def measure(wrapped: Wrapped, kind: str) -> dict[str, Any]:
-        models = wrapped(), wrapped(), wrapped(change=recompute)
-        # Wrappers of blocks may add to the names of parameters, and keep their order.
-        parameters = [name for name, _ in models[0].named_parameters()]
-
-        def step_facts(model: nn.Module) -> dict[str, str]:
-            """Return losses, gradients and the number of collectives of the batches by name."""
-            facts = {}
-            model.train()
+    def measure(wrapped: Wrapped, kind: str) -> Measured:
+        def take_step(model: nn.Module) -> tuple[StepRecord, int]:
+            """Return losses, gradients and the number of collectives of the batches."""
+            losses = []
             with seeded(case.seed), GradientSyncs() as syncs:
-                for number, batch in enumerate(batches):
-                    loss = case.workload.mean_loss(model, batch)
+                for batch in batches:
+                    loss = case.workload.mean_loss(model.train(), batch)
                     loss.backward()
-                    facts[f"loss {number}"] = printed_bits(loss)
-            facts["collectives"] = str(syncs.num_calls)
-            gradients = [printed_bits(one.grad) for one in model.parameters()]
-            return facts | dict(zip(parameters, gradients, strict=True))
+                    losses.append(loss.detach())
+                return record(model, torch.stack(losses)), syncs.num_calls
 
-        plain, again, found = map(step_facts, models)
-        if plain != again:
-            return {"refused": "the step without recompute does not repeat bit for bit"}
-        return differing(len(plain), different_names(found, plain))
+        (plain, num_plain), (again, _) = take_step(wrapped()), take_step(wrapped())
+        if not compare(plain, again).bit_equal:
+            return "the step without recompute does not repeat bit for bit", None
+        found, num_found = take_step(wrapped(change=recompute))
+        parity = compare(plain, found)
+        measured = f"{parity.describe(most=1)}, {num_found} of {num_plain} collectives"
+        return measured, parity.bit_equal and num_found == num_plain
 
-    # DDP takes no reentrant checkpoint where it has to look for unused parameters.
-    unused = _has_unused(case, batches)
-    return under_both(case, case.batch(), measure, unused=unused, training=True)
-
-
-def _has_unused(case: Case, batches: Sequence[Any]) -> bool:
-    """Return whether a microbatch of any rank uses only a part of the parameters."""
-    model = case.build()
-    num_unused = torch.zeros(1)
-    with seeded(case.seed):
-        for batch in batches:
-            model.zero_grad(set_to_none=True)
-            case.workload.mean_loss(model, batch).backward()
-            num_unused += sum(one.requires_grad and one.grad is None for one in model.parameters())
-    dist.all_reduce(num_unused)
-    return bool(num_unused)
+    return under_both(case, batches, measure, training=True)
 
 
 GATES = (

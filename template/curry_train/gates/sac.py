@@ -15,10 +15,10 @@ from ..primitives.strategies import STRATEGIES, Apply
 from ..workloads.workload import Case
 from .same_training import (
     Change,
-    block_flops,
     changed,
     check_equal_steps,
     flops_again,
+    flops_of_blocks,
     memory_of,
     on_blocks,
     same_training,
@@ -87,7 +87,7 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
 def count_recomputed(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcome:
     """Check that a policy frees bytes, and recomputes less than all that the blocks compute."""
     required = "fewer bytes than plain, fewer FLOPs again than all of the blocks"
-    most = block_flops(case)
+    most = flops_of_blocks(case)
     with _where_ours_runs(case, "save_expensive"):
         why = "our own policy frees nothing in these blocks"
         held, again = _held_and_again(case, apply_sac, ours=sac.apply_sac, why=why)

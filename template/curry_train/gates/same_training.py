@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 from ..bench.steps import TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
 from ..core.generators import seeded, untouched
-from ..core.measure import LiveStorages, Memory, count_flops, forward_flops, measure_memory
+from ..core.measure import LiveStorages, Memory, count_flops, measure_memory
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,
@@ -37,12 +37,14 @@ from ..core.parity import (
     record,
     record_step,
 )
-from ..core.replaced_calls import Call, watched
 from ..core.wording import some_of
-from ..primitives.strategies import Apply, Sample
+from ..primitives.recompute import recompute_blocks
+from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
 from .verdict import NotApplicable, Outcome, error_in_a_line, shared
 
+T = TypeVar("T")
+PLAIN = STRATEGIES["none"].apply
 NUM_STEPS = 3
 # A batch with this many held bytes is large enough for any model.
 ENOUGH_BYTES = 256 * 2**20
@@ -54,8 +56,7 @@ LEARNING_RATE_IN_HALF = 1e-2
 # The step that runs all its forwards before one backward, and the one under autocast.
 JOINT_STEP = 1
 AUTOCAST_STEP = 2
-# Calls after which no more bytes may stay alive than before; what the first ones allocate may stay.
-NUM_LEAK_CALLS = 2
+# Calls after which no more bytes may stay alive than before; what the first one allocates may stay.
 MOST_LEAK_CALLS = 4
 # Plain steps that are compared where a gate would fail. Where a step drops each of three layers
 # one time in ten, 40 equal steps come once in 300,000 times, and 8 once in 12.
@@ -172,30 +173,16 @@ def on_blocks(change: Change) -> Apply:
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         names = list(find_blocks(module, sample.blocks))
-        change_in_place(change, module, names)
+        change(module, blocks=[*names])
         return names
 
     return apply
 
 
-def change_in_place(change: Change, model: nn.Module, names: Sequence[str]) -> None:
-    """Change blocks, and keep the names of parameters and buffers where wrappers add to them."""
-    before = {module: name for name, module in model.named_modules()}
-    change(model, blocks=list(names))
-
-    def renamed(named: Call, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in named(*args, **kwargs):
-            owner, _, own = name.rpartition(".")
-            yield f"{before[model.get_submodule(owner)]}.{own}".lstrip("."), tensor
-
-    for name in ("named_parameters", "named_buffers"):
-        setattr(model, name, watched(renamed, getattr(model, name)))
-
-
 def changed(case: Case, change: Change) -> nn.Module:
     """Build the model and change its blocks."""
     module = case.build()
-    change_in_place(change, module, list(find_blocks(module, case.blocks)))
+    change(module, blocks=list(find_blocks(module, case.blocks)))
     return module
 
 
@@ -204,19 +191,26 @@ def memory_of(case: Case, change: Change) -> Memory:
     return measure_memory(changed(case, change), case.batch(), case.workload.mean_loss)
 
 
-def block_flops(case: Case) -> int:
-    """Count the FLOPs that the blocks spend in one forward; there have to be some."""
-    module = case.build()
-    blocks = find_blocks(module, case.blocks)
-    # Seeded as `count_flops` is: a model may drop layers at random.
-    with untouched(module), seeded(0):
-        loss = case.workload.mean_loss
-        spent = forward_flops(blocks.values(), lambda: loss(module, case.batch()))
-    if not spent:
+def flops_of_blocks(case: Case) -> int:
+    """Count the FLOPs that recompute of each block spends again; there have to be some.
+
+    The recompute is torch's own, or ours where torch's fails.
+    """
+    again = of_reference(lambda change: flops_again(case, changed(case, change))[0])
+    if not again:
         raise NotApplicable(
-            "the blocks have no matrix product, convolution or attention to count FLOPs of"
+            "no matrix product, convolution or attention runs again under recompute of the blocks, "
+            "so there are no FLOPs to count"
         )
-    return spent
+    return again
+
+
+def of_reference(measure: Callable[[Change], T]) -> T:
+    """Measure torch's own checkpoint of the blocks, or our recompute where torch's fails."""
+    try:
+        return measure(checkpoint_by_torch)
+    except REFUSALS:  # such as a cache of keys that would be filled twice
+        return measure(recompute_blocks)
 
 
 def flops_again(case: Case, module: nn.Module) -> list[int]:
@@ -274,19 +268,19 @@ def same_without_training(case: Case, changes: Mapping[str, Change]) -> Outcome:
 
 def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, dict[str, str]]:
     """Return a step in eval mode, and texts of what else is compared."""
-    modes = set[bool]()
+    calls = Counter[bool]()
+
+    def count(called: nn.Module, _: Any) -> None:
+        if next(called.children(), None) is None:
+            calls[torch.is_grad_enabled()] += 1
+
     with uncompiled(module):
         step = step_of(case, module.eval())
-        with (
-            seeded(case.seed),
-            torch.no_grad(),
-            register_module_forward_pre_hook(lambda *_: modes.add(torch.is_grad_enabled())),
-            calls_by_module(module) as calls,
-        ):
+        with seeded(case.seed), torch.no_grad(), register_module_forward_pre_hook(count):
             loss = case.workload.mean_loss(module.train(), case.batch())
     return step, {
         "loss with no gradients": repr(loss.tolist()),
-        "calls with no gradients": f"{sum(calls.values())}, {modes}",
+        "calls with no gradients": repr(calls),
     }
 
 
@@ -317,14 +311,17 @@ def calls_by_module(module: nn.Module) -> Iterator[dict[str, int]]:
 class Activity:
     """Evidence that a technique has an effect on a training, and leaves nothing behind."""
 
-    calls: Mapping[str, int]  # of each leaf module
+    calls: Mapping[str, int]  # of each leaf module, in one forward and backward
     # After forward, and those that stay alive after one call more.
     held_bytes: int
     growth: int
 
+    @property
+    def num_calls(self) -> int:
+        return sum(self.calls.values())
+
     def differs_from(self, plain: "Activity") -> bool:
-        more_calls = sum(self.calls.values()) > sum(plain.calls.values())
-        return more_calls or self.held_bytes < plain.held_bytes
+        return self.num_calls > plain.num_calls or self.held_bytes < plain.held_bytes
 
     def calls_in(self, block: str) -> int:
         """Sum the calls inside a block, or of a block that is a leaf."""
@@ -348,14 +345,18 @@ class TrainingCourse:
     left_out: tuple[str, ...] = ()
 
 
-@shared
 def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     """Train the plain model twice, and choose the course that it can follow."""
+    return _plain_training(replace(case, blocks=None))
+
+
+@shared
+def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
     reasons: tuple[str, ...] = ()
     for autocast, joint in itertools.product((case.dtype is torch.float32, False), (True, False)):
         course = TrainingCourse(joint=joint, autocast=autocast, left_out=reasons)
         try:
-            reference, activity, _ = _train(case, _nothing, course)
+            reference, activity, _ = _train(case, PLAIN, course)
             break
         except REFUSALS as error:
             if not autocast and not joint:
@@ -365,7 +366,7 @@ def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activi
             # Without autocast one backward of two forwards is tried again.
             reasons = (*reasons, why) if joint else (why,)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
-    again, _, _ = _train(case, _nothing, course)
+    again, _, _ = _train(case, PLAIN, course)
     step, found = _first_difference(reference, again, 0.0)
     if not found.bit_equal:
         if step == AUTOCAST_STEP and course.autocast:
@@ -373,18 +374,13 @@ def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activi
             course = replace(course, autocast=False, left_out=(*course.left_out, note))
         else:
             course = replace(course, tolerance=OUTER_BOUND[case.dtype])
-        reference, activity, _ = _train(case, _nothing, course)
+        reference, activity, _ = _train(case, PLAIN, course)
     return course, reference, activity
-
-
-def _nothing(module: nn.Module, sample: Sample) -> list[str]:
-    return []
 
 
 def microbatch(case: Case, index: int) -> Any:
     """Make one of many microbatches; where the workload has one batch, its samples are reversed."""
-    with seeded(case.seed + 1 + index):
-        batch = case.place(case.workload.batch(case.batch_size))
+    batch = replace(case, seed=case.seed + index).batch()
     if index % 2 == 0 or not case.workload.is_divisible:
         return batch
     try:
@@ -407,7 +403,7 @@ def _train(
         else None
     )
     records = []
-    with seeded(case.seed), calls_by_module(module) as calls:
+    with seeded(case.seed):
         for step in range(NUM_STEPS):
             module.zero_grad(set_to_none=True)
             losses = _accumulated(case, module, step, course)
@@ -415,7 +411,7 @@ def _train(
             if optimizer is not None:
                 optimizer.step()
     del optimizer
-    return records, Activity(calls, *_held_and_growth(case, module)), names
+    return records, activity_of(case, module), names
 
 
 def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
@@ -484,28 +480,35 @@ def _run_again_by_torch(
     return [name for name in idle if theirs.calls_in(name) > plain.calls_in(name)]
 
 
-def _held_and_growth(case: Case, module: nn.Module) -> tuple[int, int]:
-    """Return the device's bytes held after forward, and those that stay after each further call.
+def activity_of(case: Case, module: nn.Module) -> Activity:
+    """Measure what a call of a module runs and holds, and what stays after each further call.
 
     A technique that detaches all inputs has no backward, and holds nothing.
     """
     batch = case.batch()
-    held: list[int] = []
-    left: list[int] = []
-    with untouched(module), LiveStorages(device=case.device) as storages:
-        while len(left) < NUM_LEAK_CALLS or (len(left) < MOST_LEAK_CALLS and left[-1] > left[-2]):
+    held = 0
+    with (
+        untouched(module),
+        seeded(case.seed),
+        calls_by_module(module) as calls,
+        LiveStorages(device=case.device) as storages,
+    ):
+        for call in range(MOST_LEAK_CALLS):
+            calls.clear()
             before = storages.bytes_alive
             value = case.workload.mean_loss(module, batch)
-            held.append(storages.bytes_alive - before if value.requires_grad else 0)
             if value.requires_grad:
+                held = storages.bytes_alive - before
                 value.backward()
             del value
             module.zero_grad(set_to_none=True)
-            if len(left) >= NUM_LEAK_CALLS:
+            if call > 1:
                 gc.collect()
             storages.settle()
-            left.append(storages.bytes_alive)
-    return held[0], left[-1] - left[-2]
+            growth = storages.bytes_alive - before
+            if call and growth <= 0:
+                break
+    return Activity(calls, held, growth)
 
 
 def _cause(found: Parity) -> str:

@@ -25,24 +25,25 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.blocks import find_blocks
-from ..core.digest import digest
 from ..core.generators import seeded
 from ..workloads.workload import Case
 from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
 
-# Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that.
+# Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that,
+# and with `seeds_further` it has the values of another seed.
 Wrapped = Callable[..., nn.Module]
-# Of each rank, by "DDP" and "FSDP2": what was "measured" and whether it "is_wrong", or why the
-# model is "refused".
-Found = Mapping[str, dict[str, Any]]
+# What was measured and whether it is right, or why the model is refused and None.
+Measured = tuple[str, bool | None]
+OUTCOMES = (None, False, True)
+# Of each rank, by "DDP" and "FSDP2".
+Found = Mapping[str, Measured]
 # Ranks that take longer than this, and so many times a step of this process, wait for each other.
 LEAST_SECONDS = 180.0
 MOST_STEPS = 300
@@ -64,27 +65,21 @@ def compare_on_ranks(
     results = _on_two_ranks(check, case, arguments)
     figures = []
     refused = []
-    is_right = True
+    outcomes = []
     for kind in results[0]:
-        of_ranks = [found[kind] for found in results]
-        if why := [found["refused"] for found in of_ranks if "refused" in found]:
-            figures.append(f"{kind} not compared: {why[0]}")
-            refused.append(why[0])
-            continue
-        wrong = [rank for rank, found in enumerate(of_ranks) if found["is_wrong"]]
-        where = f" on rank {wrong[0]}" if wrong else ""
-        figures.append(f"{kind} {of_ranks[wrong[0] if wrong else 0]['measured']}{where}")
-        is_right = is_right and not wrong
+        of_ranks = enumerate(found[kind] for found in results)
+        # The first rank that refuses the model, else the first that is wrong.
+        rank, (text, is_right) = min(of_ranks, key=lambda found: OUTCOMES.index(found[1][1]))
+        outcomes.append(is_right)
+        if is_right is None:
+            refused.append(text)
+            text = f"not compared: {text}"
+        elif not is_right:
+            text = f"{text} on rank {rank}"
+        figures.append(f"{kind} {text}")
     if len(refused) == len(figures):
         raise NotApplicable("; ".join(dict.fromkeys(refused)))
-    return "; ".join(figures), required, "" if is_right else hint
-
-
-def differing(number: int, wrong: Sequence[str]) -> dict[str, Any]:
-    """Return what a rank found: so many facts, and the names of those that differ."""
-    first = f" ({wrong[0]})" if wrong else ""
-    measured = f"{number:,} facts, {len(wrong)} differ{first}"
-    return {"measured": measured, "is_wrong": bool(wrong)}
+    return "; ".join(figures), required, hint if False in outcomes else ""
 
 
 def _on_two_ranks(
@@ -111,25 +106,33 @@ _ranks: list["RankProcesses"] = []
 
 def under_both(
     case: Case,
-    batch: Any,
-    measure: Callable[[Wrapped, str], dict[str, Any]],
+    batches: Sequence[Any],
+    measure: Callable[[Wrapped, str], Measured],
     *,
-    unused: bool,
+    unused: bool = False,
     training: bool = False,
 ) -> Found:
     """Measure the model under DDP and under FSDP2, where torch accepts it.
 
-    `measure` gets a function that makes it. `unused` tells that the batch uses only a part of the
-    parameters, and `training` that layers drop out; the ranks have to drop the same ones then.
+    `measure` gets a function that makes it. `unused` tells that batches other than these may use
+    only a part of the parameters, and `training` that layers drop out; the ranks have to drop the
+    same ones then.
     """
-    with GradientSyncs() as plain:  # with gradients: the loss may take derivatives
-        case.workload.loss(case.build().eval(), batch)
+    # DDP takes no reentrant checkpoint where it has to look for unused parameters.
+    num_unused = torch.tensor(int(unused))
+    with GradientSyncs() as plain:
+        for batch in batches:
+            model = case.build().train(training)
+            with seeded(case.seed):
+                case.workload.loss(model, batch).backward()
+            num_unused += sum(one.requires_grad and one.grad is None for one in model.parameters())
+    dist.all_reduce(num_unused)
     if plain.num_in_forward:
         why = "the model itself communicates between ranks, which computes another function"
-        return {kind: {"refused": why} for kind in ("DDP", "FSDP2")}
+        return dict.fromkeys(("DDP", "FSDP2"), (why, None))
 
-    found: dict[str, dict[str, Any]] = {}
-    for kind, wraps in _wraps(case, unused=unused).items():
+    found: dict[str, Measured] = {}
+    for kind, wraps in _wraps(case, unused=bool(num_unused)).items():
         refused = ""
         for wrap in wraps:
             make = functools.partial(_wrapped, case, wrap)
@@ -139,14 +142,14 @@ def under_both(
                 # A loss of derivatives may leave parameters unused, as DDP finds in a second step.
                 for _ in range(2 if kind == "DDP" else 1):
                     with seeded(case.seed):
-                        case.workload.loss(wrapped, batch).backward()
+                        case.workload.loss(wrapped, batches[0]).backward()
             except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
                 refused = error_in_a_line(error)
                 continue
             found[kind] = measure(make, kind)
             break
         else:
-            found[kind] = {"refused": refused}
+            found[kind] = refused, None
     return found
 
 
@@ -170,17 +173,11 @@ def _wrapped(
     wrap: Callable[[nn.Module], nn.Module],
     *,
     change: Callable[[nn.Module], Any] = lambda model: None,
+    seeds_further: int = 0,
 ) -> nn.Module:
-    model = case.build().eval()
+    model = replace(case, seed=case.seed + seeds_further).build().eval()
     change(model)
     return wrap(model)
-
-
-def printed_bits(value: Any) -> str:
-    """Return a value as text, and this rank's part of a tensor by a digest of its bits."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return digest(value.to_local() if isinstance(value, DTensor) else value)
 
 
 # Processes, one for each rank.

@@ -1,6 +1,6 @@
 """Train windows by hand, as the reference, and observe the optimizer's steps.
 
-    measured, required, hint = compare_windows(case, train_window, sizes=[1, 4, 2, 3], hint="...")
+    measured, required, hint = compare_windows(case, sizes=[1, 4, 2, 3], hint="...")
 
 A window is compared with its large batch by the gradients at each step of the optimizer. The
 tolerance follows from how much a loop by hand differs where it sums over microbatches.
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ..core.generators import seeded
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
-from ..primitives.grad_accum import GradientAccumulation, Window
+from ..primitives.grad_accum import GradientAccumulation, Window, train_window
 from ..workloads.workload import Case, batch_size
 from .implementation import takes
+from .same_training import step_of
 from .verdict import NotApplicable, Outcome
 
 # If the batch summed by hand over its microbatches differs by more than this, the tolerance is so
@@ -46,7 +46,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 class Observed:
     """The optimizer's steps in a training of windows."""
 
-    # The gradients at each step, and the mean loss of the last window.
+    # With the gradients at each step, and without a loss.
     steps: Sequence[StepRecord]
 
     # None without a scheduler.
@@ -88,23 +88,9 @@ def observe(
     given = {"clip_norm": clip_norm, "scheduler": scheduler, "scaler": scaler}
     options = {name: value for name, value in given.items() if value is not None}
     steps: list[StepRecord] = []
-    values: list[Tensor] = []
-
-    def loss_noted(model: nn.Module, microbatch: Any) -> Tensor:
-        value = loss(model, microbatch)
-        values.append(value.detach())
-        return value
-
-    # DDP adds to the names of parameters.
-    bare = module.module if isinstance(module, DistributedDataParallel) else module
-
-    def note_step(*_: Any) -> None:
-        steps.append(record(bare, sum(values, torch.zeros(())) / window.num_terms))
-
-    optimizer.register_step_pre_hook(note_step)
+    optimizer.register_step_pre_hook(lambda *_: steps.append(record(module, torch.zeros(()))))
     for window in windows:
-        values.clear()
-        train(module, window, loss_noted, optimizer, **options)
+        train(module, window, loss, optimizer, **options)
     return Observed(steps, None if scheduler is None else scheduler.last_epoch)
 
 
@@ -140,9 +126,9 @@ def train_by_hand(
 
 def compare_windows(
     case: Case,
-    train: Train,
     *,
-    sizes: Sequence[int],
+    train_window: Train = train_window,
+    sizes: Sequence[int] = (),
     num_steps: int | None = None,
     is_masked: bool = False,
     with_options: bool = False,
@@ -151,9 +137,14 @@ def compare_windows(
 ) -> Outcome:
     """Compare windows of `num_steps` microbatches with large batches that are trained by hand.
 
-    The sizes are those of the microbatches, of which all are one window without `num_steps`.
-    `with_options` clips and schedules too, where the implementation takes that.
+    The sizes are those of the microbatches, by default of four, of which all are one window without
+    `num_steps`. `with_options` clips and schedules too, where the implementation takes that.
     """
+    clips = with_options and takes(train_window, "clip_norm")
+    is_scheduled = with_options and takes(train_window, "scheduler")
+    if with_options and scaler is None and not (clips or is_scheduled):
+        raise NotApplicable("the implementation takes neither clip_norm nor scheduler")
+    sizes = sizes or [case.batch_size] * 4
     num_steps = num_steps or len(sizes)
     batch = case.batch(sum(sizes))
     if is_masked and case.workload.mask:
@@ -163,15 +154,15 @@ def compare_windows(
     by_hand = [microbatches[start : start + num_steps] for start in range(0, len(sizes), num_steps)]
     gradients = _by_hand(case, by_hand[:1]).steps[0].gradients.values()
     norm = math.hypot(*(one.norm().item() for one in gradients if one is not None))
-    clip_norm = CLIPPED_SHARE * norm if with_options and takes(train, "clip_norm") else None
+    clip_norm = CLIPPED_SHARE * norm if clips else None
     settings: dict[str, Any] = {
         "rate": _learning_rate(module, clip_norm or norm),
         "clip_norm": clip_norm,
-        "is_scheduled": with_options and takes(train, "scheduler"),
+        "is_scheduled": is_scheduled,
     }
     reference, tolerance = reference_by_hand(case, by_hand, batch, **settings)
     windows = [*GradientAccumulation(num_steps).windows(microbatches, count=case.workload.count)]
-    observed = observe(module, windows, train, case.workload.loss, scaler=scaler, **settings)
+    observed = observe(module, windows, train_window, case.workload.loss, scaler=scaler, **settings)
     parity = observed.compare(reference, tolerance=tolerance)
     measured = f"{parity.describe()}; {observed.counts()}"
     required = f"gradients within {tolerance:.1e} of the large batch; {reference.counts()}"
@@ -179,28 +170,10 @@ def compare_windows(
     return measured, required, "" if holds else hint
 
 
-def check_repeats(case: Case) -> None:
-    """Raise `NotApplicable` if two calls give two losses for the same batch in eval mode."""
-    module = case.build().eval()
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    with seeded(case.seed):
-        first, second = (case.workload.loss(module, case.batch()).item() for _ in range(2))
-    if first == second or (math.isnan(first) and math.isnan(second)):
-        return
-    changed = [name for name, one in module.named_buffers() if not torch.equal(one, before[name])]
-    where = f", such as {changed[0]}, which changes with each call" if changed else ""
-    raise NotApplicable(
-        f"the loss is {first:.6g} and then {second:.6g} for the same batch in eval mode: the model "
-        "draws random numbers there (draw them only if module.training is set), or keeps state "
-        f"between calls{where}"
-    )
-
-
 def _learning_rate(module: nn.Module, gradient_norm: float) -> float:
     """Return a learning rate at which the first step changes the weights by a tenth at most."""
     weights = math.hypot(*(one.detach().norm().item() for one in module.parameters()))
-    share = weights / gradient_norm if gradient_norm > 0 else 1.0
-    return MOST_LEARNING_RATE * min(1.0, share or 1.0)
+    return MOST_LEARNING_RATE * min(1.0, weights / (gradient_norm or 1.0))
 
 
 def reference_by_hand(
@@ -218,9 +191,7 @@ def reference_by_hand(
         wholes = [[window] for window in case.split(case.place(batch), sizes)]
         whole = _by_hand(case, wholes, **settings)
         placed = [list(map(case.place, window)) for window in windows]
-        divided = _by_hand(case, placed, **settings)
-        losses = compare(whole.steps[-1], replace(whole.steps[-1], loss=divided.steps[-1].loss))
-        return whole, max(divided.compare(whole).worst, losses.worst)
+        return whole, _by_hand(case, placed, **settings).compare(whole).worst
 
     def is_rounding() -> bool:
         """Return whether the difference is much smaller in float64."""
@@ -232,15 +203,15 @@ def reference_by_hand(
             return difference <= COUPLED_DIFFERENCE * min(scale, 100)
         return ROUNDING_FACTOR * remaining < difference
 
-    check_repeats(case)
+    check_comparable(step_of(case, case.build().eval(), batch))
     whole, difference = whole_and_difference(case)
-    check_comparable(whole.steps[-1])
     tolerance = GRADIENT_TOLERANCES[case.dtype]
     if difference > tolerance and not is_rounding():
         raise NotApplicable(
-            f"a batch's loss or gradient differs by {difference:.1e} from the sum over its parts, "
-            "and not by rounding: the loss couples samples, or is not a sum, which a Workload has "
-            "to return"
+            f"a batch's gradient differs by {difference:.1e} from the sum over its parts, and not "
+            "by rounding: the loss couples samples, or is not a sum, which a Workload has to "
+            "return, or the model draws random numbers in eval mode (draw them only if "
+            "module.training is set), or keeps state between calls"
         )
     return whole, max(tolerance, DIVIDED_BATCH_FACTOR * difference)
 
