@@ -87,12 +87,13 @@ def train_step(loop, **options):
     return [outputs, after, torch.get_rng_state(), *gradients], recorder.num_timesteps, held_bytes
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 4}])
-def test_the_loop_is_bit_equal_and_holds_fewer_bytes(options):
+# All timesteps but those of the last chunk run once more.
+@pytest.mark.parametrize(("options", "most"), [({}, 47), ({"chunk_size": 4}, 44)])
+def test_the_loop_is_bit_equal_and_holds_fewer_bytes(options, most):
     plain, plain_timesteps, plain_bytes = train_step(plain_loop)
     ours, timesteps, held_bytes = train_step(checkpoint_timesteps, **options)
     assert all(map(torch.equal, plain, ours))
-    assert plain_timesteps == STEPS < timesteps <= 2 * STEPS
+    assert plain_timesteps == STEPS < timesteps <= most
     assert held_bytes < 0.6 * plain_bytes
 
 
