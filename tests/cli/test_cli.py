@@ -122,8 +122,8 @@ def test_gates_are_listed_without_being_run():
 def test_the_list_with_figures_tells_how_each_implementation_is_called():
     listed = run("--list --figures").output
     assert max(map(len, listed.partition("What --impl takes")[2].splitlines())) <= 80
-    for contract in CONTRACTS.values():
-        assert f"\n  {contract.name}{inspect.signature(contract.call)}\n" in listed
+    for name, contract in CONTRACTS.items():
+        assert f"\n  {name}{inspect.signature(contract.call)}\n" in listed
     only_accum = run("--list --figures --gate grad-accum").output
     assert "  train_window(" in only_accum
     assert "apply_sac" not in only_accum

@@ -189,12 +189,12 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
     for claim in claims():
         if claim.gate in names:
             yield f"{claim.name}  {claim.gate}  {claim.text}"
-    taken = [one for one in CONTRACTS.values() if any(one.name in gate.takes for gate in gates)]
+    taken = [name for name in CONTRACTS if any(name in gate.takes for gate in gates)]
     if taken:
         yield "\nWhat --impl takes, by its name, and how the gates call it:"
-    for contract in taken:
-        yield f"  {contract.name}{inspect.signature(contract.call)}"
-        yield fill_screen(f"      {contract.promise}", indent="      ")
+    for name in taken:
+        yield f"  {name}{inspect.signature(CONTRACTS[name].call)}"
+        yield fill_screen(f"      {CONTRACTS[name].promise}", indent="      ")
 
 
 @screen_command("validate", example="--model mlp --gate grad-accum")

@@ -23,8 +23,6 @@ from ..workloads.models import import_callable
 class Contract:
     """A function that a user may bring, and how the gates call it."""
 
-    name: str
-
     # A function with the parameters that the gates pass; only its signature is used.
     call: Callable[..., Any]
 
@@ -33,52 +31,41 @@ class Contract:
 
 
 CONTRACTS: Mapping[str, Contract] = {
-    contract.name: contract
-    for contract in (
-        Contract(
-            "recompute_blocks",
-            lambda model, *, blocks: None,
-            "Make the modules with these names recompute their activations, in place.",
-        ),
-        Contract(
-            "offload_blocks",
-            lambda model, *, blocks: None,
-            "Move what the modules with these names save for backward to the host, in place.",
-        ),
-        Contract(
-            "apply_sac",
-            lambda model, *, blocks: None,
-            "Save some outputs of the modules with these names and recompute the rest, in place.",
-        ),
-        Contract(
-            "train_window",
-            lambda model, window, loss, optimizer: None,
-            "Take one optimizer step on window.microbatches; loss(model, microbatch) is a sum, to "
-            "be divided by window.loss_divisor, as DDP and FSDP2 average. With keywords clip_norm, "
-            "scheduler or scaler, the gates of clipping, schedules and gradient scaling apply too.",
-        ),
-        Contract(
-            "checkpoint_timesteps",
-            lambda step, inputs, state: None,
-            "Run output, state = step(input, state) over time, and return the outputs and the last "
-            "state. Gets the keywords that the model passes to its unroll.",
-        ),
-        Contract(
-            "apply_chunked_loss",
-            lambda model, *, head: None,
-            "Make the loss over the output of the module with this name run in chunks, in place.",
-        ),
-        Contract(
-            "plan",
-            lambda workload, budget_bytes, *, global_batch, microbatch: None,
-            "Return an object whose apply(model) makes a step of this batch fit the budget.",
-        ),
-        Contract(
-            "SpikeWatchdog",
-            lambda config: None,
-            "Return an object whose observe(step, loss) is true once a spike is found.",
-        ),
-    )
+    "recompute_blocks": Contract(
+        lambda model, *, blocks: None,
+        "Make the modules with these names recompute their activations, in place.",
+    ),
+    "offload_blocks": Contract(
+        lambda model, *, blocks: None,
+        "Move what the modules with these names save for backward to the host, in place.",
+    ),
+    "apply_sac": Contract(
+        lambda model, *, blocks: None,
+        "Save some outputs of the modules with these names and recompute the rest, in place.",
+    ),
+    "train_window": Contract(
+        lambda model, window, loss, optimizer: None,
+        "Take one optimizer step on window.microbatches; loss(model, microbatch) is a sum, to "
+        "be divided by window.loss_divisor, as DDP and FSDP2 average. With keywords clip_norm, "
+        "scheduler or scaler, the gates of clipping, schedules and gradient scaling apply too.",
+    ),
+    "checkpoint_timesteps": Contract(
+        lambda step, inputs, state: None,
+        "Run output, state = step(input, state) over time, and return the outputs and the last "
+        "state. Gets the keywords that the model passes to its unroll.",
+    ),
+    "apply_chunked_loss": Contract(
+        lambda model, *, head: None,
+        "Make the loss over the output of the module with this name run in chunks, in place.",
+    ),
+    "plan": Contract(
+        lambda workload, budget_bytes, *, global_batch, microbatch: None,
+        "Return an object whose apply(model) makes a step of this batch fit the budget.",
+    ),
+    "SpikeWatchdog": Contract(
+        lambda config: None,
+        "Return an object whose observe(step, loss) is true once a spike is found.",
+    ),
 }
 
 
@@ -124,11 +111,10 @@ def load_implementation(text: str) -> Implementation:
         raise WrongImplementation(
             f"--impl {text}: give package.module:function or file.py:function"
         )
-    contract = CONTRACTS.get(name or attribute)
-    if contract is None:
-        advice = did_you_mean(
-            name or attribute, list(CONTRACTS), otherwise=f"there are {', '.join(CONTRACTS)}"
-        )
+    name = name or attribute
+    if name not in CONTRACTS:
+        otherwise = f"there are {', '.join(CONTRACTS)}"
+        advice = did_you_mean(name, list(CONTRACTS), otherwise=otherwise)
         raise WrongImplementation(
             f"--impl {text}: write NAME={spec}, where NAME tells what it implements: {advice}"
         )
@@ -136,21 +122,22 @@ def load_implementation(text: str) -> Implementation:
         function = import_callable(spec)
     except ValueError as error:
         raise WrongImplementation(f"--impl {text}: {error}") from error
-    _check_call(spec, function, contract)
-    return Implementation(contract.name, spec, function)
+    _check_call(name, spec, function)
+    return Implementation(name, spec, function)
 
 
-def _check_call(spec: str, function: Callable[..., Any], contract: Contract) -> None:
+def _check_call(name: str, spec: str, function: Callable[..., Any]) -> None:
     """Refuse a callable that does not take the arguments that the gates pass."""
     try:
         theirs = inspect.signature(function)
     except (TypeError, ValueError):  # some callables written in C have no signature
         return
-    wanted = inspect.getfullargspec(contract.call)
+    ours = CONTRACTS[name].call
+    wanted = inspect.getfullargspec(ours)
     try:
         theirs.bind(*wanted.args, **dict.fromkeys(wanted.kwonlyargs))
     except TypeError as error:
-        call = f"{contract.name}{inspect.signature(contract.call)}"
+        call = f"{name}{inspect.signature(ours)}"
         raise WrongImplementation(
             f"--impl {spec} takes {theirs}, and the gates call {call}: {error}"
         ) from error

@@ -20,6 +20,7 @@ from ..primitives.strategies import Apply, Sample
 from ..primitives.unroll import steppers
 from ..workloads.workload import Case
 from .same_training import (
+    PLAIN,
     Activity,
     activity_of,
     flops_again,
@@ -142,7 +143,7 @@ def compare_unrolled(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Ou
             raise NotApplicable("so few timesteps are best run in one chunk")
 
     apply = _through(checkpoint_timesteps)
-    return same_training(case, apply, alone=lambda model, sample: [], check_effect=check_effect)
+    return same_training(case, apply, alone=PLAIN, check_effect=check_effect)
 
 
 def count_timesteps(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Outcome:
