@@ -128,7 +128,8 @@ class Comparison:
         # Where a record ended early, its last step may lack that of an optimizer.
         self.end = min(self.ends)[0] + ({*self.ends} == {(self.ends[0][0], True)})
         self.num_compared = 0
-        self.last: Observation | None = None
+        # The last one that was equal, other than states.
+        self.last: Observation = {"kind": "start", "path": "the run"}
         # The random generators that were equal once, and where they differ for the first time.
         self.seen_equal: set[str] = set()
         self.drawn: dict[str, str] = {}
@@ -201,7 +202,7 @@ class Comparison:
             num_rounded += bool(others)
             if one["kind"] != "state":
                 self.last = one
-        if self.last is None:
+        if self.last["kind"] == "start":
             return Located("the records have nothing in common", {"phase": "nothing"})
         if found := self._more_steps(self.end):
             return found
@@ -285,8 +286,8 @@ class Comparison:
             return one["phase"], path, call, f"{own}: another input {names[0]} of {_call(one)}"
         # Data has no gradient.
         if names[0] in one["made"]:
-            after = f" after {_call(self.last)}" if self.last else ""
-            return "loop", "loop", 0, f"the loop's own code{after}: another input of {_call(one)}"
+            text = f"the loop's own code after {_call(self.last)}: another input of {_call(one)}"
+            return "loop", "loop", 0, text
         text = f"the loop gives other data: input {names[0]} of {_call(one)} {self._rows(pair)}"
         return "data", "loop", one["call"], text
 
@@ -299,7 +300,7 @@ class Comparison:
     def _after(self, path: str) -> str:
         """Name the last call inside of a module, if there was one."""
         last = self.last
-        if last is None or last["kind"] != "exit" or not last["within"]:
+        if last["kind"] != "exit" or not last["within"]:
             return ""
         return f" after {_call(last)}" if last["within"][0] == path else ""
 
@@ -317,8 +318,8 @@ class Comparison:
 
     def _loss(self, pair: Pair, names: Sequence[str]) -> Place:
         values = [one["values"].get("value of loss") for one in pair]
-        after = f" after {_call(self.last)}" if self.last else ""
-        text = f"the loop's own code{after}: the loss is {values[0]} in A and {values[1]} in B"
+        code = f"the loop's own code after {_call(self.last)}"
+        text = f"{code}: the loss is {values[0]} in A and {values[1]} in B"
         return "loss", "loop", pair[0]["call"], text
 
     def _gradient(self, pair: Pair, names: Sequence[str]) -> Place:
@@ -389,8 +390,7 @@ class Comparison:
                 continue
             where = "from the start"
             if name in self.seen_equal:
-                after = f"after {_call(self.last)}, " if self.last else ""
-                where = f"{after}at {_call(one)} of step {one['step']}"
+                where = f"after {_call(self.last)}, at {_call(one)} of step {one['step']}"
             self.drawn.setdefault(name, f"the random generator of {name} differs {where}")
 
     def _of_the_runs(self) -> Iterator[str]:

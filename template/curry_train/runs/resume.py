@@ -131,7 +131,7 @@ def choose(run: SavedRun, what: str | int, *, config: PolicyConfig | None = None
         candidates = [saved for saved in committed if saved.folder == folder]
         damaged = {folder: damaged[folder]} if folder in damaged else {}
         return _found(other, candidates, damaged, f"no {folder}")
-    if any(SavedRun(place).files.kind(kind) == "folder" for kind in CHECKPOINT_KINDS):
+    if any((path / kind).is_dir() for kind in CHECKPOINT_KINDS):
         return choose(SavedRun(place), inside or "latest", config=config)
     raise ValueError(
         f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "

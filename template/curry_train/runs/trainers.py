@@ -422,7 +422,7 @@ class _WatchedJournal:
         # The journal, from the first step to the end of a training.
         self.journal: Any = None
         # The spike that ends the training.
-        self.reason: str | None = None
+        self.reason = ""
 
     def begin(self, step: int, *, config: dict[str, Any]) -> None:
         self.ranks = Ranks.on_the_host()
@@ -447,7 +447,7 @@ class _WatchedJournal:
             self.journal.write("stop", step=step, reason=self.reason or otherwise)
             self.journal.close()
         self.journal = None
-        self.reason = None
+        self.reason = ""
 
 
 class _HuggingFaceJournal(_WatchedJournal):
@@ -460,7 +460,7 @@ class _HuggingFaceJournal(_WatchedJournal):
         step = state.global_step
         if "loss" in logs:
             self.step(step, logs["loss"], logs.get("learning_rate", 0.0), logs.get("grad_norm"))
-            control.should_training_stop |= self.reason is not None
+            control.should_training_stop |= bool(self.reason)
         if "eval_loss" in logs:
             value = float(logs["eval_loss"])
             self.journal.write("eval", step=step, metric="eval_loss", value=value)
@@ -494,7 +494,7 @@ class _LightningJournal(_WatchedJournal):
         loss = self.ranks.mean(float(self._loss))
         self._loss = 0.0
         self.step(self._seen, loss, trainer.optimizers[0].param_groups[0]["lr"])
-        trainer.should_stop |= self.reason is not None
+        trainer.should_stop |= bool(self.reason)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         self.end(trainer.global_step)
@@ -548,7 +548,7 @@ class _AcceleratorJournal(_WatchedJournal):
         self._loss = None
         self.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
         self._norm = None
-        if (reason := self.reason) is not None:
+        if reason := self.reason:
             self.end(self._step)
             raise RunError(f"{reason}: start again from an older checkpoint")
 
