@@ -30,7 +30,6 @@ from ..gates.verdict import (
     Verdict,
     claims,
     discover,
-    error_in_a_line,
     measure_rows,
     technique_of,
 )
