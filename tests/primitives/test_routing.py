@@ -123,13 +123,14 @@ def test_a_second_backward_repeats_the_same_choices():
     assert all_equal(gradients_of(other), [2 * gradient for gradient in expected])
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_other_models_are_left_as_they_are():
     model = stacked(lambda: activated(4, nn.Tanh), 3)
     recompute_blocks(model)
     assert keep_routing(model) == []
     assert keep_routing(model, blocks="1") == ["1"]
-    assert keep_routing(model, blocks="1") == ["1"]
-    assert model(torch.ones(2, 4)).sum().backward() is None
+    model.compile(backend="aot_eager")
+    model(torch.ones(2, 4)).sum().backward()
 
 
 def test_another_way_in_the_second_run_raises():

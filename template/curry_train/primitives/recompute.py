@@ -57,6 +57,8 @@ class RecomputeOptions:
     determinism_check: str = "default"
     # Returns the contexts of the first and of the recomputed forward.
     context_fn: Callable[[], Pair] = noop_context_fn
+    # Replaces these contexts in a call that is not compiled, as `keep_routing` does.
+    change_contexts: Callable[[Pair], Pair] | None = None
     # Errors about a recomputed forward that differs list the operations of both.
     debug: bool = False
     # End the recomputed forward at the last tensor that backward needs.
@@ -68,7 +70,8 @@ class RecomputeOptions:
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.determinism_check not in ("default", "none"):
             raise ValueError(f"determinism_check: default or none, not {self.determinism_check!r}")
-        if self.use_reentrant and (self.debug or self.context_fn is not noop_context_fn):
+        has_contexts = self.context_fn is not noop_context_fn or self.change_contexts is not None
+        if self.use_reentrant and (self.debug or has_contexts):
             raise ValueError(
                 "reentrant checkpointing takes no context_fn and no debug: turn use_reentrant off"
             )
@@ -183,7 +186,10 @@ def run_checkpointed(
 
     if modules:
         args, kwargs = leave_out_caches(modules[0], args, kwargs)
-    call = FlatCall(BlockState(modules), run, (args, kwargs), options.context_fn)
+    contexts = options.context_fn()
+    if options.change_contexts is not None:
+        contexts = options.change_contexts(contexts)
+    call = FlatCall(BlockState(modules), run, (args, kwargs), contexts)
     try:
         output = checkpoint(call, *call.take_tensors(), **settings)
     except BaseException as error:
@@ -219,10 +225,10 @@ class FlatCall:
     # The arguments and keywords of the first call; None after it.
     inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
     # Not given to torch: it takes no contexts together with `debug`.
-    contexts: Callable[[], Pair]
+    contexts: Pair
 
     def __post_init__(self) -> None:
-        self.first, self.second = self.contexts()
+        self.first, self.second = self.contexts
         self.leaves, self.shape = tree_flatten(self.inputs)
 
     def take_tensors(self) -> list[Tensor]:

@@ -13,9 +13,7 @@ Proof: `python -m pytest tests/primitives/test_routing.py`.
 
 import contextlib
 import dataclasses
-import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -149,11 +147,9 @@ class _Entered:
             self.choices.is_own = False
 
 
-def routed_contexts(others: Callable[[], Pair]) -> Pair:
-    """Return the contexts of the first and of the recomputed run, around those of `others`."""
-    first, second = others()
-    if torch.compiler.is_compiling():
-        return first, second
+def routed_contexts(others: Pair) -> Pair:
+    """Return the contexts of the first and of the recomputed run, around others."""
+    first, second = others
     choices = Choices()
     entered: Any = (
         _Entered(choices, first, position=None),
@@ -199,11 +195,7 @@ def has_router(block: nn.Module) -> bool:
 
 
 def _routed(options: RecomputeOptions) -> RecomputeOptions:
-    """Add the contexts to those that the options have, once."""
-    contexts = options.context_fn
-    if isinstance(contexts, functools.partial) and contexts.func is routed_contexts:
-        return options
-    return dataclasses.replace(options, context_fn=functools.partial(routed_contexts, contexts))
+    return dataclasses.replace(options, change_contexts=routed_contexts)
 
 
 def _keep_small_buffers(block: nn.Module) -> None:
