@@ -57,12 +57,12 @@ class RecomputeOptions:
     determinism_check: str = "default"
     # Returns the contexts of the first and of the recomputed forward.
     context_fn: Callable[[], Pair] = noop_context_fn
-    # Replaces these contexts in a call that is not compiled, as `keep_routing` does.
-    change_contexts: Callable[[Pair], Pair] | None = None
     # Errors about a recomputed forward that differs list the operations of both.
     debug: bool = False
     # End the recomputed forward at the last tensor that backward needs.
     early_stop: bool = True
+    # Replaces the contexts in a call that is not compiled, as `keep_routing` does.
+    change_contexts: Callable[[Pair], Pair] | None = None
 
     def __post_init__(self) -> None:
         for name in ("enabled", "use_reentrant", "preserve_rng_state", "debug", "early_stop"):
@@ -121,9 +121,8 @@ def _recomputing_function(function: Callable[..., Any], options: RecomputeOption
     def call(*args: Any, **kwargs: Any) -> Any:
         if not (options.enabled and is_active()):
             return function(*args, **kwargs)
-        modules: list[nn.Module] = []
-        if not torch.compiler.is_compiling():
-            modules = modules_of(functools.partial(function, *args, **kwargs))
+        is_traced = torch.compiler.is_compiling()
+        modules = [] if is_traced else modules_of(functools.partial(function, *args, **kwargs))
         return run_checkpointed(function, args, kwargs, modules=modules, options=options)
 
     return call
