@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from ..core.timing import time_in_turns, wait_for
+from ..core.timing import find_device, time_in_turns, wait_for
 
 # Time a device: matrix products, elementwise operations, host copies and dispatch.
 
@@ -262,7 +262,7 @@ def measure_profile(device: torch.device | str | None = None) -> DeviceProfile:
     The default is the GPU, or the CPU if there is no GPU. What selective recompute adds to an
     operation is not measured: `SAC_SECONDS` and `REGIONS_SECONDS` are constants.
     """
-    device = _checked(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _checked(device or find_device("auto"))
     cuda = device.type == "cuda"
     on_cpu = f"cpu, {torch.get_num_threads()} threads"
     name = torch.cuda.get_device_name(device) if cuda else on_cpu

@@ -207,7 +207,7 @@ class StepLayers(RunningLayers):
     def in_backward(self) -> str:
         """The layer whose backward runs: the one in whose forward the node was made."""
         node = backward_node()
-        # A node that accumulates a gradient has a larger one, and follows the node that made it.
+        # One that accumulates a gradient has the largest number, and follows one of its layer.
         if node is not None and node._sequence_nr() < next_node():
             place = bisect.bisect_left(self._first_nodes, (node._sequence_nr() + 1,))
             _, self._in_backward = self._first_nodes[place - 1]

@@ -427,18 +427,15 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
     with seeded(0):
         if spec.startswith(SCRIPT_PREFIX):
             text, *arguments = shlex.split(text)
-            try:
-                return _tried(script_workload((text, *arguments)))
-            except ScriptFailed as error:
-                raise WorkloadError(
-                    f"{text}: it raised {describe_raised(error.__cause__ or error)}{error}"
-                ) from error
-            except ValueError as error:
-                raise WorkloadError(f"{text}: {error}") from error
-
-        made = stepped_on_host()(load_object)(text)
+            read = functools.partial(script_workload, (text, *arguments))
+        else:
+            read = functools.partial(take_training, stepped_on_host()(load_object)(text))
         try:
-            return _tried(replace(take_training(made), spec=spec))
+            return _tried(replace(read(), spec=spec))
+        except ScriptFailed as error:
+            raise WorkloadError(
+                f"{text}: it raised {describe_raised(error.__cause__ or error)}{error}"
+            ) from error
         except WorkloadError as error:
             raise WorkloadError(f"{text}: {error}") from error
         except Exception as error:
