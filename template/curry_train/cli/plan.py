@@ -324,7 +324,8 @@ def _find_plan(
             show_message("drawing")
             plot_plan(planner, plan, plot_path)
         if page_path:
-            write_page(course_of_plan(plan, planner.planned_timeline()), page_path)
+            best = next(one for one in plan.candidates if one.checked)
+            write_page(course_of_plan(plan, planner.whole_steps.step(best).timeline), page_path)
     return plan, plain
 
 

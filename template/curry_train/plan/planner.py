@@ -28,7 +28,7 @@ from .costs import MEASURED_MICROBATCH_SIZES
 from .device import DeviceProfile, find_profile
 from .estimate import Sketch, StepEstimate
 from .parallel import name_of
-from .profiler import OPTIMIZER_STATE_GROUP, Timeline, trained_parameters
+from .profiler import OPTIMIZER_STATE_GROUP, trained_parameters
 from .rank_time import Links, links_of
 from .saved import OPTION_KINDS, Candidate, Plan, fingerprint
 from .whole_step import WholeSteps, order
@@ -204,10 +204,6 @@ class Planner:
             "limit_bytes": limit_bytes,
         }
 
-    def planned_timeline(self) -> Timeline:
-        """Return the timeline of the step that was planned last."""
-        return self.whole_steps.step(self._best).timeline
-
     def plan(
         self, budget_bytes: int, *, global_batch: int = 1, microbatch: int | None = None
     ) -> Plan:
@@ -336,7 +332,6 @@ class Planner:
             )
 
     def _plan(self, best: Candidate, found: list[Candidate], budget_bytes: int) -> Plan:
-        self._best = best
         sketch = self.sketch
         case = sketch.case
         module = sketch.build()
