@@ -104,7 +104,7 @@ def test_weights_are_shared_and_left_as_they_were_and_so_are_the_generators(monk
     [
         (refuse, "refused", "not for this model: use full", False),
         (break_later, "failed", "RuntimeError: two tensors disagree", True),
-        (break_in_silence, "failed", "RuntimeError: ", True),
+        (break_in_silence, "failed", "RuntimeError", True),
         (detach, "measured", "", True),
     ],
 )
