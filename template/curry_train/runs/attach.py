@@ -453,9 +453,7 @@ class AttachedRun:
         notes.is_step = True
         notes.stepped = stepped
         notes.figures |= figures or {}
-        notes.metrics |= metrics
-        if loss is not None:
-            notes.metrics["loss"] = loss
+        notes.metrics |= {**metrics, "loss": loss}
         return self._save_between()
 
     def measured(self, **metrics: Any) -> None:
@@ -564,7 +562,7 @@ class AttachedRun:
         self._chooses |= bool(measured_anywhere)
         stands = True
         if noted:
-            if measured_anywhere and self._ranks.size > 1:
+            if measured_anywhere:
                 # Evaluation often runs on rank 0 alone, so every rank needs its result.
                 own = number_of(notes.metrics[name]) if measured_here else None
                 notes.metrics[name] = self._ranks.first_found(lambda: own)

@@ -190,9 +190,11 @@ class Recorder:
             digests = {name: digest(it) for name, it in tensors.items()}
             one["digests"] = digests
             # All ranks see what differs in a whole tensor, and one of them in its own part.
-            sharded = {name: it for name, it in tensors.items() if isinstance(it, DTensor)}
-            if sharded:
-                one["shards"] = {name: digest(it.to_local()) for name, it in sharded.items()}
+            one["shards"] = {
+                name: digest(it.to_local())
+                for name, it in tensors.items()
+                if isinstance(it, DTensor)
+            }
             if kind in ("enter", "exit"):
                 one["generator"] = _generator()
             elif kind == "state" and not self.stepping:

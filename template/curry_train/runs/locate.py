@@ -83,7 +83,7 @@ def expected_values(a: Record, b: Record, step: int) -> tuple[dict[str, Any], di
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
     found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for one, other in Comparison(a, b).pairs():
-        own = other.get("own", other)
+        own = other["own"]
         for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
             if one["step"] >= step and (value := one["digests"].get(name)):
                 kept = value, epsilon_of(value, other["digests"][name])
@@ -197,7 +197,7 @@ class Comparison:
                 located = self._more_steps(
                     one["step"] + (one["kind"] in ("loss", "update"))
                 ) or self._describe(one, other, names)
-                located.is_of_another_rank = bool(shards) and shards == other.get("shards")
+                located.is_of_another_rank = bool(shards) and shards == other["shards"]
                 return located
             num_rounded += bool(others)
             if one["kind"] != "state":
@@ -580,8 +580,6 @@ def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
 
 def _in_names_of_a(b: Record, renamed: Mapping[str, str]) -> Record:
     """Return observations of B by the paths in A; the field "own" has each as it was."""
-    if not renamed:
-        return b
 
     def name_in_a(name: str) -> str:
         # A module, a parameter of one, or such as "gradient of model.h.0.bias".

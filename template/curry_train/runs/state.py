@@ -335,7 +335,7 @@ class Load:
                     on_host = was_moved or (key == "step" and keeps_step)
                     self._add(item, parameter, on_host=on_host)
         self._add(self._saved)
-        if self._contents.values["world_size"] == self._ranks.size and self._ranks.rank:
+        if self._contents.values["world_size"] == self._ranks.size:
             # This rank's own copy of a buffer, in place of the first rank's.
             for name in [*self.targets]:
                 own_name = f"rank-{self._ranks.rank}.{name}"

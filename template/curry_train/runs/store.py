@@ -310,8 +310,7 @@ class Store(SavedRun):
         # From here on the checkpoint is committed, and an error does not undo it.
         try:
             self.files.sync_folder(saved.kind)
-            if saved.is_state:
-                self._point()
+            self._point()
             self.files.remove_folder(removed)
         except OSError as error:
             logger.warning("%s is saved, but an error followed: %s", saved.location, error)
