@@ -75,8 +75,10 @@ def tensors_of(state):
 
 
 def equal(first, second):
+    """Return whether tensors of the same names have the same values and dtypes."""
     return first.keys() == second.keys() and all(
-        torch.equal(first[name], second[name]) for name in first
+        one.dtype == second[name].dtype and torch.equal(one, second[name])
+        for name, one in first.items()
     )
 
 

@@ -12,7 +12,6 @@ from torch.optim import SGD, AdamW, lr_scheduler
 from curry_train.primitives import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
 
-from ..plan_models import Runs
 from ..store_models import WIDTH, alike, equal, network, new_state, tensors_of, train
 
 
@@ -43,12 +42,7 @@ def frozen():
     return model
 
 
-def half():
-    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 4)).to(torch.bfloat16)
-    return Runs(lambda inner, x: inner[0](x.to(torch.bfloat16)), model)
-
-
-@pytest.mark.parametrize("build", [network, tied, frozen, half])
+@pytest.mark.parametrize("build", [network, tied, frozen])
 def test_every_model_continues_bit_equal(store, build):
     assert not goes_on_alike(store, lambda seed: new_state(seed, build=build))
 
@@ -193,10 +187,6 @@ def longer():
         (wider, r"model.3.weight was \[4, 16\], torch.float32 and is \[5, 16\], "),
         (shorter, "model.3.weight is only in the checkpoint"),
         (longer, "model.4.weight is missing in the checkpoint"),
-        (
-            lambda: network().double(),
-            r"model.0.weight was \[16, 8\], torch.float32 and is .*float64",
-        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["rollback", "best-k"])
@@ -215,8 +205,6 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(store, build, 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.optimizers.clear(), "optimizer.0 is only in the checkpoint"),
-        (lambda s: s.parts.clear(), "part.scheduler-0 is only in the checkpoint"),
         (
             lambda s: s.parts.update(scaler=torch.amp.GradScaler("cpu")),
             "part.scaler is missing in the checkpoint",

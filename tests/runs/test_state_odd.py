@@ -128,7 +128,7 @@ class OddOptimizer(torch.optim.SGD):
         if not state.get("blocks"):
             state["blocks"] = {1: {"a.b": [torch.ones(2) * number], "1": torch.zeros(())}}
             state["blocks"]["1"] = torch.ones(0, 3)
-            state[7] = torch.full((2, 2), 0.5)
+            state[7] = torch.full(parameter.shape, 0.5)
             state["dotted.key"] = OrderedDict(b=torch.ones(1), a=(None, math.inf))
             state["mirror"] = state["blocks"][1]["a.b"][0]
             state["slow"] = parameter
@@ -139,7 +139,6 @@ class OddOptimizer(torch.optim.SGD):
 
 
 OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "adamw, fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "groups": lambda p: torch.optim.AdamW(
