@@ -254,13 +254,6 @@ class Plan:
         modules = dict(model.named_modules())
         class_name = type(model).__name__
         advice = "make a plan for this model"
-        for name in self.fingerprint:
-            if name not in modules:
-                raise PlanMismatch(
-                    f"the plan is for a model with a block {name}, which {class_name} does not "
-                    f"have: {advice}"
-                )
-
         for name, module in modules.items():
             if isinstance(module, Derived):
                 raise PlanMismatch(
@@ -270,6 +263,11 @@ class Plan:
                 )
 
         for name, planned in self.fingerprint.items():
+            if name not in modules:
+                raise PlanMismatch(
+                    f"the plan is for a model with a block {name}, which {class_name} does not "
+                    f"have: {advice}"
+                )
             found = fingerprint(modules[name])
             if found != planned:
                 parts = zip_longest(found.split("; "), planned.split("; "), fillvalue="no more")
@@ -396,8 +394,7 @@ class Plan:
             )
 
         fields = {name: data[name] for name in PLAN_PARTS if name in data}
-        optional = {"cuda", "communication"}
-        if missing := sorted(PLAN_PARTS.keys() - optional - fields.keys()):
+        if missing := sorted(PLAN_PARTS.keys() - fields.keys()):
             raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
         _check_parts(fields, PLAN_PARTS, "the plan")
         _check_parts(fields["settings"], SETTING_PARTS, "the plan's settings")
