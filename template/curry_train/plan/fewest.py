@@ -12,9 +12,9 @@ change is tried.
 Proof: `python -m pytest tests/plan/test_fewest.py`.
 """
 
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import wrap
 from typing import Any
 
 from ..core.wording import format_bytes, format_seconds, require_whole
@@ -80,7 +80,7 @@ class GpuCount:
 
     @property
     def fits(self) -> bool:
-        return self.peak_bytes <= self.limit_bytes
+        return self.margin_bytes >= 0
 
     @property
     def is_hopeless(self) -> bool:
@@ -99,9 +99,12 @@ class GpuCount:
     @property
     def lack_text(self) -> str:
         """Describe what is missing, at the least."""
-        lacking = self.state_bytes if self.is_hopeless else self.peak_bytes
-        start = "parameters and optimizer state alone lack " if self.is_hopeless else ""
-        return start + format_bytes(lacking - self.limit_bytes)
+        if self.is_hopeless:
+            return (
+                "parameters and optimizer state alone lack "
+                f"{format_bytes(self.state_bytes - self.limit_bytes)}"
+            )
+        return format_bytes(-self.margin_bytes)
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class FewestGpus:
 
     def table(self) -> str:
         """Format the attempts at 80 columns, and name the fewest GPUs and what fewer lack."""
-        lines = textwrap.wrap(self._verdict(), TABLE_WIDTH)
+        lines = wrap(self._verdict(), TABLE_WIDTH)
         wide = max(len(one.sharding.mesh_text) for one in self.attempts)
         lines += [
             "",
@@ -136,7 +139,7 @@ class FewestGpus:
             change = one.change_text
             if not one.fits:
                 change = f"too large with {'any change' if one.is_hopeless else change}"
-            more = textwrap.wrap(change, TABLE_WIDTH - len(row))
+            more = wrap(change, TABLE_WIDTH - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
         # The fewest GPUs that fit, if they are several; else the most that were tried.
         several = [one for one in self.attempts if one.fits and one.num_gpus > 1]
@@ -146,7 +149,7 @@ class FewestGpus:
             f"{format_seconds(one.seconds.exposed)} wait for "
             f"{format_seconds(one.seconds.communication)} of communication. Links: {self.links}."
         )
-        lines += ["", *textwrap.wrap(note, TABLE_WIDTH), *textwrap.wrap(OUTSIDE_NOTE, TABLE_WIDTH)]
+        lines += ["", *wrap(note, TABLE_WIDTH), *wrap(OUTSIDE_NOTE, TABLE_WIDTH)]
         return "\n".join(lines)
 
     def _verdict(self) -> str:
@@ -184,9 +187,8 @@ class FewestGpus:
             }
             for one in self.attempts
         ]
-        best = self.best
         return {
-            "fewest_gpus": None if best is None else best.num_gpus,
+            "fewest_gpus": self.best and self.best.num_gpus,
             "global_batch": self.global_batch,
             "links": vars(self.links),
             "attempts": rows,

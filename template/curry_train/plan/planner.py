@@ -12,10 +12,10 @@ Proof: `python -m pytest tests/plan/test_plan.py`.
 """
 
 import functools
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from textwrap import wrap
 from typing import Any
 
 from torch import Tensor, nn
@@ -359,7 +359,6 @@ class Planner:
                 "dtype": sketch.dtype_name,
                 "blocks": case.blocks,
                 "block_notes": sketch.choice.lines() if sketch.choice else [],
-                "seed": case.seed,
                 "host_note": sketch.host_note,
                 "limit_notes": self.limit_notes,
                 "optimizer": name_of(sketch.optimizer),
@@ -385,9 +384,9 @@ class Planner:
             f"{format_bytes(least.peak_bytes - budget_bytes)} too much, with microbatch "
             f"{least.microbatch} and {least.summary()}"
         )
-        lines = textwrap.wrap(first, 80)
+        lines = wrap(first, 80)
         for lever in self._levers(least, {one.microbatch for one in found}, budget_bytes):
-            lines += textwrap.wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
+            lines += wrap(lever, 80, initial_indent="  ", subsequent_indent="    ")
         return Infeasible("\n".join(lines), least.peak_bytes)
 
     def _levers(self, least: Candidate, sizes: set[int], budget_bytes: int) -> Iterator[str]:

@@ -5,12 +5,12 @@ Proof: `python -m pytest tests/plan/test_plan.py tests/plan/test_plan_refusals.p
 
 import json
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby, zip_longest
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from torch import nn
@@ -299,9 +299,9 @@ class Plan:
             f", peak {format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)}, "
             f"{_step_time(self.step_seconds)}"
         )
-        lines = textwrap.wrap(first, 80) + self._time_lines()
+        lines = wrap(first, 80) + self._time_lines()
         if assumptions:
-            lines = textwrap.wrap(self.assumptions(), 80) + lines
+            lines = wrap(self.assumptions(), 80) + lines
 
         shown = [*self.candidates[:most]]
         if own := self.own:
@@ -322,9 +322,9 @@ class Plan:
 
         lines += self._cuda_lines()
         nothing = "no block is repeated: name some with --blocks to plan for them"
-        lines += ["", *(_blocks(self.options) or [nothing]), "", *textwrap.wrap(self.why, 80)]
+        lines += ["", *(_blocks(self.options) or [nothing]), "", *wrap(self.why, 80)]
         for reason in self.settings.get("left_out", ()):
-            lines += textwrap.wrap(f"left out: {reason}", 80)
+            lines += wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
 
     def assumptions(self) -> str:
@@ -346,7 +346,7 @@ class Plan:
             f"waiting for {shown['communication']} of communication, and {shown['optimizer']} of "
             f"the optimizer. {self.communication['text']}"
         )
-        return textwrap.wrap(text, 80)
+        return wrap(text, 80)
 
     def _cuda_lines(self) -> list[str]:
         """Describe the memory on a CUDA device in 80 columns; empty for the CPU."""
@@ -365,7 +365,7 @@ class Plan:
             "are left. PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reserves "
             f"{shown['expandable_reserved_bytes']}."
         )
-        return ["", *textwrap.wrap(text, 80)]
+        return ["", *wrap(text, 80)]
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -386,8 +386,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Plan":
-        if not isinstance(data, Mapping) or data.get("version") != PLAN_VERSION:
-            found = data.get("version") if isinstance(data, Mapping) else type(data).__name__
+        found = data.get("version") if isinstance(data, Mapping) else type(data).__name__
+        if found != PLAN_VERSION:
             raise ValueError(
                 f"this is not a plan of version {PLAN_VERSION}, its version is {found!r}: "
                 "make the plan again"
