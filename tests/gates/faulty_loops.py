@@ -71,6 +71,7 @@ from .loops import (
     follow,
     half,
     half_of_tokens_by_hand,
+    ignore_padding,
     in_half,
     keep_average,
     loader,
@@ -89,6 +90,7 @@ from .loops import (
     started,
     step,
     texts,
+    texts_to_their_end,
     texts_with_time_first,
     together,
     translate,
@@ -979,6 +981,54 @@ def chances_that_add_up_over_the_samples():
         step(optimizer, -chosen.log_prob(chosen.sample()).mean())
 
 
+def focal_weight_of_a_mean():
+    def loss(logits, labels):
+        mean = F.cross_entropy(logits, labels)
+        return (1 - torch.exp(-mean)) ** 2 * mean  # here
+
+    fit(loss=loss)
+
+
+def columns_viewed_as_rows():
+    model = classifier()
+    fit(lambda one: model(one.view(8, 4, 2).view(8, 2, 4).flatten(1)), adamw(model))  # here
+
+
+def noise_times_a_variance():
+    variational(-0.5, torch.exp)  # here: drawn
+
+
+class Encoder(nn.Sequential):
+    def forward(self, inputs):
+        encoder, head = self
+        mean, spread = encoder(inputs).chunk(2, 1)
+        return head(torch.normal(mean, spread.exp()))  # code
+
+
+def drawn_inside_of_a_model():
+    fit(Encoder(nn.Linear(8, 8), nn.Linear(4, 5)))  # here: code
+
+
+def ends_of_texts_ignored_as_padding():
+    ignore_padding(texts_to_their_end())  # here: tokens
+
+
+def cycle_of_batches_by_epochs():
+    model, optimizer = started()
+    schedule = OneCycleLR(optimizer, 0.1, total_steps=6 * len(loader(40)))
+    for _ in range(6):
+        fit(model, optimizer, loader(40))
+        schedule.step()  # here
+
+
+def first_epoch_without_a_rate():
+    model, optimizer = started()  # here: made
+    schedule = LambdaLR(optimizer, lambda epoch: min(1, epoch / 5))
+    for _ in range(6):
+        fit(model, optimizer, loader(48))
+        schedule.step()
+
+
 def views_that_are_the_same():
     model, optimizer = started()
     for inputs, _ in loader():
@@ -1614,6 +1664,7 @@ FAULTY = {
         copied_into_a_dictionary,
     ],
     "accumulation": [
+        focal_weight_of_a_mean, drawn_inside_of_a_model,
         loss_that_is_one_number_weighted, drawn_without_a_gradient,
         drawn_by_a_function_without_a_gradient,
         undivided_by_hand, undivided_sum_of_losses, mean_divided_by_the_batch_size,
@@ -1641,6 +1692,7 @@ FAULTY = {
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [
+        first_epoch_without_a_rate,
         updates_below_the_precision, encoder_data, weights_loaded_in_each_step, frozen_by_decay,
         hook_that_zeroes, rounded_outputs, matrices_of_zeros_multiplied, factor_of_zero,
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
@@ -1653,6 +1705,7 @@ FAULTY = {
         one_layer_many_times, best_weights_without_a_copy,
     ],
     "schedule": [
+        cycle_of_batches_by_epochs,
         schedule_of_an_older_optimizer, schedule_made_in_each_step, rate_set_over_the_schedule,
         schedule_of_epochs, rate_of_zero_after_a_warm_up, two_schedules_of_one_optimizer,
         rate_as_an_attribute, cosine_of_transformers_of_too_few_steps,
@@ -1667,6 +1720,7 @@ FAULTY = {
         scale_updated_per_optimizer, scaler_made_anew,
     ],
     "logits": [
+        columns_viewed_as_rows, noise_times_a_variance,
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
@@ -1675,6 +1729,7 @@ FAULTY = {
         probabilities_for_ctc, each_with_each_in_a_module,
     ],
     "targets": [
+        ends_of_texts_ignored_as_padding,
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
         targets_out_of_reach, labels_of_minus_one,
         several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,

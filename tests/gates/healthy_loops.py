@@ -52,6 +52,7 @@ from .loops import (
     half,
     half_of_tokens_by_hand,
     headless,
+    ignore_padding,
     in_half,
     loader,
     loss_of,
@@ -70,6 +71,7 @@ from .loops import (
     started,
     step,
     texts,
+    texts_to_their_end,
     texts_with_time_first,
     together,
     translate,
@@ -132,6 +134,18 @@ def line_breaks_after_texts_ignored():
         labels = tokens.masked_fill(is_last | ~mask, -100)
         logits = model(tokens, attention_mask=mask)
         step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))
+
+
+def ends_of_texts_that_count():
+    def loss(logits, tokens):
+        is_padding = (tokens[:, 1:] == 0) & (tokens[:, :-1] == 0)
+        return of_tokens(logits[:, :-1], tokens[:, 1:].masked_fill(is_padding, -100))
+
+    fit(Language(), None, [(one, one) for one in texts_to_their_end()], loss=loss)
+
+
+def padded_texts_without_an_end():
+    ignore_padding(one[:, :-1] for one in texts_to_their_end())
 
 
 def compared_each_with_each():

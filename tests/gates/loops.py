@@ -157,13 +157,13 @@ def translate(model):
         step(optimizer, of_tokens(model(source, tokens), tokens))
 
 
-def variational(weight):
+def variational(weight, spread=lambda variance: (variance / 2).exp()):
     """Train an autoencoder whose divergence from a normal distribution has this weight."""
     encode, decode = nn.Linear(8, 16), nn.Linear(8, 8)
 
     def loss(code, inputs):
         mean, variance = code.chunk(2, 1)
-        drawn = mean + torch.randn(mean.shape) * (variance / 2).exp()
+        drawn = mean + torch.randn(mean.shape) * spread(variance)  # drawn
         divergence = (1 + variance - mean.square() - variance.exp()).sum(1).mean()
         return F.mse_loss(decode(drawn), inputs) + weight * divergence  # divergence
 
@@ -344,6 +344,18 @@ class Seeing(Language):
             hidden, hidden, hidden, is_causal=self.is_causal
         )
         return self.head(hidden).movedim(1, self.time)
+
+
+def texts_to_their_end():
+    """Return batches of texts, as wide as the longest one, that end with the token 0."""
+    return [F.pad(padded_tokens()[:, :width], (0, 1)) for width in (8, 7, 6, 5) * 2]
+
+
+def ignore_padding(several):
+    def loss(logits, tokens):
+        return of_tokens(logits[:, :-1], tokens[:, 1:], ignore_index=0)
+
+    fit(Language(), None, [(tokens, tokens) for tokens in several], loss=loss)
 
 
 class Taught(nn.Module):

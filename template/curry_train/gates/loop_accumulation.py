@@ -254,15 +254,21 @@ def unused(trace: Trace) -> Faults:
 
 def sign(trace: Trace) -> Faults:
     """Losses are made smaller, and are finite."""
-    of_values = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss")
-    by_loss = ("cross_entropy", LOG_PROBABILITY, *of_values)
+    by_loss = (
+        "cross_entropy",
+        LOG_PROBABILITY,
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+    )
     windows = trace.windows if len(trace.by_optimizer) == 1 else []
     for calls in grouped((call for window in windows for call in window.calls), "lines"):
         window = windows[0]
         is_up = bool(window.optimizer.defaults.get("maximize"))
         hint = "remove maximize=True" if is_up else "give the loss the other sign"
         # An attack learns a change of the inputs that makes the loss larger.
-        is_model = any(one in window.own for root in trace.roots for one in root.parameters())
+        is_model = not window.own.isdisjoint(trace.roots.parameters())
         # A reward may have either sign.
         terms = [term for call in calls for term in call.terms]
         is_known = is_model and all(term.name in by_loss for term in terms)

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter, length_hint
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from .loop_events import (
     FEWEST_STEPS,
     NO_LOSS,
-    Backward,
     Check,
     Dropout,
     Faults,
@@ -107,14 +107,6 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
 
 def mode(trace: Trace) -> Faults:
     """The model is in training mode in forward passes that are trained on, and only there."""
-    # Forward passes whose gradients are for what the model was given.
-    attacks = set[Forward]()
-    is_attack = False
-    for event in reversed(trace.events):
-        if isinstance(event, Backward):
-            is_attack = event.of_inputs
-        elif isinstance(event, Forward) and is_attack:
-            attacks.add(event)
     # One of several models may be in eval mode from the start on purpose, as a frozen BatchNorm.
     in_training = {one.module for one in trace.trained_forwards if one.training}
     evaluated = {*_evaluated(trace)}
@@ -126,13 +118,15 @@ def mode(trace: Trace) -> Faults:
         if one.module not in trace.roots or not one.acts:
             continue
         is_left = one.module in in_training or not in_training
-        if one.is_trained_on and not one.training and is_left and one not in attacks:
-            hint = (
+        # The gradients of an attack are for what the model was given.
+        is_attack = any(not isinstance(leaf, nn.Parameter) for leaf in one.behind)
+        if one.is_trained_on and not one.training and is_left and not is_attack:
+            yield (
+                one.origin,
+                f"in eval mode from here on: the trained forward pass at {one.place}",
                 "call model.train() before training, and again after each evaluation; a method "
-                "train of your own calls super().train(mode)"
+                "train of your own calls super().train(mode)",
             )
-            measured = f"in eval mode from here on: the trained forward pass at {one.place}"
-            yield one.origin, measured, hint
         elif one in evaluated and not is_part:
             hint = "call model.eval() before evaluation, and model.train() after it"
             yield one, "an evaluation in training mode", hint
@@ -284,7 +278,7 @@ def same_views(trace: Trace) -> Faults:
     """Find steps in which a model gets the same values twice, in other tensors."""
     again = []
     for window in trace.windows:
-        trained = [one for one in window.forwards if one.is_trained_on and one.num_samples > 1]
+        trained = [one for one in window.forwards if one.num_samples > 1]
         for first, *others in grouped(trained, "module", "digests", "returned"):
             again += [one for one in others if {*first.addresses}.isdisjoint(one.addresses)]
     if len({one.digests for one in again}) >= FEWEST_STEPS:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.replaced_calls import Call
 from ..core.wording import some_of
 from ..runs.fingerprints import leaves_of
 from ..workloads.optimizers import parameters_of
-from .loop_lines import places_with, users_files, users_lines
+from .loop_lines import places_with, users_files, users_line, users_lines
 from .loop_loss import Term
 
 T = TypeVar("T")
@@ -388,6 +389,14 @@ class Shuffle(Event):
     """A call that draws an order, or makes a generator that does."""
 
 
+class Joining(Event):
+    """The begin of a block in which ranks may have different numbers of batches."""
+
+
+class Dividing(Event):
+    """A call that sets what a sharded model divides gradients by."""
+
+
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -463,7 +472,7 @@ class Trace(Events):
         # The settings that the groups of an optimizer were made with, by their names.
         self.groups = WeakKeyDictionary[Optimizer, dict[str, list[Any]]]()
         # Trained modules that were called with gradients, inside of no other one.
-        self.roots = list[nn.Module]()
+        self.roots = nn.ModuleList()
         self.names = dict[Tensor, str]()
         # Modules that ran, and where, by whether torch recorded gradients.
         self.ran = defaultdict[bool, dict[nn.Module, str]](dict)
@@ -480,17 +489,12 @@ class Trace(Events):
         self.faults = defaultdict[str, list[Fault]](list)
         # Leaves with a gradient that may be in no module, described.
         self.living = dict[Tensor, str]()
-        # Where schedules were made, their optimizers, and steps per epoch where they are given
-        # that.
-        self.schedules = list[tuple[str, Optimizer, Any]]()
+        # Where schedules were made, their optimizers, and the lines of the call.
+        self.schedules = list[tuple[str, Optimizer, str]]()
         # Files whose functions led to a step.
         self.files = set[str]()
         # A line that may train more, and did not run.
         self.later = ""
-        # Whether ranks may have different numbers of batches.
-        self.joins = False
-        # Whether the loop sets what a sharded model divides gradients by.
-        self.divides = False
         # The error that ended the loop, if one did.
         self.error: Exception | None = None
 
@@ -509,8 +513,8 @@ class Trace(Events):
         self.stepped: dict[int, tuple[Tensor, str]] = {}
         # Parameters behind tensors that the user's code detaches, by the place.
         self.cut: dict[str, set[Tensor]] = {}
-        # Samples, by digests, of distributions to which they pass no gradient on: the place.
-        self.drawn: dict[float, str] = {}
+        # Samples of distributions to which they pass no gradient on: the place.
+        self.drawn = WeakIdKeyDictionary()
         # Whether a probability is taken: a policy learns by that of its sample.
         self.scores = False
         # Models that were run again.
@@ -525,12 +529,20 @@ class Trace(Events):
     def last(self, kind: type[E]) -> E | None:
         return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
 
-    def fault(self, check: str, *fault: *Fault, value: float | None = None) -> None:
+    def fault(
+        self,
+        check: str,
+        measured: str,
+        hint: str,
+        place: Event | str | None = None,
+        value: float | None = None,
+    ) -> None:
         """Note a fault; where a value is given, once that was another one in several steps."""
-        values = self.values[fault[:2]]
+        place = users_line() if place is None else place
+        values = self.values[place, measured]
         values.add(value)
         if value is None or len(values) == FEWEST_STEPS:
-            self.faults[check].append(fault)
+            self.faults[check].append((place, measured, hint))
 
     def note(self, kind: type[E], /, **facts: Any) -> E:
         facts.setdefault("lines", users_lines())
@@ -546,8 +558,7 @@ class Trace(Events):
 
     def of_roots(self, *, trained: bool) -> list[Tensor]:
         """Return the parameters of the models that are trained, or are frozen."""
-        parameters = (one for root in self.roots for one in root.parameters())
-        return [one for one in parameters if one.requires_grad is trained]
+        return [one for one in self.roots.parameters() if one.requires_grad is trained]
 
     def named(self, parameters: Iterable[Tensor]) -> str:
         """Return the names of some parameters, in a few words."""

@@ -11,8 +11,7 @@ import operator
 import re
 import sys
 import types
-import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from .loop_lines import place_of, users_files, users_frames
+from .loop_lines import place_of, places_with, users_files, users_frames
 from .loop_loss import nodes_behind
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
@@ -30,12 +29,13 @@ LAST_STEP = 8
 FEWEST_INTERVALS = 4
 # Objects other than tensors may grow by so much in a step, as texts of a log do.
 FEWEST_BYTES = 2**16
-CONTAINERS = (list, dict, set, deque)
+# Hooks are in an ordered dictionary.
+CONTAINERS = (list, dict, set, deque, OrderedDict)
 HOLDERS = (dict, types.CellType)
 
 
 class Growth:
-    """Containers that have more entries after each step, and hooks that were registered."""
+    """Containers that have more entries after each step."""
 
     def __init__(self) -> None:
         # Numbers of entries after each step, by the ids of containers that have grown so far.
@@ -45,8 +45,6 @@ class Growth:
         self.num_nodes: list[int] = []
         # By the ids of those that grow without end: the place and a description.
         self.found: dict[int, tuple[str, str]] = {}
-        # A hook's dictionary and key there, the line, and the steps that were made.
-        self.hooks: list[tuple[weakref.ref[Any], int, str, int]] = []
         # Lines that keep tensors with the graphs of earlier steps.
         self.graphs: list[str] = []
 
@@ -85,24 +83,20 @@ class Growth:
             for key, (first, *_, last) in self.sizes.items():
                 one = containers[key]
                 measured = _description(one, (last - first) / FEWEST_INTERVALS)
-                if measured and (place := _line_that_keeps(one)):
+                if place := _line_that_registers(one):
+                    self.found[key] = place, "registers a hook in each step that is never removed"
+                elif measured and (place := _line_that_keeps(one)):
                     self.found[key] = place, measured
 
-    def growing(self) -> list[tuple[str, str]]:
-        """Return the place and a description of what grew in each step."""
-        steps: dict[str, set[int]] = {}
-        for reference, number, place, num_steps in self.hooks:
-            hooks = reference()
-            if hooks is not None and number in hooks:
-                steps.setdefault(place, set()).add(num_steps)
-        return [
-            *self.found.values(),
-            *(
-                (place, "registers a hook in each step that is never removed")
-                for place, of_place in steps.items()
-                if len(of_place) >= FEWEST_INTERVALS
-            ),
-        ]
+
+def _line_that_registers(container: Any) -> str | None:
+    """Return the line of the user's that registers hooks, if the newest one is the user's own."""
+    newest = [*container.values()][-1] if type(container) is OrderedDict else None
+    name = getattr(newest, "__name__", "").strip("<>")
+    files = users_files() if callable(newest) else []
+    is_users = getattr(inspect.getmodule(newest), "__file__", "") in files
+    places = places_with(rf"\.register\w*_hook\((.*\b{name}|$)", files)
+    return places[0] if is_users and places else None
 
 
 def _description(container: Any, num_entries: float) -> str:

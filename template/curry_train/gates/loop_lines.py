@@ -7,7 +7,6 @@ import ast
 import contextlib
 import dis
 import functools
-import itertools
 import linecache
 import os
 import re
@@ -46,9 +45,18 @@ def users_line(*inside: str) -> str:
     return "".join(users_lines(*inside)[:1])
 
 
+def users_text(num_lines: int = 1) -> str:
+    """Return the innermost line, with some of those that follow it."""
+    return "".join(
+        line
+        for frame in users_frames()[:1]
+        for line in linecache.getlines(frame.f_code.co_filename)[frame.f_lineno - 1 :][:num_lines]
+    )
+
+
 @functools.cache
-def _instructions(code: Any) -> list[Any]:
-    return [*dis.get_instructions(code)]
+def _instruction_after(code: Any, offset: int) -> Any:
+    return next(one for one in dis.get_instructions(code) if one.offset > offset)
 
 
 def loses(frame: Any) -> bool:
@@ -56,8 +64,7 @@ def loses(frame: Any) -> bool:
     file = frame.f_code.co_filename
     if file.startswith(LIBRARIES):
         return False
-    following = (one for one in _instructions(frame.f_code) if one.offset > frame.f_lasti)
-    after = next(following)
+    after = _instruction_after(frame.f_code, frame.f_lasti)
     return after.opname == "POP_TOP" or (
         after.opname.startswith("STORE_") and (frame.f_lineno, after.argval) in _lost_in_loops(file)
     )
@@ -87,34 +94,30 @@ def _lost_in_loops(file: str) -> set[tuple[int, str]]:
     return found
 
 
-def weights_kept(code: Any) -> Iterator[str]:
-    """Yield lines of a loop that keep a model's state_dict(), loaded again after that loop."""
-    own = {number for _, _, number in code.co_lines()}
-    for loop in _nodes(code.co_filename):
-        if not isinstance(loop, ast.For | ast.While):
-            continue
-        after = "".join(linecache.getlines(code.co_filename)[loop.end_lineno :])
-        for one in ast.walk(loop):
-            match one:
-                case ast.Assign(
-                    targets=[kept], value=ast.Call(ast.Attribute(model, "state_dict"))
-                ) if one.lineno in own:
-                    name, weights = (re.escape(ast.unparse(it)) for it in (model, kept))
-                    if re.search(rf"\b{name}\.load_state_dict\(\s*{weights}\s*[,)]", after):
-                        yield place_of(code.co_filename, one.lineno)
-
-
 # Methods that a loop has to call, as in `loss.backward`.
 METHODS = ("backward", "step", "zero_grad", "train", "eval", "update")
 
 
-def only_named(code: Any) -> list[tuple[str, str]]:
-    """Return places and names of methods that stand in a line of their own without a call."""
-    return [
-        (place_of(code.co_filename, one.positions.lineno), one.argval)
-        for one, after in itertools.pairwise(_instructions(code))
-        if after.opname == "POP_TOP" and one.opname == "LOAD_ATTR" and one.argval in METHODS
-    ]
+def mistakes(code: Any) -> Iterator[tuple[str, str, str, str]]:
+    """Yield what the lines of a function show to be wrong: the check, advice and the place."""
+    lines = linecache.getlines(code.co_filename)
+    own = {number for _, _, number in code.co_lines()}
+    ends = dict[ast.AST, int | None]()
+    for one in _nodes(code.co_filename):
+        place = place_of(code.co_filename, getattr(one, "lineno", 0))
+        match one:
+            case ast.Expr(ast.Attribute(attr=name)) if name in METHODS and one.lineno in own:
+                yield "results", f"{name} is named, not called", f"write {name}()", place
+            case ast.For() | ast.While():
+                ends |= dict.fromkeys(ast.walk(one), one.end_lineno)
+            case ast.Assign([kept], ast.Call(ast.Attribute(model, "state_dict"))) if (
+                one in ends and one.lineno in own
+            ):
+                name, weights = (re.escape(ast.unparse(it)) for it in (model, kept))
+                loads = rf"\b{name}\.load_state_dict\(\s*{weights}\s*[,)]"
+                if re.search(loads, "".join(lines[ends[one] :])):
+                    measured = "the weights that are kept for later change with the model"
+                    yield "moves", measured, "keep copy.deepcopy(model.state_dict())", place
 
 
 # A line that makes another optimizer or Trainer, or calls a function that trains.

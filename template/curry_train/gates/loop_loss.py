@@ -137,12 +137,8 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
         if made == "Relu":
             hint = "remove the activation behind the last layer"
             yield f"the logits of {name} are never negative, as a ReLU is last", hint
-    if name in ("cross_entropy", "nll_loss"):
-        if _is_scrambled(given):
-            hint = "give it logits.transpose(1, 2), or flatten positions of logits and targets"
-            yield "classes and positions are mixed up by a view", hint
-    # Targets that are numbers of labels have another shape.
-    elif not name.startswith(("ctc", "multi")):
+    # Targets that are classes, or numbers of labels, have another shape.
+    if not name.startswith(("cross", "nll", "ctc", "multi")):
         sizes = given.numel(), target.numel()
         together = torch.broadcast_shapes(given.shape, target.shape).numel()
         if 1 not in sizes and together > max(sizes):
@@ -233,19 +229,6 @@ def _own_pairs(given: Tensor, target: Tensor) -> Doubts:
         yield "each sample is compared with itself, too", hint
 
 
-def _is_scrambled(given: Tensor) -> bool:
-    """Return whether classes that were last are second now, or the reverse, by a view alone."""
-    node: Any = given.grad_fn
-    if operation(node) not in ("View", "UnsafeView", "Reshape"):
-        return False
-    before = tuple(_saved(node, "self_sym_sizes") or ())
-    if given.dim() < 3:
-        is_of_positions = len(before) > 2 and before[0] != len(given)
-        return is_of_positions and before[1] == given.shape[-1] != before[-1]
-    moved = (given.shape[0], *given.shape[2:], given.shape[1])
-    return before == moved and before != tuple(given.shape)
-
-
 # Operations that change the shape or type of values alone.
 SHAPE_ONLY = (
     "View",
@@ -300,11 +283,12 @@ def _behind_shapes(node: Any) -> Any:
 Added = tuple[str, float]
 
 # Names of notes on nodes: the term of the loss function that made one, the number that it adds, the
-# scale of a gradient scaler, and whether it was read as a part of a loss, or made what a model
-# returned for each token.
+# scale of a gradient scaler, where noise is multiplied by its exponential, and whether it was read
+# as a part of a loss, or made what a model returned for each token.
 TERM = "preflight term"
 ADDED = "preflight number"
 SCALE = "preflight scale"
+DRAWN = "preflight noise"
 READ = "preflight read"
 OF_TOKENS = "preflight tokens"
 
@@ -395,8 +379,11 @@ def _inside(node: Any) -> list[tuple[Any, float]] | None:
     return None
 
 
-def is_endless(loss: Tensor) -> bool:
-    """Return whether a loss has x - exp(x) or log(x) - x in it, and so falls without end."""
+def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
+    """Find x - exp(x) or log(x) - x in a loss, which falls without end, or noise times exp(x).
+
+    Yield the check, the doubt, and the place, if that is known.
+    """
     weights = defaultdict[Any, float](float)
     left: list[tuple[Any, float]] = [(loss.grad_fn, 1.0)] if loss.grad_fn is not None else []
     while left:
@@ -406,12 +393,17 @@ def is_endless(loss: Tensor) -> bool:
             inner = inner or [(node.next_functions[0][0], 1.0)]
         weights[node] += factor
         left += [(one, factor * times) for one, times in inner or ()]
-    return any(
-        factor * sign < 0 < weights.get(node.next_functions[0][0], 0) * sign
-        for node, factor in weights.items()
-        for sign in [{"Exp": 1, "Log": -1}.get(operation(node), 0)]
-        if not _is_of_others(node)
-    )
+    for node, factor in [*weights.items()]:
+        sign = {"Exp": 1, "Log": -1}.get(operation(node), 0)
+        below: Any = node.next_functions[0][0] if sign else node
+        if factor * weights[below] >= 0 or _is_of_others(node):
+            continue
+        if factor * sign < 0:
+            hint = "add -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum() to the loss"
+            yield "sign", "the divergence to a normal distribution is made larger", hint, ""
+        elif DRAWN in below.metadata:
+            hint = "multiply it by the root: (0.5 * logvar).exp()"
+            yield "logits", "noise is multiplied by a variance", hint, below.metadata[DRAWN]
 
 
 def _is_of_others(node: Any) -> bool:

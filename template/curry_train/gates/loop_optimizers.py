@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -47,6 +48,8 @@ MOST_DECAY = 0.1
 MOST_NOISE = 1e-6
 # How many times as large as what is in front of it a head is at most.
 MOST_OF_HEAD = 4
+# The length of a schedule that is counted in batches.
+OF_BATCHES = re.compile(r"(steps|T_max) *=[^,)]*(len\(|steps|batches)|steps_per_epoch *=(?! *1\b)")
 # Attributes that people set to freeze a module or parameter, without effect.
 FLAGS = {"require_grad", "requires_grad"}
 
@@ -188,17 +191,14 @@ def optimizer(trace: Trace) -> Faults:
 
 def _missing(trace: Trace) -> set[Tensor]:
     """Return parameters that get gradients, next to others that an optimizer has."""
-    inside = {module for root in trace.roots for module in root.modules()}
     # Of modules that ran, and that no module which was called has.
     alone = {
         one
-        for module in trace.ran[True]
-        if module not in inside
+        for module in trace.ran[True].keys() - {*trace.roots.modules()}
         for one in module.parameters(recurse=False)
     }
     found = set[Tensor]()
-    stepped = (parameters_of(one.optimizer) for one, *_ in trace.by_optimizer)
-    shapes = {one.shape for several in stepped for one in several}
+    shapes = {one.shape for first, *_ in trace.by_optimizer for one in first.own}
     known = trace.held & trace.names.keys()
     for root in trace.roots:
         own = {one for one in root.parameters() if one.requires_grad} & trace.with_gradient
@@ -293,9 +293,12 @@ def moves(trace: Trace) -> Faults:
 
 def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
     """Find parameters of an optimizer that do not move, or that only decay moves."""
-    kind = type(steps[0].optimizer).__name__
+    optimizer = steps[0].optimizer
+    kind = type(optimizer).__name__
     last = steps[-1]
-    if len(steps) > 1 and not any(step.moved for step in steps):
+    # A warm-up by epochs may begin with a rate of 0.
+    first = steps[:5] if not any(any(step.rates) for step in steps[:5]) else steps
+    if len(steps) > 1 and not any(step.moved for step in first):
         hint = (
             "give it the parameters of the model that is trained, and a learning rate; where your "
             "code sets the rate, look at its first values; where gradients are 0, look for a loss "
@@ -303,7 +306,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             "probabilities that is always 1"
         )
         place = steps[0].place
-        why = _why_nothing_moves(steps) + f", see {place}" * bool(place)
+        why = _why_nothing_moves(first) + f", see {place}" * bool(place)
         yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint
     elif len(steps) > 5 and not any(step.slopes for step in steps[-4:]):
         hint = (
@@ -320,7 +323,7 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         hint = "look for a rounding, a clamp, an argmax or a ratio of equal values before the loss"
         yield where, f"all gradients of {kind} are 0", hint
     # Of two matrices that are multiplied one that is 0 alone has a gradient.
-    wide = [one for one in parameters_of(steps[0].optimizer) if one in flat and one.dim() == 2]
+    wide = [one for one in flat if one.dim() == 2]
     # Square ones may well be unused so far, as a table of zeros for each stage.
     fits = {one.shape[0] for one in wide if one.shape[0] < one.shape[1]}
     fits &= {one.shape[1] for one in wide if one.shape[1] < one.shape[0]}
@@ -333,22 +336,22 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
         if is_product or trace.names.get(one, "").removesuffix("weight") + "bias" in used
     ]
     if dead:
-        measured = f"the gradient of {trace.named(dead)} is 0 in each step"
-        hint = (
+        yield (
+            where,
+            f"the gradient of {trace.named(dead)} is 0 in each step",
             "look for inputs or activations that are all 0, a dropout of 1, a hook, a factor of 0, "
-            "or two matrices that are multiplied and both begin at 0"
+            "or two matrices that are multiplied and both begin at 0",
         )
-        yield where, measured, hint
     # A rate may be set after the first step alone.
     moved = frozenset().union(*(step.moved or () for step in steps[len(steps) > 3 :]))
     still = frozenset.intersection(*(step.graded for step in steps)) - moved
-    for group in steps[0].optimizer.param_groups:
+    for group in optimizer.param_groups:
         # A schedule, or the loop that sets the rates, may let a part of the model wait.
         is_set = len({sum(it.rates) for it in steps}) > 2
         if not group.get("lr", True) and group.get("initial_lr", is_set):
             still -= {*group["params"]}
     is_half = any(one.itemsize < 4 for one in still)
-    is_known = not is_half or _is_of_torch(steps[0].optimizer)
+    is_known = not is_half or _is_of_torch(optimizer)
     if moved and still and is_known and all(any(step.rates) for step in steps):
         hint = "give their group a learning rate, or freeze them by requires_grad_(False)"
         if is_half:
@@ -371,21 +374,20 @@ def _is_of_torch(optimizer: Optimizer) -> bool:
 
 def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
     """Find steps whose updates are rounded to nothing, or undone."""
-    for group in steps[0].optimizer.param_groups:
+    optimizer = steps[0].optimizer
+    for group in optimizer.param_groups:
         # Of the optimizers that multiply weights by what is left.
-        decays = group.get("decoupled_weight_decay") or isinstance(
-            steps[0].optimizer, torch.optim.SGD
-        )
+        decays = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.SGD)
         share = float(group["lr"] * group["weight_decay"]) if decays else 0.0
         betas = group.get("betas", (0, 1))
-        if _is_of_torch(steps[0].optimizer) and betas[0] > betas[1]:
+        if _is_of_torch(optimizer) and betas[0] > betas[1]:
             hint = "the average of gradients comes first, that of squares second: (0.9, 0.999)"
             yield steps[0].origin, f"the betas are {betas}", hint
         if share > MOST_DECAY:
             hint = "lower weight_decay, which is multiplied by the learning rate"
             yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
     half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
-    if len(half) > 1 and max(half) < 0.5 and _is_of_torch(steps[0].optimizer):
+    if len(half) > 1 and max(half) < 0.5 and _is_of_torch(optimizer):
         yield (
             steps[0],
             f"{1 - max(half):.0%} of the updates in half precision are rounded to nothing",
@@ -438,7 +440,7 @@ def without_gradient(trace: Trace) -> Faults:
 
 def wrongly_frozen(trace: Trace) -> Faults:
     """Find adapters that are frozen, and parts that an attribute is to freeze, without effect."""
-    for one in (it for root in trace.roots for it in (*root.modules(), *root.parameters())):
+    for one in (*trace.roots.modules(), *trace.roots.parameters()):
         own = one.parameters() if isinstance(one, nn.Module) else [one]
         flags = {name for name, value in vars(one).items() if value is False}
         for flag in flags & FLAGS if trace.with_gradient.intersection(own) else ():
@@ -453,13 +455,12 @@ def wrongly_frozen(trace: Trace) -> Faults:
 
 def alike(trace: Trace) -> Faults:
     """Find weights that learn the same in all rows, because they began so."""
-    trained = [one for several in map(parameters_of, trace.optimizers) for one in several]
-    living = trace.with_gradient.intersection(trained)
+    living = trace.with_gradient & trace.held
     if equal := [one for one in living if has_equal_rows(one) and one.any()]:
         measured = f"all rows of {trace.named(equal)} are alike, and learn the same"
         yield trace.of(Step)[-1], measured, "initialize weights by random numbers"
     made_once = trace.places(r"\[\w[\w.]*\(.*\)\] *\* *\w")
-    for one in (module for root in trace.roots for module in root.modules() if made_once):
+    for one in trace.roots.modules() if made_once else ():
         if isinstance(one, nn.ModuleList | nn.Sequential) and len({*one}) < len(one):
             hint = "make each: nn.ModuleList(Block() for _ in range(6))"
             yield made_once[0], "a layer is in a list several times, with one set of weights", hint
@@ -495,7 +496,7 @@ def schedule(trace: Trace) -> Faults:
     for own_steps in grouped(events, "scheduler"):
         one = own_steps[0].scheduler
         last = getattr(one, "_schedulers", [one])[-1]
-        made = {place: given for place, of, given in trace.schedules if of is one.optimizer}
+        made = {place: text for place, of, text in trace.schedules if of is one.optimizer}
         # Of one that wraps the optimizer that steps, the groups are the same.
         groups = one.optimizer.param_groups
         windows = [window for window in trace.windows if window.optimizer.param_groups is groups]
@@ -513,17 +514,21 @@ def schedule(trace: Trace) -> Faults:
                     "the schedule steps before the optimizer's first step",
                     "call scheduler.step() after optimizer.step()",
                 )
-        length = _length_of(last)
-        if last.last_epoch > length:
+        length, is_cosine = _length_of(last)
+        if is_cosine and last.last_epoch > length:
             place = own_steps[0].place
-            hint = f"give it the number of all its steps, which are made at {place}"
-            measured = f"the {length:.0f} steps of a cosine are over, and the rate rises again"
-            yield [place, *made][-1], measured, hint
-        if any(made.values()) and len(windows) > 2 * len(own_steps):
+            yield (
+                [place, *made][-1],
+                f"the {length:.0f} steps of a cosine are over, and the rate rises again",
+                f"give it the number of all its steps, which are made at {place}",
+            )
+        number = sum(window.at < own_steps[0].at for window in windows)
+        # A number of epochs may be a multiple, too.
+        if number > 2 and length % number == 0 and OF_BATCHES.search("".join(made.values())):
             yield (
                 own_steps[0],
-                f"a schedule of steps made {len(own_steps)} in {len(windows)} of the optimizer",
-                "where it is given steps_per_epoch, call its step() after each of the optimizer",
+                f"a schedule of {length} steps makes one for {number} of the optimizer",
+                "call its step() after each of the optimizer, or count its length in epochs",
             )
         # The measure of a plateau, by the name that the user gives it.
         mode = getattr(one, "mode", "")
@@ -542,14 +547,15 @@ def schedule(trace: Trace) -> Faults:
     yield from _of_another_optimizer(trace, {event.scheduler: None for event in events})
 
 
-def _length_of(scheduler: LRScheduler) -> float:
-    """Return the steps after which a cosine rises again; infinity for another schedule."""
-    if type(scheduler) is CosineAnnealingLR:
-        return scheduler.T_max
+def _length_of(scheduler: LRScheduler) -> tuple[float, bool]:
+    """Return the steps of a schedule, if it has an end, and whether it rises again after them."""
     # Of transformers.
     way = getattr(scheduler, "lr_lambdas", [None])[0]
+    given = vars(scheduler) | getattr(way, "keywords", {})
     is_cosine = "_get_cosine_schedule_with_warmup_lr" in repr(way)
-    return way.keywords["num_training_steps"] if is_cosine else math.inf
+    names = ("T_max", "total_steps", "num_training_steps")
+    length = next((given[name] for name in names if name in given), math.inf)
+    return length, is_cosine or type(scheduler) is CosineAnnealingLR
 
 
 def _of_another_optimizer(trace: Trace, schedulers: Iterable[LRScheduler]) -> Faults:
@@ -638,11 +644,11 @@ def _without_schedule(trace: Trace, windows: Sequence[Step]) -> Faults:
             yield own[0], "the lambda returns a rate in place of a factor", hint
     # The last steps of a cosine have next to no rate.
     ends = rates[-3 - len(rates) // 20 :]
-    recent = max((rate for one in ends for rate in one), default=0)
+    recent = max(itertools.chain(*ends), default=0)
     # One of a measure falls as long as that stays.
     is_of_a_measure = own and isinstance(own[0].scheduler, ReduceLROnPlateau)
     # A loop that sets it by hand may have changed it before the first step.
-    least = (1e-3 if own else 1e-2) * max((rate for one in rates for rate in one), default=0)
+    least = (1e-3 if own else 1e-2) * max(itertools.chain(*rates), default=0)
     if len(rates) > 3 and recent < least and not is_of_a_measure:
         hint = (
             "count the steps of the optimizer for the length of the schedule, not epochs; by hand, "

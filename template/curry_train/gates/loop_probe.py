@@ -26,8 +26,8 @@ def probe(trace: Trace) -> None:
     # A model may refuse to run in eval mode, or have other outputs in each call.
     with contextlib.suppress(Exception):
         for find in (_of_tokens, _of_padding, _of_samples):
-            for fault in find(trace, forward):
-                trace.fault("targets", *fault)
+            for place, measured, hint in find(trace, forward):
+                trace.fault("targets", measured, hint, place)
 
 
 def _of_tokens(trace: Trace, forward: Forward) -> Faults:

@@ -9,9 +9,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from ..workloads.optimizers import parameters_of
 from .loop_accumulation import totals
-from .loop_events import Fault, Faults, Trace, grouped
+from .loop_events import Dividing, Fault, Faults, Joining, Trace, grouped
 from .loop_loss import TOLERANCE
 
 REQUIRED = "equal weights and steps on all ranks, samples of their own, one sync per window"
@@ -27,13 +26,13 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
         last = {(one.module, sum(call.at < one.at for call in calls)): one for one in forwards}
         place = forwards[0].place if forwards else ""
         # Shards differ from rank to rank, as they should.
-        is_sharded = any(isinstance(one, DTensor) for one in parameters_of(step.optimizer))
+        is_sharded = any(isinstance(one, DTensor) for one in step.own)
         # FSDP2 averages them, unless the loop sets what it divides by.
         gradient = [1.0, 1.0] if is_sharded else [step.made, step.used]
         steps.append(
             {
                 "place": step.place,
-                "joins": trace.joins,
+                "joins": bool(trace.of(Joining)),
                 "weights": None if is_sharded or step.moved is None else step.weights[1],
                 # After the step before, and when this one began.
                 "between": (step.previous and step.previous.weights[1], step.weights[0]),
@@ -45,7 +44,7 @@ def rank_facts(trace: Trace) -> list[dict[str, Any]]:
                     [(next((c.place for c in calls if c.at > one.at), ""), one.syncs) for one in of]
                     for of in grouped(last.values(), "module")
                 ],
-                "gradient": None if trace.divides else gradient,
+                "gradient": None if trace.of(Dividing) else gradient,
                 "loss_place": calls[-1].place if calls else "",
                 "totals": totals(calls),
             }

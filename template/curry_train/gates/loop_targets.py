@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core.digest import is_plain
@@ -55,8 +56,12 @@ def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
                 own != one and sorted(own) == sorted(one) for one in fetch.integers.values()
             )
         if call.targets in fetch.whole and call.term.name in ON_VALUES:
-            hint = "leave out the long() or int() of the targets"
-            trace.fault("targets", call, "the targets have lost their fractions", hint)
+            trace.fault(
+                "targets",
+                "the targets have lost their fractions",
+                "leave out the long() or int() of the targets",
+                call,
+            )
 
 
 def columns_of(given: Tensor | None, target: Tensor) -> frozenset[int] | None:
@@ -118,24 +123,30 @@ def note_targets(
     event.may_be_shifted = forward.tokens is not trace.given.tensors[0]
     event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
     # The mask of an encoder says nothing of what its decoder is given.
-    if isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder:
-        shift = int(same.get(1, 0) > same.get(0, 0))
-        width = min(tokens.shape[1] - shift, targets.shape[1])
-        ids, padding = (one[:, shift:][:, :width] for one in (tokens, mask == 0))
-        counted = counted[:, :width]
-        event.counts_padding = bool((padding & counted).any())
-        # The last place of each row that is not padding.
-        ends = width - 1 - padding.int().flip(1).argmin(1, keepdim=True)
-        is_padding = ids[padding].unique().tolist() == ids.gather(1, ends).unique().tolist()
-        is_cut = is_padding and not counted.gather(1, ends).any()
-        if is_cut:
-            trace.fault(
-                "targets",
-                event.place,
-                "the last token of each text is never a target",
-                "give padding a token of its own: with that of the end, both are ignored",
-                value=event.at,
-            )
+    is_known = isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder
+    # Without one, what repeats at the end of a row is padding.
+    repeats = (tokens == tokens[:, -1:]).flip(1).cumprod(1).flip(1) > 0
+    hidden: Any = mask == 0 if is_known else repeats
+    shift = int(same.get(1, 0) > same.get(0, 0))
+    width = min(tokens.shape[1] - shift, targets.shape[1])
+    counted = counted[:, :width]
+    event.counts_padding = is_known and bool((hidden[:, shift:][:, :width] & counted).any())
+    # Its first place may be the end of the text, which alone is in the longest one.
+    is_first = bool(torch.equal(hidden, repeats) and repeats.sum(1).min() == 1)
+    hidden = repeats.roll(1, 1) & repeats if is_first else hidden
+    ids, padding = (one[:, shift:][:, :width] for one in (tokens, hidden))
+    # The last place of each row that is not padding.
+    ends = width - 1 - padding.int().flip(1).argmin(1, keepdim=True)
+    is_padding = ids[padding].unique().tolist() == ids.gather(1, ends).unique().tolist()
+    if is_padding and not counted.gather(1, ends).any():
+        trace.fault(
+            "targets",
+            "the last token of each text is never a target",
+            "give padding a token of its own: with that of the end, both are ignored",
+            event.place,
+            # Batches of one width may be wider than their longest text.
+            width if is_first else event.at,
+        )
 
 
 def _find_tokens(trace: Trace, forward: Forward, target: Tensor, ignored: int) -> None:

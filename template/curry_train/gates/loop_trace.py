@@ -11,11 +11,11 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 import contextlib
 import copy
 import itertools
-import linecache
 import math
 import random
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 from unittest import mock
 
@@ -29,7 +29,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 
 from ..core.blocks import in_transform
 from ..core.digest import is_plain
@@ -45,10 +44,12 @@ from .loop_events import (
     Called,
     Clip,
     Cut,
+    Dividing,
     Dropout,
     Event,
     Fetch,
     Forward,
+    Joining,
     LossCall,
     Scaling,
     Schedule,
@@ -66,25 +67,28 @@ from .loop_growth import Growth
 from .loop_lines import (
     later_stage,
     loses,
-    only_named,
+    mistakes,
     users_frames,
     users_line,
     users_lines,
-    weights_kept,
+    users_text,
 )
 from .loop_loss import (
     ADDED,
+    DRAWN,
     OF_TOKENS,
     ON_CLASSES,
     ON_VALUES,
     SCALE,
     TERM,
     digest,
-    is_endless,
     leaves,
+    nodes_behind,
     notes_on,
+    operation,
     term_of_call,
     terms_of,
+    wrong_divergences,
 )
 from .loop_probe import probe
 from .loop_targets import (
@@ -125,8 +129,8 @@ ON_SIGNS = (
 # Operations of a loss with another value, and all that change nothing where their result is not
 # used.
 ADDING = ("__add__", "__radd__", "__iadd__", "__sub__")
-SCALING = ("__mul__", "__truediv__")
-PURE = (*ADDING, *SCALING, "add", "sub", "mul", "div", "clamp", "masked_fill", "lerp")
+SCALING = ("__mul__", "mul", "__truediv__")
+PURE = (*ADDING, *SCALING, "add", "sub", "div", "clamp", "masked_fill", "lerp")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
@@ -175,22 +179,23 @@ class Observer(Trace):
         ):
             yield
 
-    def _handled(self, handle: Callable[[Called], None]) -> Call:
+    def _handled(self, handle: Callable[[Called], Any]) -> Call:
         def run(*args: Any, **options: Any) -> Any:
             call = Called(*args, **options)
             # Tensors of a transform must not escape from it.
             if not in_transform():
-                handle(call)
+                # Of a call that is an event the kind is known.
+                self.note(handle) if isinstance(handle, type) else handle(call)
             return call.run()
 
         return run
 
     def _replacements(self) -> Iterator[tuple[Any, ...]]:
-        """Yield what handles calls, the calls' owner, and their names."""
+        """Yield what handles calls, or the event that they are, their owner, and their names."""
         yield self._detach, Tensor, "detach", "argmax", "max", "topk"
         yield self._detach, torch, "argmax", "max", "topk"
-        yield self._add, Tensor, *ADDING
-        yield self._times, Tensor, *SCALING
+        yield self._combine, Tensor, *ADDING, *SCALING
+        yield self._view, Tensor, "view", "reshape"
         yield self._into, Tensor, "add_", "copy_", "lerp_"
         # Around those of the same calls.
         yield self._pure, Tensor, *PURE
@@ -226,14 +231,13 @@ class Observer(Trace):
         yield _uncompiled, nn.Module, "compile"
         yield self._loader, DataLoader, "__iter__"
         yield self._fetch, LoaderIterator, "__next__"
-        yield self._seed, torch, "manual_seed"
-        yield self._shuffle, torch, "randperm"
-        yield self._shuffle, random, "shuffle"
-        yield self._shuffle, random.Random, "shuffle"
-        yield self._shuffle, numpy.random, "shuffle", "permutation", "default_rng"
-        yield self._hook, RemovableHandle, "__init__"
-        yield self._join, Join, "__enter__"
-        yield self._divide, FSDPModule, "set_gradient_divide_factor"
+        yield Seeding, torch, "manual_seed"
+        yield Shuffle, torch, "randperm"
+        yield Shuffle, random, "shuffle"
+        yield Shuffle, random.Random, "shuffle"
+        yield Shuffle, numpy.random, "shuffle", "permutation", "default_rng"
+        yield Joining, Join, "__enter__"
+        yield Dividing, FSDPModule, "set_gradient_divide_factor"
 
     # Data.
 
@@ -249,29 +253,6 @@ class Observer(Trace):
             if loader is not None:
                 facts = of_batch(batch)
                 self.fetched[loader] = self.note(Fetch, loader=loader, epoch=epoch, **facts)
-
-    def _join(self, call: Called) -> None:
-        self.joins = True
-
-    def _divide(self, call: Called) -> None:
-        self.divides = True
-
-    def _seed(self, call: Called) -> None:
-        self.note(Seeding)
-
-    def _shuffle(self, call: Called) -> None:
-        self.note(Shuffle)
-
-    def _hook(self, call: Called) -> None:
-        call.run()
-        # A hook that a library adds in each step, as Trainers do, is not for the user to remove.
-        caller = call.caller
-        while caller.f_globals.get("__name__", "").startswith("torch."):
-            caller = caller.f_back
-        is_users = not caller.f_code.co_filename.startswith(LIBRARIES)
-        if is_users and not in_backward() and not self.stepping:
-            one = call.owner.hooks_dict_ref, call.owner.id, users_line(), self.num_steps_made
-            self.growth.hooks.append(one)
 
     # The forward pass and the loss.
 
@@ -295,6 +276,16 @@ class Observer(Trace):
             own = [*module.parameters()]
             if not any(one.requires_grad for one in own):
                 self.frozen |= dict.fromkeys(module.modules(), (module, sum_of_small(own)))
+        is_known = has_gradients and is_model and not self.scores
+        for one in call.tensors if self.drawn and is_known else ():
+            if place := self.drawn.get(one if one._base is None else one._base, ""):
+                self.fault(
+                    "accumulation",
+                    "a sample passes no gradient on",
+                    "call rsample() of a distribution",
+                    place,
+                    value=self.num_steps_made,
+                )
         # A module without parameters is a loss, or a part of another one.
         self.depth += is_model
         try:
@@ -324,15 +315,11 @@ class Observer(Trace):
         small = [one for one in small if one.requires_grad] or small
         device = inputs[0].device.type if inputs else "cpu"
         is_autocast = torch.is_autocast_enabled(device)
-        digests = tuple(map(digest, inputs))
-        for one in self.drawn.keys() & digests if has_gradients and not self.scores else ():
-            measured, hint = "a sample passes no gradient on", "call rsample() of a distribution"
-            self.fault("accumulation", self.drawn[one], measured, hint, value=one)
         return self.note(
             Forward,
             module=module,
             training=module.training,
-            digests=digests,
+            digests=tuple(map(digest, inputs)),
             addresses=tuple(one.data_ptr() for one in inputs if is_plain(one)),
             # A dimension more is that of several models.
             is_one_sample=bool(inputs)
@@ -354,9 +341,9 @@ class Observer(Trace):
         ):
             self.fault(
                 "data",
-                event,
                 "the model is given values that are not finite",
                 "look at how the data is read and normalized",
+                event,
             )
         tokens = event.tokens
         event.returned = tuple(digest(one[:1]) for one in outputs if one.dim() and is_plain(one))
@@ -373,8 +360,11 @@ class Observer(Trace):
     def _signs(self, call: Called) -> None:
         target = call.argument("target")
         if target.numel() and not target.min():
-            measured = f"{call.function.__name__} gets 0 where it takes -1"
-            self.fault("targets", users_line(), measured, "give it 2 * target - 1")
+            self.fault(
+                "targets",
+                f"{call.function.__name__} gets 0 where it takes -1",
+                "give it 2 * target - 1",
+            )
 
     def _mark(self, one: Tensor, event: Event, name: str) -> None:
         """Set an attribute of an event when a backward pass reaches a tensor."""
@@ -401,7 +391,7 @@ class Observer(Trace):
             self.loss_call = event
             for check, of_check in doubts.items():
                 for doubt in of_check:
-                    self.fault(check, event, *doubt)
+                    self.fault(check, *doubt, event)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
             self._mark(value, event, "is_used")
@@ -420,35 +410,64 @@ class Observer(Trace):
 
     def _pure(self, call: Called) -> None:
         if "out" not in call.options and loses(call.caller):
-            measured = f"the result of {call.function.__name__.strip('_')} is not used"
-            hint = "assign it, or change the tensor in place, as by mul_()"
-            self.fault("results", users_line(), measured, hint)
+            self.fault(
+                "results",
+                f"the result of {call.function.__name__.strip('_')} is not used",
+                "assign it, or change the tensor in place, as by mul_()",
+            )
 
-    def _times(self, call: Called) -> None:
-        value = call.run()
-        both = tensors_of(call.args)
-        if call.function.__name__ == "__mul__" and len(both) == 2:
-            self._note_crossed(*both)
-        is_several = isinstance(value, Tensor) and value.dim()
-        is_mean = is_several and any(TERM in notes_on(one) for one in both)
-        if is_mean and not all(one.requires_grad for one in both):
-            measured = f"a loss that is one number is multiplied by {value.numel()} weights"
-            hint = 'give the loss reduction="none", multiply, and take the mean then'
-            self.fault("accumulation", users_line(), measured, hint)
-
-    def _add(self, call: Called) -> None:
-        value = call.run()
-        one, other = call.args
+    def _combine(self, call: Called) -> None:
+        value, name = call.run(), call.function.__name__
+        both = [one for one in (*call.args, *call.options.values()) if isinstance(one, Tensor)]
         if not isinstance(value, Tensor):
             return
-        if call.function.__name__ == "__sub__" and isinstance(other, Tensor):
-            self._note_crossed(one, other)
-        if value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
-            number = one if isinstance(other, Tensor) and other.requires_grad else other
+        if name in ("__sub__", "__mul__") and len(both) == 2:
+            self._note_crossed(*both)
+        # One without a gradient first.
+        first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
+        if name in SCALING:
+            self._note_weighed(value, first, other)
+        elif value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
+            number = next((one for one in call.args if one is not other), other)
             is_tensor = isinstance(number, Tensor)
             if not (is_tensor and (number.requires_grad or not self.grad_place)):
                 place = self.grad_place if is_tensor else users_line()
                 notes_on(value)[ADDED] = place, float(number)
+
+    def _note_weighed(self, value: Tensor, weight: Tensor, one: Tensor) -> None:
+        """Note a loss that is multiplied by weights, and noise that is by an exponential."""
+        node: Any = one.grad_fn
+        is_noise = weight.dim() and not weight.requires_grad
+        if is_noise and operation(node) == "Exp":
+            node.next_functions[0][0].metadata[DRAWN] = users_line()
+        nodes = {node} if is_noise else set[Any]()
+        # The weight of a focal loss is a function of the loss itself.
+        if weight.requires_grad and not (value.dim() or weight is one):
+            nodes = nodes_behind(weight) & nodes_behind(one)
+        if any(TERM in each.metadata for each in nodes - {None}):
+            self.fault(
+                "accumulation",
+                "a loss that is one number is multiplied by weights of its terms",
+                'give the loss reduction="none", multiply, and take the mean then',
+            )
+
+    def _view(self, call: Called) -> None:
+        if call.caller.f_code.co_filename.startswith(LIBRARIES):
+            return
+        one, value = call.owner, call.run()
+        before, after = ([size for size in it.shape if size > 1] for it in (one, value))
+        is_moved = one.dim() == value.dim() > 2 and sorted(before) == sorted(after)
+        # Rows of what was the second dimension, as the classes of an image.
+        is_moved |= (
+            one.dim() > 2 == value.dim() and 1 < one.shape[1] == value.shape[1] != one.shape[-1]
+        )
+        if is_moved and before != after:
+            self.fault(
+                "logits",
+                f"a view of shape {[*one.shape]} as {[*value.shape]} mixes the dimensions",
+                "call permute() first, as images.permute(0, 3, 1, 2)",
+                value=digest(value),
+            )
 
     def _note_crossed(self, one: Tensor, other: Tensor) -> None:
         """Note a result of each output with each target, where one of them has a column."""
@@ -466,7 +485,6 @@ class Observer(Trace):
         # A row that is the same in each step, such as one of centers, is no target.
         self.fault(
             "logits",
-            users_line(),
             f"shapes {shapes[0]} and {shapes[1]} are combined, each value with each",
             "give both the same shape, as by squeeze(1) or unsqueeze(1)",
             value=digest(other if one.requires_grad else one),
@@ -486,15 +504,19 @@ class Observer(Trace):
         given = vars(own) if isinstance(own, Distribution) else (call.args, call.options)
         is_passed = any(one.requires_grad for one in tensors_of(given))
         if is_passed and getattr(own, "has_rsample", True) and torch.is_grad_enabled():
-            self.drawn[digest(call.run())] = users_line()
+            for one in tensors_of(call.run()):
+                self.drawn[one] = users_line()
 
     def _choose(self, call: Called) -> None:
         chances = call.argument("probs")
         if isinstance(chances, Tensor) and chances.dim() == 2 and len(chances) > 1:
             over_samples, over_classes = ((chances.sum(dim) - 1).abs().max() for dim in (0, 1))
             if over_samples < 1e-3 < over_classes:
-                measured = "probabilities add up to 1 over the samples, not over the classes"
-                self.fault("logits", users_line(), measured, "call softmax(-1)")
+                self.fault(
+                    "logits",
+                    "probabilities add up to 1 over the samples, not over the classes",
+                    "call softmax(-1)",
+                )
 
     def _grad(self, call: Called) -> None:
         wanted = call.listed("inputs")
@@ -523,8 +545,11 @@ class Observer(Trace):
                 and owner not in forward.module.modules()
             )
             if is_lost and not (forward.training or in_backward()):
-                hint = "pass training=self.training to F.dropout, or make nn.Dropout in __init__"
-                self.fault("mode", users_line(), "dropout acts in evaluation mode", hint)
+                self.fault(
+                    "mode",
+                    "dropout acts in evaluation mode",
+                    "pass training=self.training to F.dropout, or make nn.Dropout in __init__",
+                )
             if is_on is not False:
                 self.note(
                     Dropout,
@@ -538,8 +563,11 @@ class Observer(Trace):
         mask = call.options.get("attn_mask", *call.args[3:4])
         is_floats = isinstance(mask, Tensor) and mask.is_floating_point()
         if is_floats and mask.any() and (mask == mask.bool()).all():
-            hint = "numbers are added to the scores: give it as bool"
-            self.fault("targets", users_line(), "the attention mask is 0 and 1 in floats", hint)
+            self.fault(
+                "targets",
+                "the attention mask is 0 and 1 in floats",
+                "numbers are added to the scores: give it as bool",
+            )
 
     # The backward pass.
 
@@ -547,7 +575,7 @@ class Observer(Trace):
         loss, *_ = call.listed("tensors")
         if in_backward() or loss.numel() != 1:
             return
-        parameters: list[Tensor] = [one for root in self.roots for one in root.parameters()]
+        parameters: list[Tensor] = [*self.roots.parameters()]
         for optimizer in self.optimizers:
             parameters += parameters_of(optimizer)
         # Also of modules that no other one has.
@@ -566,21 +594,23 @@ class Observer(Trace):
         for place, number in numbers:
             self.fault(
                 "accumulation",
-                place,
                 "a part of the loss changes and has no gradient",
                 "add the tensor, without item() or detach(); use create_graph=True for a "
                 "gradient in a loss",
+                place,
                 value=number,
             )
-        if is_endless(loss):
-            hint = "add -0.5 * (1 + logvar - mean**2 - logvar.exp()).sum() to the loss"
-            measured = "the divergence to a normal distribution is made larger"
-            self.fault("sign", event.place, measured, hint, value=event.value)
+        for check, measured, hint, place in wrong_divergences(loss):
+            self.fault(check, measured, hint, place or event.place, event.value)
         if not math.isfinite(event.value):
-            self.fault("sign", event, f"the loss is {event.value}", LOOK)
+            self.fault("sign", f"the loss is {event.value}", LOOK, event)
         if torch.is_autocast_enabled(loss.device.type):
-            hint = "end the autocast block before loss.backward()"
-            self.fault("autocast", event, "backward runs under autocast", hint)
+            self.fault(
+                "autocast",
+                "backward runs under autocast",
+                "end the autocast block before loss.backward()",
+                event,
+            )
         before = versions_of(parameters)
         event.is_next = all(before[key] == self.at_backward.get(key) for key in before)
         call.run()
@@ -614,17 +644,29 @@ class Observer(Trace):
         self.gradient.use()
         event = self.note(Clip, parameters=frozenset(given))
         if not given:
-            hint = "pass model.parameters() anew; a generator is empty after one use"
-            self.fault("clipping", event, "it clips no parameter", hint)
+            self.fault(
+                "clipping",
+                "it clips no parameter",
+                "pass model.parameters() anew; a generator is empty after one use",
+                event,
+            )
         if not float(call.bound().args[1]):
-            hint = "a norm of 1.0 is usual; leave the clipping out for none"
-            self.fault("clipping", event, "gradients are clipped to 0", hint)
+            self.fault(
+                "clipping",
+                "gradients are clipped to 0",
+                "a norm of 1.0 is usual; leave the clipping out for none",
+                event,
+            )
         is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
         since = itertools.takewhile(lambda one: one.call != "scale", reversed(self.of(Scaling)))
         unscaled = {it for one in since if one.optimizer for it in parameters_of(one.optimizer)}
         if is_scaled and any(one.grad is not None for one in event.parameters - unscaled):
-            hint = "call scaler.unscale_(optimizer) before it"
-            self.fault("clipping", event, "gradients are clipped while they are scaled", hint)
+            self.fault(
+                "clipping",
+                "gradients are clipped while they are scaled",
+                "call scaler.unscale_(optimizer) before it",
+                event,
+            )
 
     def _zero(self, call: Called) -> None:
         owner = call.owner
@@ -641,7 +683,6 @@ class Observer(Trace):
         if found.unexpected_keys and len(found.missing_keys) == num_keys > 0:
             self.fault(
                 "moves",
-                users_line(),
                 f"none of {num_keys} weights is loaded: no name is in the file",
                 "compare the names, such as a prefix; strict=True (the default) would refuse it",
             )
@@ -650,11 +691,12 @@ class Observer(Trace):
         self.scores = True
 
     def _state_dict(self, call: Called) -> None:
-        caller = call.caller
-        line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
-        if "state_dict().update(" in line:
-            measured = "the dictionary is changed that state_dict() returns, not the model"
-            self.fault("results", users_line(), measured, "call load_state_dict()")
+        if "state_dict().update(" in users_text():
+            self.fault(
+                "results",
+                "the dictionary is changed that state_dict() returns, not the model",
+                "call load_state_dict()",
+            )
 
     def _made(self, call: Called) -> None:
         call.run()
@@ -671,8 +713,11 @@ class Observer(Trace):
         one, name, value = call.args
         is_known = type(one).__module__.startswith("torch.")
         if name == "lr" and is_known and value not in rates_of(one):
-            hint = 'set group["lr"] of each group in optimizer.param_groups'
-            self.fault("schedule", users_line(), "a rate that the optimizer does not read", hint)
+            self.fault(
+                "schedule",
+                "a rate that the optimizer does not read",
+                'set group["lr"] of each group in optimizer.param_groups',
+            )
 
     def _set_mode(self, call: Called) -> None:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
@@ -687,8 +732,8 @@ class Observer(Trace):
         finally:
             self.schedule_depth -= 1
         if caller.f_code.co_name == "_initial_step":
-            given = caller.f_back.f_back.f_locals.get("steps_per_epoch")  # in its own __init__
-            self.schedules.append((users_line(), scheduler.optimizer, given))
+            text, *_ = users_text(8).partition(")\n")
+            self.schedules.append((users_line(), scheduler.optimizer, text))
         elif not self.schedule_depth:
             is_per_process = caller.f_globals.get("__name__") == "accelerate.scheduler"
             number = world_size() if is_per_process else 1
@@ -708,15 +753,8 @@ class Observer(Trace):
         frames = users_frames()
         self.files |= {one.f_code.co_filename for one in frames}
         for frame in () if self.num_made[optimizer] else frames:
-            for place, name in only_named(frame.f_code):
-                self.fault("results", place, f"{name} is named, not called", f"write {name}()")
-            for place in weights_kept(frame.f_code):
-                self.fault(
-                    "moves",
-                    place,
-                    "the weights that are kept for later change with the model",
-                    "keep copy.deepcopy(model.state_dict())",
-                )
+            for fault in mistakes(frame.f_code):
+                self.fault(*fault)
         before = self.before
         moved = before.moved()
         parameters = parameters_of(optimizer)
@@ -741,13 +779,13 @@ class Observer(Trace):
         plain = (one for one in parameters if one in slopes and is_plain(one))
         self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
-            self.fault("sign", event, "a step on gradients that are not finite", LOOK)
+            self.fault("sign", "a step on gradients that are not finite", LOOK, event)
         if frozen := moved.intersection(self.of_roots(trained=False)):
             self.fault(
                 "moves",
-                event,
                 f"frozen parameters move: {self.named(frozen)}",
                 "leave frozen parameters out of the optimizer",
+                event,
             )
         del self.before, before
         probe(self)
@@ -776,15 +814,19 @@ class Observer(Trace):
         return is_again and fetches[-1].loader is fetches[0].loader and not self.later
 
     def finish(self) -> None:
-        for place, measured in self.growth.growing():
-            hint = "keep a number, a bounded number of tensors, or remove the hook's handle"
-            self.fault("growth", place, measured, hint)
+        for place, measured in self.growth.found.values():
+            self.fault(
+                "growth",
+                measured,
+                "keep a number, a bounded number of tensors, or remove the hook's handle",
+                place,
+            )
         for place in self.growth.graphs:
             self.fault(
                 "graph",
-                place,
                 "a tensor keeps the graph of each step",
                 "keep loss.item() or tensor.detach() in place of the tensor",
+                place,
             )
         for module in self.ran[False] | self.ran[True]:
             for name, parameter in module.named_parameters(recurse=False):

@@ -100,9 +100,13 @@ def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: fl
         is_average = newest < 1 and not is_itself
         places = [trace.optimizer_of(it) for it in (one, other)]
         if is_average and all(places):
-            measured = "this optimizer steps weights that are averages of others, too"
-            hint = f"leave a teacher's parameters out of it; averaged at {place}"
-            trace.fault("moves", places[0], measured, hint, value=number)
+            trace.fault(
+                "moves",
+                "this optimizer steps weights that are averages of others, too",
+                f"leave a teacher's parameters out of it; averaged at {place}",
+                places[0],
+                value=number,
+            )
         value = None
         if is_itself:
             measured = "weights are averaged with, or copied from, themselves"
@@ -119,7 +123,13 @@ def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: fl
             continue
         # Another model may share what is frozen.
         if any(map(other.is_set_to, filter(is_plain, trace.of_roots(trained=True)))):
-            trace.fault("moves", place, measured, hint, value=value)
+            trace.fault(
+                "moves",
+                measured,
+                hint,
+                place,
+                value=value,
+            )
 
 
 def _are_unlike(one: Tensor, other: Tensor) -> bool:

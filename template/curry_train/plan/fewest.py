@@ -30,7 +30,6 @@ from .rank_time import Links, RankSeconds, links_of
 from .saved import FULL_KIND, Candidate, Option
 from .whole_step import WholeSteps
 
-TABLE_WIDTH = 80
 # Rows of the table above the fewest GPUs: what more of them make unnecessary.
 MORE_ROWS = 2
 
@@ -123,7 +122,7 @@ class FewestGpus:
 
     def table(self) -> str:
         """Format the attempts at 80 columns, and name the fewest GPUs and what fewer lack."""
-        lines = wrap(self._verdict(), TABLE_WIDTH)
+        lines = wrap(self._verdict(), 80)
         wide = max(len(one.sharding.mesh_text) for one in self.attempts)
         lines += [
             "",
@@ -139,7 +138,7 @@ class FewestGpus:
             change = one.change_text
             if not one.fits:
                 change = f"too large with {'any change' if one.is_hopeless else change}"
-            more = wrap(change, TABLE_WIDTH - len(row))
+            more = wrap(change, 80 - len(row))
             lines += [row + more[0], *(" " * len(row) + text for text in more[1:])]
         # The fewest GPUs that fit, if they are several; else the most that were tried.
         several = [one for one in self.attempts if one.fits and one.num_gpus > 1]
@@ -149,7 +148,7 @@ class FewestGpus:
             f"{format_seconds(one.seconds.exposed)} wait for "
             f"{format_seconds(one.seconds.communication)} of communication. Links: {self.links}."
         )
-        lines += ["", *wrap(note, TABLE_WIDTH), *wrap(OUTSIDE_NOTE, TABLE_WIDTH)]
+        lines += ["", *wrap(note, 80), *wrap(OUTSIDE_NOTE, 80)]
         return "\n".join(lines)
 
     def _verdict(self) -> str:
