@@ -122,7 +122,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
     (folder / "train.py").write_text(SCRIPT)
     for name, scale in (("of/mine/A", "1.0"), ("B", "1.5")):
         ended = record(f"--script train.py --steps 2 --out {name} -- {scale}")
-        assert "recorded 2 steps" in ended.output
+        assert "recorded 2 of 2 steps" in ended.output
     assert sorted(path.name for path in folder.iterdir()) == ["B", "of", "train.py"]
     text = flat(locate("of/mine/A B --op --json found.json", status=1).stdout)
     assert text.startswith("step 1, forward: model, call 0, in its own code after model.first")
@@ -137,7 +137,7 @@ def test_two_scripts_are_recorded_and_the_operation_is_named_from_elsewhere(fold
     [
         (
             "import torch\ntorch.nn.Linear(2, 2)(torch.ones(2))",
-            "ended before a step of an optimizer",
+            "ended before a step of an optimizer of torch",
         ),
         ("import torch\nmodel = )", "train.py, line 2"),
     ],

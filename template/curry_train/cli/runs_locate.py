@@ -47,7 +47,7 @@ def record_command(
     back. Compare two records by `runs locate`.
     """
     recorded = _record(out, program, num_ranks, steps=num_steps, level=level)
-    echo_lines(f"recorded {recorded} steps in {out}")
+    echo_lines(f"recorded {recorded} of {num_steps} steps in {out}")
 
 
 def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) -> int:
@@ -68,7 +68,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
         if not any('"update"' in one.read_text() for one in Path(out).glob("*.jsonl")):
             shutil.rmtree(out)
     if not made:
-        raise ValueError("it ended before a step of an optimizer")
+        raise ValueError("it ended before a step of an optimizer of torch")
     return int(max(made))
 
 
