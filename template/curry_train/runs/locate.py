@@ -455,7 +455,7 @@ def first_operation(a: Record, b: Record, found: Located) -> str:
     begin = len(list(itertools.takewhile(bool, same)))
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
     if rest == [[], []]:
-        return "no operation differs there: an assignment of Python, or it does not repeat"
+        return "no operation differs there: an assignment of Python, compiled code, or no repeat"
     matched = _matched([[one["name"] for one in run] for run in rest])
     end_a, end_b = next(iter(matched), (None, None))
     if (end_a, end_b) != (0, 0):
