@@ -89,7 +89,7 @@ def repeat(
 
 
 def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, Any]:
-    """Return what the ranks have found: the operation is that of the first one that names any."""
+    """Return what the ranks have found: the operation is the first one of any rank."""
     with tempfile.TemporaryDirectory(prefix="curry-train-replay-") as record:
 
         def ran(folder: str | None) -> dict[str, Any]:
@@ -107,7 +107,10 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
                 "it calls torch.compile: the operations are those of a repeat without it"
             )
         examined = [examine(read_fingerprints(record, rank)) for rank in range(num_ranks)]
-    return first | next((one for one in examined if one["origin"]), examined[0])
+    bad = [rank for rank, one in enumerate(examined) if one["origin"]]
+    # The ranks after it got the value from it.
+    rank = min(bad, key=lambda rank: examined[rank]["origin"]["place"], default=0)
+    return first | examined[rank] | {"rank": rank if num_ranks > 1 else None}
 
 
 def _replay(box: str, until: int, record: str | None, run: Callable[[], None], end: End) -> None:
@@ -161,7 +164,8 @@ def describe(step: int, found: dict[str, Any]) -> list[str]:
             return [f"step {step}, data: {origin['name']} is {result}"]
         where = _operation(origin["phase"], origin["module"], origin["name"], origin["line"])
         inputs = [f"  input {number}: {_range(one)}" for number, one in enumerate(origin["inputs"])]
-        return [f"step {step}, {where} is the first with {result}", *inputs]
+        rank = "" if found["rank"] is None else f" (rank {found['rank']})"
+        return [f"step {step}, {where} is the first with {result}{rank}", *inputs]
     loss = float.fromhex(found["steps"][str(step)][0])
     line = f"step {step}: loss {loss:.6g}, gradient norm {found['gradient']:.6g}"
     grown = found["growth"]

@@ -200,18 +200,19 @@ def _sources(step: Record) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Return what makes NaN or infinity of finite values, in order, by a key for its place."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     counts = Counter[tuple[str, ...]]()
-    for one in step:
+    for place, one in enumerate(step):
         ranges = one.get("ranges", {}).items()
         bad = {name: ends for name, ends in ranges if not all(map(math.isfinite, ends))}
         if one["kind"] == "batch" and one["path"] == "box":
             for name, ends in bad.items():
                 source = {"phase": "data", "name": f"{name} of the batch", "result": ends}
-                found["data", name] = source
+                found["data", name] = {"place": place, **source}
         elif one["kind"] == "operation":
             phase, module, name, line, _ = _shown(one)
             counts[phase, module, name] += 1
             if makes_not_finite(one["given"], list(one["ranges"].values())):
                 found[phase, module, name, counts[phase, module, name]] = {
+                    "place": place,
                     "phase": phase,
                     "module": module,
                     "name": name,
