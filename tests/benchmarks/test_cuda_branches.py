@@ -227,7 +227,7 @@ def test_a_save_copies_on_its_own_stream_and_the_next_step_waits(default_stream,
     writing = SimpleNamespace(
         layout=SimpleNamespace(tensors=sources),
         snapshot=SimpleNamespace(optimizers=[]),
-        write=copied.extend,
+        write=lambda: copied.extend(writing.layout.tensors),
     )
     store = SimpleNamespace(begin=lambda *_, **__: writing, finish=lambda *_, write, **__: write())
     saver = background.BackgroundSaver(store)
@@ -319,7 +319,7 @@ def test_a_limit_is_that_of_the_card_and_a_tensor_comes_back_to_the_current_one(
     monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device: made.append(device))
     for kind in ("cuda", None):
         found, saved = SimpleNamespace(device=kind), SimpleNamespace(shape=(), dtype=None)
-        state._new_tensor(found, saved, None, on_host=True)
+        state._new_tensor(found, saved, None)
     assert made == ["cuda", None]  # torch takes a device without a number for the current one
 
 
