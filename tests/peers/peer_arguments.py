@@ -45,6 +45,11 @@ def factor_of(value):
     return getattr(value, "factor", value)
 
 
+@step("tensors by keyword", block=Scaled)
+def by_keyword(model):
+    return train(model, scale=torch.full((8,), 1.5))
+
+
 @step(
     "keywords of the block that torch's function has too",
     torch=limit("incompatible with non-default context_fn"),
@@ -146,6 +151,11 @@ class Embedding(Block):
 
     def forward(self, x, tokens):
         return super().forward(x + self.table(tokens))
+
+
+@step("integer inputs that choose rows of a table", block=Embedding)
+def integers(model):
+    return train(model, torch.tensor([0, 3, 3, 1]))
 
 
 @trains("complex numbers")

@@ -74,12 +74,32 @@ def input_gradient(model):
     return torch.autograd.grad(loss_of(model(x)), x)
 
 
+@step("backward for some of the weights: backward(inputs=...)")
+def some_inputs(model):
+    loss_of(model(X)).backward(inputs=[model.layers[1].first.weight])
+    return gradients(model)
+
+
+@step("backward of one half of the output and then of the other")
+def halves(model):
+    output = model(X)
+    output[:2].square().sum().backward(retain_graph=True)
+    output[2:].square().sum().backward()
+    return gradients(model)
+
+
 @step("two forwards before their backwards, in either order")
 def two_forwards(model):
     for order in ((0, 1), (1, 0)):
         losses = [loss_of(model(X)), loss_of(model(2 * X))]
         for index in order:
             losses[index].backward()
+    return gradients(model)
+
+
+@step("one backward through several forwards")
+def several_forwards(model):
+    (loss_of(model(X)) + loss_of(model(2 * X))).backward()
     return gradients(model)
 
 

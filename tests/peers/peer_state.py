@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import random
 from collections import deque
 from operator import attrgetter
@@ -298,6 +299,13 @@ def autocast_off(model):
         return train(model)
 
 
+@trains("autocast inside of the block alone")
+class Half(Block):
+    def inner(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().inner(x).float()
+
+
 @step("autocast and one weight in all blocks")
 def autocast_tied(model):
     for layer in model.layers[1:]:
@@ -324,6 +332,11 @@ def deep_copy(model):
         for weight in model.parameters():
             weight.zero_()
     return train(copied)
+
+
+@step("a pickled model trains the same")
+def pickled(model):
+    return train(pickle.loads(pickle.dumps(model)))
 
 
 @step("the model saved whole by torch.save trains the same")

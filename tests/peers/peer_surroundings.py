@@ -121,6 +121,17 @@ def deterministic(model):
 # Loops.
 
 
+@step("microbatches accumulate, and steps of an optimizer follow each other")
+def accumulation(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for part in X.split(2):
+            loss_of(model(part)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [weight.detach() for weight in model.parameters()]
+
+
 @step("other shapes in each step")
 def other_shapes(model):
     for rows in (4, 1, 3):
