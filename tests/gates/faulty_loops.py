@@ -974,11 +974,19 @@ def gains_weighed_each_with_each():
     fit(loss=loss)
 
 
-def chances_that_add_up_over_the_samples():
+def act(choose):
     model, optimizer = started()
     for states, _ in loader():
-        chosen = Categorical(model(states).softmax(0))  # here
+        chosen = choose(model(states))
         step(optimizer, -chosen.log_prob(chosen.sample()).mean())
+
+
+def chances_that_add_up_over_the_samples():
+    act(lambda logits: Categorical(logits.softmax(0)))  # here
+
+
+def probabilities_as_logits_of_actions():
+    act(lambda logits: Categorical(logits=logits.softmax(1)))  # here
 
 
 def focal_weight_of_a_mean():
@@ -1720,7 +1728,7 @@ FAULTY = {
         scale_updated_per_optimizer, scaler_made_anew,
     ],
     "logits": [
-        columns_viewed_as_rows, noise_times_a_variance,
+        probabilities_as_logits_of_actions, columns_viewed_as_rows, noise_times_a_variance,
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,

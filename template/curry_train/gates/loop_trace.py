@@ -83,6 +83,7 @@ from .loop_loss import (
     TERM,
     digest,
     leaves,
+    made_by,
     nodes_behind,
     notes_on,
     operation,
@@ -508,7 +509,9 @@ class Observer(Trace):
                 self.drawn[one] = users_line()
 
     def _choose(self, call: Called) -> None:
-        chances = call.argument("probs")
+        chances, logits = call.argument("probs"), call.argument("logits")
+        if isinstance(logits, Tensor) and made_by(logits) in ("Softmax", "Sigmoid"):
+            self.fault("logits", "its logits are probabilities", "give it as probs=")
         if isinstance(chances, Tensor) and chances.dim() == 2 and len(chances) > 1:
             over_samples, over_classes = ((chances.sum(dim) - 1).abs().max() for dim in (0, 1))
             if over_samples < 1e-3 < over_classes:
