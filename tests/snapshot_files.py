@@ -255,8 +255,7 @@ class Training:
     def forward(self):
         batch_frames = self.stack(python("batches", self.code, 30), op="_to_copy")
         saved = [self.make("buffers and batch", 64 * 1024, batch_frames)]
-        if not self.has_workspaces:
-            self.make("workspaces", 8_519_680, self.in_forward("attention", 41))
+        self.first_workspace(self.in_forward("attention", 41))
         for _ in range(NUM_LAYERS):
             temporary = self.make(
                 "temporaries of forward", WIDTH_BYTES, self.in_forward("norm", 30)
@@ -268,19 +267,26 @@ class Training:
                 self.activation(8 * MIB, "softmax", 44),
                 self.activation(WIDTH_BYTES, "mlp", 52),
             ]
-        logits = self.make("logits and loss", LOGITS_BYTES // 2, self.in_forward("head", 60))
-        saved += [
-            self.make("logits and loss", LOGITS_BYTES, self.in_loss()),
+        return saved + self.loss(LOGITS_BYTES // 2, self.in_forward("head", 60))
+
+    def loss(self, num_bytes, frames):
+        """Make logits, and return what their loss holds."""
+        logits = self.make("logits and loss", num_bytes, frames)
+        saved = [
+            self.make("logits and loss", 2 * num_bytes, self.in_loss()),
             self.make("logits and loss", 512, self.in_loss("nll_loss")),
         ]
         self.drop(*self.logits)
         self.logits = [logits]
         return saved
 
-    def backward(self, saved, *, stops=False, accumulates=False):
+    def first_workspace(self, frames):
         if not self.has_workspaces:
-            self.make("workspaces", 8_519_680, self.in_backward())
-            self.has_workspaces = True
+            self.make("workspaces", 8_519_680, frames)
+
+    def backward(self, saved, *, stops=False, accumulates=False):
+        self.first_workspace(self.in_backward())
+        self.has_workspaces = True
         flowing = self.make("temporaries of backward", LOGITS_BYTES, self.in_backward())
         for size in reversed(self.parameter_sizes()):
             following = self.make("temporaries of backward", WIDTH_BYTES // 2, self.in_backward())

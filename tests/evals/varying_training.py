@@ -54,8 +54,7 @@ class Varying(Training):
     def forward(self):
         frames = self.stack(python("collate", self.code, 47))
         self.head = [self.make("buffers and batch", 32 * self.tokens, frames)]
-        if not self.has_workspaces:
-            self.make("workspaces", 8_519_680, self.in_forward("attend", 88))
+        self.first_workspace(self.in_forward("attend", 88))
         self.blocks = []
         for _ in range(NUM_BLOCKS):
             held, output = self.block()
@@ -63,20 +62,12 @@ class Varying(Training):
                 self.drop(*held)
                 held = []
             self.blocks.append([*held, output])
-        size = self.tokens * VOCABULARY_BYTES
-        logits = self.make("logits and loss", size, self.in_forward("forward", 131))
-        self.head += [
-            self.make("logits and loss", 2 * size, self.in_loss()),
-            self.make("logits and loss", 512, self.in_loss("nll_loss")),
-        ]
-        self.drop(*self.logits)
-        self.logits = [logits]
+        self.head += self.loss(self.tokens * VOCABULARY_BYTES, self.in_forward("forward", 131))
         return []
 
     def backward(self, saved, **_):
-        if not self.has_workspaces:
-            self.make("workspaces", 8_519_680, self.in_backward())
-            self.has_workspaces = True
+        self.first_workspace(self.in_backward())
+        self.has_workspaces = True
         flowing = self.make("temporaries of backward", 2 * self.tokens * VOCABULARY_BYTES, [])
         self.drop(*self.head)
         sizes = self.parameter_sizes()

@@ -346,24 +346,18 @@ def test_an_optimizer_that_steps_now_and_then_ends_no_recording(tmp_path):
     assert record[-1]["step"] == 4
 
 
-def train_critic(gives_gradient):
+def train_critic(goes_on):
     torch.manual_seed(0)
     maker, critic = nn.Linear(2, 2), nn.Linear(2, 1)
-    of_maker, of_critic = (torch.optim.SGD(one.parameters(), 0.1) for one in (maker, critic))
-    for _ in range(3):
-        made = maker(torch.randn(4, 2))
-        critic(made if gives_gradient else made.detach()).sum().backward(retain_graph=True)
-        of_critic.step()
-        of_maker.zero_grad()
-        (-critic(made)).sum().backward()
-        of_maker.step()
-        of_critic.zero_grad()
+    optimizer = torch.optim.SGD(critic.parameters(), 0.1)
+    made = maker(torch.ones(1, 2))
+    critic(made if goes_on else made.detach()).sum().backward()
+    optimizer.step()
 
 
 def test_a_gradient_that_only_one_run_makes_is_named_in_its_step(tmp_path):
     found = locate(*records_of(tmp_path, train_critic, False, True))
-    expected = "step 1, gradients: in B alone: gradient of model.bias and 1 more"
-    assert found.headline == expected
+    assert found.headline == "step 1, gradients: in B alone: gradient of model.bias and 1 more"
 
 
 def run_deep(name):
