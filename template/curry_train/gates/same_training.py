@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,10 @@ from ..core.parity import (
     record_step,
 )
 from ..core.wording import some_of
-from ..primitives.recompute import recompute_blocks
 from ..primitives.strategies import STRATEGIES, Apply, Sample
 from ..workloads.workload import Case, IndivisibleBatch, batch_size
 from .verdict import NotApplicable, Outcome, error_in_a_line, shared
 
-T = TypeVar("T")
 PLAIN = STRATEGIES["none"].apply
 NUM_STEPS = 3
 # A batch with this many held bytes is large enough for any model.
@@ -192,25 +190,19 @@ def memory_of(case: Case, change: Change) -> Memory:
 
 
 def flops_of_blocks(case: Case) -> int:
-    """Count the FLOPs that recompute of each block spends again; there have to be some.
-
-    The recompute is torch's own, or ours where torch's fails.
-    """
-    again = of_reference(lambda change: flops_again(case, changed(case, change))[0])
+    """Count the FLOPs that torch's own checkpoint of each block spends again, if there are some."""
+    try:
+        again = flops_again(case, changed(case, checkpoint_by_torch))[0]
+    except REFUSALS as error:
+        raise NotApplicable(
+            f"torch's own checkpoint of the blocks fails: {error_in_a_line(error)}"
+        ) from error
     if not again:
         raise NotApplicable(
             "no matrix product, convolution or attention runs again under recompute of the blocks, "
             "so there are no FLOPs to count"
         )
     return again
-
-
-def of_reference(measure: Callable[[Change], T]) -> T:
-    """Measure torch's own checkpoint of the blocks, or our recompute where torch's fails."""
-    try:
-        return measure(checkpoint_by_torch)
-    except REFUSALS:  # such as a cache of keys that would be filled twice
-        return measure(recompute_blocks)
 
 
 def flops_again(case: Case, module: nn.Module) -> list[int]:
