@@ -209,7 +209,7 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str) -> N
             axes.set_xticks(places, [str(records[at].step) for at in places])
             skipped = [at for at, record in enumerate(records) if not record.stepped]
             (mark,) = axes.plot(skipped, [-0.5] * len(skipped), "v", color=NONFINITE_COLOUR)
-            # Without a place in the layout, which fails where no step was skipped.
+            # The layout leaves the marks out: it fails where no step was skipped.
             mark.set(label="skipped step", clip_on=False, in_layout=False)
 
         rows = range(0, len(names), -(-len(names) // MOST_NAMES))

@@ -70,7 +70,7 @@ def owners_of_device(owned: OwnedBlocks) -> dict[str, Any]:
         "owners": list(owned.owners.items()),
         "reserved_free_bytes": history.reserved_at_peak - history.peak_allocated,
         "lines": [asdict(line) for line in owned.lines()[:100]],
-        # With the bytes that are there when a step begins.
+        # The peak of a step includes the bytes that are there when it begins.
         "steps": [
             {
                 "first_event": start,

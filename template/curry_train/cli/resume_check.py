@@ -54,7 +54,7 @@ def check_resume(
     def run(mode: str, last: int, program: list[str]) -> Steps:
         show(f"without its {mode}" if mode in PARTS else mode)
         undo = str(folder) if mode == "killed" else None
-        # With what the killed process has left.
+        # The files that the killed process has left stay as well.
         ignored = [str(folder), *map(str, read_changes(folder))]
         more = {} if mode in ("straight", "killed") else variables
         job = functools.partial(_watch, mode, last, str(folder), program, more)

@@ -51,7 +51,7 @@ def replay_command(box: str, program: list[str], times: int) -> Ended:
         *describe(found["step"], first),
         indent="    ",
     )
-    # There are thousands.
+    # They are thousands of lines of JSON.
     del first["operations"]
     results = {"box": box, "bad_step": facts.step} | found | {"repeats": first}
     return results, bool(difference)
@@ -108,7 +108,7 @@ def _run(box: str, until: int, program: list[str], num_ranks: int) -> dict[str, 
             )
         examined = [examine(read_fingerprints(record, rank)) for rank in range(num_ranks)]
     bad = [rank for rank, one in enumerate(examined) if one["origin"]]
-    # The ranks after it got the value from it.
+    # The other ranks got the value from the one where it came first.
     rank = min(bad, key=lambda rank: examined[rank]["origin"]["place"], default=0)
     return first | examined[rank] | {"rank": rank if num_ranks > 1 else None}
 

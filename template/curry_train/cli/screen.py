@@ -117,7 +117,7 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
 def in_few_lines(error: Exception) -> str:
     """Return the message of an error, with its place where the package did not mean to raise it."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The last that is in no other library.
+    # The last frame that is in no other library.
     *_, own = (
         frame
         for frame in frames
@@ -128,7 +128,7 @@ def in_few_lines(error: Exception) -> str:
     if isinstance(error, OSError):
         what = error.strerror or error
         return f"{error.filename}: {what}" if error.filename else f"{what} ({place})"
-    # Here, because it imports torch.
+    # Imported here, because it imports torch.
     from ..runs.journal import printable
 
     text = str(error)

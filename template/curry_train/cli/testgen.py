@@ -164,7 +164,7 @@ def gen_tests_command(
         Path(__file__).with_name(template),
         mark=GENERATED_FILE_MARK,
         version=__version__,
-        # An option a line.
+        # The command has a line for each option.
         command="    " + re.sub(r" (?=--)", r" \\\n        ", provenance()["command"]),
         **values,
     )

@@ -124,14 +124,14 @@ def note_targets(
     event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
     # The mask of an encoder says nothing of what its decoder is given.
     is_known = isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder
-    # Without one, what repeats at the end of a row is padding.
+    # Without a mask, what repeats at the end of a row is padding.
     repeats = (tokens == tokens[:, -1:]).flip(1).cumprod(1).flip(1) > 0
     hidden: Any = mask == 0 if is_known else repeats
     shift = int(same.get(1, 0) > same.get(0, 0))
     width = min(tokens.shape[1] - shift, targets.shape[1])
     counted = counted[:, :width]
     event.counts_padding = is_known and bool((hidden[:, shift:][:, :width] & counted).any())
-    # Its first place may be the end of the text, which alone is in the longest one.
+    # The first of the repeated tokens may be the end of the text: the longest text has it alone.
     is_first = bool(torch.equal(hidden, repeats) and repeats.sum(1).min() == 1)
     hidden = repeats.roll(1, 1) & repeats if is_first else hidden
     ids, padding = (one[:, shift:][:, :width] for one in (tokens, hidden))

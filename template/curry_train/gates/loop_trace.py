@@ -185,7 +185,7 @@ class Observer(Trace):
             call = Called(*args, **options)
             # Tensors of a transform must not escape from it.
             if not in_transform():
-                # Of a call that is an event the kind is known.
+                # A handler that is a class is the kind of event that the call is.
                 self.note(handle) if isinstance(handle, type) else handle(call)
             return call.run()
 
@@ -424,7 +424,7 @@ class Observer(Trace):
             return
         if name in ("__sub__", "__mul__") and len(both) == 2:
             self._note_crossed(*both)
-        # One without a gradient first.
+        # `first` has no gradient, if one of them has none.
         first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
         if name in SCALING:
             self._note_weighed(value, first, other)
@@ -458,7 +458,7 @@ class Observer(Trace):
         one, value = call.owner, call.run()
         before, after = ([size for size in it.shape if size > 1] for it in (one, value))
         is_moved = one.dim() == value.dim() > 2 and sorted(before) == sorted(after)
-        # Rows of what was the second dimension, as the classes of an image.
+        # Rows of the view are as wide as the second dimension was, as the classes of an image.
         is_moved |= (
             one.dim() > 2 == value.dim() and 1 < one.shape[1] == value.shape[1] != one.shape[-1]
         )

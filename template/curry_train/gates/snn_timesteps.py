@@ -33,9 +33,9 @@ from .verdict import Gate, NotApplicable, Outcome
 
 # Takes a step, inputs, a state and what the model passes to its unroll; returns outputs and state.
 Loop = Callable[..., tuple[Any, Any]]
-# Of the plain peak: if that of even chunks is higher, the saving is too small to check.
+# If the peak of even chunks is a larger share of the plain one, the saving is too small to check.
 MOST_TIMESTEPS_SHARE = 0.8
-# Of what even chunks free: the least that another implementation has to free, and that ours has.
+# The shares of what even chunks free that another implementation has to free, and that ours has.
 LEAST_SAVING_SHARE = 0.5
 LEAST_SAVING_SHARE_OF_OURS = 0.95
 

@@ -39,10 +39,10 @@ from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_
 # Makes a model of the same values each time under DDP or FSDP2; `change` changes it before that,
 # and with `seeds_further` it has the values of another seed.
 Wrapped = Callable[..., nn.Module]
-# What was measured and whether it is right, or why the model is refused and None.
+# The measured figure and whether it is right, or the reason why the model is refused and None.
 Measured = tuple[str, bool | None]
 OUTCOMES = (None, False, True)
-# Of each rank, by "DDP" and "FSDP2".
+# The figures of a rank, by "DDP" and "FSDP2".
 Found = Mapping[str, Measured]
 # Ranks that take longer than this, and so many times a step of this process, wait for each other.
 LEAST_SECONDS = 180.0

@@ -46,7 +46,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 class Observed:
     """The optimizer's steps in a training of windows."""
 
-    # With the gradients at each step, and without a loss.
+    # These records hold the gradients at each step, and no loss.
     steps: Sequence[StepRecord]
 
     # None without a scheduler.

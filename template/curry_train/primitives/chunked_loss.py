@@ -540,7 +540,7 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
     if pattern is not None:
         found = {name: linears[name] for name in match_names(list(linears), pattern, option="head")}
     else:
-        # As a Hugging Face model gives it.
+        # Hugging Face models name their head by this method.
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         found = {name: module for name, module in model.named_modules() if module is head}
         found = found or _widest(linears)

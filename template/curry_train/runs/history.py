@@ -80,7 +80,7 @@ class Course:
 class Attempt:
     """One attempt of a run, from a start, resume or rollback to the next one."""
 
-    # Those of its opening event.
+    # Time and step are those of its opening event.
     time: float
     step: int
     number: int
