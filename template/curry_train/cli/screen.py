@@ -110,8 +110,9 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
     # click writes this word before it, and a long path would go to the next line.
     word = "Error: "
     message = fill_screen(word + error.format_message(), indent="")[len(word) :]
-    error.format_message = lambda: message  # type: ignore[method-assign]
-    raise error
+    if isinstance(error, click.UsageError):
+        raise click.UsageError(message, error.ctx) from error
+    raise type(error)(message) from error
 
 
 def in_few_lines(error: Exception) -> str:

@@ -207,7 +207,7 @@ class StepLayers(RunningLayers):
     def in_backward(self) -> str:
         """The layer whose backward runs: the one in whose forward the node was made."""
         node = backward_node()
-        # One that accumulates a gradient has the largest number, and follows one of its layer.
+        # A node that accumulates a gradient has the largest number, and runs after its layer's.
         if node is not None and node._sequence_nr() < next_node():
             place = bisect.bisect_left(self._first_nodes, (node._sequence_nr() + 1,))
             _, self._in_backward = self._first_nodes[place - 1]
@@ -216,7 +216,7 @@ class StepLayers(RunningLayers):
 
 @dataclass
 class LayerFigures:
-    """What a layer computes in a step, in all of its calls, and the bytes that it holds."""
+    """The operations of a layer in a step, over all of its calls, and the bytes that it holds."""
 
     # Indices of its operations in forward and backward, and 1 for those in grad mode.
     operations: list[int] = field(default_factory=list)

@@ -306,7 +306,7 @@ LOGITS_FUNCTIONS: dict[str, Callable[..., Logits | None]] = {
     "tanh": limit,
     "contiguous": lambda _, logits: logits.derive(),
 }
-# What may be read of logits without computing them: properties, methods and functions.
+# Properties, methods and functions that read logits without computing them.
 METADATA_NAMES = {
     "shape",
     "dtype",

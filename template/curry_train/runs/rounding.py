@@ -56,7 +56,7 @@ class Exchange:
         noise: int | None = None,
     ) -> None:
         self.folder = Path(folder)
-        # What `expected_values` returns for this rank.
+        # The digests that `expected_values` returns for this rank.
         self.expected = expected[int(os.environ.get("RANK", "0"))] if expected else None
         # The precision of B's results where it is less than that of A's, else 0.
         self.coarser = max(

@@ -51,7 +51,7 @@ from .values import dump, load_foreign
 
 # Write and commit one checkpoint: its folder, the part of each rank, and the manifest.
 
-# What is saved: the state of a training, or a snapshot of it.
+# The store saves the state of a training, or a snapshot of it.
 Savable = TrainingState | Snapshot
 
 STATE_FILE_NAME = "state.pt"

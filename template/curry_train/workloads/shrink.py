@@ -43,7 +43,7 @@ class Shrink:
             made = once()
             if isinstance(made, Workload):
                 return self.workload(made)
-            # What is neither is returned: the caller names what is wrong with it.
+            # Anything else is returned as it is: the caller names what is wrong with it.
             return tree_map_only(nn.Module, copy.deepcopy, made)
 
         return small
