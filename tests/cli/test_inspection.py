@@ -310,13 +310,13 @@ def test_links_pipes_and_paths_out_of_the_folder_are_not_followed(checkpoints, t
     assert found.tensors == []
 
 
-def test_unknown_files_can_not_be_told(tmp_path):
+def test_what_holds_no_tensors_is_no_whole_checkpoint(tmp_path):
     (tmp_path / "text").write_text("hello, this is no checkpoint at all")
     found = inspect(tmp_path / "text")
-    assert found.whole is None
+    assert found.whole is False
     assert found.tensors == []
     (tmp_path / "empty").mkdir()
-    assert inspect(tmp_path / "empty").whole is None
+    assert inspect(tmp_path / "empty").whole is False
 
 
 def test_a_manifest_of_another_program_does_not_matter(checkpoints, tmp_path):

@@ -108,6 +108,9 @@ def inspect_checkpoint(path: str | os.PathLike[str]) -> Inspection:
     else:
         found = read_tensor_file(path)
         found.num_bytes = path.stat().st_size
+        if found.format == "unknown":
+            found.problems.append(NO_FORMAT)
+            found.unknown = []
         _compare_with_manifest(path, found)
     found.path = str(path)
     for name in sorted(found.names):
@@ -150,7 +153,8 @@ TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar
 RANK_FILE_PATTERN = re.compile(r".+_\d+\.pt")
 DISTRIBUTED_INDEX = ".metadata"
 SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-NO_FILES_UNKNOWN = "it holds no file of tensors in a format that is known"
+NO_FORMAT = "it is no checkpoint, or its beginning is damaged: no known format begins like this"
+NO_FILES = "it holds no file of tensors in a format that is known"
 MISSING_FILES_UNKNOWN = "the folder does not list its files: a missing one can't be told"
 
 
@@ -203,8 +207,10 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
                 found.problems.append(f"{name}: it is no JSON ({error!s:.100})")
     if is_model:
         found.complete = True
+    elif keys:
+        found.unknown.append(MISSING_FILES_UNKNOWN)
     else:
-        found.unknown.append(MISSING_FILES_UNKNOWN if keys else NO_FILES_UNKNOWN)
+        found.problems.append(NO_FILES)
 
 
 def _folder_format(files: Mapping[str, Path]) -> str:
