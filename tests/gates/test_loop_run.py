@@ -463,6 +463,15 @@ def test_an_error_of_the_script_names_its_line(folder):
     assert Path("log.txt").read_text() == "before\n"
 
 
+@pytest.mark.parametrize(
+    ("end", "expected"), [("_exit(5)", "with status 5"), ("kill(os.getpid(), 9)", "was killed")]
+)
+def test_the_end_of_a_process_without_a_result_is_named(folder, end, expected):
+    Path("train.py").write_text(f"import os\nos.{end}\n")
+    with pytest.raises(LoopFailed, match=expected):
+        failed("script", "train.py")
+
+
 # Of each framework a healthy program and faults: the check that finds it.
 PROGRAMS = [
     ("Trainer", "right", ""),

@@ -199,18 +199,22 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
         found.add(content, prefix="" if is_model else f"{name}: ")
         if missing:
             found.problems.append(f"{name:.80} lacks {min(missing)!r:.80}")
-    for name in files:
-        if name.endswith(".json") and files[name].stat().st_size:
-            try:
-                json.loads(read_whole(files[name]))
-            except (ValueError, RecursionError) as error:
-                found.problems.append(f"{name}: it is no JSON ({error!s:.100})")
+    found.problems += _damaged_json(files)
     if is_model:
         found.complete = True
     elif keys:
         found.unknown.append(MISSING_FILES_UNKNOWN)
     else:
         found.problems.append(NO_FILES)
+
+
+def _damaged_json(files: Mapping[str, Path]) -> Iterator[str]:
+    for name, file in files.items():
+        if name.endswith(".json") and file.stat().st_size:
+            try:
+                json.loads(read_whole(file))
+            except (ValueError, RecursionError) as error:
+                yield f"{name}: it is no JSON ({error!s:.100})"
 
 
 def _folder_format(files: Mapping[str, Path]) -> str:

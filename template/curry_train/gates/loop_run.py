@@ -145,7 +145,10 @@ def run_ranks(
         if "error" in one:
             raise LoopFailed(one["error"])
     if not found[0]:
-        raise LoopFailed(f"its process was killed, as where memory runs out: {SMALLER}")
+        status = processes[0].returncode
+        if status == -signal.SIGKILL:
+            raise LoopFailed(f"its process was killed, as where memory runs out: {SMALLER}")
+        raise LoopFailed(f"its process ended itself with status {status} before it was judged")
     return found
 
 
