@@ -70,7 +70,6 @@ def watch(tmp_path):
     data.stepped()
     settings = {"action": "rollback", "window": 16, "skip_around": 2}
     watch = AttachedWatch(settings, data)
-    assert watch.watchdog.config is watch.config
     watch.begin(Files(tmp_path))
     return watch
 

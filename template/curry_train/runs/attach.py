@@ -255,7 +255,7 @@ class AttachedRun:
         # Names that `measured` was given.
         self._measured: set[str] = set()
 
-        saved_objects = {**(extra or {}), "spike-watchdog": self._watch.watchdog}
+        saved_objects = {**(extra or {}), "spike-watchdog": self._watch}
         if isinstance(self.data, DataPosition):
             saved_objects["data-position"] = self.data
         self.state = TrainingState(

@@ -211,16 +211,15 @@ class SampleStream(Protocol):
     def skip(self, start: int, stop: int) -> None: ...
 
 
-class AttachedWatch:
+class AttachedWatch(SpikeWatchdog):
     """The spike watchdog of a run made by `saving`; call its methods on all ranks together.
 
-    `watchdog` exists and is saved even when nothing is watched, so that a later start can watch.
+    It is saved even when nothing is watched, so that a later start can watch.
     """
 
     def __init__(self, spike: SpikeConfig | Mapping[str, Any] | None, data: SampleStream) -> None:
-        self.config = read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike")
+        super().__init__(read_fields(SpikeConfig, spike or {"action": "none"}, inside="spike"))
         self.ranks = Ranks.on_the_host()
-        self.watchdog = SpikeWatchdog(self.config)
         self._data = data
 
     def begin(self, files: Files) -> None:
@@ -239,7 +238,7 @@ class AttachedWatch:
                 "the watchdog needs the loss of each step: "
                 "call run.step(loss=loss), or leave spike out"
             )
-        spike = self.watchdog.observe(step, self.ranks.mean(number_of(loss)))
+        spike = self.observe(step, self.ranks.mean(number_of(loss)))
         if spike is not None and not self.config.rolls_back and self.ranks.first:
             logger.warning(
                 "spike: %s; with spike.action=rollback the run rolls back and skips its samples",
