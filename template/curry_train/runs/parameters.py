@@ -6,7 +6,7 @@ into a model that is wrapped differently, or not at all.
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,22 +18,15 @@ from ..core.blocks import PARALLEL_WRAPPERS, WRAPPED_ATTRIBUTES
 
 def bare_name(model: nn.Module, name: str) -> str:
     """Return a name of `model.state_dict()` or `named_parameters()` without wrapper prefixes."""
-    steps = name.split(".")
-    kept = [
-        step
-        for number, step in enumerate(steps)
-        if step not in WRAPPED_ATTRIBUTES
-        and not (step == "module" and _is_parallel(model, steps[:number]))
-    ]
+    kept = []
+    module: Any = model
+    for step in name.split("."):
+        is_wrapped = step == "module" and isinstance(module, PARALLEL_WRAPPERS)
+        if step not in WRAPPED_ATTRIBUTES and not is_wrapped:
+            kept.append(step)
+        # Some modules make up names for their state, and some wrappers remove their own from them.
+        module = getattr(module, "_modules", {}).get(step)
     return ".".join(kept)
-
-
-def _is_parallel(model: nn.Module, path: Sequence[str]) -> bool:
-    # Some modules make up names for their state, and some wrappers remove their own from them.
-    try:
-        return isinstance(model.get_submodule(".".join(path)), PARALLEL_WRAPPERS)
-    except AttributeError:
-        return False
 
 
 def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
