@@ -35,7 +35,6 @@ from .values import (
     each_once,
     elements_of,
     encode,
-    is_expanded,
     is_plain,
     memory_of,
     name_component,
@@ -362,9 +361,13 @@ class Load:
             if found.name in self.targets:
                 continue
             saved = self._contents.tensors[found.name]
-            form = saved.shape, saved.dtype
             target = self._own.get(found.name)
-            if target is None or (target.shape, target.dtype) != form or is_expanded(target):
+            # Memory that several elements share can't be written to.
+            if (
+                target is None
+                or not saved.shape == target.shape == each_once(target).shape
+                or saved.dtype != target.dtype
+            ):
                 stays_on_host = on_host and found.device is None
                 target = _new_tensor(found, saved, None if stays_on_host else parameter)
             self.targets[found.name] = target

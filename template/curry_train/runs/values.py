@@ -159,20 +159,11 @@ def elements_of(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Tensor)
 
 
-def is_expanded(tensor: Tensor) -> bool:
-    """Return whether several elements are one in memory, so that they can't be written to."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in pairs)
-
-
 def each_once(tensor: Tensor) -> Tensor:
     """Return a view with each element in memory once: the first along dimensions of stride 0."""
-    if not is_expanded(tensor):
-        return tensor
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor[
-        tuple(slice(0, 1) if size > 1 and not step else slice(None) for size, step in pairs)
-    ]
+    strides = tensor.stride()
+    firsts = tuple(slice(None if stride else 1) for stride in strides)
+    return tensor[firsts] if 0 in strides else tensor
 
 
 def _encode_leaf(tensor: Any, name: str, tensors: CollectedTensors) -> Any:
