@@ -4,6 +4,8 @@ python -m pytest tests/runs/test_store_ranks.py
 """
 
 import threading
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from curry_train.runs import BackgroundSaver, Files, RunError, SavedRun, Store, load_chosen
+from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, load_chosen
 
 from ..rank_calls import run_on_ranks
 from ..store_models import (
@@ -113,19 +115,16 @@ def failing_rank(folder, rank, background):
         }
 
 
-class Unreadable(Files):
-    """File access in which reads of a checkpoint fail after a number of its files were opened."""
+def unreadable_after(number, folder, read=Path.open):
+    """Let reads of a checkpoint fail after a number of its files were opened."""
+    left = iter(range(number))
 
-    def __init__(self, root, folder, after):
-        super().__init__(root)
-        self._folder, self._left = folder, after
+    def opened(path, *mode):
+        if folder in str(path) and next(left, None) is None:
+            raise OSError(5, "Input/output error")
+        return read(path, *mode)
 
-    def open(self, key):
-        if key.startswith(f"{self._folder}/"):
-            self._left -= 1
-            if self._left < 0:
-                raise OSError(5, "Input/output error")
-        return super().open(key)
+    return mock.patch.object(Path, "open", opened)
 
 
 def unreadable(folder, kind, rank, after):
@@ -136,14 +135,14 @@ def unreadable(folder, kind, rank, after):
     )
     for how in ("load", "resume"):
         state = new_state(9, build=sharded)
-        files = Unreadable(folder, newest, after) if dist.get_rank() == rank else Files(folder)
-        run = SavedRun(folder, files=files)
+        fails = dist.get_rank() == rank
         try:
-            if how == "load":
-                run.load(newest, state)
-            else:
-                resumed = load_chosen(run, state, "best" if kind == "best-k" else "latest")
-                found[how] = [resumed.saved.step, list(resumed.damaged)]
+            with unreadable_after(after if fails else 1000, newest):
+                if how == "load":
+                    SavedRun(folder).load(newest, state)
+                    continue
+                resumed = load_chosen(folder, state, "best" if kind == "best-k" else "latest")
+            found[how] = [resumed.saved.step, list(resumed.damaged)]
         except RunError as error:
             found[how] = f"{type(error).__name__}: {error}"
     return found

@@ -60,7 +60,7 @@ class Part:
 
 @dataclass
 class HashingFolder:
-    """A folder for torch's reader and writer; new files are hashed, and synced when closed."""
+    """A folder for torch's writer; new files are hashed, and synced when closed."""
 
     files: Files
     folder: str
@@ -71,12 +71,7 @@ class HashingFolder:
 
     @contextlib.contextmanager
     def create_stream(self, name: str, mode: str = "wb") -> Iterator[Any]:
-        key = f"{self.folder}/{name}"
-        if mode == "rb":
-            with self.files.open(key) as raw:
-                yield raw
-            return
-        with self.files.create(key) as stream:
+        with self.files.create(f"{self.folder}/{name}") as stream:
             try:
                 yield stream
             except RuntimeError as error:
@@ -154,8 +149,7 @@ def read_tensors(
     memory and copies it from there: a second thread makes up for the time that the verification
     took, and costs the memory of one more tensor.
     """
-    reader: Any = FileSystemReader("")
-    reader.fs = HashingFolder(files, folder)
+    reader = FileSystemReader(files.path(folder))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
