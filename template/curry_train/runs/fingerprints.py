@@ -33,7 +33,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.blocks import in_transform, inside_wrappers
 from ..core.digest import digest, digest_rows, is_plain
-from ..core.generators import generator_digests, hash_of, unwatched
+from ..core.generators import generator_digests, generator_states, hash_of, unwatched
 from ..core.measure import backward_node, next_node
 from ..core.replaced_calls import replaced_calls
 from .files import StrPath
@@ -196,7 +196,9 @@ class Recorder:
                 if isinstance(it, DTensor)
             }
             if kind in ("enter", "exit"):
-                one["generator"] = _generator()
+                states = generator_states().values()
+                bits = [state.numpy() for state in states if isinstance(state, Tensor)]
+                one["generator"] = hash_of(b"".join(bits))
             elif kind == "state" and not self.stepping:
                 one["generators"] = dict(generator_digests().items() - self.undrawn)
             if self.in_replay:
@@ -640,14 +642,6 @@ def _drawing_alike(stack: contextlib.ExitStack, compile: Any, *args: Any, **opti
     config = importlib.import_module("torch._inductor.config")
     stack.enter_context(config.patch(fallback_random=True))
     return compile(*args, **options)
-
-
-def _generator() -> str:
-    """Return what identifies the states of torch's generators on the CPU and this GPU."""
-    state = torch.get_rng_state().numpy().tobytes()
-    if torch.cuda.is_initialized():
-        state += torch.cuda.get_rng_state().numpy().tobytes()
-    return hash_of(state)
 
 
 def _switches() -> dict[str, Any]:
