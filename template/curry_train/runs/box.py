@@ -121,7 +121,7 @@ class Boxes:
                 {str(number): loss.hex() for number, loss in losses.items()},
                 parameters,
                 self._ranks.size,
-                shlex.join([sys.argv[0], *(["--", *sys.argv[1:]] if sys.argv[1:] else [])]),
+                shlex.join([sys.argv[0], "--", *sys.argv[1:]]).removesuffix(" --"),
             )
             self._ranks.collect(
                 lambda: self._write_rank(part, step),

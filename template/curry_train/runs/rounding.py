@@ -126,7 +126,7 @@ def distances_of(tensor: Tensor, value: Tensor) -> Distances:
         return {"0": 0.0 if torch.equal(tensor, value) else float("inf")}
     one, other = tensor.double().flatten(), value.double().flatten()
     difference = (one - other).abs().nan_to_num(float("inf"), float("inf"))
-    difference[(one == other) | (one.isnan() & other.isnan())] = 0.0
+    difference[one.isclose(other, rtol=0, atol=0, equal_nan=True)] = 0.0
     sizes = other.abs().nan_to_num(0.0, 0.0)
     # Zeros alone have no rounding error.
     has_sizes = (sizes > 0).any()
