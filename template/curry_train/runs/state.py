@@ -324,16 +324,29 @@ class Load:
         return found
 
     def _choose_tensors(self) -> None:
-        """Find the tensors to fill."""
-        if not self._model_only:
-            for _, group, parameter, name, place in self._with_state():
-                was_moved = self._saved[MODEL_PREFIX + name].device is not None
-                # Torch keeps `step` on the host, except with capturable or fused.
-                keeps_step = not (group.get("capturable") or group.get("fused"))
-                for key, item in self._saved[place].items():
-                    on_host = was_moved or (key == "step" and keeps_step)
-                    self._add(item, parameter, on_host=on_host)
-        self._add(self._saved)
+        """Choose the tensors to fill: own ones that fit in place, and new ones."""
+        # The parameters at which new tensors of their state are made.
+        homes: dict[str, Tensor] = {}
+        for _, group, parameter, name, place in () if self._model_only else self._with_state():
+            was_moved = self._saved[MODEL_PREFIX + name].device is not None
+            # Torch keeps `step` on the host, except with capturable or fused.
+            keeps_step = not (group.get("capturable") or group.get("fused"))
+            for key, item in self._saved[place].items():
+                on_host = was_moved or (key == "step" and keeps_step)
+                for found in references(item):
+                    if found.device is not None or not on_host:
+                        homes.setdefault(found.name, parameter)
+        for found in references(self._saved):
+            saved = self._contents.tensors[found.name]
+            target = self._own.get(found.name)
+            # Memory that several elements share can't be written to.
+            if (
+                target is None
+                or not saved.shape == target.shape == each_once(target).shape
+                or saved.dtype != target.dtype
+            ):
+                target = _new_tensor(found, saved, homes.get(found.name))
+            self.targets[found.name] = target
         if self._contents.values["world_size"] == self._ranks.size:
             # This rank's own copy of a buffer, in place of the first rank's.
             for name in [*self.targets]:
@@ -354,23 +367,6 @@ class Load:
                     place = f"{OPTIMIZER_PREFIX}{number}.{name}"
                     if place in self._saved:
                         yield optimizer, group, parameter, name, place
-
-    def _add(self, content: Any, parameter: Tensor | None = None, *, on_host: bool = True) -> None:
-        """Add the tensors that a value names: own ones that fit in place, and new ones."""
-        for found in references(content):
-            if found.name in self.targets:
-                continue
-            saved = self._contents.tensors[found.name]
-            target = self._own.get(found.name)
-            # Memory that several elements share can't be written to.
-            if (
-                target is None
-                or not saved.shape == target.shape == each_once(target).shape
-                or saved.dtype != target.dtype
-            ):
-                stays_on_host = on_host and found.device is None
-                target = _new_tensor(found, saved, None if stays_on_host else parameter)
-            self.targets[found.name] = target
 
     def finish(self) -> None:
         """Restore everything from the filled tensors and the saved values."""
