@@ -133,8 +133,7 @@ class Recorder:
                 (LoaderIterator, "__next__", self._batch),
                 (torch, "compile", functools.partial(_drawing_alike, stack)),
             ]
-            replaced = replaced_calls(calls, self._before_step, self._after_step)
-            stack.enter_context(replaced)
+            stack.enter_context(replaced_calls(calls, self._before_step, self._after_step))
             is_noisy = self.exchange is not None and self.exchange.noise is not None
             if self.in_replay or self.operations_in_step or is_noisy:
                 stack.enter_context(Operations(self))
@@ -259,11 +258,8 @@ class Recorder:
         kind = "forward" if torch.is_grad_enabled() else "evaluation"
         phase = "recompute" if self.in_backward else kind
         number = self._count(phase, path)
-        mode = {"training": module.training}
-        inputs = leaves_of({**mode, **dict(enumerate(args)), **options})
-        made = [
-            name for name, one in inputs.items() if isinstance(one, Tensor) and one.requires_grad
-        ]
+        inputs = leaves_of({"training": module.training, **dict(enumerate(args)), **options})
+        made = [name for name, one in inputs.items() if getattr(one, "requires_grad", False)]
         self._note("enter", path, inputs, call=number, phase=phase, made=made)
         if phase == "forward":
             self._watch(inputs, path, number, is_output=False)
@@ -325,7 +321,7 @@ class Recorder:
             return
         outputs = []
         for name, one in values.items():
-            if not isinstance(one, Tensor) or not one.requires_grad or one.grad_fn is None:
+            if getattr(one, "grad_fn", None) is None:
                 continue
             # torch annotates the property as a method.
             metadata: dict[Any, Any] = one.grad_fn.metadata  # type: ignore[assignment]

@@ -112,7 +112,7 @@ class Comparison:
         self.noises = [_by_place(noise) for noise in noises]
         digests = [digest for one in a for digest in one.get("digests", {}).values()]
         # So many terms may be summed up to one value.
-        self.most_terms = max(map(num_elements, digests), default=0) if noises else 0
+        self.most_terms = max(map(num_elements, digests), default=0)
         self.renamed = _renamed(a, b)
         self.b = _in_names_of_a(b, self.renamed)
         self.in_b = _by_place(self.b)

@@ -243,10 +243,10 @@ def _sizes(step: Record, kind: str) -> dict[str, float]:
     for one in step:
         if one["kind"] == kind and one["phase"] == "forward":
             path = one["path"]
-            ranges = [ends for name, ends in one["ranges"].items() if name[:7] != "buffer "]
-            found[path] = max(
-                [found.get(path, 0.0), *(abs(end) for ends in ranges for end in ends)]
-            )
+            found.setdefault(path, 0.0)
+            for name, ends in one["ranges"].items():
+                if not name.startswith("buffer "):
+                    found[path] = max(found[path], *map(abs, ends))
     return found
 
 
