@@ -10,7 +10,6 @@ updated once, and reentrant checkpointing is refused where it would lose gradien
 Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/test_key_cache.py`.
 """
 
-import contextlib
 import functools
 import inspect
 import logging
@@ -23,7 +22,6 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..core.blocks import (
@@ -38,9 +36,7 @@ from ..core.blocks import (
     tensors_in,
 )
 from ..core.blocks import plain_blocks as plain_blocks
-from .rerun import BlockState, mark_returned_once, modules_of, second_call_contexts
-
-Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+from .rerun import FlatCall, Pair, mark_returned_once, modules_of, second_call_contexts
 
 
 @dataclass(frozen=True)
@@ -188,9 +184,12 @@ def run_checkpointed(
     contexts = options.context_fn()
     if options.change_contexts is not None:
         contexts = options.change_contexts(contexts)
-    call = FlatCall(BlockState(modules), run, (args, kwargs), contexts)
+    call = FlatCall(run, args, kwargs, modules=modules, contexts=contexts)
+    tensors = call.take_tensors()
+    # Those of dataclasses, so that changes in place are detected.
+    tensors += [one for one in tensors_in(call.leaves) if not one.is_inference()]
     try:
-        output = checkpoint(call, *call.take_tensors(), **settings)
+        output = checkpoint(call, *tensors, **settings)
     except BaseException as error:
         _end_hooks(error)
         raise
@@ -204,60 +203,6 @@ def _end_hooks(error: BaseException) -> None:
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         if frame.f_code is inspect.unwrap(checkpoint).__code__ and "gen" in frame.f_locals:
             frame.f_locals["gen"].close()
-
-
-# Placeholder for a tensor that was taken out.
-TENSOR_PLACEHOLDER = object()
-
-
-@dataclass(eq=False)
-class FlatCall:
-    """`run(*args, **kwargs)` as a function of `*self.take_tensors()` that can be called again.
-
-    The first call gets the caller's own containers, and later calls get new ones with the original
-    contents. So a block that appends to a list appends once, and one that pops from a dictionary
-    finds the value again.
-    """
-
-    state: BlockState
-    run: Callable[..., Any]
-    # The arguments and keywords of the first call; None after it.
-    inputs: tuple[tuple[Any, ...], dict[str, Any]] | None
-    # Not given to torch: it takes no contexts together with `debug`.
-    contexts: Pair
-
-    def __post_init__(self) -> None:
-        self.first, self.second = self.contexts
-        self.leaves, self.shape = tree_flatten(self.inputs)
-
-    def take_tensors(self) -> list[Tensor]:
-        """Return all tensors and release those that are not in dataclasses.
-
-        Those of dataclasses come last, and are returned so that changes in place are detected.
-        """
-        tensors = []
-        for index, leaf in enumerate(self.leaves):
-            # Inference tensors have no version counter, and can't be saved for backward.
-            if isinstance(leaf, Tensor) and not leaf.is_inference():
-                tensors.append(leaf)
-                self.leaves[index] = TENSOR_PLACEHOLDER
-        return [*tensors, *(one for one in tensors_in(self.leaves) if not one.is_inference())]
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        if self.inputs is not None:
-            args, kwargs = self.inputs
-            self.inputs = None
-            self.state.begin(self.leaves)
-            with self.first:
-                output = self.run(*args, **kwargs)
-            self.state.end()
-            return output
-
-        remaining = iter(tensors)
-        values = [next(remaining) if leaf is TENSOR_PLACEHOLDER else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(values, self.shape)
-        with self.state, self.second:
-            return self.run(*args, **kwargs)
 
 
 def _gradients_flow(

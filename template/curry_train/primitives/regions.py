@@ -32,10 +32,9 @@ from ..core.blocks import (
     match_names,
     recomputing,
     restore,
-    tensors_in,
 )
 from .autocast import autocast_as, autocast_now
-from .rerun import RETURNED_ONCE_KEY, BlockState, second_call_contexts
+from .rerun import RETURNED_ONCE_KEY, FlatCall, second_call_contexts
 
 # Run one cheap module again, and recompute its output too if backward needs it.
 
@@ -52,10 +51,7 @@ class Replay:
     as the loss.
     """
 
-    state: BlockState
-    run: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: FlatCall
 
     # Tensors that the first call saved, and uses of its output that are still to come.
     num_saved: int = 0
@@ -65,22 +61,16 @@ class Replay:
     output: Any = None
 
     def __post_init__(self) -> None:
-        # Inference tensors have no version counter.
-        self.versions = [
-            (one, one._version)
-            for one in tensors_in((self.args, self.kwargs))
-            if not one.is_inference()
-        ]
+        self.inputs = self.call.take_tensors()
+        self.versions = [tensor._version for tensor in self.inputs]
         self.autocast = autocast_now()
 
     def first(self) -> Any:
         """Make the first call, and mark its output so that it can be recomputed."""
-        self.state.begin()
         with saved_tensors_hooks(self._pack, self._unpack):
-            output = self.run(*self.args, **self.kwargs)
-        self.state.end()
+            output = self.call()
         fresh = isinstance(output, Tensor) and output.grad_fn is not None and output._base is None
-        if fresh and not any(output is tensor for tensor, _ in self.versions):
+        if fresh and not any(output is tensor for tensor in self.inputs):
             setattr(output, REPLAY_KEY, self)
             # Recipes for casts of the output look it up here.
             output.grad_fn.metadata[REPLAY_KEY] = weakref.ref(self)
@@ -110,17 +100,16 @@ class Replay:
         return self.saved.pop(index)
 
     def _again(self) -> None:
-        for tensor, version in self.versions:
+        for tensor, version in zip(self.inputs, self.versions, strict=True):
             check_unchanged(tensor, version)
         saved: list[Tensor] = []
         with (
-            self.state,
             torch.enable_grad(),
             autocast_as(self.autocast),
             # No backward runs through this call.
             saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), saved.pop),
         ):
-            output = self.run(*self.args, **self.kwargs)
+            output = self.call(*self.inputs)
         if len(saved) != self.num_saved:
             raise RuntimeError(
                 f"a module saved {self.num_saved} tensors the first time and {len(saved)} the "
@@ -269,7 +258,8 @@ class Replayed(Derived):
             return super().forward(*args, **kwargs)
         name = self._technique
         before = generator_states(self) if name else []
-        output = Replay(BlockState([self]), super().forward, args, kwargs).first()
+        call = FlatCall(super().forward, args, kwargs, modules=[self])
+        output = Replay(call).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(
                 f"{name} draws random numbers, and would draw different ones the second time: "

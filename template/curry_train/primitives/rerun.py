@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # Function modes, and what a checkpointed call returns.
 
@@ -122,28 +122,24 @@ second_call_contexts: set[Callable[[], contextlib.AbstractContextManager[None]]]
 class BlockState:
     """Parameters, buffers, attributes, generators and mode of modules at their first call.
 
-    Call `begin` before and `end` after it; inside `with state:` the modules have that state again,
-    and what a second call writes is dropped: statistics, counters and histories advance once.
+    Make it before that call and call `end` after it; inside `with state:` the modules have that
+    state again, and what a second call writes is dropped: statistics, counters and histories
+    advance once.
     Objects that were replaced since are put back (`functional_call`, swapped weights). A tensor
     that was changed in place can't be: an error, as in autograd. Function modes, such as `with
     torch.device(...)`, are entered again, because torch runs backward without them.
     Long loops and few calls, because every call of a block runs this.
     """
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    def __init__(self, roots: Sequence[nn.Module], arguments: Iterable[Any] = ()) -> None:
         self.roots = roots
-        self.states: dict[nn.Module, SimpleNamespace]
-        # The block's own generators, and those it was called with, with their states.
-        self.generators: list[tuple[Generator, Tensor]]
+        self.states: dict[nn.Module, SimpleNamespace] = {}
+        # The block's own generators, and those it is called with, with their states.
+        self.generators = [(one, one.get_state()) for one in arguments if type(one) is Generator]
         # Of each second call that runs now: a stack that restores the state at its end.
         self.ends: list[contextlib.ExitStack] = []
         self.modes = function_modes()
-
-    def begin(self, arguments: Iterable[Any] = ()) -> None:
-        """Record the state before the first call."""
-        self.states = {}
-        self.generators = [(one, one.get_state()) for one in arguments if type(one) is Generator]
-        modules: list[Any] = list(self.roots)
+        modules: list[Any] = list(roots)
         while modules:
             module = modules.pop()
             if module is None or module in self.states:
@@ -262,3 +258,61 @@ def _is_released(tensor: Any) -> bool:
     """Return whether the memory of a tensor was freed, as sharded training does between calls."""
     has_storage = tensor is not None and tensor.layout == torch.strided
     return has_storage and 0 == tensor.untyped_storage().nbytes() < tensor.nbytes
+
+
+# A call that can be made again.
+
+Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+NO_CONTEXTS: Pair = (contextlib.nullcontext(), contextlib.nullcontext())
+
+# Placeholder for a tensor that was taken out.
+TENSOR_PLACEHOLDER = object()
+
+
+class FlatCall:
+    """`run(*args, **kwargs)` as a function of `*self.take_tensors()` that can be called again.
+
+    The first call gets the caller's own containers, and later calls get new ones with the original
+    contents. So a block that appends to a list appends once, and one that pops from a dictionary
+    finds the value again. `modules` are those that `run` calls, and `contexts` are those of the
+    first and of the later calls. Torch does not get them: it takes none together with `debug`.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        *inputs: Any,
+        modules: Sequence[nn.Module] = (),
+        contexts: Pair = NO_CONTEXTS,
+    ) -> None:
+        self.run = run
+        # The arguments and keywords of the first call; None after it.
+        self.inputs: Any = inputs
+        self.first, self.second = contexts
+        self.leaves, self.shape = tree_flatten(inputs)
+        self.state = BlockState(modules, self.leaves)
+
+    def take_tensors(self) -> list[Tensor]:
+        """Return the tensors, and hold them no longer."""
+        tensors = []
+        for index, leaf in enumerate(self.leaves):
+            # Inference tensors have no version counter, and can't be saved for backward.
+            if isinstance(leaf, Tensor) and not leaf.is_inference():
+                tensors.append(leaf)
+                self.leaves[index] = TENSOR_PLACEHOLDER
+        return tensors
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self.inputs is not None:
+            args, kwargs = self.inputs
+            self.inputs = None
+            with self.first:
+                output = self.run(*args, **kwargs)
+            self.state.end()
+            return output
+
+        remaining = iter(tensors)
+        values = [next(remaining) if leaf is TENSOR_PLACEHOLDER else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(values, self.shape)
+        with self.state, self.second:
+            return self.run(*args, **kwargs)

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from ..core.blocks import Globs, match_names, tensors_in
-from .recompute import Checkpointed, Pair, RecomputeOptions
-from .rerun import written_names
+from .recompute import Checkpointed, RecomputeOptions
+from .rerun import Pair, written_names
 from .segments import Segment, SegmentMember
 
 # Functions and methods that choose: their outputs are indices, alone or beside the values at them.

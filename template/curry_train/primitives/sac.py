@@ -29,7 +29,8 @@ from torch.utils.checkpoint import (
 )
 
 from ..core.blocks import Globs, Unsuitable, become, find_blocks, restore
-from .recompute import Checkpointed, Pair, RecomputeOptions
+from .recompute import Checkpointed, RecomputeOptions
+from .rerun import Pair
 
 # Classify dispatcher operations: cost, random numbers, writes in place.
 

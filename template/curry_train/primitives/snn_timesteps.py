@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ..core.generators import generator_states, generators_kept, same_state, set_generator_states
-from .rerun import BlockState, mark_returned_once, modules_of
+from .rerun import BlockState, FlatCall, mark_returned_once, modules_of
 
 TimestepFunction = Callable[[Any, Any], tuple[Any, Any]]
 
@@ -255,7 +255,6 @@ def _checked_run(
 
     # Modules and random generators are restored: these steps only examine a loop.
     before = BlockState(modules)
-    before.begin()
     hooks = saved_tensors_hooks(note, lambda tensor: tensor)
     with generators_kept(), torch.enable_grad(), before, hooks:
         for x in inputs:
@@ -346,15 +345,9 @@ def checkpoint_timesteps(
             sizes = even_chunks(len(timesteps), chunk_size)
     start = 0
     for size in sizes[:-1]:
-        leaves, shape = tree_flatten((state, *timesteps[start : start + size]))
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.is_inference():
-                leaves[place] = leaf.clone()  # an inference tensor can't be saved for backward
-        chunk = _Chunk(step, collected, shape, BlockState(modules))
-        # The chunk itself restores generators and all else that its recompute must find.
-        state = checkpoint(chunk, *leaves, use_reentrant=False, preserve_rng_state=False)
-        mark_returned_once(state)
-        start += size
+        end = start + size
+        state = _run_chunk(step, state, timesteps[start:end], collected=collected, modules=modules)
+        start = end
     state = _take_steps(step, timesteps[start:], state, collected)
     return collected.finish(), state
 
@@ -390,31 +383,32 @@ def _costs(
     return of_owner[key]
 
 
-@dataclass
-class _Chunk:
-    """Timesteps under one checkpoint; only the first run collects outputs."""
+def _run_chunk(
+    step: TimestepFunction,
+    state: Any,
+    timesteps: Sequence[Any],
+    *,
+    collected: Collected,
+    modules: Sequence[nn.Module],
+) -> Any:
+    """Run timesteps under one checkpoint; only the first run collects outputs."""
+    first: list[Collected] = [collected]
+    drawn_from: dict[str, Any] = {}
 
-    step: TimestepFunction
-    collected: Collected
-    shape: TreeSpec
-    before: BlockState
-    ran: bool = False
-    drawn_from: dict[str, Any] | None = None
-
-    def __call__(self, *leaves: Any) -> Any:
-        state, *timesteps = tree_unflatten(list(leaves), self.shape)
-        if not self.ran:
-            self.ran = True
-            self.before.begin(leaves)
+    def run(state: Any, *timesteps: Any) -> Any:
+        if first:
             generators = generator_states()
-            state = _take_steps(self.step, timesteps, state, self.collected)
-            self.before.end()
+            state = _take_steps(step, timesteps, state, first.pop())
             # Most steps draw no random numbers, and a generator state takes 5 KB.
             if not same_state(generators, generator_states()):
-                self.drawn_from = generators
+                drawn_from.update(generators)
             return state
+        with generators_kept():
+            set_generator_states(drawn_from)
+            return _take_steps(step, timesteps, state, None)
 
-        with self.before, generators_kept():
-            if self.drawn_from is not None:
-                set_generator_states(self.drawn_from)
-            return _take_steps(self.step, timesteps, state, None)
+    call = FlatCall(run, (state, *timesteps), {}, modules=modules)
+    # The chunk itself restores generators.
+    state = checkpoint(call, *call.take_tensors(), use_reentrant=False, preserve_rng_state=False)
+    mark_returned_once(state)
+    return state
