@@ -223,7 +223,8 @@ class OffloadedForward:
         self.moved = WeakIdKeyDictionary()
         self.order: list[weakref.ref[OffloadedTensor]] = []
         self.cursor = 0
-        self.ahead_bytes = 0
+        # Fetched, and not needed yet.
+        self.ahead: weakref.WeakSet[Moved] = weakref.WeakSet()
         self.most_bytes = 0
 
     def unpack(self, saved: "OffloadedTensor | CheckedTensor") -> Tensor:
@@ -240,9 +241,11 @@ class OffloadedForward:
         while position > 0:
             saved = self.order[position - 1]()
             if saved is not None and saved.moved.flat is None:
-                if self.ahead_bytes + saved.moved.nbytes > self.most_bytes:
+                ahead = [saved.moved, *self.ahead]
+                if sum(moved.nbytes for moved in ahead) > self.most_bytes:
                     break
-                saved.moved.fetch(ahead=True)
+                self.ahead.add(saved.moved)
+                saved.moved.fetch()
             position -= 1
         self.cursor = position
 
@@ -261,7 +264,6 @@ class Moved:
         self.witness = CheckedTensor(witness)
         self.flat: Tensor | None = None
         self.done: Any = None
-        self.ahead = False
         # The saved tensors that no backward has used.
         self.unused: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
@@ -287,23 +289,21 @@ class Moved:
         """
         return self.base() is base and self.witness.version == tensor._version
 
-    def fetch(self, *, ahead: bool) -> Tensor:
+    def fetch(self) -> Tensor:
         """Start copying the storage back to the device."""
         self.flat, self.done = self.copies.back(self.host, self.nbytes)
         self.step.report.brought_back_bytes += self.nbytes
-        self.step.ahead_bytes += self.nbytes if ahead else 0
-        self.ahead = ahead
         return self.flat
 
     def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         flat = self.flat
         if flat is None:
-            flat = self.fetch(ahead=False)
+            flat = self.fetch()
             self.step.cursor = saved.index
 
         self.copies.wait(self.done)
-        self._arrived()
+        self.step.ahead.discard(self)
         self.unused.discard(saved)
         if not self.unused:
             # Where the graph is kept, the copy does not wait for its next backward.
@@ -313,15 +313,9 @@ class Moved:
 
     def __del__(self) -> None:
         """Autograd drops what it saved as soon as backward has used it."""
-        if self.ahead and self.done is not None:
+        if self.done is not None and self in self.step.ahead:
             # Nothing has waited for this copy, and it still writes to the memory freed here.
             self.done.synchronize()
-        self._arrived()
-
-    def _arrived(self) -> None:
-        if self.ahead:
-            self.ahead = False
-            self.step.ahead_bytes -= self.nbytes
 
 
 class OffloadedTensor:
