@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .config import Config, OptimizerConfig
 from .core.blocks import blocks_if_any
-from .core.generators import seed_generators, untouched
-from .core.measure import Loss
+from .core.generators import seed_generators
+from .core.measure import Loss, untouched
 from .core.timing import find_device
 from .data import Dataset, Stream
 from .loop import LoadedPlan, RunReport, StepReport, mean_loss, run_training_steps

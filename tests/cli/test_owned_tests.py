@@ -46,10 +46,10 @@ FAULTS = {
         ("keep_last: int = 1", "keep_last: int = 2"),
     ],
     "snn-timesteps": [
-        ("set_generator_states(self.drawn_from)", "pass"),
+        ("set_generator_states(drawn_from)", "pass"),
         (
-            "state = _take_steps(self.step, timesteps, state, self.collected)",
-            "state = _take_steps(self.step, timesteps, state, self.collected).detach()",
+            "state = _take_steps(step, timesteps, state, first.pop())",
+            "state = _take_steps(step, timesteps, state, first.pop()).detach()",
         ),
     ],
     "chunked-loss": [

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..core.digest import digest
-from ..core.generators import generator_digests, generator_states, set_generator_states
+from ..core.digest import digest, generator_digests
+from ..core.generators import generator_states, set_generator_states
 from ..core.replaced_calls import defining, replaced_calls
 from ..gates.loop_trace import rates_of
 from ..gates.loop_weights import instances_of

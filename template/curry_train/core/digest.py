@@ -9,12 +9,14 @@ Proof: `python -m pytest tests/core/test_digest.py`.
 """
 
 import functools
+import hashlib
+import pickle
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .generators import hash_of, unwatched
+from .generators import generator_states, unwatched
 
 WORD_BYTES = 8
 # Words that are multiplied at once. On the CPU they and their weights stay in the cache.
@@ -100,3 +102,17 @@ def _weights(size: int, device: torch.device) -> Tensor:
     weights = (weights ^ (weights >> 30)) * first
     weights = (weights ^ (weights >> 27)) * second
     return (weights ^ (weights >> 31)) | 1
+
+
+def generator_digests() -> dict[str, str]:
+    """Return a digest of the state of each generator, by its name."""
+    return {
+        # The bytes of a pickled tensor are not always the same.
+        name: hash_of(pickle.dumps(state.numpy() if isinstance(state, Tensor) else state))
+        for name, state in generator_states().items()
+    }
+
+
+def hash_of(content: bytes) -> str:
+    """Return 16 hexadecimal digits that identify some bytes."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,25 +1,20 @@
-"""Save and restore what a second run must find: generators, buffers, gradients.
+"""Save, restore, compare and seed the states of random generators.
 
 Proof: `python -m pytest tests/core tests/primitives`.
 """
 
 import contextlib
-import hashlib
 import importlib
-import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 # Disables function modes: even where a mode maps CUDA to the CPU, CUDA's generators are CUDA's.
 unwatched = torch._C.DisableTorchFunction
-
-# Run a module and restore its buffers, its gradients and every random generator afterwards.
 
 
 def generator_states() -> dict[str, Any]:
@@ -61,20 +56,6 @@ def same_state(one: Any, other: Any) -> bool:
     )
 
 
-def generator_digests() -> dict[str, str]:
-    """Return a digest of the state of each generator, by its name."""
-    return {
-        # The bytes of a pickled tensor are not always the same.
-        name: hash_of(pickle.dumps(state.numpy() if isinstance(state, Tensor) else state))
-        for name, state in generator_states().items()
-    }
-
-
-def hash_of(content: bytes) -> str:
-    """Return 16 hexadecimal digits that identify some bytes."""
-    return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the generators of torch, CUDA, Python and, if it is loaded, NumPy on exit."""
@@ -99,32 +80,3 @@ def seeded(seed: int) -> Iterator[None]:
     with generators_kept():
         seed_generators(seed)
         yield
-
-
-@contextlib.contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore every buffer on exit: its value, and the tensor itself if forward replaced it."""
-    before = [
-        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for owner, name, buffer, value in before:
-                if buffer is not None and value is not None:
-                    buffer.copy_(value)
-                owner._buffers[name] = buffer
-
-
-@contextlib.contextmanager
-def untouched(module: nn.Module) -> Iterator[None]:
-    """Start without gradients; on exit restore buffers and generators and drop the gradients."""
-    module.zero_grad(set_to_none=True)
-    try:
-        with generators_kept(), buffers_kept(module):
-            yield
-    finally:
-        module.zero_grad(set_to_none=True)

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .blocks import blocks_if_any
 from .blocks import tensors_in as tensors_in
-from .generators import buffers_kept, seeded, untouched
+from .generators import generators_kept, seeded
 
 # FLOPs of single operations: torch's formulas, attention and grouped matrix products.
 
@@ -632,6 +632,35 @@ def measure_layers(
         # The loss keeps what backward needs alive until the bytes are counted.
         del value
     return report
+
+
+@contextlib.contextmanager
+def buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Restore every buffer on exit: its value, and the tensor itself if forward replaced it."""
+    before = [
+        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, value in before:
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
+                owner._buffers[name] = buffer
+
+
+@contextlib.contextmanager
+def untouched(module: nn.Module) -> Iterator[None]:
+    """Start without gradients; on exit restore buffers and generators and drop the gradients."""
+    module.zero_grad(set_to_none=True)
+    try:
+        with generators_kept(), buffers_kept(module):
+            yield
+    finally:
+        module.zero_grad(set_to_none=True)
 
 
 @contextlib.contextmanager

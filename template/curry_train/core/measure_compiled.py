@@ -24,8 +24,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import flop_registry
 
-from .generators import untouched
-from .measure import ATTENTION, FlopCount, Flops, Loss, Memory, measure_memory
+from .measure import ATTENTION, FlopCount, Flops, Loss, Memory, measure_memory, untouched
 
 # Memory and FLOPs of compiled steps, from profiler events.
 

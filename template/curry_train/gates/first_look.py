@@ -22,7 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import buffers_kept, seeded
+from ..core.generators import seeded
+from ..core.measure import buffers_kept
 from ..primitives.grad_flow_probe import in_backward
 from ..primitives.rerun import TORCH_ATTRIBUTES
 from ..primitives.running_blocks import (

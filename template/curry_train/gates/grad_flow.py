@@ -5,7 +5,8 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 from contextlib import nullcontext
 
-from ..core.generators import generator_digests, seeded
+from ..core.digest import generator_digests
+from ..core.generators import seeded
 from ..primitives.grad_flow import GradFlow
 from ..workloads.workload import Case
 from .own_training import different_names, new_batch, new_training, printed_state, take_user_step

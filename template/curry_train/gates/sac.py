@@ -7,7 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.generators import seeded, untouched
+from ..core.generators import seeded
+from ..core.measure import untouched
 from ..primitives import sac
 from ..primitives.regions import apply_regions
 from ..primitives.sac import PolicyError

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_e
 
 from ..bench.steps import TrainingStep
 from ..core.blocks import NoBlocks, find_blocks
-from ..core.generators import seeded, untouched
-from ..core.measure import LiveStorages, Memory, count_flops, measure_memory
+from ..core.generators import seeded
+from ..core.measure import LiveStorages, Memory, count_flops, measure_memory, untouched
 from ..core.measure_compiled import holds_compiled_code
 from ..core.parity import (
     OUTER_BOUND,

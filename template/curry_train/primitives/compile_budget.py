@@ -31,8 +31,8 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..core.blocks import Derived, become, find_blocks, is_active, restore
-from ..core.generators import seeded, untouched
-from ..core.measure import Loss
+from ..core.generators import seeded
+from ..core.measure import Loss, untouched
 from ..core.measure_compiled import (
     BudgetUnsafe,
     CompileFailed,

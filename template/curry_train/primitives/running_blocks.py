@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.blocks import NoBlocks, find_blocks, kind_of, refuse
-from ..core.generators import buffers_kept, seeded
+from ..core.generators import seeded
 from ..core.measure import Loss, as_trained
 from ..core.measure_compiled import holds_compiled_code
 
@@ -405,7 +405,7 @@ def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
         if any(map(is_lazy, module.parameters(recurse=False))):
             # Raises with what to do.
             refuse(module)
-    with as_trained(model), buffers_kept(model), seeded(0):
+    with as_trained(model), seeded(0):
         record = ForwardRecord(model)
         try:
             with record.running():

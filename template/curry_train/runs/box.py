@@ -25,8 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..core.blocks import tensors_in
-from ..core.digest import digest
-from ..core.generators import hash_of
+from ..core.digest import digest, hash_of
 from .files import Files, StrPath
 from .format import readable
 from .layout import step_of

@@ -32,8 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.blocks import in_transform, inside_wrappers
-from ..core.digest import digest, digest_rows, is_plain
-from ..core.generators import generator_digests, generator_states, hash_of, unwatched
+from ..core.digest import digest, digest_rows, generator_digests, hash_of, is_plain
+from ..core.generators import generator_states, unwatched
 from ..core.measure import backward_node, next_node
 from ..core.replaced_calls import replaced_calls
 from .files import StrPath

@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 from torch.utils.data import DataLoader
 
-from ..core.generators import generator_states, hash_of, seed_generators, set_generator_states
+from ..core.digest import hash_of
+from ..core.generators import generator_states, seed_generators, set_generator_states
 from .ranks import reading
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
