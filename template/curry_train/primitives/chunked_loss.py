@@ -13,13 +13,12 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..core.blocks import Derived, Unsuitable, become, match_names, restore, tensors_in
 from .autocast import Autocast, autocast_as, autocast_now
@@ -369,14 +368,14 @@ class LazyLogits(Tensor):
                     derived.parent = first.logits
                     derived.step = lambda whole: func(whole, *args[1:], **kwargs)
                     return _Stand.apply(derived, first, *derived.product.inputs)
-        args, kwargs = tree_map(partial(_plain, operation=name), (args, kwargs))
+        args, kwargs = _read(name, args, kwargs)
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub leaves out the function
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(partial(_plain, operation=_name(func)), (args, kwargs or {}))
+        args, kwargs = _read(_name(func), args, kwargs or {})
         with torch.no_grad():
             return func(*args, **kwargs)
 
@@ -436,14 +435,17 @@ def _counts_arrivals(function: Any, args: Any) -> bool:
     return str(module).startswith(("torch.autograd.graph", "torch.distributed.fsdp"))
 
 
-def _plain(leaf: Any, *, operation: str) -> Any:
-    if not isinstance(leaf, LazyLogits):
-        return leaf
-    node: Any = leaf.grad_fn
-    if node is not None:
-        # The operation may send its gradient to the node, which then computes the product again.
-        node.read = leaf.logits
-    return leaf.logits.read(operation)
+def _read(operation: str, *arguments: Any) -> Any:
+    """Return arguments of an operation with computed logits."""
+
+    def read(lazy: LazyLogits) -> Tensor:
+        node: Any = lazy.grad_fn
+        if node is not None:
+            # The operation may send its gradient to the node, which computes the product again.
+            node.read = lazy.logits
+        return lazy.logits.read(operation)
+
+    return tree_map_only(LazyLogits, read, arguments)
 
 
 def _name(function: Any) -> str:

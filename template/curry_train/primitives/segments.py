@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..core.blocks import Derived, Globs, become, find_blocks, is_active, num_recomputed, restore
 from ..core.measure import is_out_of_memory
@@ -215,9 +215,6 @@ def _described(arguments: Any) -> Any:
 
     Slices of one buffer are new tensors each time.
     """
-    return tree_map(
-        lambda leaf: (
-            (leaf.data_ptr(), leaf.shape, leaf.stride()) if isinstance(leaf, Tensor) else leaf
-        ),
-        arguments,
+    return tree_map_only(
+        Tensor, lambda leaf: (leaf.data_ptr(), leaf.shape, leaf.stride()), arguments
     )

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..core.generators import generator_states, generators_kept, same_state, set_generator_states
@@ -296,7 +296,7 @@ def _bytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
 
 
 def detached_copies(tree: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
+    return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
 
 
 def _same_value(value: Any, other: Any) -> bool:
