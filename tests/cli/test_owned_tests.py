@@ -54,7 +54,7 @@ FAULTS = {
     ],
     "chunked-loss": [
         ("factor = gradient\n", "factor = gradient.sign()\n"),
-        ("given.targets == options.ignore_index", "given.targets == -100"),
+        ("self.targets == options.ignore_index", "self.targets == -100"),
     ],
     "grad-flow": [
         ("if self._read is None or not self._with_gradient() <= self._read:", "if True:"),

@@ -66,22 +66,6 @@ class ChunkOptions:
     wanted: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class Given:
-    """Tensors of one call, with one row of inputs per target."""
-
-    inputs: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    targets: Tensor
-    class_weights: Tensor | None = None
-    token_weights: Tensor | None = None
-
-    @property
-    def sources(self) -> tuple[Any, ...]:
-        return self.inputs, self.weight, self.bias
-
-
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -117,21 +101,15 @@ def chunked_cross_entropy(
     _check_weights("token_weights", token_weights, targets.shape)
 
     flat_weights = token_weights.reshape(-1) if isinstance(token_weights, Tensor) else None
-    given = Given(
-        hidden.reshape(-1, hidden.shape[-1]),
-        weight,
-        bias,
-        targets.reshape(-1).long(),
-        class_weights,
-        flat_weights,
-    )
+    flat_targets = targets.reshape(-1).long()
+    sources = hidden.reshape(-1, hidden.shape[-1]), weight, bias
     wanted = tuple(
         torch.is_grad_enabled() and source is not None and source.requires_grad
-        for source in given.sources
+        for source in sources
     )
     dtype = product_dtype(hidden)
     if chunk_tokens is None:
-        chunk_tokens = _fitting_rows(given, wanted, dtype, is_capped=softcap is not None)
+        chunk_tokens = _fitting_rows(sources, wanted, dtype, is_capped=softcap is not None)
     options = ChunkOptions(
         chunk_tokens=chunk_tokens,
         ignore_index=ignore_index,
@@ -143,9 +121,9 @@ def chunked_cross_entropy(
         dtype=dtype,
         wanted=wanted,
     )
-    loss: Tensor = _Chunked.apply(*vars(given).values(), options)
+    loss: Tensor = _Chunked.apply(*sources, flat_targets, class_weights, flat_weights, options)
     if reduction == "mean":
-        return _mean(loss, given, ignore_index)
+        return _mean(loss, flat_targets, class_weights, ignore_index)
     return loss.reshape(targets.shape) if options.per_token else loss
 
 
@@ -237,16 +215,17 @@ def _check_weights(name: str, weights: Any, shape: torch.Size) -> None:
 
 
 def _fitting_rows(
-    given: Given, wanted: tuple[bool, ...], dtype: torch.dtype, *, is_capped: bool
+    sources: tuple[Any, ...], wanted: tuple[bool, ...], dtype: torch.dtype, *, is_capped: bool
 ) -> int:
     """Return the number of tokens whose inputs, logits and copies fit into a chunk's bytes."""
-    itemsize = exact_dtype(given.inputs).itemsize
+    inputs, weight, _ = sources
+    itemsize = exact_dtype(inputs).itemsize
     copies = itemsize * (1 + is_capped)
     if dtype.itemsize < itemsize:
         copies += dtype.itemsize
-    classes, width = given.weight.shape
+    classes, width = weight.shape
     of_row = classes * copies + width * dtype.itemsize
-    trained = list(itertools.compress(given.sources, wanted)) or given.sources
+    trained = list(itertools.compress(sources, wanted)) or sources
     gradients = [source.nbytes for source in trained if source is not None]
     fewest = min(FEWEST_CHUNK_TOKENS, max(1, CHUNK_BYTES // of_row))
     wanted_rows = max(CHUNK_BYTES // of_row, int(width * TOKENS_PER_WIDTH))
@@ -258,36 +237,45 @@ def exact_dtype(inputs: Tensor) -> torch.dtype:
     return torch.float64 if inputs.dtype is torch.float64 else torch.float32
 
 
+@dataclass(eq=False)
 class _Pass:
     """One pass over all chunks: the losses of all tokens, and the gradients of their sum."""
 
-    def __init__(self, given: Given, options: ChunkOptions) -> None:
-        inputs = given.inputs
+    options: ChunkOptions
+    # One row for each target.
+    inputs: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    class_weights: Any
+    token_weights: Tensor | None
+
+    def __post_init__(self) -> None:
+        inputs = self.inputs
+        options = self.options
         exact = exact_dtype(inputs)
-        self.given = given
-        self.options = options
-        self.ignored = given.targets == options.ignore_index
+        self.ignored = self.targets == options.ignore_index
         # Counted tokens first: the others need no product.
         order = self.ignored.to(torch.uint8).argsort(stable=True)
         self.num_ignored = _read(self.ignored)
         self.order = order[: len(order) - (self.num_ignored or 0)]
-        self.targets = given.targets.masked_fill(self.ignored, 0)
+        self.targets = self.targets.masked_fill(self.ignored, 0)
 
         self.losses = inputs.new_zeros(len(self.targets), dtype=exact)
-        self.weight = given.weight.to(options.dtype)
-        self.bias = None if given.bias is None else given.bias.to(options.dtype)
-        self.class_weights = self.losses.new_ones(()).expand(len(given.weight))
-        if given.class_weights is not None:
-            self.class_weights = given.class_weights.to(self.losses)
+        ones = self.losses.new_ones(()).expand(len(self.weight))
+        self.class_weights = ones if self.class_weights is None else self.class_weights.to(ones)
         self.gradients: list[Tensor | None] = []
-        for source, wanted in zip(given.sources, options.wanted, strict=True):
+        sources: Any = inputs, self.weight, self.bias
+        for source, wanted in zip(sources, options.wanted, strict=True):
             dtype = inputs.dtype if source is inputs else exact
             zeros = source.new_zeros(source.shape, dtype=dtype) if wanted else None
             self.gradients.append(zeros)
+        self.weight = self.weight.to(options.dtype)
+        self.bias = None if self.bias is None else self.bias.to(options.dtype)
 
     def chunk(self, index: Tensor) -> None:
         """Compute the losses of the tokens with these indices, and add their gradients."""
-        rows = self.given.inputs.index_select(0, index).to(self.options.dtype)
+        rows = self.inputs.index_select(0, index).to(self.options.dtype)
         logits = F.linear(rows, self.weight, self.bias).to(self.losses.dtype)
         self.losses.index_copy_(0, index, self._loss(logits, index))
         if any(self.options.wanted):
@@ -328,9 +316,9 @@ class _Pass:
         scale = torch.ones_like(norm)
         if options.weighted_by_probability:
             scale = (at_target - log_norm).exp()
-        if self.given.token_weights is not None:
+        if self.token_weights is not None:
             # Backward of losses per token has both.
-            scale = scale * self.given.token_weights[index, None].to(scale)
+            scale = scale * self.token_weights[index, None].to(scale)
         if any(options.wanted):
             logits *= scale * share / norm
             logits.scatter_(1, place, logits.gather(1, place) - of_class * scale)
@@ -370,21 +358,23 @@ def _read(ignored: Tensor) -> int | None:
     return int(ignored.sum())
 
 
-def _run(given: Given, options: ChunkOptions) -> tuple[Tensor, list[Tensor | None]]:
+def _run(options: ChunkOptions, *tensors: Any) -> tuple[Tensor, list[Tensor | None]]:
     """Return the losses of all tokens, and the gradients of their sum."""
     with torch.no_grad(), autocast_as({}):
-        chunks = _Pass(given, options)
+        chunks = _Pass(options, *tensors)
         for index in chunks.order.split(options.chunk_tokens):
             chunks.chunk(index)
         return chunks.losses.masked_fill_(chunks.ignored, 0), chunks.gradients
 
 
-def _mean(total: Tensor, given: Given, ignore_index: int) -> Tensor:
+def _mean(
+    total: Tensor, targets: Tensor, class_weights: Tensor | None, ignore_index: int
+) -> Tensor:
     """Divide by the counted tokens, or by the weights of their classes; 0 / 0 has no gradient."""
-    counted = given.targets != ignore_index
+    counted = targets != ignore_index
     weights = counted.to(total)
-    if given.class_weights is not None:
-        weights = weights * given.class_weights.to(total)[given.targets.where(counted, 0)]
+    if class_weights is not None:
+        weights = weights * class_weights.to(total)[targets.where(counted, 0)]
     divisor = weights.sum()
     mean = total / divisor.where(divisor != 0, 1)
     return mean.where(divisor != 0, math.nan)
@@ -394,15 +384,15 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
         *tensors, options = arguments
-        given = Given(*tensors)
-        ctx.dtypes = [None if source is None else source.dtype for source in given.sources]
+        sources = tensors[:3]
+        ctx.dtypes = [None if source is None else source.dtype for source in sources]
         # As many elements as a chunk's logits have.
-        ctx.block = options.chunk_tokens * given.weight.shape[0]
+        ctx.block = options.chunk_tokens * len(tensors[1])
         ctx.options = options
         if options.per_token:
             ctx.save_for_backward(*tensors)
-            return _run(given, replace(options, wanted=(False, False, False)))[0]
-        losses, gradients = _run(given, options)
+            return _run(replace(options, wanted=(False, False, False)), *tensors)[0]
+        losses, gradients = _run(options, *tensors)
         ctx.save_for_backward(*gradients)
         return losses.sum()
 
@@ -413,7 +403,7 @@ class _Chunked(torch.autograd.Function):
         factor = gradient
         unscaled = ctx.saved_tensors
         if ctx.options.per_token:
-            factor, unscaled = _again(Given(*unscaled), ctx.options, gradient)
+            factor, unscaled = _again(ctx.options, gradient, *unscaled)
             in_place = True
         scaled = [
             None
@@ -425,7 +415,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _again(
-    given: Given, options: ChunkOptions, gradient: Tensor
+    options: ChunkOptions, gradient: Tensor, *tensors: Any
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Compute the gradients of losses per token, divided by the returned factor.
 
@@ -434,9 +424,10 @@ def _again(
     least = gradient.new_full((1,), torch.finfo(gradient.dtype).tiny)
     factor = torch.cat((gradient.abs(), least)).amax()
     weights = gradient / factor
-    if given.token_weights is not None:
-        weights = weights * given.token_weights.to(weights)
-    return factor, _run(replace(given, token_weights=weights), options)[1]
+    *others, token_weights = tensors
+    if token_weights is not None:
+        weights = weights * token_weights.to(weights)
+    return factor, _run(options, *others, weights)[1]
 
 
 def _scaled(
