@@ -148,7 +148,7 @@ def _selective(model: nn.Module, sample: Sample) -> list[str]:
     layers = profile_layers(model, sample.batch, sample.loss, sample.blocks)
     held = sum(layer.bytes for layer in layers)
     names, _ = choose_largest(layers, held - round(SELECTIVE_SHARE * held + 1))
-    return recompute_blocks(model, blocks=names) if names else []
+    return recompute_blocks(model, blocks=names)
 
 
 # Selective recompute by policy, and regions.
@@ -175,9 +175,9 @@ def _regions(model: nn.Module, sample: Sample) -> list[str]:
 
 def _offload(model: nn.Module, sample: Sample) -> list[str]:
     """Offload all blocks but the last; a single block is offloaded itself."""
-    several = len(find_blocks(model, sample.blocks)) > 1
+    num_blocks = len(find_blocks(model, sample.blocks))
     return primitives.offload.offload_blocks(
-        model, blocks=sample.blocks, keep_last=1 if several else 0
+        model, blocks=sample.blocks, keep_last=min(1, num_blocks - 1)
     )
 
 
@@ -402,19 +402,17 @@ def apply_config(
         return apply_plan(model)
     if batch is not None and loss is None:
         raise ValueError("batch is given and loss is not: measuring a step needs both")
-    options = {
-        name: getattr(config, name)
-        for name in ("use_reentrant", "preserve_rng_state")
-        if config.strategy in STRATEGIES_BY_SETTING[name]
-    }
-    if config.strategy == "selective":
-        names = _large_layers(model, config, batch, loss, layers)
-        changed = recompute_blocks(model, blocks=names, **options) if names else []
-    else:
-        has_blocks = config.strategy != "none"
-        blocks = _configured_blocks(model, config, batch, loss) if has_blocks else None
-        sample = Sample(batch, loss, blocks, options, config.sequential_segments)
-        changed = STRATEGIES[config.strategy].apply(model, sample)
+    strategy = config.strategy
+    blocks = None
+    if strategy == "selective":
+        # Layers above the threshold are recomputed as blocks are.
+        strategy = "full"
+        blocks = _large_layers(model, config, batch, loss, layers)
+    elif strategy != "none":
+        blocks = _configured_blocks(model, config, batch, loss)
+    options = {name: getattr(config, name) for name in ("use_reentrant", "preserve_rng_state")}
+    sample = Sample(batch, loss, blocks, options, config.sequential_segments)
+    changed = STRATEGIES[strategy].apply(model, sample)
     if not config.use_reentrant:
         primitives.keep_routing(model)
     return changed
