@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..core.blocks import Derived, become, find_blocks, is_active, restore
+from ..core.blocks import Derived, Globs, become, find_blocks, is_active, restore
 from ..core.generators import seeded
 from ..core.measure import Loss, untouched
 from ..core.measure_compiled import (
@@ -223,7 +223,7 @@ def memory_budget(
     model: nn.Module,
     budget: float,
     *,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Globs | None = None,
     backend: str = "inductor",
     batch: Any = None,
     loss: Loss | None = None,

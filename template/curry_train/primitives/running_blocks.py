@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core.blocks import NoBlocks, find_blocks, kind_of, refuse
+from ..core.blocks import Globs, NoBlocks, find_blocks, kind_of, refuse
 from ..core.generators import seeded
 from ..core.measure import Loss, as_trained
 from ..core.measure_compiled import holds_compiled_code
@@ -337,7 +337,7 @@ class BlockChoice:
     names: tuple[str, ...]
 
     # What a technique takes as `blocks`: None where the containers give these blocks anyway.
-    blocks: str | Sequence[str] | None
+    blocks: Globs | None
 
     # Share of the saved bytes that are saved inside the blocks; None where nothing was recorded.
     coverage: float | None
@@ -362,7 +362,7 @@ class BlockChoice:
 
 
 def choose_blocks(
-    model: nn.Module, batch: Any, loss: Loss, *, blocks: str | Sequence[str] | None = None
+    model: nn.Module, batch: Any, loss: Loss, *, blocks: Globs | None = None
 ) -> BlockChoice:
     """Choose the blocks of a model by what one forward runs and saves.
 
@@ -392,7 +392,7 @@ def choose_blocks(
 def _choice(
     record: ForwardRecord,
     names: list[str],
-    blocks: str | Sequence[str] | None,
+    blocks: Globs | None,
     *why: str,
 ) -> BlockChoice:
     notes = [sentence for sentence, _ in unusual_blocks(record, names).values()]

@@ -20,7 +20,7 @@ from torch import nn
 
 # Loads offload and the loop over timesteps when they are used.
 from .. import primitives
-from ..core.blocks import NoBlocks, find_blocks, match_names
+from ..core.blocks import Globs, NoBlocks, find_blocks, match_names
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, measure_memory
 from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean
@@ -39,7 +39,7 @@ class Sample:
 
     batch: Any
     loss: Any  # a `Loss`; without a batch None
-    blocks: str | Sequence[str] | None = None  # names or globs; None for the repeated blocks
+    blocks: Globs | None = None  # names or globs; None for the repeated blocks
 
     # Keywords of `Recompute`, for the strategies that recompute calls.
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def profile_layers(
     model: nn.Module,
     batch: Any,
     loss: Loss,
-    blocks: str | Sequence[str] | None = None,
+    blocks: Globs | None = None,
     *,
     num_runs: int = 1,
 ) -> list[LayerMemory]:
@@ -105,7 +105,7 @@ def choose_largest(layers: Sequence[LayerMemory], gap: int) -> tuple[list[str], 
 
 
 def choose_segments(
-    model: nn.Module, batch: Any, loss: Loss, *, blocks: str | Sequence[str] | None = None
+    model: nn.Module, batch: Any, loss: Loss, *, blocks: Globs | None = None
 ) -> int:
     """Measure which number of segments has the lowest peak.
 
@@ -336,13 +336,6 @@ class CheckpointConfig:
     plan: str | None = None
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            value = getattr(self, setting.name)
-            is_valid, wanted = VALID_VALUES.get(setting.type, (lambda value: True, ""))
-            if not is_valid(value):
-                raise ValueError(f"{setting.name} must be {wanted}; got {value!r}")
-        self.exclude_patterns = tuple(self.exclude_patterns)
-        self.include_patterns = tuple(self.include_patterns)
         if self.strategy not in CONFIGURED_STRATEGIES:
             raise ValueError(
                 f"no strategy is called {self.strategy!r}; "
@@ -353,15 +346,17 @@ class CheckpointConfig:
                 "plan must be the path of a plan with strategy 'plan', None with others; got "
                 f"{self.plan!r}"
             )
-        self._refuse_without_effect()
-
-    def _refuse_without_effect(self) -> None:
-        """Raise for a setting that the strategy would ignore."""
         chosen = "snn_timestep_checkpoint" if self.snn_timestep_checkpoint else self.strategy
         for setting in fields(self):
-            users = STRATEGIES_BY_SETTING.get(setting.name)
             value = getattr(self, setting.name)
-            if users is not None and value != setting.default and chosen not in users:
+            is_valid, wanted = VALID_VALUES.get(setting.type, (lambda value: True, ""))
+            if not is_valid(value):
+                raise ValueError(f"{setting.name} must be {wanted}; got {value!r}")
+            if isinstance(setting.default, tuple):
+                value = tuple(value)
+                setattr(self, setting.name, value)
+            users = STRATEGIES_BY_SETTING.get(setting.name, (chosen,))
+            if value != setting.default and chosen not in users:
                 raise ValueError(
                     f"{setting.name}={value!r} has no effect with {chosen}, only with "
                     f"{', '.join(users)}: leave it out"
