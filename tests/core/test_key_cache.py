@@ -133,9 +133,9 @@ def test_a_cache_is_left_out_unless_the_layer_of_the_block_is_filled(cache, is_f
     block = nn.Linear(1, 1)
     if is_filled:
         with pytest.raises(ValueError, match="that holds keys already"):
-            recompute.leave_out_caches(block, (cache,), {})
+            recompute.leave_out_caches(block, ((cache,), {}))
     else:
-        assert recompute.leave_out_caches(block, (cache,), {}) == ((None,), {})
+        assert recompute.leave_out_caches(block, ((cache,), {})) == ((None,), {})
 
 
 def test_a_cache_that_is_read_is_not_left_out_silently():

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.generators import (
-    generators_kept,
-    seeded,
-)
+from curry_train.core.generators import generators_kept, seeded
 from curry_train.plan.shapes import KERNEL_DEVICES, pretended
 from curry_train.primitives import regions
 

@@ -141,7 +141,7 @@ def test_what_computes_something_else_the_second_time_is_noticed():
         "block computes something else the second time; take it out of the regions$",
     ):
         RecomputedTensor(x, x, x.t).value()
-    loss = Replay(FlatCall(module, (x,), {})).first().sum()
+    loss = Replay(FlatCall(module, ((x,), {}))).first().sum()
     with pytest.raises(
         RuntimeError,
         match=r"^a module saved 1 tensors the first time and 2 the second: it computes something "
@@ -154,7 +154,7 @@ def test_a_replayed_tensor_is_freed_with_the_graph_though_the_loss_is_held():
     """Guard loops that hold their loss in the next forward against holding two steps' inputs."""
     norm, hidden = nn.LayerNorm(16), torch.randn(8, 16, requires_grad=True) * 2
     let_go = weakref.ref(hidden)
-    loss = Replay(FlatCall(norm, (hidden,), {})).first().square().sum()
+    loss = Replay(FlatCall(norm, ((hidden,), {}))).first().square().sum()
     del hidden
     loss.backward(retain_graph=True)
     assert let_go() is not None  # a second backward needs it

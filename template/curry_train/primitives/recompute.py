@@ -36,7 +36,7 @@ from ..core.blocks import (
     tensors_in,
 )
 from ..core.blocks import plain_blocks as plain_blocks
-from .rerun import FlatCall, Pair, mark_returned_once, modules_of, second_call_contexts
+from .rerun import FlatCall, Inputs, Pair, mark_returned_once, modules_of, second_call_contexts
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Checkpointed(Derived):
         options = self._technique
         if not (options.enabled and is_active(self)):
             return super().forward(*args, **kwargs)
-        return run_checkpointed(super().forward, args, kwargs, modules=[self], options=options)
+        return run_checkpointed(super().forward, (args, kwargs), modules=[self], options=options)
 
 
 class Recompute(Checkpointed):
@@ -119,7 +119,7 @@ def _recomputing_function(function: Callable[..., Any], options: RecomputeOption
             return function(*args, **kwargs)
         is_traced = torch.compiler.is_compiling()
         modules = [] if is_traced else modules_of(functools.partial(function, *args, **kwargs))
-        return run_checkpointed(function, args, kwargs, modules=modules, options=options)
+        return run_checkpointed(function, (args, kwargs), modules=modules, options=options)
 
     return call
 
@@ -158,14 +158,14 @@ def remove_recompute(model: nn.Module) -> list[str]:
 
 def run_checkpointed(
     run: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: Inputs,
     *,
     modules: Sequence[nn.Module],
     options: RecomputeOptions,
 ) -> Any:
     """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls."""
-    if options.use_reentrant and not _gradients_flow(run, modules, args, kwargs):
+    args, kwargs = inputs
+    if options.use_reentrant and not _gradients_flow(run, modules, inputs):
         return run(*args, **kwargs)
 
     names = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
@@ -180,11 +180,11 @@ def run_checkpointed(
         return checkpoint(run, *args, **settings)
 
     if modules:
-        args, kwargs = leave_out_caches(modules[0], args, kwargs)
+        inputs = leave_out_caches(modules[0], inputs)
     contexts = options.context_fn()
     if options.change_contexts is not None:
         contexts = options.change_contexts(contexts)
-    call = FlatCall(run, args, kwargs, modules=modules, contexts=contexts)
+    call = FlatCall(run, inputs, modules=modules, contexts=contexts)
     tensors = call.take_tensors()
     # Those of dataclasses, so that changes in place are detected.
     tensors += [one for one in tensors_in(call.leaves) if not one.is_inference()]
@@ -205,13 +205,12 @@ def _end_hooks(error: BaseException) -> None:
             frame.f_locals["gen"].close()
 
 
-def _gradients_flow(
-    run: Any, modules: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
+def _gradients_flow(run: Any, modules: Sequence[nn.Module], inputs: Inputs) -> bool:
     """Return whether an input requires grad; refuse reentrant calls that would lose gradients.
 
     Reentrant checkpointing runs backward only through positional tensors.
     """
+    args, kwargs = inputs
     called = type(modules[0]).__name__ if modules else getattr(run, "__name__", str(run))
     nested = [value for value in args if not isinstance(value, Tensor)]
     if any(tensor.requires_grad for tensor in tensors_in((nested, kwargs))):
@@ -236,9 +235,7 @@ logger = logging.getLogger(__name__)
 _left_out: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
-def leave_out_caches(
-    block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def leave_out_caches(block: nn.Module, inputs: Inputs) -> Inputs:
     """Return the arguments of a block that recomputes, with None in place of each cache.
 
     A cache in which this block's own layer is filled already is refused.
@@ -246,13 +243,14 @@ def leave_out_caches(
     cache_utils = sys.modules.get("transformers.cache_utils")
     # A block of this kind reads what another block has put into the cache.
     if cache_utils is None or getattr(block, "_can_checkpoint_with_cache", False):
-        return args, kwargs
+        return inputs
+    args, kwargs = inputs
     given = (*args, *kwargs.values())
     caches = {value for value in given if isinstance(value, cache_utils.Cache)}
     # Blocks that share keys find them in such a layer.
     layers = [layer for cache in caches for stack in _stacks(cache) for layer in stack]
     if not caches or any(type(layer).__name__ == "DummyLayer" for layer in layers):
-        return args, kwargs
+        return inputs
 
     for cache in caches:
         _leave_out(block, cache)

@@ -258,7 +258,7 @@ class Replayed(Derived):
             return super().forward(*args, **kwargs)
         name = self._technique
         before = generator_states(self) if name else []
-        call = FlatCall(super().forward, args, kwargs, modules=[self])
+        call = FlatCall(super().forward, (args, kwargs), modules=[self])
         output = Replay(call).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(

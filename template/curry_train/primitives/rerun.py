@@ -262,6 +262,8 @@ def _is_released(tensor: Any) -> bool:
 
 # A call that can be made again.
 
+# Arguments and keywords.
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 Pair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 NO_CONTEXTS: Pair = (contextlib.nullcontext(), contextlib.nullcontext())
 
@@ -281,13 +283,14 @@ class FlatCall:
     def __init__(
         self,
         run: Callable[..., Any],
-        *inputs: Any,
+        inputs: Inputs,
+        *,
         modules: Sequence[nn.Module] = (),
         contexts: Pair = NO_CONTEXTS,
     ) -> None:
         self.run = run
-        # The arguments and keywords of the first call; None after it.
-        self.inputs: Any = inputs
+        # None after the first call.
+        self.inputs: Inputs | None = inputs
         self.first, self.second = contexts
         self.leaves, self.shape = tree_flatten(inputs)
         self.state = BlockState(modules, self.leaves)

@@ -22,6 +22,7 @@ from ..core.blocks import Derived, Globs, become, find_blocks, is_active, num_re
 from ..core.measure import is_out_of_memory
 from ..core.wording import require_whole
 from .recompute import RecomputeOptions, run_checkpointed
+from .rerun import Inputs
 
 REMEDY = "recompute each block by itself (strategy full)"
 
@@ -45,16 +46,17 @@ class Segment:
     passed: Tensor | None = None
     uses: tuple[int, int] = 0, 0
 
-    def call(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, block: nn.Module, inputs: Inputs) -> Any:
         """Compute all blocks at the first one, and return the output of the called one."""
         position = self.blocks.index(block)
         if position == 0:
             self.outputs = run_checkpointed(
-                self._run, args, kwargs, modules=self.blocks, options=self.options
+                self._run, inputs, modules=self.blocks, options=self.options
             )
+            args, kwargs = inputs
             self.arguments = (args[1:], kwargs)
         else:
-            self._check(position, args, kwargs)
+            self._check(position, inputs)
         output = self.outputs.pop(0)
         if self.outputs:
             self.passed = _stream(output, block)
@@ -97,7 +99,7 @@ class Segment:
         finally:
             self.running = was_running
 
-    def _check(self, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, position: int, inputs: Inputs) -> None:
         """Raise if the loop does not pass the output of the block before on as it is."""
         name = self.names[position]
         next_position = (len(self.blocks) - len(self.outputs)) % len(self.blocks)
@@ -106,6 +108,7 @@ class Segment:
                 f"{name} is called where {self.names[next_position]} is next, so the blocks can't "
                 f"share a segment; {REMEDY}"
             )
+        args, kwargs = inputs
         taken = args[0] if args else None
         if taken is not self.passed or _uses(taken) != self.uses:
             raise ChainBroken(
@@ -126,7 +129,7 @@ class SegmentMember(Derived):
         segment: Segment = self._technique
         if segment.running or not (segment.options.enabled and is_active(self)):
             return super().__call__(*args, **kwargs)
-        return segment.call(self, args, kwargs)
+        return segment.call(self, (args, kwargs))
 
 
 def recompute_segments(

@@ -407,7 +407,7 @@ def _run_chunk(
             set_generator_states(drawn_from)
             return _take_steps(step, timesteps, state, None)
 
-    call = FlatCall(run, (state, *timesteps), {}, modules=modules)
+    call = FlatCall(run, ((state, *timesteps), {}), modules=modules)
     # The chunk itself restores generators.
     state = checkpoint(call, *call.take_tensors(), use_reentrant=False, preserve_rng_state=False)
     mark_returned_once(state)
