@@ -17,6 +17,8 @@ from typing import Any
 
 from .grad_flow import AFTER_BACKWARD, GradFlow, LayerFlow, StepFlow, ValueSpread
 
+Records = Sequence[StepFlow]
+
 # Faults that grad-flow finds in its records, worst first.
 
 # Bound on the RMS gradient of the first block relative to the last; its inverse means exploding.
@@ -42,7 +44,7 @@ class Finding:
     message: str  # for the user
 
 
-def flow_findings(records: Sequence[StepFlow]) -> list[Finding]:
+def flow_findings(records: Records) -> list[Finding]:
     """Return all faults: the first nonfinite step, and those of the latest probed steps."""
     if not records:
         return []
@@ -55,7 +57,7 @@ def flow_findings(records: Sequence[StepFlow]) -> list[Finding]:
     return found
 
 
-def _nonfinite(records: Sequence[StepFlow]) -> Iterator[Finding]:
+def _nonfinite(records: Records) -> Iterator[Finding]:
     record = next((record for record in records if record.nonfinite), None)
     if record is None:
         return
@@ -94,7 +96,7 @@ def _holds_another(name: str, record: StepFlow) -> bool:
     return any(other.startswith(f"{name}.") for other in record.layers)
 
 
-def _skipped(records: Sequence[StepFlow]) -> Iterator[Finding]:
+def _skipped(records: Records) -> Iterator[Finding]:
     skipped = [record for record in records if not record.stepped]
     if not skipped:
         return
@@ -105,7 +107,7 @@ def _skipped(records: Sequence[StepFlow]) -> Iterator[Finding]:
     yield Finding("skipped", (), skipped[0].step, len(skipped) / len(records), message)
 
 
-def _no_gradient(recent: Sequence[StepFlow]) -> Iterator[Finding]:
+def _no_gradient(recent: Records) -> Iterator[Finding]:
     """Find trainable parameters without gradient, or with a gradient of 0, in all these steps.
 
     Parameters that get a gradient in some steps, such as those of an expert, are not reported.
@@ -139,7 +141,7 @@ def _more(number: int) -> str:
     return f"; the same in {number - 1} more {layers}"
 
 
-def _vanishing(recent: Sequence[StepFlow]) -> Iterator[Finding]:
+def _vanishing(recent: Records) -> Iterator[Finding]:
     rms = _medians(recent, "gradient", "rms")
     chain = gradient_chain(recent[-1])
     if len(chain) < SHORTEST_CHAIN or not rms[chain[-1]]:
@@ -167,7 +169,7 @@ def gradient_chain(record: StepFlow) -> list[str]:
     return [name for name in chain if record.layers[name].gradient is not None]
 
 
-def _medians(recent: Sequence[StepFlow], part: str, figure: str) -> dict[str, float]:
+def _medians(recent: Records, part: str, figure: str) -> dict[str, float]:
     """Return the median of a part's figure over the records, for each layer that has it."""
     medians = {}
     for name in recent[-1].layers:
@@ -178,7 +180,7 @@ def _medians(recent: Sequence[StepFlow], part: str, figure: str) -> dict[str, fl
     return medians
 
 
-def _dead(recent: Sequence[StepFlow]) -> Iterator[Finding]:
+def _dead(recent: Records) -> Iterator[Finding]:
     zero = _medians(recent, "activation", "zero")
     ranked = sorted(zero, key=lambda name: -zero[name])
     names = [name for name in ranked if zero[name] > DEAD_ZERO_FRACTION]
@@ -188,7 +190,7 @@ def _dead(recent: Sequence[StepFlow]) -> Iterator[Finding]:
         yield Finding("dead", tuple(names), recent[-1].step, worst, message)
 
 
-def _updates(recent: Sequence[StepFlow]) -> Iterator[Finding]:
+def _updates(recent: Records) -> Iterator[Finding]:
     """Find layers whose weights move too far, and layers whose weights hardly move."""
     last = recent[-1]
     medians = _medians(recent, "update", "ratio")
@@ -207,7 +209,7 @@ def _updates(recent: Sequence[StepFlow]) -> Iterator[Finding]:
             yield Finding("update", tuple(names), last.step, ratio, message)
 
 
-def _scaled(recent: Sequence[StepFlow]) -> Iterator[Finding]:
+def _scaled(recent: Records) -> Iterator[Finding]:
     factors = [record.scaled for record in recent if record.scaled is not None]
     factor = statistics.median(factors) if factors else 1.0
     if 0.1 <= factor <= 1.001 or recent[-1].gradients_read != AFTER_BACKWARD:
@@ -258,7 +260,7 @@ FLOW_TABLE_SUBHEAD = (
 )
 
 
-def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
+def flow_table(records: Records, *, most: int = 24) -> str:
     """Return the report with at most `most` layers, preferring layers with a finding."""
     if not records:
         return "no step was probed: the first record is made after the optimizer's first step"
@@ -281,7 +283,7 @@ def flow_table(records: Sequence[StepFlow], *, most: int = 24) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _opening(records: Sequence[StepFlow]) -> str:
+def _opening(records: Records) -> str:
     last = records[-1]
     norm = "none" if last.gradient is None else f"{last.gradient.norm:.3g}"
     unscaled = last.scaled is None or not math.isfinite(last.scaled) or 0.999 < last.scaled < 1.001
@@ -294,7 +296,7 @@ def _opening(records: Sequence[StepFlow]) -> str:
     return "\n".join(textwrap.fill(one, TEXT_WIDTH) for one in (text, *last.notes))
 
 
-def _finding_lines(findings: Sequence[Finding], records: Sequence[StepFlow]) -> list[str]:
+def _finding_lines(findings: Sequence[Finding], records: Records) -> list[str]:
     if not findings:
         text = (
             f"nothing is wrong in the outputs, gradients and updates of {len(records[-1].layers)} "
