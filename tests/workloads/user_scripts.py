@@ -160,12 +160,13 @@ F.binary_cross_entropy_with_logits(discriminator(fake), ones).backward()
 generator_optimizer.step()
 """
 
-# Two lines of backward for one step.
+# Two lines of backward for one step, and only a part of the model that is called is trained.
 TWO_LOSSES = """
 from shared import *
 
 model = net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+head = model[-1]
+optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
 inputs, targets = next(iter(loader()))
 F.cross_entropy(model(inputs), targets).backward()
 F.mse_loss(model(inputs * 2), torch.zeros(8, 4)).backward()

@@ -192,8 +192,8 @@ class RankProcesses:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.working_folder = Path.cwd()
-        # Has the jobs, and what each rank answers; the ranks find each other by it too. The class is
-        # documented, and missing in the stubs, as are values that are bytes.
+        # Has the jobs, and what each rank answers; the ranks find each other by it too. Torch
+        # documents the class and values that are bytes, and its stubs leave them out.
         self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
             HOST, 0, is_master=True, wait_for_workers=False
         )

@@ -21,6 +21,7 @@ import shlex
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from ..core.blocks import inside_wrappers
 from ..core.replaced_calls import replaced_calls
 from ..primitives.autocast import autocast_now
 from .from_trainer import (
+    OWN_PRECISION,
     Autocast,
     is_sum_over_samples,
     precision_around,
@@ -68,6 +70,8 @@ class Operation:
     args: Any
     options: dict[str, Any]
     autocast: torch.dtype | None
+    # The modules whose calls lead to it.
+    modules: set[nn.Module]
 
 
 class FunctionsOnTape(TorchFunctionMode):
@@ -139,7 +143,7 @@ class RunningScript:
         self.arguments = arguments
         self.made: dict[Tensor, MadeTensor] = {}
         # The losses of each call of backward, by the line that makes it.
-        self.backward: dict[tuple[str, int], list[list[Any]]] = {}
+        self.backward: dict[int, list[list[Any]]] = {}
         self.notes: dict[str, None] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         # The optimizer steps in a hook of a gradient.
@@ -147,8 +151,6 @@ class RunningScript:
         # A Trainer that calls the model, with its module and data where it has them apart.
         self.trainer: tuple[Any, ...] | None = None
         self.place = ""
-        # Objects of the script's local and global variables.
-        self.variables: list[Any] = []
         # Memory of the tensors that something of the script holds at the step.
         self.held: set[int] = set()
         # Calls of modules that are running, one inside of the other.
@@ -163,7 +165,11 @@ class RunningScript:
         if not found or not torch.is_grad_enabled():
             return
         autocast = next(iter(autocast_now().values()), None)
-        operation = Operation(function, self.linked(args), self.linked(options), autocast)
+        args, options = self.linked(args), self.linked(options)
+        modules = _modules_to((args, options))
+        if isinstance(function, nn.Module):
+            modules.add(function)
+        operation = Operation(function, args, options, autocast, modules)
         for place, tensor in found:
             self.made[tensor] = MadeTensor(operation, place)
 
@@ -182,6 +188,13 @@ class RunningScript:
         """Return the modules among the operations."""
         functions = [made.operation.function for made in self.made.values()]
         return [one for one in functions if isinstance(one, nn.Module)]
+
+    def line(self) -> int:
+        """Return the line of the script that runs in this thread, or 0."""
+        for frame, line in traceback.walk_stack(None):
+            if Path(frame.f_code.co_filename) == self.path:
+                return line
+        return 0
 
     def run(self) -> None:
         """Run it until its first optimizer step; raises WorkloadError if there is none."""
@@ -234,7 +247,7 @@ class RunningScript:
         if self._has_made_group:
             torch.distributed.destroy_process_group()
 
-    def stop(self, frame: Any) -> None:
+    def stop(self) -> None:
         """Hand the recording over, and wait for ever."""
         made = [one for one in self.made if one.layout is torch.strided]
         # Nothing of the script holds the last one: a variable stands for the place in the record.
@@ -244,19 +257,8 @@ class RunningScript:
         self.held = {
             one.data_ptr() for one, count in zip(made, counts, strict=True) if count > counts[-1]
         }
-        while frame:
-            is_of_script = Path(frame.f_code.co_filename) == self.path
-            if self.place and not is_of_script:
-                break
-            # Local variables, and the attributes of an object whose method runs.
-            self.variables += frame.f_locals.values()
-            this = frame.f_locals.get("self")
-            if hasattr(this, "__dict__") and not isinstance(this, nn.Module):
-                self.variables += vars(this).values()
-            if is_of_script:
-                self.place = self.place or f"{self.path.name}:{frame.f_lineno}"
-                self.variables += frame.f_globals.values()
-            frame = frame.f_back
+        if line := self.line():
+            self.place = f"{self.path.name}:{line}"
         # Another thread of the script may have stepped.
         if not self._reading.done():
             self._reading.set_result(None)
@@ -284,7 +286,7 @@ class RunningScript:
         if type(module).__name__ == "_FabricModule":
             return call(module, *args, **options)
         if self.depth == 0:
-            self._find_trainer(sys._getframe(1))
+            self._find_trainer()
             if any(one.grad_fn is not None for one in module.parameters()):
                 raise WorkloadError(
                     f"it calls a {type(module).__name__} on parameters that it computes, as "
@@ -299,11 +301,10 @@ class RunningScript:
             self.record(inside_wrappers(module), args, options, output)
         return output
 
-    def _find_trainer(self, frame: Any) -> None:
+    def _find_trainer(self) -> None:
         """Stop where a Trainer calls the model: it has everything, and has done nothing yet."""
-        caller = frame
-        while caller:
-            one = caller.f_locals.get("self")
+        for frame, _ in traceback.walk_stack(None):
+            one: Any = frame.f_locals.get("self")
             names = {base.__module__.partition(".")[0] for base in type(one).__mro__}
             if "transformers" in names and hasattr(one, "get_train_dataloader"):
                 self.trainer = (one,)
@@ -312,16 +313,11 @@ class RunningScript:
                 module = one.lightning_module
                 self.trainer = (one, module, None if source is module else source)
             if self.trainer is not None:
-                self.stop(frame)
-            caller = caller.f_back
+                self.stop()
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
-        frame: Any = sys._getframe(1)
-        while frame.f_back is not None and Path(frame.f_code.co_filename) != self.path:
-            frame = frame.f_back
-        place = frame.f_code.co_filename, frame.f_lineno
         given = tensors if isinstance(tensors, list | tuple) else [tensors]
-        self.backward.setdefault(place, []).append(self.linked(list(given)))
+        self.backward.setdefault(self.line(), []).append(self.linked(list(given)))
         self.is_in_backward = True
         try:
             backward(tensors, *args, **options)
@@ -335,7 +331,7 @@ class RunningScript:
         if not self.backward:
             return
         self.optimizer = optimizer
-        self.stop(sys._getframe(1))
+        self.stop()
 
     def _make_scaler(self, make: Any, scaler: Any, *args: Any, **options: Any) -> None:
         """Make a scaler that leaves losses, gradients and steps as they are."""
@@ -538,19 +534,18 @@ class ScriptTraining:
     # The lines of the loss, and objects of the script that they name.
     lines: tuple[str, ...] = ()
     others: tuple[Any, ...] = ()
-    precision: Autocast | None = None
+    precision: Autocast = OWN_PRECISION
     place: str = ""
 
     def workload(self, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Workload:
         """Return the workload, with this loss of a module and a batch."""
         taken = self.taken
         if loss is not None:
-            precise = self.precision or (lambda module: contextlib.nullcontext())
             batch = taken.batch(taken.own_batch or 1)
             is_sum = is_sum_over_samples(taken.build(), batch, loss)
 
             def summed(module: nn.Module, batch: Any) -> Tensor:
-                with precise(module):
+                with self.precision(module):
                     found = loss(module, batch)
                 return found if is_sum else found * batch_size(batch)
 
@@ -611,14 +606,18 @@ def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTrainin
         script.optimizer, called, is_in_backward=script.is_in_backward
     )
     trained = set[Tensor]().union(*map(parameters_of, optimizers))
-    calls = [losses for losses in script.backward.values() if _reaches(losses[0], trained)]
+    calls = [
+        losses
+        for losses in script.backward.values()
+        if any(trained & {*one.parameters()} for one in _modules_to(losses[0]))
+    ]
     if not calls:
         raise WorkloadError(
             "no call of a module leads from the parameters of its "
             f"{type(optimizers[0]).__name__} to a loss whose backward it calls: write a factory"
         )
     root = _root_of(script, trained)
-    precision = precision_around(root, script.variables)
+    precision = precision_around(root)
     count = max(map(len, calls))
     source = LossSource(root)
     losses = [_undivided(loss, count) for first, *_ in calls for loss in first]
@@ -645,31 +644,28 @@ def _is_held(script: RunningScript, root: nn.Module) -> bool:
     return any(one.layout is not torch.strided or one.data_ptr() in script.held for one in made)
 
 
-def _reaches(value: Any, trained: set[Tensor]) -> bool:
-    """Return whether a loss was computed by a module that has one of these parameters."""
-    left = [value]
-    seen = set[Operation]()
-    while left:
-        made = {one.operation for one in tree_iter(left.pop()) if isinstance(one, MadeTensor)}
-        for operation in made - seen:
-            function = operation.function
-            if isinstance(function, nn.Module) and trained & {*function.parameters()}:
-                return True
-            left += [operation.args, operation.options]
-        seen |= made
-    return False
+def _modules_to(value: Any) -> set[nn.Module]:
+    """Return the modules whose calls lead to tensors in a value."""
+    made = (one.operation.modules for one in tree_iter(value) if isinstance(one, MadeTensor))
+    return set[nn.Module]().union(*made)
 
 
 def _root_of(script: RunningScript, trained: set[Tensor]) -> nn.Module:
-    """Return the smallest module of the script that has all parameters of its optimizers."""
+    """Return the smallest module that has all parameters of the optimizers of a script.
+
+    It is one that was called, else one that the script has built around those.
+    """
     called = script.called()
-    found = dict.fromkeys(called)
-    for one in script.variables:
-        if isinstance(one, nn.Module):
-            found.setdefault(inside_wrappers(one))
-    whole = [one for one in found if trained.issubset(one.parameters())]
-    if whole:
-        return min(whole, key=lambda one: sum(p.numel() for p in one.parameters()))
+    built = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
+    for modules in (called, built):
+        # Of modules that are as large, the outermost.
+        sizes = {
+            one: (sum(p.numel() for p in one.parameters()), -len([*one.modules()]))
+            for one in modules
+            if trained.issubset(one.parameters())
+        }
+        if sizes:
+            return inside_wrappers(min(sizes, key=sizes.__getitem__))
     several = dict.fromkeys(one for one in called if trained & {*one.parameters()})
     return nn.ModuleDict(
         {f"{type(one).__name__}_{place}": one for place, one in enumerate(several)}

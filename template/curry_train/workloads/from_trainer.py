@@ -14,6 +14,7 @@ Proof: `python -m pytest tests/workloads/test_from_trainer.py`.
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,6 +153,7 @@ class Autocast:
             yield
 
 
+OWN_PRECISION = Autocast(None, bool)
 MIXED_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -371,15 +373,18 @@ def autocast_of(accelerator: Any) -> Autocast:
     return Autocast(MIXED_DTYPES.get(str(accelerator.mixed_precision)), convert)
 
 
-def precision_around(module: nn.Module, variables: Sequence[Any]) -> Autocast | None:
-    """Return the precision of an Accelerator among these, whose wrapper is taken off a module."""
+def precision_around(module: nn.Module) -> Autocast:
+    """Return the precision of the Accelerator that has wrapped a module, and take the wrapper off.
+
+    Without such a wrapper it is the module's own.
+    """
     if "_original_forward" not in vars(module):
-        return None
-    known = [one for one in variables if type(one).__name__ == "Accelerator"]
-    if not known:
-        raise WorkloadError("the model is wrapped by an Accelerator that is in no variable")
-    bare_module(known[0], module)
-    return autocast_of(known[0])
+        return OWN_PRECISION
+    for one in gc.get_objects():
+        if type(one).__name__ == "Accelerator" and module in map(one.unwrap_model, one._models):
+            bare_module(one, module)
+            return autocast_of(one)
+    raise WorkloadError("the model is wrapped by an Accelerator that is no longer there")
 
 
 def _first(loaders: Any) -> Any:
