@@ -4,7 +4,7 @@
         train()
 
 `note(call, module, *args, **options)` runs in place of each call of a module, and `before` and
-`after` around each step of an optimizer, as torch's hooks for that.
+`after` around each step of an optimizer, as torch's hooks for that. Both may be left out.
 
 Proof: `python -m pytest tests/runs/test_fingerprints.py tests/gates/test_loop.py`.
 """
@@ -29,7 +29,7 @@ SKIPPED = ("torch", __name__.partition(".")[0])
 
 @contextlib.contextmanager
 def replaced_calls(
-    replacements: Iterable[tuple[Any, str, Call]], before_step: Call, after_step: Call
+    replacements: Iterable[tuple[Any, str, Call]], *around_step: Call
 ) -> Iterator[None]:
     """Replace attributes of classes and modules, given with their owners, and watch steps.
 
@@ -38,8 +38,9 @@ def replaced_calls(
     # By the replaced calls, which they keep alive.
     functions: dict[int, Any] = {}
     with contextlib.ExitStack() as stack:
-        stack.callback(register_optimizer_step_pre_hook(_of_training(before_step)).remove)
-        stack.callback(register_optimizer_step_post_hook(_of_training(after_step)).remove)
+        registers = (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+        for register, watch in zip(registers, around_step, strict=False):
+            stack.callback(register(_of_training(watch)).remove)
         for owner, name, watch in replacements:
             call = getattr(owner, name)
             function = watched(watch, call)

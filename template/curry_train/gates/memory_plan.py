@@ -4,7 +4,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_memory_plan.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -238,10 +238,7 @@ def _tokens_that_fit(case: Case, head: Head) -> int:
 MakePlan = Callable[..., Any]  # takes what `plan` takes
 ModelChange = Callable[[nn.Module], object]
 
-# The model as it is, and with every block recomputed.
-PLAIN_VARIANT = "plain"
-FULL_VARIANT = "full recompute"
-# Position of the budget between the peaks of these two.
+# Position of the budget between the peaks of the plain step and of one that recomputes all blocks.
 BUDGET_POSITION = 0.5
 # On CUDA, where the allocator rounds up and libraries allocate workspaces.
 CUDA_PEAK_TOLERANCE = 0.02
@@ -251,14 +248,13 @@ CUDA_PEAK_TOLERANCE = 0.02
 class Prediction:
     """Predictions from shapes, which the gates compare with measurements."""
 
-    # Of a plain step and, if the model has blocks, of one with all of them recomputed.
-    peaks: Mapping[str, int]
+    # By the name of a change of the model, the change and the peak of a step with it: of none and,
+    # if the model has blocks, of all of them recomputed.
+    peaks: Mapping[str, tuple[ModelChange, int]]
     # A plan, or why there is none.
     plan: Plan | str
     # Why nothing can be predicted from shapes, or None.
     why_real: str | None
-    # The blocks that the sketch chose, where the case names none.
-    blocks: str | Sequence[str] | None
 
 
 @shared
@@ -277,14 +273,15 @@ def predict(case: Case) -> Prediction:
         by_reserved=False,
     ) as planner:
         sketch = planner.sketch
-        blocks = sketch.case.blocks
         size = case.batch_size
         plain = sketch.step(size).peak_bytes
-        peaks = {PLAIN_VARIANT: plain}
+        peaks: dict[str, tuple[ModelChange, int]] = {"plain": (lambda module: None, plain)}
         plan: Plan | str = "recomputing every block does not lower the peak: something else owns it"
         try:
-            full = sketch.step(size, change=partial(recompute_blocks, blocks=blocks)).peak_bytes
-            peaks[FULL_VARIANT] = full
+            # The blocks that the sketch chose, where the case names none.
+            change = partial(recompute_blocks, blocks=sketch.case.blocks)
+            full = sketch.step(size, change=change).peak_bytes
+            peaks["full recompute"] = change, full
             if full < plain:
                 # For half of what recompute saves.
                 budget = round(full + BUDGET_POSITION * (plain - full))
@@ -293,7 +290,7 @@ def predict(case: Case) -> Prediction:
             plan = error.in_short
         except Infeasible as error:
             plan = f"no plan fits: {str(error).splitlines()[0]}"
-        return Prediction(peaks, plan, sketch.why_real, blocks)
+        return Prediction(peaks, plan, sketch.why_real)
 
 
 def compare_estimate(case: Case) -> Outcome:
@@ -304,13 +301,9 @@ def compare_estimate(case: Case) -> Outcome:
     prediction = predict(case)
     if prediction.why_real is not None:
         raise NotApplicable(prediction.why_real)
-    changes: dict[str, ModelChange] = {
-        PLAIN_VARIANT: lambda module: None,
-        FULL_VARIANT: partial(recompute_blocks, blocks=prediction.blocks),
-    }
     pairs = {
-        variant: (peak, measured_peak(case, changes[variant]))
-        for variant, peak in prediction.peaks.items()
+        variant: (peak, measured_peak(case, change))
+        for variant, (change, peak) in prediction.peaks.items()
     }
     wrong = {variant: pair for variant, pair in pairs.items() if not _is_predicted(case, *pair)}
     hint = ""

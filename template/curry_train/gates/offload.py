@@ -5,10 +5,9 @@
 Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_offload.py`.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from ..core.measure_compiled import (
     with_own_code,
 )
 from ..core.parity import StepRecord, compare
-from ..core.replaced_calls import Call, watched
+from ..core.replaced_calls import Call, replaced_calls
 from ..core.wording import format_bytes
 from ..primitives.offload import (
     DUPLICATE_REASON,
@@ -148,19 +147,15 @@ def _pack(module: nn.Module, names: Sequence[str], pack: Callable[[Tensor], Tens
 # A host next to the device, also where the device is a CPU.
 
 
-@contextlib.contextmanager
-def _host_apart(case: Case, offload: Change) -> Iterator[None]:
+def _host_apart(case: Case, offload: Change) -> AbstractContextManager[None]:
     """Give copies to the host memory that does not count as the device's, on a CPU too.
 
     There `tensor.cpu()` is the tensor itself. Hooks of saved tensors run without gradients. Ours
     has such memory by itself.
     """
-    with contextlib.ExitStack() as stack:
-        if case.device.type == "cpu" and offload is not offload_all:
-            for owner, name in ((Tensor, "cpu"), (Tensor, "to"), (torch, "empty")):
-                call = watched(_into_host_memory, getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, call))
-        yield
+    calls = ((Tensor, "cpu"), (Tensor, "to"), (torch, "empty"))
+    is_needed = case.device.type == "cpu" and offload is not offload_all
+    return replaced_calls((*call, _into_host_memory) for call in calls if is_needed)
 
 
 def _into_host_memory(function: Call, *args: Any, **kwargs: Any) -> Tensor:

@@ -7,12 +7,11 @@ The gates of offload and of the compiler's memory budget are in `offload`.
 Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py`.
 """
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ..core.blocks import find_blocks
 from ..core.generators import seeded
 from ..core.parity import Parity, StepRecord, compare, record
-from ..core.replaced_calls import Call, watched
+from ..core.replaced_calls import Call, replaced_calls
 from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.segments import recompute_segments
@@ -202,7 +201,7 @@ def compare_routing(case: Case, *, keep: Callable[[nn.Module], Any] = keep_routi
     return f"{described}; {len(routed)} blocks with a router", required, hint
 
 
-@contextlib.contextmanager
+@contextmanager
 def _disturbed(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Iterator[None]:
     """Move buffers with a number for each expert, and let `topk` take the smallest scores.
 
@@ -224,19 +223,14 @@ def _disturbed(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Ite
             buffer.data.copy_(value)
 
 
-@contextlib.contextmanager
-def _before_topk(look: Callable[[Tensor], Any]) -> Iterator[None]:
+def _before_topk(look: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
     """Call a function with the scores before each `topk`; it may return others."""
 
     def chosen(choose: Call, scores: Tensor, *args: Any, **kwargs: Any) -> Any:
         others = look(scores)
         return choose(scores if others is None else others, *args, **kwargs)
 
-    with (
-        mock.patch.object(torch, "topk", watched(chosen, torch.topk)),
-        mock.patch.object(Tensor, "topk", watched(chosen, Tensor.topk)),
-    ):
-        yield
+    return replaced_calls([(torch, "topk", chosen), (Tensor, "topk", chosen)])
 
 
 def _reverse(scores: Tensor) -> Tensor | None:

@@ -279,7 +279,7 @@ class RunningScript:
         ]
         if torch.distributed.is_available():
             replaced.append((torch.distributed, "init_process_group", self._group))
-        return replaced_calls(replaced, self._optimizer_step, lambda *_: None)
+        return replaced_calls(replaced, self._optimizer_step)
 
     def _module_call(self, call: Any, module: nn.Module, /, *args: Any, **options: Any) -> Any:
         # Lightning Fabric's wrapper sets the precision of the module that it calls.
