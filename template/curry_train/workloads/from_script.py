@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
@@ -45,7 +46,7 @@ from .from_trainer import (
     workload_of,
 )
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
-from .workload import Workload, WorkloadError, batch_size, tensors_at
+from .workload import Workload, WorkloadError, batch_size, map_tensors, tensors_at
 
 # Record what happens between a module's call and the optimizer step.
 
@@ -175,14 +176,7 @@ class RunningScript:
 
     def linked(self, value: Any) -> Any:
         """Replace tensors that operations have made by their `MadeTensor`."""
-        if isinstance(value, Tensor):
-            return self.made.get(value, value)
-        if isinstance(value, dict):
-            return {key: self.linked(one) for key, one in value.items()}
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-            linked = map(self.linked, value)
-            return tuple(linked) if isinstance(value, tuple) else list(linked)
-        return value
+        return map_tensors(value, lambda tensor: self.made.get(tensor, tensor))
 
     def called(self) -> list[nn.Module]:
         """Return the modules among the operations."""
@@ -404,9 +398,11 @@ class LossSource:
         if isinstance(value, dict):
             items = (f"{key!r}: {self.expression(one, str(key))}" for key, one in value.items())
             return "{" + ", ".join(items) + "}"
-        if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        # A packed sequence is a tuple by its class alone.
+        if isinstance(value, list | tuple) and not isinstance(value, PackedSequence):
             inside = "".join(f"{self.expression(one, name)}, " for one in value)
-            return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
+            made = self._other(type(value)) if hasattr(value, "_fields") else ""
+            return f"{made}({inside})" if isinstance(value, tuple) else f"[{inside}]"
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_iter(value))
         if has_tensors or callable(getattr(value, "to", None)):
             return self._given(value, name)
