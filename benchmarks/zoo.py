@@ -91,7 +91,7 @@ def gates_of(name: str) -> Figures:
 
 def plan_of(name: str) -> Figures:
     """Plan a model for half of what a plan can save, and measure a real step of the plan."""
-    from curry_train.cli.plan import _measure
+    from curry_train.cli.plan import PlannerOptions, _measure
     from curry_train.plan.planner import Infeasible, Planner
     from curry_train.workloads.models import load_workload
 
@@ -108,7 +108,8 @@ def plan_of(name: str) -> Figures:
         plan = planner.plan((plain_bytes + least_bytes) // 2, **options)
     # As `plan --verify` does.
     cpu = torch.device("cpu")
-    measured = _measure(plan, spec, cpu, dtype=torch.float32, optimizer="adamw", seed=0)
+    settings = PlannerOptions(dtype=torch.float32, optimizer="adamw", seed=0)
+    measured = _measure(plan, spec, cpu, settings)
     return {"planned_bytes": plan.peak_bytes, "measured_bytes": measured}
 
 

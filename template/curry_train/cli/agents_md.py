@@ -11,7 +11,8 @@ from pathlib import Path
 
 import click
 
-from .screen import UnusableInput, flag, screen_command
+from .parameters import argument, option
+from .screen import UnusableInput, screen_command
 
 LINES = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
 BEGIN = b"<!-- curry-train: begin -->"
@@ -22,12 +23,13 @@ ADDED = rb"(?:\r?\n)?%s\s*\Z|%s\r?\n" % (MARKED, MARKED)
 
 
 @screen_command("agents-md", example="CLAUDE.md")
-@click.argument(
-    "file", type=click.Path(dir_okay=False, path_type=Path), default="AGENTS.md", required=False
-)
-@flag("Remove the lines, and a file that has no others.", "--remove")
-@flag("Print the lines, and write nothing.", "--print", "only_print")
-def agents_md_command(file: Path, remove: bool, only_print: bool) -> None:
+def agents_md_command(
+    file: Path = argument(
+        type=click.Path(dir_okay=False, path_type=Path), default="AGENTS.md", required=False
+    ),
+    remove: bool = option("Remove the lines, and a file that has no others."),
+    only_print: bool = option("Print the lines, and write nothing.", flags="--print"),
+) -> None:
     """Write ten lines for agents into AGENTS.md.
 
     They name the question and the command. A second time they are replaced. FILE is another file,

@@ -27,13 +27,11 @@ from .options import (
     blocks_text,
     echo_notes,
     facts_of,
-    number_option,
-    parsed,
     plot_option,
-    run_options,
     settle_blocks,
     training_options,
 )
+from .parameters import number_option, option, together
 from .savings import interval_cell
 from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
 
@@ -126,45 +124,24 @@ def _peak(text: str) -> float | str:
 
 
 @screen_command("bench", example="--model transformer --lever full")
-@training_options("spec")
-@click.option(
-    "--lever",
-    "levers",
-    multiple=True,
-    metavar="NAME",
-    help=f"Repeatable; + joins several: {', '.join(list_levers())}.",
-)
-@click.option(
-    "--against",
-    multiple=True,
-    metavar="MODEL",
-    help="Also time another model on the same batch. Repeatable.",
-)
-@number_option("Timed rounds.", "--steps", default=20)
-@number_option("Rounds before timing.", "--warmup", default=5, least=0)
-@click.option(
-    "--optimizer",
-    metavar="NAME",
-    help=f"{optimizers_in_short()}, bytes per parameter; default: own or adamw.",
-)
-@click.option(
-    "--peak",
-    metavar="TFLOPS",
-    callback=parsed(_peak),
-    help="Or measured, for MFU and HFU; default: the data sheet.",
-)
-@plot_option("Draw times and peaks as PNG; needs matplotlib.")
-@run_options
 def bench_command(
-    spec: str,
-    levers: tuple[str, ...],
-    against: tuple[str, ...],
-    steps: int,
-    warmup: int,
-    optimizer: str | None,
-    peak: float | str | None,
-    plot_path: str | None,
-    asked: CaseOptions,
+    spec: str = training_options(),
+    levers: tuple[str, ...] = option(
+        f"Repeatable; + joins several: {', '.join(list_levers())}.", "NAME", "--lever"
+    ),
+    against: tuple[str, ...] = option(
+        "Also time another model on the same batch. Repeatable.", "MODEL"
+    ),
+    steps: int = number_option("Timed rounds.", default=20),
+    warmup: int = number_option("Rounds before timing.", default=5, least=0),
+    optimizer: str | None = option(
+        f"{optimizers_in_short()}, bytes per parameter; default: own or adamw.", "NAME"
+    ),
+    peak: float | str | None = option(
+        "Or measured, for MFU and HFU; default: the data sheet.", "TFLOPS", parse=_peak
+    ),
+    plot_path: str | None = plot_option("Draw times and peaks as PNG; needs matplotlib."),
+    asked: CaseOptions = together(CaseOptions),
 ) -> Ended:
     """Time optimizer steps with each lever.
 

@@ -22,12 +22,11 @@ from .options import (
     CaseOptions,
     echo_notes,
     facts_of,
-    number_option,
     plot_option,
-    run_options,
     settle_blocks,
     training_options,
 )
+from .parameters import number_option, option, together
 from .screen import Ended, messages_on_screen, screen_command
 
 # Command `grad-flow`: train briefly and report how gradients and activations flow.
@@ -37,29 +36,19 @@ LOOP_NOT_RUN = "\nthe loss was read off your script; curry-train preflight check
 
 
 @screen_command("grad-flow", example="--model mlp --steps 5 --plot flow.png")
-@training_options("spec")
-@run_options
-@number_option("Optimizer steps to train.", "--steps", default=20)
-@click.option(
-    "--learning-rate",
-    type=click.FloatRange(0, min_open=True),
-    metavar="RATE",
-    help="Constant rate of AdamW; default: the trainer's optimizer, or 1e-3.",
-)
-@click.option(
-    "--layers",
-    multiple=True,
-    metavar="PATTERN",
-    help="Layers to probe, a glob over module names. Repeatable.",
-)
-@plot_option("Draw layers by steps as PNG; needs matplotlib.")
 def grad_flow_command(
-    spec: str,
-    asked: CaseOptions,
-    steps: int,
-    learning_rate: float | None,
-    layers: tuple[str, ...],
-    plot_path: str | None,
+    spec: str = training_options(),
+    asked: CaseOptions = together(CaseOptions),
+    steps: int = number_option("Optimizer steps to train.", default=20),
+    learning_rate: float | None = option(
+        "Constant rate of AdamW; default: the trainer's optimizer, or 1e-3.",
+        "RATE",
+        type=click.FloatRange(0, min_open=True),
+    ),
+    layers: tuple[str, ...] = option(
+        "Layers to probe, a glob over module names. Repeatable.", "PATTERN"
+    ),
+    plot_path: str | None = plot_option("Draw layers by steps as PNG; needs matplotlib."),
 ) -> Ended:
     """Train a few steps and report unhealthy layers.
 

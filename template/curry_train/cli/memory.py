@@ -34,16 +34,15 @@ from .options import (
     echo_notes,
     facts_of,
     heading,
-    output_option,
     own_workload,
     plot_option,
-    run_options,
     samples_of,
     settle_blocks,
     training_options,
     typed,
 )
-from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command, table
+from .parameters import option, output_option, together
+from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Lines of code that a report lists, so that it has 30 lines in all; --json has more.
 MOST_LINES = 4
@@ -191,25 +190,18 @@ def report_snapshot(path: str) -> Report:
 
 
 @screen_command("memory", example="--model transformer --plot memory.png")
-@training_options("spec", required=False)
-@click.option(
-    "--snapshot",
-    "snapshot_path",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="Read a CUDA memory snapshot in place of a model.",
-)
-@flag("Run the model without values, in little memory.", "--on-shapes")
-@run_options
-@plot_option("Draw the timeline as PNG; needs matplotlib.")
-@output_option("Write the timeline as a page for a browser.", "--html", "html_path")
 def memory_command(
-    spec: str | None,
-    snapshot_path: str | None,
-    plot_path: str | None,
-    html_path: str | None,
-    on_shapes: bool,
-    asked: CaseOptions,
+    spec: str | None = training_options(required=False),
+    snapshot_path: str | None = option(
+        "Read a CUDA memory snapshot in place of a model.",
+        "FILE",
+        "--snapshot",
+        type=click.Path(exists=True, dir_okay=False),
+    ),
+    on_shapes: bool = option("Run the model without values, in little memory."),
+    asked: CaseOptions = together(CaseOptions),
+    plot_path: str | None = plot_option("Draw the timeline as PNG; needs matplotlib."),
+    html_path: str | None = output_option("Write the timeline as a page for a browser.", "--html"),
 ) -> Ended:
     """Show what holds the memory of a training step.
 

@@ -3,12 +3,11 @@
 Proof: `python -m pytest tests/cli/test_cli.py`.
 """
 
-import functools
 import importlib.util
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,11 @@ from ..workloads.models import (
     load_workload,
 )
 from ..workloads.workload import Case, Workload, WorkloadError
+from .parameters import argument, number_option, option, output_option, together
 from .screen import UnusableInput, echo_lines, fill_screen
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DEFAULT_BATCH_SIZE = 4
-
-OptionDecorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class DeviceMissing(click.ClickException):
@@ -52,77 +50,34 @@ def choose_device(name: str) -> torch.device:
         raise DeviceMissing(str(error)) from error
 
 
-class OutputFile(click.Path):
-    """A file to write; its folder has to exist before a long run rather than at its end."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not Path(value).parent.is_dir():
-            self.fail(f"the folder of {value!r} does not exist: create it first", param, ctx)
-        return super().convert(value, param, ctx)
+def model_option(*, more: str = "", **settings: Any) -> Any:
+    """Declare `--model` with the same values in every command; `more` ends its help."""
+    text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory. {more}".rstrip()
+    return option(text, "MODEL", "--model", **settings)
 
 
-def parsed(parse: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return the callback of an option that parses its text; a ValueError is wrong usage."""
+def training_options(*, more: str = "", multiple: bool = False, required: bool = True) -> Any:
+    """Declare `--model`, and options that read a workload off the user's training in its place.
 
-    def callback(context: click.Context, option: click.Parameter, value: Any) -> Any:
-        if value is None:
-            return None
-        try:
-            return parse(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
-
-    return callback
-
-
-def all_of(*options: OptionDecorator) -> OptionDecorator:
-    """Join options, in the order of the page."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def with_values(change: Callable[..., dict[str, Any]]) -> OptionDecorator:
-    """Change the values of a command's options before it runs."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(command)
-        def run(**values: Any) -> Any:
-            return command(**change(**values))
-
-        return run
-
-    return decorate
-
-
-def model_option(name: str, *, more: str = ".", **settings: Any) -> OptionDecorator:
-    """Add `--model` with the same values in every command; `more` ends its help."""
-    text = f"{', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory{more}"
-    return click.option("--model", name, metavar="MODEL", help=text, **settings)
-
-
-def training_options(
-    name: str, *, more: str = "", multiple: bool = False, required: bool = True
-) -> OptionDecorator:
-    """Add `--model`, and options that read a workload off the user's own training in its place.
-
-    The command gets the text for `load_workload` as `name`, or with `multiple` a tuple of texts.
+    The command gets the text for `load_workload`, or with `multiple` a tuple of texts.
     """
 
-    def change(
-        program: list[str], model_config: str | None, factory_path: str | None, **values: Any
-    ) -> dict[str, Any]:
+    def read(
+        model: Any = model_option(more=more, multiple=multiple),
+        program: list[str] = program_option(otherwise=""),
+        model_config: str | None = option(
+            "A config.json of Hugging Face; --model is a name for it then.", "FILE"
+        ),
+        factory_path: str | None = output_option(
+            "Write the factory that stands for --script, to use it as --model.", "--factory"
+        ),
+    ) -> Any:
         kind, *words = program
-        given = values[name] if multiple else [values[name]]
-        specs = [one for one in given if one is not None]
+        specs = [one for one in (model if multiple else [model]) if one is not None]
         if model_config is not None:
             # The name is for people; the architecture is in the file.
-            model = specs[-1] if specs else Path(model_config).stem
-            specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{model}"]
+            name = specs[-1] if specs else Path(model_config).stem
+            specs = [*specs[:-1], f"{CONFIG_PREFIX}{model_config}:{name}"]
         if kind == "trainer":
             specs.append(TRAINER_PREFIX + words[0])
         if kind == "script":
@@ -131,24 +86,9 @@ def training_options(
             raise click.UsageError("--factory writes what --script has read: give it too")
         if not multiple and (len(specs) > 1 or (required and not specs)):
             raise click.UsageError("give either --model, --trainer or --script")
-        return values | {name: tuple(specs) if multiple else next(iter(specs), None)}
+        return tuple(specs) if multiple else next(iter(specs), None)
 
-    return all_of(
-        model_option(name, more=f". {more}".rstrip(), multiple=multiple),
-        program_option(otherwise=""),
-        click.option(
-            "--model-config",
-            metavar="FILE",
-            help="A config.json of Hugging Face; --model is a name for it then.",
-        ),
-        output_option(
-            "Write the factory that stands for --script, to use it as --model.",
-            "--factory",
-            "factory_path",
-            metavar="FILE",
-        ),
-        with_values(change),
-    )
+    return together(read)
 
 
 def echo_notes(workload: Workload | None) -> None:
@@ -174,10 +114,10 @@ def typed(names: Sequence[str]) -> list[str]:
     """Return the options of these names that were typed, as they are written."""
     context = click.get_current_context()
     return [
-        option.opts[0]
-        for option in context.command.params
-        if option.name in names
-        and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+        one.opts[0]
+        for one in context.command.params
+        if one.name in names
+        and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
     ]
 
 
@@ -201,20 +141,8 @@ def heading(facts: Mapping[str, Any]) -> str:
     )
 
 
-def output_option(text: str, *names: str, **settings: Any) -> OptionDecorator:
-    """Add an option for an output file, which is checked before the work begins."""
-    place = OutputFile(dir_okay=False, writable=True, allow_dash=True)
-    return click.option(*names, type=place, help=text, **settings)
-
-
-# `--json`, where a `ScreenCommand` writes the results that the command returns.
-RESULTS_OPTION = output_option(
-    "Write the results as JSON; - is standard output.", "--json", "json_path"
-)
-
-
-def plot_option(text: str) -> OptionDecorator:
-    """Add `--plot`, the path of a PNG."""
+def plot_option(text: str) -> Any:
+    """Declare `--plot`, the path of a PNG."""
 
     def check(path: str) -> str:
         if Path(path).suffix != ".png":
@@ -223,42 +151,26 @@ def plot_option(text: str) -> OptionDecorator:
         require_matplotlib()
         return path
 
-    return output_option(text, "--plot", "plot_path", callback=parsed(check))
+    return output_option(text, "--plot", parse=check)
 
 
-# Words of a configuration.
-WORDS_ARGUMENT = click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
-DEVICE_OPTION = click.option(
-    "--device",
-    type=click.Choice(["auto", "cuda", "cpu"]),
-    default="auto",
-    help="auto is CUDA where available, else the CPU.",
+DEVICES = click.Choice(["auto", "cuda", "cpu"])
+DTYPE_NAMES = click.Choice([*DTYPES])
+
+
+def device_option(**settings: Any) -> Any:
+    """Declare `--device`, which is read as its name."""
+    text = "auto is CUDA where available, else the CPU."
+    return option(text, type=DEVICES, default="auto", **settings)
+
+
+DTYPE_OPTION = option(
+    "Type of weights and batch; by default the model's own.", type=DTYPE_NAMES, parse=DTYPES.get
 )
-
-
-DTYPE_OPTION = click.option(
-    "--dtype",
-    type=click.Choice(list(DTYPES)),
-    callback=parsed(DTYPES.get),
-    help="Type of weights and batch; by default the model's own.",
-)
-
-
-def number_option(
-    text: str, *names: str, default: int | None = None, least: int = 1, **settings: Any
-) -> OptionDecorator:
-    """Add an option for a whole number, and show its default."""
-    settings = {"show_default": True} | settings
-    return click.option(*names, type=click.IntRange(least), default=default, help=text, **settings)
-
-
-BATCH_SIZE_OPTION = number_option("Samples per step.", "--batch-size", show_default=False)
-SEED_OPTION = number_option(
-    "Seed of weights, batch and dropout.", "--seed", default=0, least=0, show_default=False
-)
-BLOCKS_OPTION = click.option(
-    "--blocks", metavar="PATTERN", help="Blocks to work on, a glob over module names."
-)
+BATCH_SIZE_OPTION = number_option("Samples per step.")
+SEED_OPTION = option("Seed of weights, batch and dropout.", type=click.IntRange(0), default=0)
+BLOCKS_OPTION = option("Blocks to work on, a glob over module names.", "PATTERN")
+RANKS_OPTION = number_option("Start so many processes, as torchrun does.", "--ranks", default=1)
 
 
 def samples_of(workload: Workload, asked: int | None, *, default: int | None = None) -> int:
@@ -296,12 +208,12 @@ def own_workload(spec: str) -> Workload | None:
 class CaseOptions:
     """The options that mean the same in every command that runs a model."""
 
-    device: torch.device
+    batch_size: int | None = BATCH_SIZE_OPTION
+    device: torch.device = device_option(parse=choose_device)
+    blocks: str | None = BLOCKS_OPTION
     # None leaves that of the user's model.
-    dtype: Any
-    batch_size: int | None
-    seed: int
-    blocks: str | None
+    dtype: Any = DTYPE_OPTION
+    seed: int = SEED_OPTION
 
     def case(self, workload: Workload, *, default: int | None = None) -> Case:
         """Return a workload as it was asked for, on its device."""
@@ -326,52 +238,27 @@ def blocks_text(choice: BlockChoice) -> str:
     return fill_screen("\n".join(choice.lines()))
 
 
-def _as_asked(
-    device: str,
-    dtype: torch.dtype | None,
-    seed: int,
-    blocks: str | None,
-    batch_size: int | None = None,
-    **values: Any,
-) -> dict[str, Any]:
-    asked = CaseOptions(choose_device(device), dtype, batch_size, seed, blocks)
-    return values | {"asked": asked}
-
-
-# `--json`, and the options that a command gets as `asked`, which are `CaseOptions`.
-case_options = all_of(
-    DEVICE_OPTION,
-    BLOCKS_OPTION,
-    DTYPE_OPTION,
-    SEED_OPTION,
-    RESULTS_OPTION,
-    with_values(_as_asked),
-)
-run_options = all_of(BATCH_SIZE_OPTION, case_options)
-
-
-def program_options(default_steps: int, *, least_steps: int = 1) -> OptionDecorator:
-    """Add the options by which a user's program runs some steps in processes of its own."""
-    text = "Start so many processes, as torchrun does."
-    ranks = number_option(text, "--ranks", "num_ranks", default=1)
-    return all_of(program_option(), steps_option(default_steps, least_steps), ranks)
-
-
-def steps_option(default: int, least: int) -> OptionDecorator:
-    """Add `--steps`, the steps that a program of the user's makes."""
+def steps_option(default: int, least: int = 1) -> Any:
+    """Declare `--steps`, the steps that a program of the user's makes."""
     text = "Steps of an optimizer, after which the loop ends."
-    return number_option(text, "--steps", "num_steps", default=default, least=least)
+    return number_option(text, "--steps", default=default, least=least)
 
 
-def program_option(otherwise: str | None = None) -> OptionDecorator:
-    """Add the options of a user's program, which the command gets as `program`: kind and words.
+def program_option(otherwise: str | None = None) -> Any:
+    """Declare the options of a user's program, which the command gets as its kind and words.
 
     Without a script or a trainer, the kind is `otherwise`: "" has no words, None is refused.
     """
 
-    def change(
-        script: str | None, trainer: str | None, arguments: tuple[str, ...], **values: Any
-    ) -> dict[str, Any]:
+    def read(
+        trainer: str | None = option(
+            "pkg.module:function that returns a Trainer of Hugging Face, Lightning's with its "
+            "module, or an Accelerator with its training.",
+            "FACTORY",
+        ),
+        script: str | None = option("Run this script, with the ARGUMENTS after --.", "FILE"),
+        arguments: tuple[str, ...] = argument("[-- ARGUMENTS]"),
+    ) -> list[str | None]:
         if (script and trainer) or (not (script or trainer) and otherwise is None):
             raise click.UsageError("give either --script or --trainer")
         if arguments and (trainer or not (script or otherwise)):
@@ -379,21 +266,9 @@ def program_option(otherwise: str | None = None) -> OptionDecorator:
         if script and not Path(script).is_file():
             raise UnusableInput(f"there is no file {script}")
         kind = "script" if script else "trainer" if trainer else otherwise
-        return values | {"program": [kind, *filter(None, [script or trainer]), *arguments]}
+        return [kind, *filter(None, [script or trainer]), *arguments]
 
-    return all_of(
-        click.option(
-            "--trainer",
-            metavar="FACTORY",
-            help="pkg.module:function that returns a Trainer of Hugging Face, Lightning's "
-            "with its module, or an Accelerator with its training.",
-        ),
-        click.option(
-            "--script", metavar="FILE", help="Run this script, with the ARGUMENTS after --."
-        ),
-        click.argument("arguments", nargs=-1, metavar="[-- ARGUMENTS]"),
-        with_values(change),
-    )
+    return together(read)
 
 
 def require_matplotlib() -> None:

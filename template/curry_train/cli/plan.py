@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/cli/test_plan_memory.py`.
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -31,19 +32,16 @@ from .memory_page import course_of_plan, write_page
 from .options import (
     BLOCKS_OPTION,
     DTYPE_OPTION,
-    RESULTS_OPTION,
     SEED_OPTION,
     choose_device,
     echo_notes,
-    number_option,
-    output_option,
     own_workload,
-    parsed,
     plot_option,
     training_options,
     typed,
 )
-from .screen import Ended, fill_screen, flag, messages_on_screen, screen_command
+from .parameters import number_option, option, output_option, together
+from .screen import Ended, fill_screen, messages_on_screen, screen_command
 
 # Command `plan`: find the fastest way to train within a memory budget.
 
@@ -67,131 +65,102 @@ def _reshard(text: str) -> bool | int:
     raise ValueError(f"{text!r} is neither yes, no, nor a number of ranks to reshard to")
 
 
+@dataclass(frozen=True)
+class PlannerOptions:
+    """The options that a planner gets as they are."""
+
+    dtype: Any = DTYPE_OPTION
+    optimizer: str | None = option(
+        f"{optimizers_in_short()}, bytes of state per parameter, or pkg.module:function.", "NAME"
+    )
+    context_bytes: int | None = option(
+        "Memory of a GPU that a process takes besides its tensors.  "
+        "[default: 512MiB, 816MiB with convolutions]",
+        "SIZE",
+        "--context",
+        parse=parse_bytes,
+    )
+    margin: float = option(
+        "Leave so much free on a GPU; the default is the worst recorded error.",
+        "PERCENT",
+        type=click.FloatRange(0, 100),
+        default=round(100 * WORST_RESERVED_ERROR, 2),
+        show_default=True,
+        parse=lambda percent: percent / 100,
+    )
+    links: Any = option(
+        "Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
+        "RATES",
+        "--link",
+        parse=parse_links,
+    )
+    blocks: str | None = BLOCKS_OPTION
+    seed: int = SEED_OPTION
+
+
 @screen_command("plan", example="--model transformer --budget 16MiB")
-@training_options("spec")
-@click.option(
-    "--budget",
-    "budget_bytes",
-    callback=parsed(parse_bytes),
-    metavar="SIZE",
-    help="Memory per rank, such as 24GiB.  [default: the card of --target]",
-)
-@click.option(
-    "--fits",
-    metavar="GPU",
-    help="In place of --budget: find the fewest GPUs of this kind, such as h100.",
-)
-@number_option(
-    "Samples per optimizer step.  [default: the trainer's or factory's, or 1]", "--global-batch"
-)
-@number_option(
-    "Samples per microbatch.  [default: try every divisor of the global batch]", "--microbatch"
-)
-@click.option(
-    "--target",
-    metavar="NAME",
-    help=f"Device to plan for: {', '.join(PROFILES)}, or measured: this device, the default.",
-)
-@DTYPE_OPTION
-@click.option(
-    "--optimizer",
-    metavar="NAME",
-    help=f"{optimizers_in_short()}, bytes of state per parameter, or pkg.module:function.",
-)
-@click.option(
-    "--context",
-    "context_bytes",
-    callback=parsed(parse_bytes),
-    metavar="SIZE",
-    help="Memory of a GPU that a process takes besides its tensors.  "
-    "[default: 512MiB, 816MiB with convolutions]",
-)
-@click.option(
-    "--margin",
-    type=click.FloatRange(0, 100),
-    callback=parsed(lambda percent: percent / 100),
-    default=round(100 * WORST_RESERVED_ERROR, 2),
-    show_default=True,
-    metavar="PERCENT",
-    help="Leave so much free on a GPU; the default is the worst recorded error.",
-)
-@click.option(
-    "--parallel",
-    metavar="KIND",
-    help="How ranks share the training: "
-    f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
-)
-@number_option("Number of ranks.", "--ranks", default=1)
-@click.option(
-    "--mesh",
-    "meshes",
-    multiple=True,
-    callback=parsed(lambda texts: [*map(parse_mesh, texts)]),
-    metavar="SIZES",
-    help="Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
-)
-@number_option("The rank to plan for.", "--rank", default=0, least=0)
-@click.option(
-    "--reshard-after-forward",
-    callback=parsed(_reshard),
-    metavar="HOW",
-    help="Reshard parameters after forward: yes, no, or to how many ranks.  "
-    "[default: as torch does]",
-)
-@click.option(
-    "--gather-in",
-    "precision",
-    type=click.Choice([*PRECISIONS]),
-    help="Dtype of gathered parameters.",
-)
-@click.option(
-    "--link",
-    "links",
-    callback=parsed(parse_links),
-    metavar="RATES",
-    help="Bytes per second within a node of 8 GPUs and between nodes, such as 450GB,50GB.",
-)
-@BLOCKS_OPTION
-@click.option(
-    "--without",
-    multiple=True,
-    type=click.Choice(SAVING_KINDS),
-    metavar="KIND",
-    help=f"Do not use this way to save memory: {', '.join(SAVING_KINDS)}. Repeatable.",
-)
-@click.option(
-    "--chunked-loss/--whole-loss",
-    default=None,
-    help="Compute the loss in chunks of tokens, or whole.  [default: try both]",
-)
-@SEED_OPTION
-@flag("Print every candidate.", "--explain")
-@flag("Measure a planned step on this device.", "--verify")
-@output_option("Write the plan as JSON, which Plan.load reads.", "--out")
-@plot_option("Draw step time against memory as PNG; needs matplotlib.")
-@output_option("Write the planned step as a page for a browser.", "--html", "page_path")
-@RESULTS_OPTION
 def plan_command(
-    spec: str,
-    budget_bytes: int | None,
-    fits: str | None,
-    global_batch: int | None,
-    microbatch: int | None,
-    target: str | None,
-    parallel: str | None,
-    ranks: int,
-    meshes: list[dict[str, int]],
-    rank: int,
-    reshard_after_forward: bool | int | None,
-    precision: str | None,
-    without: tuple[str, ...],
-    chunked_loss: bool | None,
-    explain: bool,
-    verify: bool,
-    out: str | None,
-    plot_path: str | None,
-    page_path: str | None,
-    **settings: Any,
+    spec: str = training_options(),
+    budget_bytes: int | None = option(
+        "Memory per rank, such as 24GiB.  [default: the card of --target]",
+        "SIZE",
+        "--budget",
+        parse=parse_bytes,
+    ),
+    fits: str | None = option(
+        "In place of --budget: find the fewest GPUs of this kind, such as h100.", "GPU"
+    ),
+    global_batch: int | None = number_option(
+        "Samples per optimizer step.  [default: the trainer's or factory's, or 1]"
+    ),
+    microbatch: int | None = number_option(
+        "Samples per microbatch.  [default: try every divisor of the global batch]"
+    ),
+    target: str | None = option(
+        f"Device to plan for: {', '.join(PROFILES)}, or measured: this device, the default.",
+        "NAME",
+    ),
+    parallel: str | None = option(
+        "How ranks share the training: "
+        f"{', '.join(SHARDING_KINDS)}, or package.module:parallelize.",
+        "KIND",
+    ),
+    ranks: int = number_option("Number of ranks.", default=1),
+    meshes: list[dict[str, int]] = option(
+        "Sizes of the mesh of ranks, such as dp=8,tp=8; repeatable with --fits.",
+        "SIZES",
+        "--mesh",
+        parse=lambda texts: [*map(parse_mesh, texts)],
+        multiple=True,
+    ),
+    rank: int = number_option("The rank to plan for.", default=0, least=0),
+    reshard_after_forward: bool | int | None = option(
+        "Reshard parameters after forward: yes, no, or to how many ranks.  "
+        "[default: as torch does]",
+        "HOW",
+        parse=_reshard,
+    ),
+    precision: str | None = option(
+        "Dtype of gathered parameters.", flags="--gather-in", type=click.Choice([*PRECISIONS])
+    ),
+    settings: PlannerOptions = together(PlannerOptions),
+    without: tuple[str, ...] = option(
+        f"Do not use this way to save memory: {', '.join(SAVING_KINDS)}. Repeatable.",
+        "KIND",
+        type=click.Choice(SAVING_KINDS),
+    ),
+    chunked_loss: bool | None = option(
+        "Compute the loss in chunks of tokens, or whole.  [default: try both]",
+        flags="--chunked-loss/--whole-loss",
+        default=None,
+    ),
+    explain: bool = option("Print every candidate."),
+    verify: bool = option("Measure a planned step on this device."),
+    out: str | None = output_option("Write the plan as JSON, which Plan.load reads."),
+    plot_path: str | None = plot_option("Draw step time against memory as PNG; needs matplotlib."),
+    page_path: str | None = output_option(
+        "Write the planned step as a page for a browser.", "--html"
+    ),
 ) -> Ended:
     """Find the fastest way to train within a memory budget.
 
@@ -212,7 +181,7 @@ def plan_command(
             for mesh in meshes or [{}]
         ]
         if fits is not None:
-            fewest = _find_fewest(spec, fits, shardings, size, settings)
+            fewest = _find_fewest(spec, fits, shardings, size, vars(settings))
             click.echo(fewest.table())
             return provenance() | fewest.to_json(), fewest.best is None
         if len(meshes) > 1:
@@ -229,12 +198,12 @@ def plan_command(
             chunked_loss=chunked_loss,
             without=without,
             sharding=sharding,
-            **settings,
+            **vars(settings),
         )
         plan, plain = _find_plan(
             planner, budget_bytes, size, microbatch, plot_path=plot_path, page_path=page_path
         )
-        measured = _measure(plan, spec, place, **settings) if verify else None
+        measured = _measure(plan, spec, place, settings) if verify else None
     except Infeasible as error:
         click.echo("\n".join([*here, str(error)]))
         return {}, 1
@@ -350,27 +319,19 @@ def _text(plan: Plan, plain: Timeline, *, explain: bool) -> str:
     return "\n".join([*lines, "", plan.explain(most=None if explain else 1, assumptions=False)])
 
 
-def _measure(
-    plan: Plan,
-    spec: str,
-    place: torch.device,
-    *,
-    dtype: torch.dtype,
-    optimizer: str | None,
-    seed: int,
-    **_: Any,
-) -> int:
+def _measure(plan: Plan, spec: str, place: torch.device, settings: PlannerOptions) -> int:
     """Measure the peak of a real step of the plan, on one rank."""
-    case = Case(load_workload(spec), place, dtype, batch_size=plan.microbatch, seed=seed)
+    workload = load_workload(spec)
+    case = Case(workload, place, settings.dtype, batch_size=plan.microbatch, seed=settings.seed)
     module = case.build()
     plan.apply(module)
-    chosen = optimizer or case.workload.optimizer or "adamw"
+    chosen = settings.optimizer or workload.optimizer or "adamw"
     steps = make_optimizer(chosen, module)
     return measure_timeline(
         module,
         case.batch(),
-        case.workload.mean_loss,
+        workload.mean_loss,
         optimizer=steps,
         accumulated=plan.steps > 1,
-        keeps_output=place.type == "cuda" and case.workload.output_until != "loss",
+        keeps_output=place.type == "cuda" and workload.output_until != "loss",
     ).peak.bytes_alive

@@ -12,20 +12,20 @@ from ..gates.loop import DEFAULT_STEPS
 from ..gates.loop_events import grouped
 from ..gates.loop_run import preflight_program
 from ..gates.verdict import Verdict
-from .options import RESULTS_OPTION, number_option, program_options
+from .options import RANKS_OPTION, program_option, steps_option
+from .parameters import number_option
 from .screen import Ended, UnusableInput, echo_lines, screen_command
 
 
 @screen_command("preflight", example="--script train.py -- --rate 0.1")
-@program_options(DEFAULT_STEPS, least_steps=2)
-@number_option(
-    "Build models that have a configuration with so many layers, where they are too large.",
-    "--shrink",
-    "num_layers",
-)
-@RESULTS_OPTION
 def preflight_command(
-    program: list[str], num_steps: int, num_ranks: int, num_layers: int | None
+    program: list[str] = program_option(),
+    num_steps: int = steps_option(DEFAULT_STEPS, 2),
+    num_ranks: int = RANKS_OPTION,
+    num_layers: int | None = number_option(
+        "Build models that have a configuration with so many layers, where they are too large.",
+        "--shrink",
+    ),
 ) -> Ended:
     """Check your own training loop, as it is.
 

@@ -24,7 +24,8 @@ import click
 
 from ..core.wording import provenance, some_of
 from ..gates.loop_run import End, LoopFailed, put_back, read_changes, run_ranks, train_by
-from .options import RESULTS_OPTION, number_option, program_option, steps_option
+from .options import program_option, steps_option
+from .parameters import number_option, option
 from .resume_watch import PARTS, StateWatch
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
 from .train import train_command
@@ -256,23 +257,18 @@ def _newest_checkpoint(folder: str) -> Path | None:
 
 
 @screen_command("resume-check", example="--steps 6 batch_size=16")
-@program_option(otherwise="train")
-@steps_option(12, 3)
-@number_option(
-    "Step in which the second run is killed; default: two thirds of the steps.",
-    "--kill-at",
-    least=2,
-)
-@click.option(
-    "--resume-with",
-    default="",
-    metavar="WORDS",
-    help="Arguments that make the script resume, such as '--resume latest', after environment "
-    "variables in capitals, such as RESUME=1.",
-)
-@RESULTS_OPTION
 def resume_check_command(
-    program: list[str], num_steps: int, kill_at: int | None, resume_with: str
+    program: list[str] = program_option(otherwise="train"),
+    num_steps: int = steps_option(12, 3),
+    kill_at: int | None = number_option(
+        "Step in which the second run is killed; default: two thirds of the steps.", least=2
+    ),
+    resume_with: str = option(
+        "Arguments that make the script resume, such as '--resume latest', after environment "
+        "variables in capitals, such as RESUME=1.",
+        "WORDS",
+        default="",
+    ),
 ) -> Ended:
     """Check that a resumed run is bit-equal.
 

@@ -21,15 +21,8 @@ from ..runs.layout import CHECKPOINT_KINDS, find_run
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.resume import choose
 from ..runs.store import SavedRun
-from .options import RESULTS_OPTION
-from .screen import (
-    Ended,
-    LazyGroup,
-    echo_lines,
-    messages_on_screen,
-    screen_command,
-    table,
-)
+from .parameters import argument, option
+from .screen import Ended, LazyGroup, echo_lines, messages_on_screen, screen_command, table
 
 # Tables of runs and checkpoints, readable at 80 columns, and their rows as JSON.
 
@@ -167,7 +160,6 @@ COMMANDS = {
     "spike_check": {"spike-check": "Check the recovery from a loss spike."},
     "runs_estimate": {"estimate": "Estimate the disk space that a checkpoint policy needs."},
 }
-RUN_ARGUMENT = click.argument("run")
 
 
 @click.group("runs", cls=LazyGroup, lazy=COMMANDS, example="list")
@@ -179,9 +171,7 @@ def runs_command() -> None:
 
 
 @screen_command("list", example="runs")
-@click.argument("folder", default="runs")
-@RESULTS_OPTION
-def list_command(folder: str) -> Ended:
+def list_command(folder: str = argument(default="runs")) -> Ended:
     """List runs and their saved states.
 
     The files of the saved states in FOLDER are not all read; `verify` reads them.
@@ -195,9 +185,7 @@ def list_command(folder: str) -> Ended:
 
 
 @screen_command("show", example="run-001")
-@RUN_ARGUMENT
-@RESULTS_OPTION
-def show_command(run: str) -> Ended:
+def show_command(run: str = argument()) -> Ended:
     """Show checkpoints, damage, attempts and events of a run."""
     saved = _open(run)
     rows = checkpoint_rows(saved)
@@ -219,10 +207,9 @@ def show_command(run: str) -> Ended:
 
 
 @screen_command("verify", example="run-001 latest")
-@RUN_ARGUMENT
-@click.argument("checkpoint", required=False)
-@RESULTS_OPTION
-def verify_command(run: str, checkpoint: str | None) -> Ended:
+def verify_command(
+    run: str = argument(), checkpoint: str | None = argument(required=False)
+) -> Ended:
     """Verify every file of a run, or of one CHECKPOINT.
 
     CHECKPOINT is latest, best, a step, or a folder such as rollback/step-00000500.dcp.
@@ -307,17 +294,16 @@ def export_parameters(
 
 
 @screen_command("export", example="run-001 latest --out model")
-@RUN_ARGUMENT
-@click.argument("checkpoint", default="latest")
-@click.option("--out", metavar="FOLDER", required=True, help="The new folder of the files.")
-@click.option(
-    "--model-config",
-    type=click.Path(exists=True, dir_okay=False),
-    metavar="FILE",
-    help="A config.json of Hugging Face to put next to them.",
-)
-@RESULTS_OPTION
-def export_command(run: str, checkpoint: str, out: str, model_config: str | None) -> Ended:
+def export_command(
+    run: str = argument(),
+    checkpoint: str = argument(default="latest"),
+    out: str = option("The new folder of the files.", "FOLDER", required=True),
+    model_config: str | None = option(
+        "A config.json of Hugging Face to put next to them.",
+        "FILE",
+        type=click.Path(exists=True, dir_okay=False),
+    ),
+) -> Ended:
     """Write the parameters of a checkpoint as Hugging Face safetensors.
 
     CHECKPOINT is latest, best, a step, or a folder such as best-k/dev_loss-0.25-step-00000450.dcp.

@@ -17,7 +17,7 @@ import click
 from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
-from .options import RESULTS_OPTION
+from .parameters import argument
 from .screen import Ended, fill_screen, screen_command, table
 
 SECTIONS = ("config", "code", "environment")
@@ -166,10 +166,7 @@ def _value(value: Any) -> str:
 
 
 @screen_command("diff", example="run-001 run-002")
-@click.argument("a")
-@click.argument("b")
-@RESULTS_OPTION
-def diff_command(a: str, b: str) -> Ended:
+def diff_command(a: str = argument(), b: str = argument()) -> Ended:
     """Compare two runs by their journals.
 
     Prints what differs in configuration, code, environment, events and costs, and the first step

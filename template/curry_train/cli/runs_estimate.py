@@ -12,7 +12,7 @@ from ..config import set_words
 from ..core.wording import format_count
 from ..runs.policy_config import PolicyConfig, read_fields
 from ..runs.store import SavedRun
-from .options import RESULTS_OPTION, WORDS_ARGUMENT
+from .parameters import WORDS_ARGUMENT, option
 from .screen import Ended, echo_lines, screen_command, table
 
 # Bytes per parameter: the weights, and the weights with the state of AdamW.
@@ -64,26 +64,15 @@ def estimate_table(found: Mapping[str, Any]) -> str:
 
 
 @screen_command("estimate", example="--parameters 7e9 retention.rollback_keep=2")
-@click.option(
-    "--parameters",
-    type=click.FloatRange(1),
-    metavar="NUMBER",
-    required=True,
-    help="Number of parameters, such as 7e9.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(list(BYTES_PER_PARAMETER)),
-    default="float32",
-    help="Type of the weights.",
-)
-@click.option(
-    "--folder", metavar="FOLDER", help="Check that the volume of this folder has the space."
-)
-@WORDS_ARGUMENT
-@RESULTS_OPTION
 def estimate_command(
-    parameters: float, dtype: str, folder: str | None, words: tuple[str, ...]
+    parameters: float = option(
+        "Number of parameters, such as 7e9.", "NUMBER", type=click.FloatRange(1), required=True
+    ),
+    dtype: str = option(
+        "Type of the weights.", type=click.Choice([*BYTES_PER_PARAMETER]), default="float32"
+    ),
+    folder: str | None = option("Check that the volume of this folder has the space.", "FOLDER"),
+    words: tuple[str, ...] = WORDS_ARGUMENT,
 ) -> Ended:
     """Estimate the disk space that a checkpoint policy needs.
 

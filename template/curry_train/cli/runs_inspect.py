@@ -30,7 +30,7 @@ from ..runs.journal import printable
 from ..runs.layout import HASH_NAME, MANIFEST_FILE_NAME, parse_manifest
 from ..runs.ranks import RunError
 from ..runs.trainers import read_commit, verify_commit
-from .options import RESULTS_OPTION
+from .parameters import argument
 from .runs import is_run
 from .screen import Ended, echo_lines, screen_command, table
 from .tensor_files import (
@@ -285,9 +285,7 @@ MOST_LINES_SHOWN = 10
 
 
 @screen_command("inspect", example="runs/run-001/latest")
-@click.argument("path")
-@RESULTS_OPTION
-def inspect_command(path: str) -> Ended:
+def inspect_command(path: str = argument()) -> Ended:
     """Inspect anybody's checkpoint without unpickling it.
 
     PATH is a file of torch.save, safetensors or Lightning, or a folder of

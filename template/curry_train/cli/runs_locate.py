@@ -22,24 +22,25 @@ from ..gates.loop_run import End, run_ranks
 from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
-from .options import RESULTS_OPTION, program_options
-from .screen import Ended, echo_lines, flag, messages_on_screen, screen_command
+from .options import RANKS_OPTION, program_option, steps_option
+from .parameters import argument, option
+from .screen import Ended, echo_lines, messages_on_screen, screen_command
 
 NOT_RECORDED = "a setting that is not recorded, such as a file or a variable of your own"
 
 
 @screen_command("record", example="--script train.py --out before -- --rate 0.1")
-@program_options(3)
-@click.option(
-    "--level",
-    type=click.Choice(LEVELS),
-    default=LEVELS[0],
-    show_default=True,
-    help="Level modules leaves out parameters, gradients and optimizer, and costs less.",
-)
-@click.option("--out", required=True, metavar="FOLDER", help="The new folder of the record.")
 def record_command(
-    program: list[str], num_steps: int, num_ranks: int, level: str, out: str
+    program: list[str] = program_option(),
+    num_steps: int = steps_option(3),
+    num_ranks: int = RANKS_OPTION,
+    level: str = option(
+        "Level modules leaves out parameters, gradients and optimizer, and costs less.",
+        type=click.Choice(LEVELS),
+        default=LEVELS[0],
+        show_default=True,
+    ),
+    out: str = option("The new folder of the record.", "FOLDER", required=True),
 ) -> None:
     """Record digests of what a script or Trainer computes.
 
@@ -93,26 +94,23 @@ Pair = tuple[Run, Run]
 
 
 @screen_command("locate", example="A B --op")
-@click.argument("a")
-@click.argument("b")
-@flag("Run both again, and name the operation.", "--op", "names_operation")
-@click.option(
-    "--tolerance",
-    type=click.Choice(("none", "auto")),
-    default="none",
-    show_default=True,
-    help="auto: run both again, measure at each place what rounding does, and accept that.",
-)
-@click.option(
-    "--bisect",
-    "command",
-    metavar="COMMAND",
-    help="Find the setting that makes the difference: COMMAND records into {out}, with one setting "
-    "of B at a time. Variables are set for it; {arguments}, {torch}, {numpy} ... are filled in.",
-)
-@RESULTS_OPTION
 def locate_command(
-    a: str, b: str, names_operation: bool, tolerance: str, command: str | None
+    a: str = argument(),
+    b: str = argument(),
+    names_operation: bool = option("Run both again, and name the operation.", flags="--op"),
+    tolerance: str = option(
+        "auto: run both again, measure at each place what rounding does, and accept that.",
+        type=click.Choice(("none", "auto")),
+        default="none",
+        show_default=True,
+    ),
+    command: str | None = option(
+        "Find the setting that makes the difference: COMMAND records into {out}, with one setting "
+        "of B at a time. Variables are set for it; {arguments}, {torch}, {numpy} ... are filled "
+        "in.",
+        "COMMAND",
+        "--bisect",
+    ),
 ) -> Ended:
     """Name the first place at which two recorded runs differ.
 

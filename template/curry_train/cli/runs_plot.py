@@ -10,16 +10,16 @@ import click
 from ..runs.history import read_history
 from ..runs.journal import finite
 from .figures import plot_runs
-from .options import RESULTS_OPTION, output_option
+from .parameters import argument, output_option
 from .runs_diff import summary
 from .screen import Ended, screen_command
 
 
 @screen_command("plot", example="run-001 --out run.png")
-@click.argument("names", metavar="RUN...", nargs=-1, required=True)
-@output_option("Write this PNG.", "--out", default="runs.png", show_default=True)
-@RESULTS_OPTION
-def plot_command(names: tuple[str, ...], out: str) -> Ended:
+def plot_command(
+    names: tuple[str, ...] = argument("RUN...", required=True),
+    out: str = output_option("Write this PNG.", default="runs.png", show_default=True),
+) -> Ended:
     """Draw runs from their journals.
 
     Draws loss, dev metric, learning rate, memory and events.

@@ -17,18 +17,19 @@ from ..gates.loop_run import End, run_ranks
 from ..runs.box import BoxFacts, read_facts
 from ..runs.fingerprints import read_fingerprints
 from ..runs.replay import Replay, examine
-from .options import RESULTS_OPTION, number_option, program_option
+from .options import program_option
+from .parameters import argument, number_option
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
 
 
 @screen_command("replay", example="run/boxes/step-00000003 --script night.py")
-@click.argument("box")
-@program_option(otherwise="")
-@number_option(
-    "Repeat it so often, and compare the operations of the repeats.", "--times", default=1
-)
-@RESULTS_OPTION
-def replay_command(box: str, program: list[str], times: int) -> Ended:
+def replay_command(
+    box: str = argument(),
+    program: list[str] = program_option(otherwise=""),
+    times: int = number_option(
+        "Repeat it so often, and compare the operations of the repeats.", default=1
+    ),
+) -> Ended:
     """Repeat a bad step that a run has kept in a box.
 
     It runs your script, with the ARGUMENTS of the run, from the state of the box to the bad step,

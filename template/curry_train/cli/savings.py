@@ -5,6 +5,7 @@
 Proof: `python -m pytest tests/bench/test_savings.py`.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -39,15 +40,13 @@ from .figures import plot_savings
 from .options import (
     CaseOptions,
     blocks_text,
-    case_options,
     echo_notes,
     facts_of,
     named_once,
-    number_option,
-    parsed,
     settle_blocks,
     training_options,
 )
+from .parameters import number_option, option, together
 from .screen import SCREEN_WIDTH, Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Table of savings, at most 80 columns wide.
@@ -149,53 +148,43 @@ def _numbers(values: Sequence[str]) -> list[int]:
 
 
 @screen_command("savings", example="--out savings --model mlp --strategy full")
-@click.option(
-    "--out",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    metavar="DIR",
-    help="Folder for savings.json and savings.png.",
-)
-@training_options("models", multiple=True, more="Repeatable; default: transformer.")
-@click.option(
-    "--strategy",
-    "strategies",
-    multiple=True,
-    metavar="NAME",
-    help=f"Repeatable; default: all of {', '.join(STRATEGIES)}. none is always measured.",
-)
-@click.option(
-    "--batch-size",
-    "batch_sizes",
-    multiple=True,
-    metavar="N,N",
-    callback=parsed(_numbers),
-    help=f"Samples per step; default: as in the factory's batch, or {DEFAULT_SAMPLES}.",
-)
-@click.option(
-    "--depth",
-    "depths",
-    multiple=True,
-    metavar="N,N",
-    callback=parsed(_numbers),
-    help="Numbers of blocks of a built-in model.",
-)
-@click.option(
-    "--limit",
-    metavar="SIZE",
-    callback=parsed(parse_bytes),
-    help="Also find the largest batch whose step fits, such as 2GiB.",
-)
-@number_option("Timed steps of each strategy.", "--repeats", default=10)
-@case_options
 def savings_command(
-    out: Path,
-    models: Sequence[str],
-    strategies: Sequence[str],
-    limit: int | None,
-    repeats: int,
-    asked: CaseOptions,
-    **sizes: Any,
+    out: Path = option(
+        "Folder for savings.json and savings.png.",
+        "DIR",
+        type=click.Path(file_okay=False, path_type=Path),
+        required=True,
+    ),
+    models: Sequence[str] = training_options(
+        multiple=True, more="Repeatable; default: transformer."
+    ),
+    strategies: tuple[str, ...] = option(
+        f"Repeatable; default: all of {', '.join(STRATEGIES)}. none is always measured.",
+        "NAME",
+        "--strategy",
+    ),
+    sizes: dict[str, Any] = together(
+        dict,
+        batch_sizes=option(
+            f"Samples per step; default: as in the factory's batch, or {DEFAULT_SAMPLES}.",
+            "N,N",
+            "--batch-size",
+            parse=_numbers,
+            multiple=True,
+        ),
+        depths=option(
+            "Numbers of blocks of a built-in model.",
+            "N,N",
+            "--depth",
+            parse=_numbers,
+            multiple=True,
+        ),
+    ),
+    limit: int | None = option(
+        "Also find the largest batch whose step fits, such as 2GiB.", "SIZE", parse=parse_bytes
+    ),
+    repeats: int = number_option("Timed steps of each strategy.", default=10),
+    asked: CaseOptions = together(functools.partial(CaseOptions, batch_size=None)),
 ) -> Ended:
     """Measure what each strategy saves and costs.
 

@@ -46,8 +46,10 @@ from .ownership import (
     technique_modules,
     wheel_name,
 )
-from .screen import LazyGroup, UnusableInput, echo_lines, flag, screen_command
+from .parameters import argument, option
+from .screen import LazyGroup, UnusableInput, echo_lines, screen_command
 
+DRY_RUN_OPTION = option("List what would be written; write nothing.")
 PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 
 
@@ -55,11 +57,12 @@ PROJECT_MARKERS = (LOCK_NAME, "pyproject.toml", "setup.py", "setup.cfg", ".git")
 
 
 @screen_command("new", example="my-run")
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
-@click.option("--name", metavar="NAME", help="Name of the project.  [default: from DIR]")
-@flag("Copy the run-time rooms instead of the wheel.", "--own")
-@flag("List what would be written; write nothing.", "--dry-run")
-def new_command(directory: Path, name: str | None, own: bool, dry_run: bool) -> None:
+def new_command(
+    directory: Path = argument("DIR", type=click.Path(path_type=Path)),
+    name: str | None = option("Name of the project.  [default: from DIR]", "NAME"),
+    own: bool = option("Copy the run-time rooms instead of the wheel."),
+    dry_run: bool = DRY_RUN_OPTION,
+) -> None:
     """Start a training project.
 
     DIR gets a training loop to read and change, model, data, configuration and tests. It depends on
@@ -108,19 +111,17 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
 
 
 @screen_command("add", example="sac --into src/mylib/training")
-@click.argument("technique")
-@click.option(
-    "--into",
-    "directory",
-    metavar="PACKAGE_DIR",
-    type=click.Path(path_type=Path),
-    help="The package that gets it; made if missing.",
-)
-@flag("Copy the room runs/ too (saving, loss spikes).", "--own")
-@flag("List what would be written; write nothing.", "--dry-run")
-@flag("Replace files that differ, edits too.", "--overwrite")
 def add_command(
-    technique: str, directory: Path | None, own: bool, dry_run: bool, overwrite: bool
+    technique: str = argument(),
+    directory: Path | None = option(
+        "The package that gets it; made if missing.",
+        "PACKAGE_DIR",
+        "--into",
+        type=click.Path(path_type=Path),
+    ),
+    own: bool = option("Copy the room runs/ too (saving, loss spikes)."),
+    dry_run: bool = DRY_RUN_OPTION,
+    overwrite: bool = option("Replace files that differ, edits too."),
 ) -> None:
     """Add one technique to a repository.
 
@@ -256,15 +257,13 @@ def _echo_usage(bundle: Bundle, technique: Technique) -> None:
 
 # update
 
-PROJECT_ARGUMENT = click.argument(
-    "root", metavar="[DIR]", default=".", type=click.Path(path_type=Path, resolve_path=True)
+PROJECT_ARGUMENT = argument(
+    "[DIR]", default=".", type=click.Path(path_type=Path, resolve_path=True)
 )
 
 
 @screen_command("update", example="my-run --dry-run")
-@PROJECT_ARGUMENT
-@flag("List what would be written; write nothing.", "--dry-run")
-def update_command(root: Path, dry_run: bool) -> None:
+def update_command(root: Path = PROJECT_ARGUMENT, dry_run: bool = DRY_RUN_OPTION) -> None:
     """Merge a newer release into copied files.
 
     The release is the curry-train that runs; DIR is a project or a repository with techniques.
@@ -341,9 +340,10 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 @screen_command("diff", example="my-run --patch")
-@PROJECT_ARGUMENT
-@flag("Print what turns your files into the bundle's.", "--patch")
-def diff_command(root: Path, patch: bool) -> None:
+def diff_command(
+    root: Path = PROJECT_ARGUMENT,
+    patch: bool = option("Print what turns your files into the bundle's."),
+) -> None:
     """Compare copied files with their origin.
 
     Each file in DIR is as it came, edited, newer in bundle, both, or missing.

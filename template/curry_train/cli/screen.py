@@ -7,6 +7,7 @@ Proof: `python -m pytest tests/cli/test_command_line.py`.
 
 import errno
 import functools
+import inspect
 import io
 import json
 import os
@@ -29,6 +30,7 @@ from typing import Any, NoReturn
 import click
 
 from ..core.wording import write_json
+from .parameters import Together, output_option
 
 SCREEN_WIDTH = 80
 
@@ -167,13 +169,20 @@ class ScreenCommand(click.Command):
 
     def __init__(
         self,
-        *args: Any,
+        *,
+        callback: Callable[..., Any],
+        params: list[click.Parameter],
         example: str = "",
         keeps_traceback: bool = False,
         leave: Callable[[int], NoReturn] = sys.exit,
         **settings: Any,
     ) -> None:
-        super().__init__(*args, **settings)
+        declared = Together(callback, {})
+        params += declared.parameters()
+        if inspect.signature(callback).return_annotation is not None:
+            results = output_option("Write the results as JSON; - is standard output.", "--json")
+            params.append(results("json_path", None))
+        super().__init__(callback=declared.value, params=params, **settings)
         self.example = example
         self.keeps_traceback = keeps_traceback
         self.leave = leave
@@ -236,11 +245,6 @@ class ScreenCommand(click.Command):
         formatter.write(f"\nExample: {runner}{ctx.command_path} {self.example}".rstrip() + "\n")
 
 
-def flag(text: str, *names: str) -> Callable[[Any], Any]:
-    """Add an option without a value."""
-    return click.option(*names, is_flag=True, help=text)
-
-
 # The decorator of a command, with its name and the settings of `ScreenCommand`.
 screen_command = functools.partial(click.command, cls=ScreenCommand)
 
@@ -268,14 +272,14 @@ class LazyGroup(ScreenCommand, click.Group):
     `grad-flow` is `grad_flow_command` there.
     """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, Mapping[str, str]], **settings: Any) -> None:
+    def __init__(self, *, lazy: Mapping[str, Mapping[str, str]], **settings: Any) -> None:
         listed = {
             name: ListedCommand(module, name, summary)
             for module, summaries in lazy.items()
             for name, summary in summaries.items()
         }
         settings["context_settings"] = {"help_option_names": ["-h", "--help"]}
-        super().__init__(*args, commands=listed, keeps_traceback=True, **settings)
+        super().__init__(commands=listed, keeps_traceback=True, **settings)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*self.commands]

@@ -31,7 +31,8 @@ from ..runs.ranks import RunError
 from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
-from .options import RESULTS_OPTION, WORDS_ARGUMENT, choose_device, model_option, number_option
+from .options import choose_device, model_option
+from .parameters import WORDS_ARGUMENT, number_option, option
 from .runs import saved_tensors
 from .runs_diff import compare_values
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
@@ -195,29 +196,20 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
 
 
 @screen_command("spike-check", example="--steps 60")
-@model_option("model", more=". Same as model=.")
-@click.option(
-    "--config", type=click.Path(exists=True, dir_okay=False), help="YAML configuration file."
-)
-@number_option("Steps of each run.", "--steps", default=240, least=18)
-@number_option("First bad step.  [default: two thirds of the steps]", "--at", least=2)
-@number_option("Number of steps with bad samples.", "--windows", default=5)
-@click.option(
-    "--runs",
-    "keep_path",
-    type=click.Path(file_okay=False),
-    help="Keep the runs in this new folder, for `runs plot`.",
-)
-@RESULTS_OPTION
-@WORDS_ARGUMENT
 def spike_check_command(
-    model: str | None,
-    config: str | None,
-    steps: int,
-    at: int | None,
-    windows: int,
-    keep_path: str | None,
-    words: tuple[str, ...],
+    model: str | None = model_option(more="Same as model=."),
+    config: str | None = option(
+        "YAML configuration file.", type=click.Path(exists=True, dir_okay=False)
+    ),
+    steps: int = number_option("Steps of each run.", default=240, least=18),
+    at: int | None = number_option("First bad step.  [default: two thirds of the steps]", least=2),
+    windows: int = number_option("Number of steps with bad samples.", default=5),
+    keep_path: str | None = option(
+        "Keep the runs in this new folder, for `runs plot`.",
+        flags="--runs",
+        type=click.Path(file_okay=False),
+    ),
+    words: tuple[str, ...] = WORDS_ARGUMENT,
 ) -> Ended:
     """Check the recovery from a loss spike.
 

@@ -27,39 +27,39 @@ from .options import (
     BATCH_SIZE_OPTION,
     BLOCKS_OPTION,
     DEFAULT_BATCH_SIZE,
-    DEVICE_OPTION,
     DTYPE_OPTION,
     SEED_OPTION,
+    device_option,
     model_option,
-    output_option,
     program_option,
     samples_of,
     settle_blocks,
 )
-from .screen import LIBRARY_FOLDERS, flag, literal, render_template, screen_command
+from .parameters import option, output_option, together
+from .screen import LIBRARY_FOLDERS, literal, render_template, screen_command
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
 
 
-def values_of_gates(spec: str, out: Path, **options: Any) -> dict[str, Any]:
-    """Return what the template of the gates names; `options` are those of the command line.
+def values_of_gates(spec: str, out: Path, recipe: dict[str, Any]) -> dict[str, Any]:
+    """Return what the template of the gates names; `recipe` are the options.
 
     The model and gates are loaded and run once first; a ValueError names what is wrong.
     """
     workload = load_workload(spec)
-    size = samples_of(workload, options["batch_size"], default=DEFAULT_BATCH_SIZE)
-    case = Case(workload, batch_size=size, seed=options["seed"], blocks=options["blocks"])
+    size = samples_of(workload, recipe["batch_size"], default=DEFAULT_BATCH_SIZE)
+    case = Case(workload, batch_size=size, seed=recipe["seed"], blocks=recipe["blocks"])
     source = spec.removeprefix(TRAINER_PREFIX)
     file = source.rpartition(":")[0]
     is_file = file.endswith(".py")
-    patterns = _checked_patterns(options["package"], options["gates"])
+    patterns = _checked_patterns(recipe["package"], recipe["gates"])
     modules = [] if is_file or spec in BUILTIN_WORKLOADS else [source.partition(":")[0]]
-    if options["package"] != DEFAULT_PACKAGE_NAME:
-        modules.append(options["package"])
+    if recipe["package"] != DEFAULT_PACKAGE_NAME:
+        modules.append(recipe["package"])
     roots = {Path.cwd().resolve(), *_import_roots(modules)}
     return {
-        "recipe": options | {"batch_size": size},
+        "recipe": recipe | {"batch_size": size},
         "source": source,
         "spec": spec,
         "roots": [_path_expression(root, out) for root in sorted(roots)],
@@ -111,31 +111,31 @@ def _path_expression(path: Path, out: Path) -> str:
 
 
 @screen_command("gen-tests", example="--model mlp --out test_gates.py")
-@model_option("model")
-@program_option(otherwise="")
-@output_option("The file to write.", "--out", required=True, metavar="FILE")
-@BLOCKS_OPTION
-@click.option(
-    "--gate",
-    "gates",
-    multiple=True,
-    metavar="PATTERN",
-    help="Only these gates: a technique or a glob. Repeatable.",
-)
-@DEVICE_OPTION
-@DTYPE_OPTION
-@BATCH_SIZE_OPTION
-@SEED_OPTION
-@click.option(
-    "--package",
-    default=DEFAULT_PACKAGE_NAME,
-    show_default=True,
-    metavar="NAME",
-    help="Where the gates are, such as mylib.training.",
-)
-@flag("Replace FILE even if something else wrote it.", "--overwrite")
 def gen_tests_command(
-    model: str | None, program: list[str], out: str, overwrite: bool, **options: Any
+    model: str | None = model_option(),
+    program: list[str] = program_option(otherwise=""),
+    out: str = output_option("The file to write.", required=True),
+    recipe: dict[str, Any] = together(
+        dict,
+        blocks=BLOCKS_OPTION,
+        gates=option(
+            "Only these gates: a technique or a glob. Repeatable.",
+            "PATTERN",
+            "--gate",
+            multiple=True,
+        ),
+        device=device_option(),
+        dtype=DTYPE_OPTION,
+        batch_size=BATCH_SIZE_OPTION,
+        seed=SEED_OPTION,
+        package=option(
+            "Where the gates are, such as mylib.training.",
+            "NAME",
+            default=DEFAULT_PACKAGE_NAME,
+            show_default=True,
+        ),
+    ),
+    overwrite: bool = option("Replace FILE even if something else wrote it."),
 ) -> None:
     """Write a pytest file that runs every gate.
 
@@ -159,7 +159,7 @@ def gen_tests_command(
         values = {"script": words[0], "path": expression, "arguments": words[1:]}
     else:
         template = "test_gates.py.jinja"
-        values = values_of_gates(model or TRAINER_PREFIX + words[0], path, **options)
+        values = values_of_gates(model or TRAINER_PREFIX + words[0], path, recipe)
     text = render_template(
         Path(__file__).with_name(template),
         mark=GENERATED_FILE_MARK,
@@ -169,7 +169,7 @@ def gen_tests_command(
         **values,
     )
     write_output(path, text)
-    python_path = "" if options["package"] != DEFAULT_PACKAGE_NAME else _python_path()
+    python_path = "" if recipe["package"] != DEFAULT_PACKAGE_NAME else _python_path()
     click.echo(
         f"wrote {shown}; run it with pytest (pip install pytest)\n"
         f"  {python_path}python -m pytest {shlex.quote(shown)}"

@@ -52,15 +52,9 @@ from ..trainer import (
 )
 from ..workloads.models import load_object, load_workload
 from ..workloads.workload import Batch, Case, WorkloadError
-from .options import (
-    DTYPES,
-    RESULTS_OPTION,
-    WORDS_ARGUMENT,
-    choose_device,
-    model_option,
-    number_option,
-)
-from .screen import Ended, UnusableInput, fill_screen, flag, screen_command
+from .options import DEVICES, DTYPE_NAMES, choose_device, model_option
+from .parameters import WORDS_ARGUMENT, number_option, option, together
+from .screen import Ended, UnusableInput, fill_screen, screen_command
 
 # Resolve the names of a configuration: the model, its loss, and its data.
 
@@ -146,31 +140,25 @@ def open_named_data(config: DataConfig, case: Case, *, vocabulary: int | None = 
 
 
 @screen_command("train", keeps_traceback=True, leave=leave, example="steps=20 microbatch=4")
-@click.option(
-    "--config",
-    "path",
-    type=click.Path(dir_okay=False),
-    help="YAML configuration file; default: config.yaml, if it exists.",
-)
-@click.option(
-    "--resume",
-    metavar="WHAT",
-    help="latest, RUN, RUN@STEP, RUN@before-STEP, a checkpoint, or RUN@best for a new run.",
-)
-@model_option("model", more=". Same as model=.")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), help="Same as device=.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Same as dtype=.")
-@number_option("Samples per step; same as batch_size=.", "--batch-size")
-@number_option("Same as seed=.", "--seed", least=0)
-@RESULTS_OPTION
-@flag("Print the complete configuration and exit.", "--show-config")
-@WORDS_ARGUMENT
 def train_command(
-    path: str | None,
-    resume: str | None,
-    show_config: bool,
-    words: tuple[str, ...],
-    **same_as_words: Any,
+    path: str | None = option(
+        "YAML configuration file; default: config.yaml, if it exists.",
+        flags="--config",
+        type=click.Path(dir_okay=False),
+    ),
+    resume: str | None = option(
+        "latest, RUN, RUN@STEP, RUN@before-STEP, a checkpoint, or RUN@best for a new run.", "WHAT"
+    ),
+    same_as_words: dict[str, Any] = together(
+        dict,
+        model=model_option(more="Same as model=."),
+        device=option("Same as device=.", type=DEVICES),
+        dtype=option("Same as dtype=.", type=DTYPE_NAMES),
+        batch_size=number_option("Samples per step; same as batch_size=."),
+        seed=number_option("Same as seed=.", least=0),
+    ),
+    show_config: bool = option("Print the complete configuration and exit."),
+    words: tuple[str, ...] = WORDS_ARGUMENT,
 ) -> Ended | None:
     """Train a model by its configuration.
 

@@ -45,18 +45,16 @@ from .options import (
     facts_of,
     heading,
     named_once,
-    number_option,
-    run_options,
     settle_blocks,
     training_options,
 )
+from .parameters import number_option, option, together
 from .preflight import status_of
 from .screen import (
     Ended,
     UnusableInput,
     echo_lines,
     fill_screen,
-    flag,
     messages_on_screen,
     screen_command,
 )
@@ -197,38 +195,25 @@ def list_with_claims(gates: Sequence[Gate]) -> Iterator[str]:
 
 
 @screen_command("validate", example="--model mlp --gate grad-accum")
-@training_options("models", multiple=True, more="Repeatable; default: every built-in workload.")
-@click.option(
-    "--gate",
-    "patterns",
-    multiple=True,
-    metavar="PATTERN",
-    help="Run only these gates: a technique or a glob. Repeatable.",
-)
-@click.option(
-    "--impl",
-    "implementations",
-    multiple=True,
-    metavar="SPEC",
-    help="Check package.module:function instead of ours, or NAME=SPEC; --list --figures tells "
-    "how each is called. Repeatable.",
-)
-@run_options
-@number_option("Check the same model with this many layers.", "--shrink")
-@flag("Show what each gate measured; implied by --gate.", "--figures")
-@flag(
-    "List the gates, with --figures their claims and what --impl takes; exit.",
-    "--list",
-    "list_only",
-)
 def validate_command(
-    models: tuple[str, ...],
-    patterns: tuple[str, ...],
-    implementations: tuple[str, ...],
-    asked: CaseOptions,
-    shrink: int | None,
-    figures: bool,
-    list_only: bool,
+    models: tuple[str, ...] = training_options(
+        multiple=True, more="Repeatable; default: every built-in workload."
+    ),
+    patterns: tuple[str, ...] = option(
+        "Run only these gates: a technique or a glob. Repeatable.", "PATTERN", "--gate"
+    ),
+    implementations: tuple[str, ...] = option(
+        "Check package.module:function instead of ours, or NAME=SPEC; --list --figures tells how "
+        "each is called. Repeatable.",
+        "SPEC",
+        "--impl",
+    ),
+    asked: CaseOptions = together(CaseOptions),
+    shrink: int | None = number_option("Check the same model with this many layers."),
+    figures: bool = option("Show what each gate measured; implied by --gate."),
+    list_only: bool = option(
+        "List the gates, with --figures their claims and what --impl takes; exit.", flags="--list"
+    ),
 ) -> Ended | None:
     """Measure every gate on a model.
 

@@ -1,0 +1,124 @@
+"""Declare the options of a command as the defaults of its function's parameters.
+
+    @screen_command("bench", example="--model mlp")
+    def bench_command(
+        levers: tuple[str, ...] = option("Repeatable; + joins several.", "NAME", "--lever"),
+        steps: int = number_option("Timed rounds.", default=20),
+        asked: CaseOptions = together(CaseOptions),
+    ) -> Ended:
+
+An option has the name of its parameter unless it is given another one; a tuple makes it repeatable,
+and a bool makes it a flag. A value that is made of several options is declared by the function or
+the dataclass that makes it. A command that returns results has `--json`.
+
+Proof: `python -m pytest tests/cli/test_command_line.py`.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+import click
+
+
+class Together:
+    """Options of which a function makes one value: those of its parameters, or `members`."""
+
+    def __init__(self, function: Callable[..., Any], members: Mapping[str, Any]) -> None:
+        self.function = function
+        # What each parameter declares, and its type.
+        self.declared = {name: (member, None) for name, member in members.items()} or {
+            name: (one.default, one.annotation)
+            for name, one in inspect.signature(function).parameters.items()
+        }
+
+    def parameters(self) -> list[click.Parameter]:
+        """Return the options and arguments, in the order of the page."""
+        found: list[click.Parameter] = []
+        for name, (declared, kind) in self.declared.items():
+            if isinstance(declared, Together):
+                found += declared.parameters()
+            elif callable(declared):
+                found.append(declared(name, kind))
+        return found
+
+    def value(self, **given: Any) -> Any:
+        """Call the function with the values of its options."""
+        for name, (declared, _) in self.declared.items():
+            if isinstance(declared, Together):
+                given[name] = declared.value(**given)
+        return self.function(**{name: given[name] for name in self.declared if name in given})
+
+
+def together(function: Callable[..., Any], **members: Any) -> Any:
+    """Declare the options of which a function makes the value of one parameter."""
+    return Together(function, members)
+
+
+def option(
+    text: str,
+    metavar: str | None = None,
+    flags: str | None = None,
+    *,
+    parse: Callable[[Any], Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Declare an option; a ValueError of `parse`, which reads its text, is wrong usage."""
+
+    def read(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        if parse is None or value is None:
+            return value
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise click.BadParameter(str(error)) from error
+
+    def declare(name: str, kind: Any) -> click.Option:
+        return click.Option(
+            [flags or f"--{name.replace('_', '-')}", name],
+            metavar=metavar,
+            help=text,
+            callback=read,
+            is_flag=kind in (bool, bool | None) or None,
+            **{"multiple": get_origin(kind) is tuple} | settings,
+        )
+
+    return declare
+
+
+def argument(metavar: str | None = None, **settings: Any) -> Any:
+    """Declare an argument; a tuple takes any number of words."""
+
+    def declare(name: str, kind: Any) -> click.Argument:
+        nargs = -1 if get_origin(kind) is tuple else 1
+        return click.Argument([name], metavar=metavar, nargs=nargs, **settings)
+
+    return declare
+
+
+def number_option(
+    text: str, flags: str | None = None, *, default: int | None = None, least: int = 1
+) -> Any:
+    """Declare an option for a whole number, and show its default."""
+    kind = click.IntRange(least)
+    return option(text, None, flags, type=kind, default=default, show_default=True)
+
+
+class OutputFile(click.Path):
+    """A file to write; its folder has to exist before a long run rather than at its end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not Path(value).parent.is_dir():
+            self.fail(f"the folder of {value!r} does not exist: create it first", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+def output_option(text: str, flags: str | None = None, **settings: Any) -> Any:
+    """Declare an option for an output file, which is checked before the work begins."""
+    place = OutputFile(dir_okay=False, writable=True, allow_dash=True)
+    return option(text, None, flags, type=place, **settings)
+
+
+# Words of a configuration.
+WORDS_ARGUMENT = argument("[KEY=VALUE]...")
