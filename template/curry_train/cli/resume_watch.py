@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_map_only
 
 from ..core.digest import digest, generator_digests
 from ..core.generators import generator_states, set_generator_states
@@ -141,7 +141,7 @@ class StateWatch:
         finally:
             self._depth -= 1
 
-    def _enter(self, root: nn.Module, args: Any, options: Any) -> tuple[Any, Any]:
+    def _enter(self, root: nn.Module, args: Any, options: Any) -> Any:
         self._add("model", root)
         is_first = not self._now["generators"]
         has_more = self._num_settled < len(self._found) or is_first
@@ -151,22 +151,23 @@ class StateWatch:
         if has_more:
             # A model that was called before may have changed its buffers.
             self._now["model"] = self._states("model") | self._now["model"]
-        leaves, form = tree_flatten((args, options))
-        # The output of another module is no data.
-        tensors = [
-            number
-            for number, one in enumerate(leaves)
-            if isinstance(one, Tensor) and one.grad_fn is None
-        ]
         place = len(self.steps), len(self._now["data order"])
-        if self.mode == "straight":
-            self.fresh[place] = [leaves[one].detach().clone() for one in tensors]
-        elif self.mode == "data order":
-            for one, kept in zip(tensors, self.fresh.get(place, ()), strict=False):
-                leaves[one] = kept.to(leaves[one].device)
-        self._now["data order"].append([digest(leaves[one]) for one in tensors])
-        changed: tuple[Any, Any] = tree_unflatten(leaves, form)
-        return changed
+        first = self.fresh.setdefault(place, [])
+        digests: list[str] = []
+        self._now["data order"].append(digests)
+
+        def meet(tensor: Tensor) -> Tensor:
+            # The output of another module is no data.
+            if tensor.grad_fn is not None:
+                return tensor
+            if self.mode == "straight":
+                first.append(tensor.detach().clone())
+            elif self.mode == "data order" and first:
+                tensor = first.pop(0).to(tensor.device)
+            digests.append(digest(tensor))
+            return tensor
+
+        return tree_map_only(Tensor, meet, (args, options))
 
     # The optimizer.
 
