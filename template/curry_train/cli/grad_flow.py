@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/cli/test_grad_flow_command.py`.
 from dataclasses import replace
 
 import click
-import torch
 
 from ..core.generators import seeded
 from ..plan.optimizers import make_optimizer
@@ -16,7 +15,6 @@ from ..primitives.grad_flow import GradFlow
 from ..primitives.grad_flow_report import flow_json, flow_table
 from ..runs.journal import finite
 from ..workloads.models import is_taken, load_workload
-from ..workloads.workload import Case
 from .figures import plot_flow
 from .options import (
     CaseOptions,
@@ -63,7 +61,16 @@ def grad_flow_command(
     if learning_rate is not None:
         optimizer.param_groups[0]["lr"] = learning_rate
     flow = GradFlow(module, optimizer, every=1, layers=list(layers) or None, blocks=case.blocks)
-    losses = _train(case, module, optimizer, flow, steps)
+    losses = []
+    with messages_on_screen() as show_message, seeded(case.seed), flow:
+        for step in range(steps):
+            show_message(f"step {step + 1} of {steps}")
+            optimizer.zero_grad()
+            # A new batch for each step.
+            loss = workload.mean_loss(module, replace(case, seed=case.seed + step).batch())
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
 
     echo_notes(workload)
     click.echo(flow_table(flow.records) + LOOP_NOT_RUN * is_taken(spec))
@@ -78,23 +85,3 @@ def grad_flow_command(
     }
     is_bad = any(record.nonfinite for record in flow.records)
     return facts | flow_json(flow), is_bad
-
-
-def _train(
-    case: Case,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    flow: GradFlow,
-    steps: int,
-) -> list[float]:
-    """Train with a new batch for each step and return its loss."""
-    losses = []
-    with messages_on_screen() as show_message, seeded(case.seed), flow:
-        for step in range(steps):
-            show_message(f"step {step + 1} of {steps}")
-            optimizer.zero_grad()
-            loss = case.workload.mean_loss(module, replace(case, seed=case.seed + step).batch())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses

@@ -41,14 +41,12 @@ from .options import (
     training_options,
     typed,
 )
-from .parameters import option, output_option, together
+from .parameters import INPUT_FILE, option, output_option, together
 from .screen import Ended, fill_screen, messages_on_screen, screen_command, table
 
 # Lines of code that a report lists, so that it has 30 lines in all; --json has more.
 MOST_LINES = 4
 NAME_WIDTH = 56
-# Options of a measured model, which a snapshot has no use for.
-MODEL_OPTIONS = ("device", "blocks", "dtype", "batch_size", "seed", "on_shapes")
 
 
 # The report of a snapshot.
@@ -196,7 +194,7 @@ def memory_command(
         "Read a CUDA memory snapshot in place of a model.",
         "FILE",
         "--snapshot",
-        type=click.Path(exists=True, dir_okay=False),
+        type=INPUT_FILE,
     ),
     on_shapes: bool = option("Run the model without values, in little memory."),
     asked: CaseOptions = together(CaseOptions),
@@ -213,7 +211,7 @@ def memory_command(
         raise click.UsageError("give either --model or --snapshot")
     if spec is not None:
         report = measure_model(spec, asked, on_shapes=on_shapes)
-    elif ignored := typed(MODEL_OPTIONS):
+    elif ignored := typed([*vars(asked), "on_shapes"]):
         raise click.UsageError(f"{ignored[0]} is of a model: leave it out with --snapshot")
     else:
         report = report_snapshot(str(snapshot_path))

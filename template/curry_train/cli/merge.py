@@ -234,10 +234,10 @@ def write_changes(root: Path, changes: Sequence[Change]) -> None:
     for left in root.glob(f"{STAGING_PREFIX}*"):
         shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
     with tempfile.TemporaryDirectory(dir=root, prefix=STAGING_PREFIX) as folder:
-        staged = [Path(folder, str(number)) for number in range(len(writes))]
-        for new, change in zip(staged, writes, strict=True):
+        staged = {change: Path(folder, str(number)) for number, change in enumerate(writes)}
+        for change, new in staged.items():
             write_output(new, change.after or b"")
-        for new, change in zip(staged, writes, strict=True):
+        for change, new in staged.items():
             place = destination(root, change.path)
             if change.after is None:
                 place.unlink(missing_ok=True)

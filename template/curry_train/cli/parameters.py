@@ -105,20 +105,27 @@ def number_option(
     return option(text, None, flags, type=kind, default=default, show_default=True)
 
 
-class OutputFile(click.Path):
-    """A file to write; its folder has to exist before a long run rather than at its end."""
+def output_option(
+    text: str,
+    flags: str | None = None,
+    *,
+    parse: Callable[[str], str] = str,
+    **settings: Any,
+) -> Any:
+    """Declare an option for a file to write.
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not Path(value).parent.is_dir():
-            self.fail(f"the folder of {value!r} does not exist: create it first", param, ctx)
-        return super().convert(value, param, ctx)
+    Its folder has to exist before a long run rather than at its end.
+    """
+
+    def check(path: str) -> str:
+        if not Path(path).parent.is_dir():
+            raise ValueError(f"the folder of {path!r} does not exist: create it first")
+        return parse(path)
+
+    place = click.Path(dir_okay=False, writable=True, allow_dash=True)
+    return option(text, None, flags, type=place, parse=check, **settings)
 
 
-def output_option(text: str, flags: str | None = None, **settings: Any) -> Any:
-    """Declare an option for an output file, which is checked before the work begins."""
-    place = OutputFile(dir_okay=False, writable=True, allow_dash=True)
-    return option(text, None, flags, type=place, **settings)
-
-
+INPUT_FILE = click.Path(exists=True, dir_okay=False)
 # Words of a configuration.
 WORDS_ARGUMENT = argument("[KEY=VALUE]...")

@@ -166,6 +166,12 @@ def began_after(straight: Steps, resumed: Steps, kill_at: int) -> int:
 def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
     """Return the parts that differ in the first step that is not equal, each with a text."""
     expected = straight[begun:]
+    rates = (
+        f"rate {now:.3g}, not {was:.3g} (step {step})"
+        for step, pair in enumerate(zip(expected, resumed, strict=False), begun + 1)
+        for was, now in zip(*(one["rates"] for one in pair), strict=True)
+        if was != now
+    )
     for number, (was, now) in enumerate(zip(expected, resumed, strict=False)):
         parts = {
             part: _difference(part, was[part], now[part])
@@ -188,7 +194,7 @@ def differences(straight: Steps, resumed: Steps, begun: int) -> dict[str, str]:
         if "data order" in parts and again:
             parts["data order"] = f"batch {again[-1]} came again"
         texts = {part: f"{text} (step {begun + number + 1})" for part, text in parts.items()}
-        if rate := _rate(expected, resumed, begun):
+        if rate := next(rates, None):
             if "scheduler" in texts:
                 texts["scheduler"] = rate
             elif "result" in texts:
@@ -204,15 +210,6 @@ def _difference(part: str, was: Any, now: Any) -> str:
     if part in ("scheduler", "scaler"):
         return f"{keys[0]} {now.get(keys[0])}, not {was.get(keys[0])}"
     return some_of(keys, 1)
-
-
-def _rate(expected: Steps, resumed: Steps, begun: int) -> str | None:
-    """Describe the first learning rate that differs."""
-    for number, steps in enumerate(zip(expected, resumed, strict=False), start=begun + 1):
-        for was, now in zip(*(step["rates"] for step in steps), strict=True):
-            if was != now:
-                return f"rate {now:.3g}, not {was:.3g} (step {number})"
-    return None
 
 
 # What a process does.

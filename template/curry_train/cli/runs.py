@@ -21,7 +21,7 @@ from ..runs.layout import CHECKPOINT_KINDS, find_run
 from ..runs.ranks import DamagedCheckpoint
 from ..runs.resume import choose
 from ..runs.store import SavedRun
-from .parameters import argument, option
+from .parameters import INPUT_FILE, argument, option
 from .screen import Ended, LazyGroup, echo_lines, messages_on_screen, screen_command, table
 
 # Tables of runs and checkpoints, readable at 80 columns, and their rows as JSON.
@@ -47,30 +47,22 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
 
 def checkpoint_rows(run: SavedRun) -> Rows:
     """Return a row for every checkpoint of a run, the damaged ones last."""
+
+    def row(folder: str, **facts: Any) -> dict[str, Any]:
+        known = {"step": None, "bytes": 0, "date": None, "metric": None, "damaged": None}
+        return {"kind": folder.partition("/")[0], "folder": folder} | known | facts
+
     committed, damaged = run.scan()
     return [
-        {
-            "kind": saved.kind,
-            "folder": saved.folder,
-            "step": saved.step,
-            "bytes": saved.num_bytes,
-            "date": str(saved.about.get("date", "")),
-            "metric": "{} {:.6g}".format(*saved.metric) if saved.metric else None,
-            "damaged": None,
-        }
+        row(
+            saved.folder,
+            step=saved.step,
+            bytes=saved.num_bytes,
+            date=str(saved.about.get("date", "")),
+            metric="{} {:.6g}".format(*saved.metric) if saved.metric else None,
+        )
         for saved in committed
-    ] + [
-        {
-            "kind": folder.partition("/")[0],
-            "folder": folder,
-            "step": None,
-            "bytes": 0,
-            "date": None,
-            "metric": None,
-            "damaged": why,
-        }
-        for folder, why in damaged.items()
-    ]
+    ] + [row(folder, damaged=why) for folder, why in damaged.items()]
 
 
 def runs_table(rows: Rows) -> str:
@@ -301,7 +293,7 @@ def export_command(
     model_config: str | None = option(
         "A config.json of Hugging Face to put next to them.",
         "FILE",
-        type=click.Path(exists=True, dir_okay=False),
+        type=INPUT_FILE,
     ),
 ) -> Ended:
     """Write the parameters of a checkpoint as Hugging Face safetensors.

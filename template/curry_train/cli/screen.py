@@ -189,14 +189,15 @@ class ScreenCommand(click.Command):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         """Run the command, after a line on what it does if that is long; a signal ends some."""
-        if args is None and SUPERVISED_VARIABLE not in os.environ:
+        if args is None:
             words = [self.name, *sys.argv[1 : 3 if sys.argv[1:2] == ["runs"] else 2]]
             found = [f"{word} {LONG_COMMANDS[word]}" for word in words if word in LONG_COMMANDS]
-            if found and {"-h", "--help", "--list"}.isdisjoint(sys.argv):
+            asks_only = {"-h", "--help", "--list"} & {*sys.argv}
+            if found and not asks_only and SUPERVISED_VARIABLE not in os.environ:
                 # Now, because the import of the command takes seconds itself.
                 click.echo(found[-1], err=True)
-        if args is None and SUPERVISED_COMMAND in (self.name, *sys.argv[1:2]):
-            supervise()
+            if SUPERVISED_COMMAND in words:
+                supervise()
         return super().main(args, *rest, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

@@ -32,7 +32,7 @@ from ..runs.store import SavedRun
 from ..trainer import Hook, TrainingRun, train_run
 from ..workloads.workload import map_tensors
 from .options import choose_device, model_option
-from .parameters import WORDS_ARGUMENT, number_option, option
+from .parameters import INPUT_FILE, WORDS_ARGUMENT, number_option, option
 from .runs import saved_tensors
 from .runs_diff import compare_values
 from .screen import Ended, echo_lines, messages_on_screen, screen_command
@@ -198,9 +198,7 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
 @screen_command("spike-check", example="--steps 60")
 def spike_check_command(
     model: str | None = model_option(more="Same as model=."),
-    config: str | None = option(
-        "YAML configuration file.", type=click.Path(exists=True, dir_okay=False)
-    ),
+    config: str | None = option("YAML configuration file.", type=INPUT_FILE),
     steps: int = number_option("Steps of each run.", default=240, least=18),
     at: int | None = number_option("First bad step.  [default: two thirds of the steps]", least=2),
     windows: int = number_option("Number of steps with bad samples.", default=5),
