@@ -13,8 +13,6 @@ Proof: `python -m pytest tests/runs/test_locate.py`.
 
 import difflib
 import itertools
-import json
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -583,13 +581,20 @@ def _matched(names: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
 def _in_names_of_a(b: Record, renamed: Mapping[str, str]) -> Record:
     """Return observations of B by the paths in A; the field "own" has each as it was."""
 
-    def name_in_a(word: re.Match[str]) -> str:
-        # A module or a parameter of one, also at the end of "gradient of model.h.0.bias".
-        owner, dot, last = word[0].rpartition(".")
-        found = f"{renamed[owner]}{dot}{last}" if owner in renamed else word[0]
-        return renamed.get(word[0], found)
+    def name_in_a(name: str) -> str:
+        # A module, a parameter of one, or such as "gradient of model.h.0.bias".
+        what, of, path = name.rpartition(" of ")
+        owner, dot, last = path.rpartition(".")
+        found = f"{renamed[owner]}{dot}{last}" if owner in renamed else path
+        return f"{what}{of}{renamed.get(path, found)}"
 
-    # Names are in quotes, and so are the values of records, which are no paths.
-    text = json.dumps(b, ensure_ascii=False)
-    named = json.loads(re.sub(r'[^" ]+(?=")', name_in_a, text)) if renamed else b
-    return [{**one, "own": own} for one, own in zip(named, b, strict=True)]
+    found = []
+    for own in b:
+        one = {**own, "own": own, "path": name_in_a(own.get("path", ""))}
+        for key in {"digests", "distances", "settings"} & own.keys():
+            one[key] = {name_in_a(name): value for name, value in own[key].items()}
+        if own.get("within"):
+            path, call = own["within"]
+            one["within"] = [name_in_a(path), call]
+        found.append(one)
+    return found

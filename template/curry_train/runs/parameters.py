@@ -25,7 +25,7 @@ def bare_name(model: nn.Module, name: str) -> str:
         if step not in WRAPPED_ATTRIBUTES and not is_wrapped:
             kept.append(step)
         # Some modules make up names for their state, and some wrappers remove their own from them.
-        module = getattr(module, "_modules", {}).get(step)
+        module = getattr(module, step, None)
     return ".".join(kept)
 
 
