@@ -196,7 +196,7 @@ class Recorder:
             }
             if kind in ("enter", "exit"):
                 states = generator_states().values()
-                bits = [state.numpy() for state in states if isinstance(state, Tensor)]
+                bits = [state.numpy().tobytes() for state in states if isinstance(state, Tensor)]
                 one["generator"] = hash_of(b"".join(bits))
             elif kind == "state" and not self.stepping:
                 one["generators"] = dict(generator_digests().items() - self.undrawn)
