@@ -10,7 +10,7 @@ import torch
 
 from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
-from curry_train.runs.store import Writing
+from curry_train.runs.format import ShardedSave
 
 from ..command_runs import finished
 from ..store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
@@ -133,7 +133,7 @@ def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
     ],
 )
 def test_any_error_of_a_save_leaves_no_folder(store, monkeypatch, moment, error, message):
-    monkeypatch.setattr(Writing, moment, lambda *_, **__: fail(KeyError("odd"))())
+    monkeypatch.setattr(ShardedSave, moment, lambda *_, **__: fail(KeyError("odd"))())
     with pytest.raises(error, match=message):
         store.save("rollback", 1, new_state())
     assert not [*store.files.names("rollback")]

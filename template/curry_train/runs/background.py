@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .format import Part
+from .format import Part, Writing
 from .layout import SavedCheckpoint
 from .ranks import Ranks
-from .store import Savable, Store, Writing
+from .store import Savable, Store
 from .values import is_plain
 
 # Host copies of tensors, made while training continues, in buffers that are reused.
@@ -125,7 +125,7 @@ class BackgroundSaver:
         Ranks().all_do(self._settle)
         writing = self.store.begin(kind, step, state, metric=metric)
         pool = ThreadPoolExecutor(1)
-        self._copied = pool.submit(self._staging.begin(writing.layout.tensors))
+        self._copied = pool.submit(self._staging.begin(writing.tensors))
         self._running = pool.submit(self._run, writing, self._copied)
         # The thread ends with the save.
         pool.shutdown(wait=False)
@@ -191,7 +191,7 @@ class BackgroundSaver:
             if sys.platform == "linux":
                 with contextlib.suppress(OSError):
                     os.nice(5)
-            writing.layout.tensors = self._staging.buffers
+            writing.tensors = self._staging.buffers
             return writing.write()
 
         try:

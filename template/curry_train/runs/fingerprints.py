@@ -323,8 +323,7 @@ class Recorder:
         for name, one in values.items():
             if getattr(one, "grad_fn", None) is None:
                 continue
-            # torch annotates the property as a method.
-            metadata: dict[Any, Any] = one.grad_fn.metadata  # type: ignore[assignment]
+            metadata = one.grad_fn.metadata
             key = FLOW_KEY, one.output_nr
             if key not in metadata:
                 metadata[key] = {"consumers": [], "made_in": None}

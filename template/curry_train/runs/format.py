@@ -58,30 +58,6 @@ class Part:
     values: Mapping[str, Any]
 
 
-@dataclass
-class HashingFolder:
-    """A folder for torch's writer; new files are hashed, and synced when closed."""
-
-    files: Files
-    folder: str
-    entries: dict[str, FileEntry] = field(default_factory=dict)
-
-    def concat_path(self, path: StrPath, suffix: str) -> str:
-        return suffix
-
-    @contextlib.contextmanager
-    def create_stream(self, name: str, mode: str = "wb") -> Iterator[Any]:
-        with self.files.create(f"{self.folder}/{name}") as stream:
-            try:
-                yield stream
-            except RuntimeError as error:
-                # Torch's zip writer hides the error of a full disk behind "unexpected pos".
-                if isinstance(error.__context__, OSError):
-                    raise error.__context__ from error
-                raise
-            self.entries[name] = FileEntry(stream.tell(), stream.hash.hexdigest())
-
-
 def readable(data: bytes, most_bytes: int, what: str) -> bytes:
     """Return the data; raise SaveError if a load would refuse so much."""
     if len(data) > most_bytes:
@@ -204,6 +180,42 @@ class Contents:
     model_only: bool = False
 
 
+# One save, prepared on all ranks: each writes its part, and then the first one commits.
+
+
+@dataclass
+class PreparedSave:
+    """A save and its folder for torch's writer; new files are hashed, and synced when closed."""
+
+    # What is committed in the end, without its files.
+    saved: SavedCheckpoint
+    snapshot: Snapshot
+    files: Files
+    folder: str
+    ranks: Ranks
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+    # The tensors that this rank writes; the caller may put copies in their place.
+    tensors: list[Tensor] = field(default_factory=list)
+
+    def concat_path(self, path: StrPath, suffix: str) -> str:
+        return suffix
+
+    @contextlib.contextmanager
+    def create_stream(self, name: str, mode: str = "wb") -> Iterator[Any]:
+        with self.files.create(f"{self.folder}/{name}") as stream:
+            try:
+                yield stream
+            except RuntimeError as error:
+                # Torch's zip writer hides the error of a full disk behind "unexpected pos".
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from error
+                raise
+            self.entries[name] = FileEntry(stream.tell(), stream.hash.hexdigest())
+
+    def part(self, places: Mapping[MetadataIndex, Any]) -> Part:
+        return Part(self.entries, places, self.snapshot.rank_values)
+
+
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
 SAFETENSORS_FILE_NAME = "model.safetensors"
@@ -216,24 +228,23 @@ NOT_IN_SAFETENSORS = {
 }
 
 
-class SafetensorsLayout:
+@dataclass
+class SafetensorsSave(PreparedSave):
     """The model's unsharded tensors, written by the first rank.
 
     What a safetensors file can't hold, by its dtype or name, is among the values of the state.
     """
 
-    def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
-        self._folder = folder
-        self._first = ranks.first
+    def __post_init__(self) -> None:
         whole: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
-        for name, tensor in snapshot.tensors.items():
+        for name, tensor in self.snapshot.tensors.items():
             if not name.startswith(MODEL_PREFIX):
                 continue
             # Every rank gathers its shards; the first one keeps the whole tensor, on the host.
             gather = getattr(tensor, "full_tensor", None)
             value: Tensor = tensor if gather is None else gather()
-            if not ranks.first:
+            if not self.ranks.first:
                 continue
             if gather is not None:
                 value = value.cpu()
@@ -243,18 +254,17 @@ class SafetensorsLayout:
             else:
                 self._others[bare] = value.detach().clone()
         self._names = list(whole)
-        # The caller may put copies in their place.
         self.tensors = list(whole.values())
 
-    def write(self) -> Mapping[MetadataIndex, Any]:
-        """Write `self.tensors`."""
-        if self._first:
+    def write(self) -> Part:
+        """Write this rank's files."""
+        if self.ranks.first:
             pairs = zip(self._names, self.tensors, strict=True)
             contents = {name: _own_memory(one) for name, one in pairs}
-            path = self._folder.files.path(f"{self._folder.folder}/{SAFETENSORS_FILE_NAME}")
+            path = self.files.path(f"{self.folder}/{SAFETENSORS_FILE_NAME}")
             save_file(contents, path, metadata={"format": "pt"})
-            self._folder.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
-        return {}
+            self.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
+        return self.part({})
 
     def join(self, parts: list[Part]) -> dict[str, Any]:
         """Return what the state holds of the tensors; called on the first rank."""
@@ -290,38 +300,35 @@ def copy_into(targets: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
 # Sharded checkpoints in torch.distributed.checkpoint's format, for any number of ranks.
 
 
-class ShardedLayout:
+@dataclass
+class ShardedSave(PreparedSave):
     """The tensors that this rank writes, in order."""
 
-    def __init__(self, snapshot: Snapshot, folder: HashingFolder, ranks: Ranks) -> None:
+    def __post_init__(self) -> None:
         # Of a tensor that several ranks hold, the lowest rank's copy is saved, because data
         # parallelism broadcasts from the first rank.
         planner: Any = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
         )
-        self._folder = folder
         self._metadata: Any = None
-        # The folder hashes its files and syncs them itself. It has those methods of torch's file
+        # The save hashes its files and syncs them itself. It has those methods of torch's file
         # system that the writer calls, and torch's type asks for all of them.
         self._writer = FileSystemWriter("", sync_files=False)
-        self._writer.fs = folder  # type: ignore[assignment]
+        self._writer.fs = self  # type: ignore[assignment]
 
         def local() -> Any:
-            planner.set_up_planner(dict(snapshot.tensors), is_coordinator=ranks.first)
+            planner.set_up_planner(dict(self.snapshot.tensors), is_coordinator=self.ranks.first)
             return planner.create_local_plan()
 
         def central(plans: list[Any]) -> list[Any]:
             plans, self._metadata = planner.create_global_plan(plans)
             return self._writer.prepare_global_plan(plans)
 
-        self._plan = planner.finish_plan(ranks.exchange(local, central))
-        # The caller may put copies in their place.
-        self.tensors: list[Tensor] = [
-            planner.resolve_data(item).detach() for item in self._plan.items
-        ]
+        self._plan = planner.finish_plan(self.ranks.exchange(local, central))
+        self.tensors = [planner.resolve_data(item).detach() for item in self._plan.items]
 
-    def write(self) -> Mapping[MetadataIndex, Any]:
-        """Write `self.tensors`; return their places in the files."""
+    def write(self) -> Part:
+        """Write this rank's files."""
         pairs = zip(self._plan.items, self.tensors, strict=True)
         by_item = {item.index: tensor for item, tensor in pairs}
         # All that torch's writer asks of a planner: in place of a live tensor, its copy.
@@ -330,7 +337,7 @@ class ShardedLayout:
         config: Any = importlib.import_module("torch.utils.serialization.config")
         with config.patch("save.compute_crc32", False):
             written = self._writer.write_data(self._plan, planner).wait()
-        return {one.index: one.storage_data for one in written}
+        return self.part({one.index: one.storage_data for one in written})
 
     def join(self, parts: list[Part]) -> dict[str, Any]:
         """Write torch's index of all parts; return ours, which is read without unpickling."""
@@ -342,7 +349,7 @@ class ShardedLayout:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        with self._folder.create_stream(METADATA_FILE_NAME) as stream:
+        with self.create_stream(METADATA_FILE_NAME) as stream:
             pickle.dump(metadata, stream)
         # Dtype, shape and pieces of each tensor, a piece with its place in the files.
         index = {}
@@ -354,3 +361,6 @@ class ShardedLayout:
                 pieces.append([chunk.offsets, chunk.sizes, *where])
             index[name] = [entry.properties.dtype, entry.size, pieces]
         return {"index": index}
+
+
+Writing = SafetensorsSave | ShardedSave

@@ -15,16 +15,15 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from .files import MOST_SMALL_BYTES, Files, StrPath
 from .format import (
     Contents,
-    HashingFolder,
     Part,
-    SafetensorsLayout,
-    ShardedLayout,
+    SafetensorsSave,
+    ShardedSave,
     Snapshot,
+    Writing,
     checked_index,
     copy_into,
     read_best,
@@ -59,21 +58,6 @@ STATE_FILE_NAME = "state.pt"
 MOST_STATE_BYTES = 2**28
 # The names of an uncommitted folder, and of one that is being removed.
 LEFTOVER_PATTERN = re.compile(r"\..+\.(?:partial|removed)-[0-9a-f]+")
-
-
-@dataclass(frozen=True)
-class Writing:
-    """One save, prepared on all ranks: each writes its part, and then the first one commits."""
-
-    # What is committed in the end, without its files.
-    saved: SavedCheckpoint
-    snapshot: Snapshot
-    new: HashingFolder
-    layout: SafetensorsLayout | ShardedLayout
-
-    def write(self) -> Part:
-        """Write this rank's files."""
-        return Part(self.new.entries, self.layout.write(), self.snapshot.rank_values)
 
 
 # Read-only access to a run: list, verify and load its checkpoints.
@@ -261,9 +245,8 @@ class Store(SavedRun):
                 str(self.files.path(final)),
             )
             folder = ranks.agree(lambda: self._prepare(final))
-            new = HashingFolder(self.files, folder)
-            layout = SafetensorsLayout if kind == BEST_KIND else ShardedLayout
-            return Writing(saved, snapshot, new, layout(snapshot, new, ranks))
+            prepare = SafetensorsSave if kind == BEST_KIND else ShardedSave
+            return prepare(saved, snapshot, self.files, folder, ranks)
         except Exception as error:
             # A user's state may raise anything, and the unfinished folder has to go.
             failed = self.failed(ranks, final, folder, error)
@@ -283,7 +266,7 @@ class Store(SavedRun):
         try:
             return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
         except Exception as error:  # a part of the user's state may raise anything
-            raise self.failed(ranks, writing.saved.folder, writing.new.folder, error) from error
+            raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
 
     def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:
         """Write the manifest and rename the folder; called on the first rank after all parts."""
@@ -292,21 +275,21 @@ class Store(SavedRun):
         content = {
             "values": writing.snapshot.values,
             "ranks": [part.values for part in parts],
-            **writing.layout.join(parts),
+            **writing.join(parts),
         }
         data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
-        with writing.new.create_stream(STATE_FILE_NAME) as stream:
+        with writing.create_stream(STATE_FILE_NAME) as stream:
             stream.write(data)
-        entries = dict(writing.new.entries)
+        entries = dict(writing.entries)
         for part in parts:
             entries |= part.files
         saved = dataclasses.replace(writing.saved, files=entries)
         rendered = readable(saved.render(), MOST_SMALL_BYTES, "the manifest")
-        self.files.write(f"{writing.new.folder}/{MANIFEST_FILE_NAME}", rendered)
+        self.files.write(f"{writing.folder}/{MANIFEST_FILE_NAME}", rendered)
 
         # A folder of this name was given up.
         removed = self._set_aside(saved.folder)
-        self.files.rename(writing.new.folder, saved.folder)
+        self.files.rename(writing.folder, saved.folder)
         # From here on the checkpoint is committed, and an error does not undo it.
         try:
             self.files.sync_folder(saved.kind)
