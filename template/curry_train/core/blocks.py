@@ -57,7 +57,7 @@ def become(mixin: type[Derived], module: nn.Module, technique: Any = None) -> No
 
 def restore(model: nn.Module, mixin: type[Derived]) -> list[str]:
     """Undo `become` in a model, and return the names of the modules that were changed."""
-    changed = {name: module for name, module in model.named_modules() if isinstance(module, mixin)}
+    changed = find_modules(model, mixin)
     for module in changed.values():
         if "_bases" not in vars(type(module)):
             raise ValueError(
@@ -159,6 +159,11 @@ class NoBlocks(ValueError):
     in_short = "the model repeats no block: name some with --blocks"
 
 
+def find_modules(model: nn.Module, kinds: Any) -> dict[str, Any]:
+    """Return the modules of one class, or of several, by their qualified names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
 # A glob over module names, or several.
 Globs = str | Sequence[str]
 
@@ -194,7 +199,7 @@ def blocks_if_any(module: nn.Module, pattern: Globs | None = None) -> dict[str, 
     return {}
 
 
-def match_names(names: list[str], globs: str | Sequence[Any], *, option: str) -> list[str]:
+def match_names(names: list[str], globs: Globs, *, option: str) -> list[str]:
     """Return the names that match a glob, or one of several; a glob without a match is an error."""
     matched: set[str] = set()
     for glob in [globs] if isinstance(globs, str | nn.Module) else globs:
@@ -252,8 +257,7 @@ def _is_own_layer(module: nn.Module) -> bool:
     Recurrent layers do not count, because they save every step.
     """
     is_torch = type(module).__module__.startswith("torch.nn.")
-    has_children = next(module.children(), None) is not None
-    return is_torch and not has_children and not isinstance(module, nn.RNNBase)
+    return is_torch and not [*module.children()] and not isinstance(module, nn.RNNBase)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
-from .blocks import blocks_if_any
+from .blocks import Globs, blocks_if_any
 from .blocks import tensors_in as tensors_in
 from .generators import generators_kept, seeded
 
@@ -445,7 +445,7 @@ def _device(module: nn.Module) -> torch.device:
 REST_LAYER = "(rest)"
 
 
-def divide(model: nn.Module, *, blocks: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+def divide(model: nn.Module, *, blocks: Globs | None = None) -> dict[str, nn.Module]:
     """Divide a model into layers that together cover it, in the model's order.
 
     The layers are the blocks, and around them the largest modules that hold no block. A model that

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ..core.blocks import NoBlocks, find_blocks
+from ..core.blocks import NoBlocks, find_blocks, find_modules
 from ..core.generators import seeded
 from ..core.measure import buffers_kept
 from ..primitives.grad_flow_probe import in_backward
@@ -114,9 +114,7 @@ def look(case: Case) -> tuple[FailureCause, ...]:
 
 
 def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
-    scripted = [
-        name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)
-    ]
+    scripted = [*find_modules(module, torch.jit.ScriptModule)]
     if scripted:
         cause = (
             f"{listed(scripted)}: scripted, so neither hooks nor techniques reach what runs "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.blocks import find_modules
 from ..core.wording import require_whole, some_of
 from ..workloads.models import describe_raised, import_callable
 from ..workloads.workload import WorkloadError
@@ -310,8 +311,8 @@ def _divide_heads(module: nn.Module, path: str, size: int) -> None:
 
 def _ends(module: nn.Module) -> tuple[str, str]:
     """Return the names of the embedding and of the output layer."""
-    embeddings = [name for name, one in module.named_modules() if isinstance(one, nn.Embedding)]
-    linears = [name for name, one in module.named_modules() if isinstance(one, nn.Linear)]
+    embeddings = [*find_modules(module, nn.Embedding)]
+    linears = [*find_modules(module, nn.Linear)]
     inside = {name.rpartition(".")[2] for name in linears}
     if len(embeddings) != 1 or not inside & ROW_NAMES:
         raise ValueError(

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from ..core.blocks import Derived, Unsuitable, become, match_names, restore, tensors_in
+from ..core.blocks import (
+    Derived,
+    Unsuitable,
+    become,
+    find_modules,
+    match_names,
+    restore,
+    tensors_in,
+)
 from .autocast import Autocast, autocast_as, autocast_now
 from .cross_entropy import (
     REDUCTIONS,
@@ -523,11 +531,7 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
 
     The counts start anew at each forward of the head in training.
     """
-    return {
-        name: module._technique[1]
-        for name, module in model.named_modules()
-        if isinstance(module, ChunkedHead)
-    }
+    return {name: module._technique[1] for name, module in find_modules(model, ChunkedHead).items()}
 
 
 class UnsuitableHead(Unsuitable):
@@ -535,9 +539,7 @@ class UnsuitableHead(Unsuitable):
 
 
 def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
-    linears = {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    }
+    linears = find_modules(model, nn.Linear)
     found: dict[str, nn.Module]
     if pattern is not None:
         found = {name: linears[name] for name in match_names(list(linears), pattern, option="head")}

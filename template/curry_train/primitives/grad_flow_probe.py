@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import Globs, blocks_if_any, in_transform, match_names, tensors_in
+from ..core.blocks import Globs, blocks_if_any, find_modules, in_transform, match_names, tensors_in
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
@@ -132,7 +132,7 @@ def group_of_batch(model: nn.Module) -> Any:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.process_group
     fully_sharded = torch.distributed.fsdp.FSDPModule
-    if not any(isinstance(module, fully_sharded) for module in model.modules()):
+    if not find_modules(model, fully_sharded):
         return None
     parameters: Iterable[Any] = model.parameters()
     meshes = {parameter.device_mesh for parameter in parameters if is_divided(parameter)}

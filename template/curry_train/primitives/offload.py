@@ -32,6 +32,7 @@ from ..core.blocks import (
     Globs,
     become,
     find_blocks,
+    find_modules,
     is_active,
     restore,
     tensors_in,
@@ -490,7 +491,7 @@ def offload_blocks(
     for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
-    if any(isinstance(module, Offloaded) for module in model.modules()):
+    if find_modules(model, Offloaded):
         raise ValueError(
             "blocks of this model are offloaded already: call remove_offload(model) first"
         )
@@ -515,10 +516,9 @@ def remove_offload(model: nn.Module) -> list[str]:
 
 def offload_report(model: nn.Module) -> OffloadReport:
     """Report what the last step of a model with offloaded blocks has moved so far."""
-    for module in model.modules():
-        if isinstance(module, Offloaded):
-            report: OffloadReport = module._technique.report
-            return report
+    for block in find_modules(model, Offloaded).values():
+        report: OffloadReport = block._technique.report
+        return report
     raise ValueError("no block of this model is offloaded: call offload_blocks(model) first")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
-from ..core.blocks import Globs, match_names, tensors_in
+from ..core.blocks import Globs, find_modules, match_names, tensors_in
 from .recompute import Checkpointed, RecomputeOptions
 from .rerun import Pair, written_names
 from .segments import Segment, SegmentMember
@@ -168,11 +168,7 @@ def keep_routing(model: nn.Module, *, blocks: Globs | None = None) -> list[str]:
     backward.
     """
     # The blocks that run a second time.
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, Checkpointed | SegmentMember)
-    }
+    found = find_modules(model, Checkpointed | SegmentMember)
     if blocks is None:
         names = [name for name, block in found.items() if has_router(block)]
     else:
