@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..core.blocks import Derived, Globs, become, find_blocks, is_active, restore
+from ..core.blocks import Derived, Globs, become, find_blocks, find_modules, is_active, restore
 from ..core.generators import seeded
 from ..core.measure import Loss, untouched
 from ..core.measure_compiled import (
@@ -160,21 +160,13 @@ def keep_what_draws(joint: GraphModule) -> list[Node]:
 
 def drawing_nodes(graph: GraphModule) -> list[Node]:
     """List the nodes that draw random numbers."""
-    return [
-        node
-        for node in graph.graph.nodes
-        if _is_call(node) and draws(node.target, node.args, node.kwargs)
-    ]
+    return [node for node in graph.graph.nodes if draws(node.target, node.args, node.kwargs)]
 
 
 def _drawing_within(backward: GraphModule) -> set[str]:
     """Return the random operations in nested compile regions, which torch partitions by itself."""
-    regions = [
-        submodule
-        for name, submodule in backward.named_modules()
-        if name and isinstance(submodule, GraphModule)
-    ]
-    return {node.name for region in regions for node in drawing_nodes(region)}
+    regions = find_modules(backward, GraphModule)
+    return {node.name for name in regions if name for node in drawing_nodes(regions[name])}
 
 
 def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:
@@ -185,12 +177,8 @@ def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:
     """
     has_several_outputs = any(isinstance(node.meta.get("val"), tuple | list) for node in drawing)
     return has_several_outputs and not any(
-        _is_call(node) and node.target in EXPENSIVE_OPERATIONS for node in joint.graph.nodes
+        node.target in EXPENSIVE_OPERATIONS for node in joint.graph.nodes
     )
-
-
-def _is_call(node: Node) -> bool:
-    return bool(node.op == "call_function")
 
 
 # Compile blocks with a memory budget: the compiler chooses which activations to recompute.

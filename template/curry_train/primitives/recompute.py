@@ -193,8 +193,7 @@ def run_checkpointed(
     except BaseException as error:
         _end_hooks(error)
         raise
-    if not options.use_reentrant:
-        mark_returned_once(output)
+    mark_returned_once(output)
     return output
 
 

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -167,8 +167,7 @@ class BlockState:
             # What a module writes is not known before its first call.
             written = written_names.get(module, may_be_written)
             for name, value in (*parameters.items(), *may_be_written.items()):
-                is_lazy = type(value) in (UninitializedParameter, UninitializedBuffer)
-                if value is None or is_lazy or value.is_inference():
+                if value is None or is_lazy(value) or value.is_inference():
                     continue
                 state.versions[name] = value, value._version
                 if name in written and name in may_be_written:

@@ -414,13 +414,13 @@ def apply_config(
 
 
 def _configured_blocks(
-    model: nn.Module, config: CheckpointConfig, batch: Any, loss: Loss | None
+    model: nn.Module, config: CheckpointConfig, batch: Any, loss: Any
 ) -> list[str]:
     """Return the blocks to work on: those that run on the batch, if there is one.
 
     Patterns are over the blocks that the model's containers give.
     """
-    if batch is None or loss is None or config.include_patterns or config.exclude_patterns:
+    if batch is None or config.include_patterns or config.exclude_patterns:
         return _filtered(config, list(find_blocks(model)))
     return list(choose_blocks(model, batch, loss).names)
 
@@ -429,12 +429,12 @@ def _large_layers(
     model: nn.Module,
     config: CheckpointConfig,
     batch: Any,
-    loss: Loss | None,
+    loss: Any,
     layers: Sequence[LayerMemory] | None,
 ) -> list[str]:
     """Return the layers that hold at least the threshold, and would hold less if recomputed."""
     if layers is None:
-        if batch is None or loss is None or not config.profile_before_apply:
+        if batch is None or not config.profile_before_apply:
             raise ValueError(
                 "strategy 'selective' chooses by the bytes of each layer and needs a profile: call "
                 "apply(model, MemoryProfiler(model).profile(sample)), or apply(model, batch=...)"
