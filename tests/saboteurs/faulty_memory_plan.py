@@ -6,7 +6,7 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 from dataclasses import replace
 
 from curry_train.gates import memory_plan
-from curry_train.gates.memory_plan import FULL_VARIANT, PLAIN_VARIANT, predict
+from curry_train.gates.memory_plan import predict
 from curry_train.primitives import apply_chunked_loss, chunked_cross_entropy, chunked_loss
 from curry_train.workloads.models import transformer
 
@@ -41,7 +41,7 @@ def without_optimizer_state(case):
 
 def plain_for_recompute(case):
     found = predict(case)
-    return replace(found, peaks={FULL_VARIANT: found.peaks[PLAIN_VARIANT]})
+    return replace(found, peaks={"full recompute": found.peaks["plain"]})
 
 
 def plan_one_block(workload, budget_bytes, **sizes):

@@ -248,9 +248,10 @@ CUDA_PEAK_TOLERANCE = 0.02
 class Prediction:
     """Predictions from shapes, which the gates compare with measurements."""
 
-    # By the name of a change of the model, the change and the peak of a step with it: of none and,
-    # if the model has blocks, of all of them recomputed.
-    peaks: Mapping[str, tuple[ModelChange, int]]
+    # Changes of the model by name, and the peaks of steps with them: of none and, if the model has
+    # blocks, of all of them recomputed.
+    changes: Mapping[str, ModelChange]
+    peaks: Mapping[str, int]
     # A plan, or why there is none.
     plan: Plan | str
     # Why nothing can be predicted from shapes, or None.
@@ -275,13 +276,15 @@ def predict(case: Case) -> Prediction:
         sketch = planner.sketch
         size = case.batch_size
         plain = sketch.step(size).peak_bytes
-        peaks: dict[str, tuple[ModelChange, int]] = {"plain": (lambda module: None, plain)}
+        changes: dict[str, ModelChange] = {"plain": lambda module: None}
+        peaks = {"plain": plain}
         plan: Plan | str = "recomputing every block does not lower the peak: something else owns it"
         try:
             # The blocks that the sketch chose, where the case names none.
             change = partial(recompute_blocks, blocks=sketch.case.blocks)
             full = sketch.step(size, change=change).peak_bytes
-            peaks["full recompute"] = change, full
+            changes["full recompute"] = change
+            peaks["full recompute"] = full
             if full < plain:
                 # For half of what recompute saves.
                 budget = round(full + BUDGET_POSITION * (plain - full))
@@ -290,7 +293,7 @@ def predict(case: Case) -> Prediction:
             plan = error.in_short
         except Infeasible as error:
             plan = f"no plan fits: {str(error).splitlines()[0]}"
-        return Prediction(peaks, plan, sketch.why_real)
+        return Prediction(changes, peaks, plan, sketch.why_real)
 
 
 def compare_estimate(case: Case) -> Outcome:
@@ -302,8 +305,8 @@ def compare_estimate(case: Case) -> Outcome:
     if prediction.why_real is not None:
         raise NotApplicable(prediction.why_real)
     pairs = {
-        variant: (peak, measured_peak(case, change))
-        for variant, (change, peak) in prediction.peaks.items()
+        variant: (peak, measured_peak(case, prediction.changes[variant]))
+        for variant, peak in prediction.peaks.items()
     }
     wrong = {variant: pair for variant, pair in pairs.items() if not _is_predicted(case, *pair)}
     hint = ""
