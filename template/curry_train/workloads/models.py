@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import textwrap
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ from .workload import (
 
 # A small Llama-like causal language model.
 
+linear = functools.partial(nn.Linear, bias=False)
+
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions."""
@@ -57,10 +59,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = dim // heads
         self.dropout = dropout
-        self.wq = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.wk = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wv = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.wo = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.wq = linear(dim, heads * self.head_dim)
+        self.wk = linear(dim, kv_heads * self.head_dim)
+        self.wv = linear(dim, kv_heads * self.head_dim)
+        self.wo = linear(heads * self.head_dim, dim)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         q, k, v = [
@@ -88,9 +90,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.gate = linear(dim, hidden)
+        self.up = linear(dim, hidden)
+        self.down = linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -137,7 +139,7 @@ class Transformer(nn.Module):
             Block(dim, heads, kv_heads, hidden, dropout) for _ in range(depth)
         )
         self.norm = nn.RMSNorm(dim)
-        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head = linear(dim, vocabulary)
         half = dim // heads // 2
         angles = torch.outer(torch.arange(length), 10000.0 ** (-torch.arange(half) / half))
         self.register_buffer("cosine", angles.cos(), persistent=False)
@@ -184,6 +186,12 @@ def transformer(*, vocabulary: int = 512, length: int = 64, **sizes: Any) -> Wor
     )
 
 
+def convolution(inputs: int, outputs: int, size: int) -> Sequence[nn.Module]:
+    """Make a convolution that keeps the size of an image, and its BatchNorm."""
+    layer = nn.Conv2d(inputs, outputs, size, padding=size // 2, bias=False)
+    return layer, nn.BatchNorm2d(outputs)
+
+
 class Bottleneck(nn.Module):
     """Residual block of 1x1, 3x3 and 1x1 convolutions with BatchNorm."""
 
@@ -191,14 +199,11 @@ class Bottleneck(nn.Module):
         super().__init__()
         inner = width // 4
         self.residual = nn.Sequential(
-            nn.Conv2d(width, inner, 1, bias=False),
-            nn.BatchNorm2d(inner),
+            *convolution(width, inner, 1),
             nn.ReLU(),
-            nn.Conv2d(inner, inner, 3, padding=1, bias=False),
-            nn.BatchNorm2d(inner),
+            *convolution(inner, inner, 3),
             nn.ReLU(),
-            nn.Conv2d(inner, width, 1, bias=False),
-            nn.BatchNorm2d(width),
+            *convolution(inner, width, 1),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,9 +214,7 @@ def resnet(*, depth: int = 6, width: int = 64, size: int = 16) -> Workload:
     """Build a classifier of bottleneck blocks with BatchNorm on small images."""
 
     def build() -> nn.Module:
-        stem = nn.Sequential(
-            nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
-        )
+        stem = nn.Sequential(*convolution(3, width, 3), nn.ReLU())
         blocks = nn.Sequential(*[Bottleneck(width) for _ in range(depth)])
         return nn.Sequential(
             stem, blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
