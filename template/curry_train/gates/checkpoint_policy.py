@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.generators import seeded
+from ..core.generators import generator_digests, seeded
 from ..plan.optimizers import make_optimizer
 from ..runs.attach import saving
 from ..workloads.workload import Case
@@ -116,13 +115,8 @@ def _resumed(
                     with seeded(case.seed + run.steps):
                         loss = take_user_step(case, model, optimizer, batch, weight=weight)
                     run.step(loss=loss)
-            generator = {
-                "torch": torch.rand(1),
-                "python": random.random(),
-                "numpy": float(numpy.random.rand()),
-            }
             counter = {"step": run.steps, "position": run.state.position}
-            return printed_state(model, optimizer, generator=generator, counter=counter)
+            return printed_state(model, optimizer, generator=generator_digests(), counter=counter)
 
     expected = train("straight", until=NUM_STEPS)
     train("resumed", until=STOPPED_AFTER)
