@@ -157,7 +157,7 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
         saves = any(call.end > call.start for name in names for call in record.calls[name])
     except HooksRefused as refusal:
         yield FailureCause(str(refusal), (*CHANGE_BLOCKS, "snn-timesteps/*"))
-    yield from _on_calls(case, module, batch)
+    yield from _on_calls(case, module)
     yield from _on_step(case, batch, names, saves=saves)
 
 
@@ -184,12 +184,12 @@ def _on_blocks(record: ForwardRecord, names: Sequence[str]) -> Iterator[FailureC
         yield FailureCause(cause, ("recompute/parity-*",), symptom="nothing ran twice")
 
 
-def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
+def _on_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     """Compare calls of one module on one batch."""
 
     def loss_of_call() -> float:
-        with seeded(case.seed), buffers_kept(module):
-            return case.workload.mean_loss(module, batch).item()
+        with buffers_kept(module):
+            return case.loss(module).item()
 
     before = _numbers_and_generators(module)
     values = [loss_of_call() for _ in range(2)]
@@ -208,8 +208,7 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             "in each call",
             (*COMPARE_STEPS, *RESUMED_GATES),
         )
-    with seeded(case.seed):
-        case.workload.mean_loss(module, batch)
+    case.loss(module)
     after = loss_of_call()
     if values[-1] == values[0] != after:
         yield FailureCause(
@@ -217,15 +216,15 @@ def _on_calls(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCaus
             f"to {after:.6g}, so steps of one module can't be compared; judge it without them",
             COMPARE_STEPS,
         )
-    yield from _on_eval_mode(case, module, batch)
+    yield from _on_eval_mode(case, module)
 
 
-def _on_eval_mode(case: Case, module: nn.Module, batch: Any) -> Iterator[FailureCause]:
+def _on_eval_mode(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     """Call the module in eval mode, which may raise."""
     module.eval()
     try:
-        with seeded(case.seed), buffers_kept(module):
-            case.workload.mean_loss(module, batch)
+        with buffers_kept(module):
+            case.loss(module)
     except Exception as error:  # noqa: BLE001 the user's model may raise anything
         yield FailureCause(
             f"the model raises {type(error).__name__} in eval mode: {error}; gates that compare "
@@ -273,8 +272,7 @@ def _on_step(
         for part in module.get_submodule(name).modules()
     ]
     before = {id(tensor) for tensor in _living_tensors()}
-    with seeded(case.seed):
-        case.workload.mean_loss(module, batch).backward()
+    case.loss(module, batch).backward()
     for hook in hooks:
         hook.remove()
     known = {parameter.grad for parameter in module.parameters()}

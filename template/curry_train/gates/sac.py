@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..core.generators import seeded
 from ..core.measure import untouched
 from ..primitives import sac
 from ..primitives.regions import apply_regions
@@ -66,8 +65,8 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
         sac.apply_sac(module, policy, blocks=case.blocks)
         try:
             # Buffers that were restored before backward would count as changed in place.
-            with untouched(module), seeded(case.seed):
-                case.workload.mean_loss(module, case.batch()).backward()
+            with untouched(module):
+                case.loss(module).backward()
         except PolicyError as refusal:
             why = refusal.in_short
         except RuntimeError as refusal:

@@ -10,10 +10,9 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py
 """
 
 import gc
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -77,8 +76,8 @@ def step_of(case: Case, module: nn.Module, batch: Any = None, **options: Any) ->
 
 def run_forward(case: Case, module: nn.Module) -> None:
     """Run a forward on the batch of the case, and leave the module as it was."""
-    with untouched(module), seeded(case.seed):
-        case.workload.mean_loss(module, case.batch())
+    with untouched(module):
+        case.loss(module)
 
 
 def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
@@ -268,8 +267,8 @@ def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, str]:
 
     with uncompiled(module):
         step = step_of(case, module.eval())
-        with seeded(case.seed), torch.no_grad(), register_module_forward_pre_hook(count):
-            loss = case.workload.mean_loss(module.train(), case.batch())
+        with torch.no_grad(), register_module_forward_pre_hook(count):
+            loss = case.loss(module.train())
     return step, f"loss {loss.tolist()}, calls by grad mode {dict(calls)}"
 
 
@@ -284,16 +283,12 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
 def calls_by_module(module: nn.Module) -> Iterator[dict[str, int]]:
     """Count the calls of each leaf module, by its name."""
     calls = Counter[str]()
-    handles = [
-        layer.register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
-        for name, layer in module.named_modules()
-        if next(layer.children(), None) is None
-    ]
-    try:
+    with ExitStack() as stack:
+        for name, layer in module.named_modules():
+            if next(layer.children(), None) is None:
+                count = partial(lambda name, *_: calls.update([name]), name)
+                stack.enter_context(layer.register_forward_pre_hook(count))
         yield calls
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(frozen=True)
@@ -341,19 +336,21 @@ def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activi
 
 @shared
 def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
-    reasons: tuple[str, ...] = ()
-    for autocast, joint in itertools.product((case.dtype is torch.float32, False), (True, False)):
-        course = TrainingCourse(joint=joint, autocast=autocast, left_out=reasons)
+    course = TrainingCourse(autocast=case.dtype is torch.float32)
+    while True:
         try:
             reference, activity, _ = _train(case, PLAIN, course)
             break
         except REFUSALS as error:
-            if not autocast and not joint:
+            why = f"the plain model raises {type(error).__name__}"
+            if course.joint:
+                left_out = (*course.left_out, f"without one backward of two forwards: {why}")
+                course = replace(course, joint=False, left_out=left_out)
+            elif course.autocast:
+                # One backward of two forwards is tried again.
+                course = TrainingCourse(autocast=False, left_out=(f"without autocast: {why}",))
+            else:
                 raise
-            what = "one backward of two forwards" if joint else "autocast"
-            why = f"without {what}: the plain model raises {type(error).__name__}"
-            # Without autocast one backward of two forwards is tried again.
-            reasons = (*reasons, why) if joint else (why,)
     check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
     again, _, _ = _train(case, PLAIN, course)
     step, found = _first_difference(reference, again, 0.0)

@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.blocks import find_blocks
-from ..core.generators import seeded
 from ..workloads.workload import Case
 from .verdict import NotApplicable, Outcome, RankFailed, error_in_a_line, where_to_look
 
@@ -88,8 +87,7 @@ def _on_two_ranks(
     if not case.workload.spec:
         raise NotApplicable("the workload has no name, by which other processes could load it")
     started = time.monotonic()
-    with seeded(case.seed):
-        case.workload.mean_loss(case.build(), case.batch()).backward()
+    case.loss(case.build()).backward()
     step_seconds = time.monotonic() - started
     # The ranks serve all gates, because starting them takes longer than most steps.
     if _ranks and (_ranks[0].working_folder != Path.cwd() or not _ranks[0].is_running):
@@ -123,8 +121,7 @@ def under_both(
     with GradientSyncs() as plain:
         for batch in batches:
             model = case.build().train(training)
-            with seeded(case.seed):
-                case.workload.loss(model, batch).backward()
+            case.loss(model, batch).backward()
             num_unused += sum(one.requires_grad and one.grad is None for one in model.parameters())
     dist.all_reduce(num_unused)
     if plain.num_in_forward:
@@ -141,8 +138,7 @@ def under_both(
                 wrapped = make().train(training)
                 # A loss of derivatives may leave parameters unused, as DDP finds in a second step.
                 for _ in range(2 if kind == "DDP" else 1):
-                    with seeded(case.seed):
-                        case.workload.loss(wrapped, batches[0]).backward()
+                    case.loss(wrapped, batches[0]).backward()
             except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
                 refused = error_in_a_line(error)
                 continue

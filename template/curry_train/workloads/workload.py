@@ -290,6 +290,11 @@ class Case:
         with seeded(self.seed + 1):
             return self.place(self.workload.batch(self.batch_size if size is None else size))
 
+    def loss(self, module: nn.Module, batch: Batch = None) -> Tensor:
+        """Return the mean loss of a batch, or of the case's own, with the same random numbers."""
+        with seeded(self.seed):
+            return self.workload.mean_loss(module, self.batch() if batch is None else batch)
+
     def place(self, batch: Batch) -> Batch:
         """Move a batch to the device, and its floating tensors to the case's dtype."""
         return map_tensors(batch, self._placed, move=self._placed_object)
