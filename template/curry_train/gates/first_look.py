@@ -33,7 +33,7 @@ from ..primitives.running_blocks import (
     record_forward,
     unusual_blocks,
 )
-from ..workloads.workload import Case, map_tensors
+from ..workloads.workload import Case, tensors_at
 from .same_training import uncompiled
 from .verdict import Verdict
 
@@ -137,9 +137,7 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             "before torch.compile",
             ("grad-flow/*",),
         )
-    kinds: list[bool] = []
-    map_tensors(batch, lambda tensor: kinds.append(tensor.is_nested))
-    if any(kinds):
+    if any(tensor.is_nested for _, tensor in tensors_at(batch)):
         yield FailureCause(
             "the batch has nested tensors, whose saved parts can't be counted: judge a model on "
             "padded tensors",

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from ..core.measure import Loss
 from ..core.parity import GRADIENT_TOLERANCES, Parity, StepRecord, check_comparable, compare, record
 from ..primitives.grad_accum import GradientAccumulation, Window, train_window
 from ..workloads.workload import Case, batch_size
@@ -39,7 +40,6 @@ CLIPPED_SHARE = 0.5
 
 # A `train_window`: ours, the user's, or one by hand.
 Train = Callable[..., Any]
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)

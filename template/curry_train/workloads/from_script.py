@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_iter
 
 from ..core.blocks import inside_wrappers
+from ..core.measure import Loss
 from ..core.replaced_calls import replaced_calls
 from ..primitives.autocast import autocast_now
 from .from_trainer import (
@@ -46,7 +47,7 @@ from .from_trainer import (
     workload_of,
 )
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
-from .workload import Workload, WorkloadError, batch_size, map_tensors, tensors_at
+from .workload import Workload, WorkloadError, map_tensors, tensors_at
 
 # Record what happens between a module's call and the optimizer step.
 
@@ -524,8 +525,8 @@ class ScriptTraining:
     """A script that has run until its first optimizer step."""
 
     words: tuple[str, ...]
-    # Its loss is replaced where `lines` has one.
-    taken: Workload
+    # Makes the workload with a mean loss of a module and a batch; that of a trainer has its own.
+    make: Callable[[Loss], Workload]
 
     # The lines of the loss, and objects of the script that they name.
     lines: tuple[str, ...] = ()
@@ -533,20 +534,17 @@ class ScriptTraining:
     precision: Autocast = OWN_PRECISION
     place: str = ""
 
-    def workload(self, loss: Callable[[nn.Module, Any], Tensor] | None = None) -> Workload:
+    def workload(self, loss: Any = None) -> Workload:
         """Return the workload, with this loss of a module and a batch."""
-        taken = self.taken
-        if loss is not None:
-            batch = taken.batch(taken.own_batch or 1)
-            is_sum = is_sum_over_samples(taken.build(), batch, loss)
 
-            def summed(module: nn.Module, batch: Any) -> Tensor:
-                with self.precision(module):
-                    found = loss(module, batch)
-                return found if is_sum else found * batch_size(batch)
+        def precise(module: nn.Module, batch: Any) -> Tensor:
+            with self.precision(module):
+                found: Tensor = loss(module, batch)
+            return found
 
-            notes = (*taken.notes, SUM_NOTE) if is_sum else taken.notes
-            taken = replace(taken, loss=summed, notes=notes)
+        taken = self.make(precise)
+        if loss and is_sum_over_samples(taken.build(), taken.batch(taken.own_batch or 1), loss):
+            taken = replace(taken, loss=precise, notes=(*taken.notes, SUM_NOTE))
         return replace(taken, spec=f"script={shlex.join(self.words)}", factory=self.factory())
 
     def loss_source(self) -> str:
@@ -591,7 +589,7 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
     script.run()
     words = (file, *arguments)
     if script.trainer is not None:
-        return ScriptTraining(words, take_training(script.trainer))
+        return ScriptTraining(words, lambda _: take_training(script.trainer))
     return _training_of(script, words)
 
 
@@ -619,18 +617,18 @@ def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTrainin
     losses = [_undivided(loss, count) for first, *_ in calls for loss in first]
     returned = " + ".join(source.expression(loss, "loss") for loss in losses)
     root.zero_grad()
-    taken = workload_of(
+    make = functools.partial(
+        workload_of,
         f"{words[0]}, at {script.place or 'its first step'}",
         root,
         source.batch,
-        lambda module, batch: module(batch),
         optimizers=optimizers,
         accumulation=count,
         notes=[*notes, *script.notes],
         output_until="next step" if _is_held(script, root) else "loss",
     )
     lines = (*source.lines, f"return {returned}")
-    return ScriptTraining(words, taken, lines, tuple(source.others), precision, script.place)
+    return ScriptTraining(words, make, lines, tuple(source.others), precision, script.place)
 
 
 def _is_held(script: RunningScript, root: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from ..core.generators import seeded
-from ..core.measure import as_trained
+from ..core.measure import Loss, as_trained
 from .optimizers import OptimizerLike, stepped_on_host
 from .workload import (
     LabelCount,
@@ -50,7 +50,7 @@ def workload_of(
     source: str,
     module: nn.Module,
     batch: Any,
-    mean_loss: Callable[[nn.Module, Any], Tensor],
+    mean_loss: Loss,
     *,
     count: Callable[[Any], int] = batch_size,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -222,14 +222,6 @@ def _of_hugging_face(trainer: Any) -> Workload:
     )
 
 
-def _lightning_hook(name: str, module: Any, data: Any) -> Callable[..., Any]:
-    """Return the hook of the datamodule if that has one of its own, else the module's."""
-    own = next((base for base in type(data).__mro__ if name in vars(base)), None)
-    is_default = own is None or own.__name__ == "DataHooks"
-    hook: Callable[..., Any] = getattr(module if is_default else data, name)
-    return hook
-
-
 def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workload:
     """Read Lightning's Trainer and module before `fit`."""
     if not hasattr(module, "training_step"):
@@ -256,7 +248,11 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
     trainer.precision_plugin.convert_module(module)
     batch = trainer.precision_plugin.convert_input(_first(loader))
     for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        batch = _lightning_hook(name, module, data)(batch, 0)
+        hook = getattr(data, name, None)
+        # A datamodule has them all from this class, and the module's count then.
+        if hook is None or hook.__qualname__.startswith("DataHooks."):
+            hook = getattr(module, name)
+        batch = hook(batch, 0)
     trainer.strategy.connect(module)
     trainer.strategy.setup_optimizers(trainer)
     # Where the module has none, Lightning makes one without parameters.

@@ -24,7 +24,9 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from ..core.blocks import Globs
 from ..core.generators import seeded
+from ..core.measure import Loss
 from ..primitives.cross_entropy import IGNORED_TARGET
 from ..primitives.running_blocks import BlockChoice, choose_blocks
 
@@ -195,7 +197,7 @@ class Workload:
     batch: Callable[[int], Batch]
 
     # The sum of the loss over the terms of a batch.
-    loss: Callable[[nn.Module, Batch], Tensor]
+    loss: Loss
 
     # The number of terms in a batch.
     count: Callable[[Batch], int] = batch_size
@@ -258,7 +260,7 @@ class Case:
     seed: int = 0
 
     # The names of the blocks to work on, or a glob over them.
-    blocks: str | Sequence[str] | None = None
+    blocks: Globs | None = None
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
