@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from ..core.digest import digest
+from ..core.measure import local_tensors
 from ..plan.optimizers import make_optimizer
 from ..workloads.workload import Case
 from .same_training import REFUSALS
@@ -50,24 +50,21 @@ def take_user_step(
 
 
 def printed_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[str, str]:
-    """Return every value of a training as text, and every tensor as a hash, by its name."""
+    """Return every value of a training as text by its name, and of tensors this rank's digest."""
     sources: Mapping[str, Any] = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         **more,
     }
     return {
-        f"{kind}{keystr(path)}": printed_bits(value)
+        f"{kind}{keystr(path)}": (
+            " ".join(map(digest, local_tensors(value)))
+            if isinstance(value, Tensor)
+            else repr(value)
+        )
         for kind, source in sources.items()
         for path, value in tree_flatten_with_path(source)[0]
     }
-
-
-def printed_bits(value: Any) -> str:
-    """Return a value as text, and this rank's part of a tensor by a digest of its bits."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return digest(value.to_local() if isinstance(value, DTensor) else value)
 
 
 def different_names(found: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
