@@ -132,7 +132,8 @@ class Gate:
                 named = ", ".join(one.name for one in given)
                 why = f"takes --impl of {' and '.join(self.takes)}, and {named} was given"
             return not_applicable(self.name, why)
-        workload, build, loss = with_calls_counted(case.workload)
+        workload = with_calls_counted(case.workload)
+        build, loss = workload.build, workload.loss
         for one in (build, loss, *given):
             one.num_calls = 0
         verdict = self._checked(replace(case, workload=workload), taken)
@@ -204,14 +205,12 @@ def drop_shared_results() -> None:
 
 
 @shared
-def with_calls_counted(workload: Workload) -> tuple[Workload, Counted, Counted]:
-    """Return the workload with functions that count their calls, and these: build and loss.
+def with_calls_counted(workload: Workload) -> Any:
+    """Return the workload with a `build` and a `loss` that count their calls.
 
     The same workload gives the same object again, so that results which gates share stay valid.
     """
-    build = Counted(workload.build)
-    loss = Counted(workload.loss)
-    return replace(workload, build=build, loss=loss), build, loss
+    return replace(workload, build=Counted(workload.build), loss=Counted(workload.loss))
 
 
 # Find the gates of techniques, each by the name of its module.

@@ -332,13 +332,12 @@ def describe_raised(error: BaseException, *, called: Callable[..., Any] | None =
     return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
 
 
-def _place(error: BaseException, called: Callable[..., Any] | None) -> str:
-    places = [(frame.filename, frame.lineno) for frame in users_frames(error)]
-    code = getattr(inspect.unwrap(called), "__code__", None) if called is not None else None
+def _place(error: BaseException, called: Any) -> str:
+    code = getattr(inspect.unwrap(called), "__code__", None)
+    places = [] if code is None else [(code.co_filename, code.co_firstlineno)]
+    places += [(frame.filename, frame.lineno) for frame in users_frames(error)]
     if isinstance(error, SyntaxError) and error.filename:
-        places = [(error.filename, error.lineno)]
-    elif not places and code is not None:
-        places = [(code.co_filename, code.co_firstlineno)]
+        places.append((error.filename, error.lineno))
     if not places:
         return ""
     path = Path(places[-1][0]).resolve()
