@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_leaves
 
 from ..core.blocks import inside_wrappers
 from ..core.measure import Loss
@@ -147,18 +147,15 @@ class RunningScript:
         # The losses of each call of backward, by the line that makes it.
         self.backward: dict[int, list[list[Any]]] = {}
         self.notes: dict[str, None] = {}
-        self.optimizer: torch.optim.Optimizer | None = None
         # The optimizer steps in a hook of a gradient.
         self.is_in_backward = False
-        # A Trainer that calls the model, with its module and data where it has them apart.
-        self.trainer: tuple[Any, ...] | None = None
         self.place = ""
         # Memory of the tensors that something of the script holds at the step.
         self.held: set[int] = set()
         # Calls of modules that are running, one inside of the other.
         self.depth = 0
         # Ends at the step, or with the error of a script that came to none.
-        self._reading: Future[None] = Future()
+        self._reading: Future[Any] = Future()
         self._has_made_group = False
 
     def record(self, function: Any, args: Any, options: Any, output: Any) -> None:
@@ -191,8 +188,12 @@ class RunningScript:
                 return line
         return 0
 
-    def run(self) -> None:
-        """Run it until its first optimizer step; raises WorkloadError if there is none."""
+    def run(self) -> Any:
+        """Run it until its first step, and return the optimizer; raise WorkloadError without one.
+
+        Where a Trainer calls the model it is a tuple: the Trainer, with its module and data where
+        it has them apart.
+        """
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv, sys.stdout
         running = set(threading.enumerate())
@@ -201,13 +202,14 @@ class RunningScript:
         try:
             with stepped_on_host(), self._replaced():
                 thread.start()
-                self._reading.result()
+                found = self._reading.result()
         finally:
             sys.modules["__main__"], sys.argv, sys.stdout = before
         more = [one.name for one in threading.enumerate() if one not in {*running, thread}]
         if more:
             self.notes[f"threads that it has started run on: {', '.join(more)}"] = None
         self._leave()
+        return found
 
     def _run(self) -> None:
         """Run the script; only an error or its end come back from it."""
@@ -242,8 +244,8 @@ class RunningScript:
         if self._has_made_group:
             torch.distributed.destroy_process_group()
 
-    def stop(self) -> None:
-        """Hand the recording over, and wait for ever."""
+    def stop(self, found: Any) -> None:
+        """Hand the recording over with what was found, and wait for ever."""
         made = [one for one in self.made if one.layout is torch.strided]
         # Nothing of the script holds the last one: a variable stands for the place in the record.
         alone = torch.empty(0)
@@ -256,7 +258,7 @@ class RunningScript:
             self.place = f"{self.path.name}:{line}"
         # Another thread of the script may have stepped.
         if not self._reading.done():
-            self._reading.set_result(None)
+            self._reading.set_result(found)
         threading.Event().wait()
 
     def _replaced(self) -> contextlib.AbstractContextManager[None]:
@@ -302,13 +304,11 @@ class RunningScript:
             one: Any = frame.f_locals.get("self")
             names = {base.__module__.partition(".")[0] for base in type(one).__mro__}
             if "transformers" in names and hasattr(one, "get_train_dataloader"):
-                self.trainer = (one,)
+                self.stop((one,))
             elif names & {"lightning", "pytorch_lightning"} and hasattr(one, "fit_loop"):
                 source = one.fit_loop._data_source.instance
                 module = one.lightning_module
-                self.trainer = (one, module, None if source is module else source)
-            if self.trainer is not None:
-                self.stop()
+                self.stop((one, module, None if source is module else source))
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
         given = tensors if isinstance(tensors, list | tuple) else [tensors]
@@ -323,10 +323,8 @@ class RunningScript:
         closures = [one for one in (*args[1:], *options.values()) if callable(one)]
         if closures and not self.backward:
             closures[0]()
-        if not self.backward:
-            return
-        self.optimizer = optimizer
-        self.stop()
+        if self.backward:
+            self.stop(optimizer)
 
     def _make_scaler(self, make: Any, scaler: Any, *args: Any, **options: Any) -> None:
         """Make a scaler that leaves losses, gradients and steps as they are."""
@@ -373,9 +371,12 @@ class LossSource:
     """Lines of Python that compute the loss of a module and a batch, as the script did."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.names = {one: name for name, one in root.named_modules()}
-        self.tensors = {
-            one: name for name, one in (*root.named_parameters(), *root.named_buffers())
+        # The expressions of modules and tensors of the root.
+        self.known: dict[Any, str] = {
+            **{one: f'module.get_submodule("{name}")' for name, one in root.named_modules()},
+            **{one: f'module.get_parameter("{name}")' for name, one in root.named_parameters()},
+            **{one: f'module.get_buffer("{name}")' for name, one in root.named_buffers()},
+            root: "module",
         }
         self.batch: dict[str, Any] = {}
         # Objects of the script that can't be written.
@@ -389,6 +390,8 @@ class LossSource:
         """Return the expression of a value; operations that make it are written first."""
         if isinstance(value, MadeTensor):
             return self._variable(value.operation) + value.place
+        if isinstance(value, Tensor | nn.Module) and value in self.known:
+            return self.known[value]
         if isinstance(value, PLAIN_TYPES):
             return "..." if value is ... else repr(value)
         if isinstance(value, float):
@@ -410,10 +413,7 @@ class LossSource:
         return self._other(value)
 
     def _given(self, value: Any, name: str) -> str:
-        """Return an entry of the batch, or a tensor of the module."""
-        if isinstance(value, Tensor) and value in self.tensors:
-            of = "parameter" if isinstance(value, nn.Parameter) else "buffer"
-            return f'module.get_{of}("{self.tensors[value]}")'
+        """Return an entry of the batch."""
         if isinstance(value, Tensor) and value.requires_grad:
             raise WorkloadError(
                 f"the loss needs a tensor of shape {tuple(value.shape)} that no function of torch "
@@ -462,7 +462,7 @@ class LossSource:
     def _call(self, operation: Operation) -> str:
         function, args = operation.function, operation.args
         if isinstance(function, nn.Module):
-            called = self._module(function)
+            called = self.known.get(function) or self._other(function)
             parameters = _parameters(type(function).forward)[1:]
         else:
             # Torch's own functions have names such as torch.Tensor.view.
@@ -471,7 +471,10 @@ class LossSource:
                 called = self._other(function)
             parameters = _parameters(function)
         if function in (Tensor.view, Tensor.reshape):
-            args = _with_free_rows(args)
+            # The first size follows from the others, so that a batch may have any size.
+            first, *sizes = tree_leaves(args)
+            if sizes and all(isinstance(size, int) and size >= 0 for size in sizes):
+                args = [first, -1, *sizes[1:]]
         names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
         names += [f"input_{place}" for place in range(len(names), len(args))]
         written = list(map(self.expression, args, names))
@@ -482,12 +485,6 @@ class LossSource:
                 written.append(f"{name}={self.expression(value, name)}")
         return f"{called}({', '.join(written)})"
 
-    def _module(self, module: nn.Module) -> str:
-        name = self.names.get(module)
-        if name is None:
-            return self._other(module)
-        return f'module.get_submodule("{name}")' if name else "module"
-
 
 def _parameters(function: Any) -> list[inspect.Parameter]:
     """Return the parameters of a function; none of those that Python can't inspect."""
@@ -495,16 +492,6 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
         return list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         return []
-
-
-def _with_free_rows(args: Sequence[Any]) -> Sequence[Any]:
-    """Let the first size of a view follow from the others, so that a batch may have any size."""
-    tensor, *sizes = args
-    if len(sizes) == 1 and isinstance(sizes[0], list | tuple):
-        sizes = [*sizes[0]]
-    if sizes and all(isinstance(size, int) for size in sizes) and -1 not in sizes:
-        sizes[0] = -1
-    return [tensor, *sizes]
 
 
 def _undivided(value: Any, number: int) -> Any:
@@ -586,19 +573,18 @@ def read_script(file: str, *arguments: str) -> ScriptTraining:
     if not path.is_file():
         raise WorkloadError(f"there is no file {file}")
     script = RunningScript(path, arguments)
-    script.run()
+    found = script.run()
     words = (file, *arguments)
-    if script.trainer is not None:
-        return ScriptTraining(words, lambda _: take_training(script.trainer))
-    return _training_of(script, words)
+    if isinstance(found, tuple):
+        return ScriptTraining(words, lambda _: take_training(found))
+    return _training_of(script, found, words)
 
 
-def _training_of(script: RunningScript, words: tuple[str, ...]) -> ScriptTraining:
-    assert script.optimizer is not None
+def _training_of(
+    script: RunningScript, optimizer: torch.optim.Optimizer, words: tuple[str, ...]
+) -> ScriptTraining:
     called = set[Tensor]().union(*(one.parameters() for one in script.called()))
-    optimizers, notes = optimizers_together(
-        script.optimizer, called, is_in_backward=script.is_in_backward
-    )
+    optimizers, notes = optimizers_together(optimizer, called, is_in_backward=script.is_in_backward)
     trained = set[Tensor]().union(*map(parameters_of, optimizers))
     calls = [
         losses
