@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.generators import generator_digests, seeded
+from ..core.digest import generator_digests
+from ..core.generators import seeded
 from ..plan.optimizers import make_optimizer
 from ..runs.attach import saving
 from ..workloads.workload import Case
