@@ -224,8 +224,7 @@ class OffloadedForward:
         self.moved = WeakIdKeyDictionary()
         self.order: list[weakref.ref[OffloadedTensor]] = []
         self.cursor = 0
-        # Fetched, and not needed yet.
-        self.ahead: weakref.WeakSet[Moved] = weakref.WeakSet()
+        self.ahead_bytes = 0
         self.most_bytes = 0
 
     def unpack(self, saved: "OffloadedTensor | CheckedTensor") -> Tensor:
@@ -242,11 +241,9 @@ class OffloadedForward:
         while position > 0:
             saved = self.order[position - 1]()
             if saved is not None and saved.moved.flat is None:
-                ahead = [saved.moved, *self.ahead]
-                if sum(moved.nbytes for moved in ahead) > self.most_bytes:
+                if self.ahead_bytes + saved.moved.nbytes > self.most_bytes:
                     break
-                self.ahead.add(saved.moved)
-                saved.moved.fetch()
+                saved.moved.fetch(ahead=True)
             position -= 1
         self.cursor = position
 
@@ -265,6 +262,7 @@ class Moved:
         self.witness = CheckedTensor(witness)
         self.flat: Tensor | None = None
         self.done: Any = None
+        self.ahead = False
         # The saved tensors that no backward has used.
         self.unused: weakref.WeakSet[OffloadedTensor] = weakref.WeakSet()
 
@@ -290,21 +288,23 @@ class Moved:
         """
         return self.base() is base and self.witness.version == tensor._version
 
-    def fetch(self) -> Tensor:
+    def fetch(self, *, ahead: bool) -> Tensor:
         """Start copying the storage back to the device."""
         self.flat, self.done = self.copies.back(self.host, self.nbytes)
         self.step.report.brought_back_bytes += self.nbytes
+        self.step.ahead_bytes += self.nbytes if ahead else 0
+        self.ahead = ahead
         return self.flat
 
     def ask(self, saved: "OffloadedTensor") -> Tensor:
         """Return the bytes on the device for the backward of one operation."""
         flat = self.flat
         if flat is None:
-            flat = self.fetch()
+            flat = self.fetch(ahead=False)
             self.step.cursor = saved.index
 
         self.copies.wait(self.done)
-        self.step.ahead.discard(self)
+        self._arrived()
         self.unused.discard(saved)
         if not self.unused:
             # Where the graph is kept, the copy does not wait for its next backward.
@@ -314,9 +314,15 @@ class Moved:
 
     def __del__(self) -> None:
         """Autograd drops what it saved as soon as backward has used it."""
-        if self.done is not None and self in self.step.ahead:
+        if self.ahead and self.done is not None:
             # Nothing has waited for this copy, and it still writes to the memory freed here.
             self.done.synchronize()
+        self._arrived()
+
+    def _arrived(self) -> None:
+        if self.ahead:
+            self.ahead = False
+            self.step.ahead_bytes -= self.nbytes
 
 
 class OffloadedTensor:
