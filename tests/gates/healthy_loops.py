@@ -663,6 +663,15 @@ def last_layer_of_zeros():
     fit(headless())
 
 
+def halves_of_texts_compared():
+    class Model(Language):
+        def forward(self, tokens):
+            first, second = super().forward(tokens).mean(1).chunk(2, 1)
+            return first @ second.T
+
+    fit(Model(), None, [(tokens, torch.arange(2)) for tokens, _ in texts(9)])
+
+
 def distilled_in_log_space():
     distilled(F.log_softmax, log_target=True)
 

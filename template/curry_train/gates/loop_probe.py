@@ -111,7 +111,8 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
     # A recurrent layer sees no later steps.
     changed = torch.cat([given[-1:], given[1:]])
     outputs, others = _outputs(trace, given, changed)
-    if outputs.shape[:1] != given.shape[:1]:
+    # A table of samples has each one with each on purpose.
+    if outputs.shape[:1] != given.shape[:1] or outputs.shape == (len(given), len(given)):
         return
     if not torch.equal(given[0], given[-1]) and torch.equal(outputs[0], others[0]):
         hint = "look for a token that is mixed with no other one: batch_first? a mask?"
