@@ -791,7 +791,9 @@ class Observer(Trace):
                 event,
             )
         del self.before, before
-        probe(self)
+        # A warm-up may begin with a rate of 0, and a model with a head of zeros.
+        if any(event.rates) or not event.rates:
+            probe(self)
         self.began = self.began or time.monotonic()
         self.num_made[optimizer] += 1
         self.growth.count(self.num_steps_made)
