@@ -438,7 +438,7 @@ class Observer(Trace):
     def _note_weighed(self, value: Tensor, weight: Tensor, one: Tensor) -> None:
         """Note a loss that is multiplied by weights, and noise that is by an exponential."""
         node: Any = one.grad_fn
-        is_noise = weight.dim() and not weight.requires_grad
+        is_noise = weight.numel() > 1 and not weight.requires_grad
         if is_noise and operation(node) == "Exp":
             node.next_functions[0][0].metadata[DRAWN] = users_line()
         nodes = {node} if is_noise else set[Any]()
