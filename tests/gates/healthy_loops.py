@@ -1486,6 +1486,14 @@ def parts_of_the_data():
     fit_and_evaluate(classifier(), loaders=loaders)
 
 
+def few_labels_next_to_all_samples():
+    model, optimizer = started()
+    data = loader().dataset
+    few, _ = random_split(data, [0.5, 0.5])
+    for batch, (inputs, _) in zip(DataLoader(few, 4), DataLoader(data, 8), strict=True):
+        step(optimizer, loss_of(model, batch) - model(inputs).softmax(1).square().mean())
+
+
 def order_drawn_once():
     order = torch.randperm(64)
     inputs, labels = torch.randn(64, 8)[order], torch.randint(5, (64,))[order]

@@ -223,8 +223,13 @@ def data(trace: Trace) -> Faults:
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several, trace.of(Seeding))
-        parts = [getattr(one.loader.dataset, "dataset", None) for one in trace.of(Fetch)]
-        if several[0].loader.dataset in parts and trace.places(r"random_split\("):
+        # Where a part has the labels that are used, all samples are there without theirs.
+        parts = {
+            id(getattr(one.loader.dataset, "dataset", None)): one.is_used
+            for one in sorted(trace.of(Fetch), key=attrgetter("is_used"))
+        }
+        is_apart = parts.get(several[0].dataset) is False
+        if is_apart and trace.places(r"random_split\("):
             hint = "train on the part that random_split returned for it"
             yield several[0], "samples that random_split set apart are trained on", hint
         # It draws places in its weights.
