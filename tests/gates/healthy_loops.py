@@ -674,6 +674,13 @@ def halves_of_texts_compared():
     fit(Model(), None, [(tokens, torch.arange(2)) for tokens, _ in texts(9)])
 
 
+def several_actions_in_one_state():
+    model, optimizer = started()
+    for state in torch.randn(8, 1, 8):
+        chosen = torch.distributions.Categorical(logits=model(state.repeat(8, 1)))
+        step(optimizer, chosen.log_prob(chosen.sample()) @ torch.randn(8))
+
+
 def distilled_in_log_space():
     distilled(F.log_softmax, log_target=True)
 

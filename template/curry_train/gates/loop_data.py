@@ -271,7 +271,9 @@ def same_order(trace: Trace) -> Faults:
 def same_samples(trace: Trace) -> Faults:
     """Find batches whose samples are all the same, in each step."""
     forwards = trace.trained_forwards
+    # A policy may draw several actions in one state.
     is_alike = len(forwards) > 2 and all(one.is_one_sample for one in forwards)
+    is_alike &= not trace.scores
     places = [one.place for one in trace.trained_fetches]
     # Values that come from no loader and never change may stand for data.
     if is_alike and (places or len({one.digests for one in forwards}) > 2):
