@@ -291,7 +291,8 @@ def predictions_of_an_epoch():
     model, optimizer = started()
     for _ in range(8):
         predictions, labels_seen = [], []
-        for inputs, labels in loader(80):
+        model.predictions = predictions
+        for inputs, labels in loader(400):
             output = model(inputs)
             step(optimizer, F.cross_entropy(output, labels))
             predictions.append(output.detach().argmax(1))

@@ -135,10 +135,9 @@ def _lines_of_holders(*tensors: Tensor) -> list[str]:
 
 
 def _line_that_keeps(container: Any) -> str | None:
-    """Return the line of the user's that adds to a container."""
-    return next(
-        filter(None, (_line_that_adds_to(name, code) for name, code in _names(container))), None
-    )
+    """Return the line of the user's that adds to a container; nothing where one empties it."""
+    lines = (_line_that_adds_to(name, code) for name, code in _names(container))
+    return next((line for line in lines if line is not None), None)
 
 
 def _variables() -> list[tuple[str, Any, Any]]:
@@ -189,6 +188,9 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
                 begins = anew.match(line) if own else None
                 is_in_loop = begins and any(len(one) < len(begins[1]) for one in loops)
                 if is_in_loop or takes.search("".join(lines[number - 1 : number + 1])):
+                    # The variables of a module are the entries of a dictionary, too.
+                    if own:
+                        return ""
                     break
                 loops += re.findall(r"^(\s*)(?:for|while)\b", line)
                 if not found and adds.search(line):
