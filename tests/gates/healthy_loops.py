@@ -738,7 +738,7 @@ def averaged_teacher_in_training_mode():
 
 
 def tasks_one_after_the_other():
-    fit_heads(([batch, batch] for batch in loader()), 0.5)
+    fit_heads(([batch, batch] for batch in loader()), 1)
 
 
 def gradients_divided_by_hand():

@@ -121,6 +121,9 @@ def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
         # A closure that an optimizer calls several times is no accumulation, and neither are calls
         # whose gradients are set to zero in between.
         is_sum = not any(map(window.is_clean, several[1:]))
+        # Each of several tasks reaches a head of its own.
+        first, last = several[0].reached, several[-1].reached
+        is_sum &= first <= last or last <= first
         if len(several) > 1 and has_own and is_sum and not all(call.in_step for call in several):
             yield several
 
