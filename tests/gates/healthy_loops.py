@@ -682,6 +682,10 @@ def several_actions_in_one_state():
         step(optimizer, chosen.log_prob(chosen.sample()) @ torch.randn(8))
 
 
+def rows_of_scores_weighted():
+    fit(loss=lambda one, _: (one.detach().norm(dim=1, keepdim=True) * (one @ one.T)).mean())
+
+
 def distilled_in_log_space():
     distilled(F.log_softmax, log_target=True)
 

@@ -476,9 +476,10 @@ class Observer(Trace):
         number = 0 if self.depth or not row.dim() else len(row)
         shapes = [*column.shape], [*row.shape]
         # The row may be the result of such a comparison already.
-        is_outer = number > 1 and shapes in (
-            ([number, 1], [number]),
-            ([number, 1], [number, number]),
+        is_outer = number > 1 and (
+            shapes == ([number, 1], [number])
+            # Weights of rows may be those of a table of samples.
+            or (column.requires_grad and shapes == ([number, 1], [number, number]))
         )
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
         if not is_outer or column._base is not None or one.requires_grad == other.requires_grad:
