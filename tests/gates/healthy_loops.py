@@ -1480,7 +1480,9 @@ def weights_of_losses_learned():
 
 def mean_teacher_inside():
     model = Taught()
-    fit(model, adamw(model.student), after=lambda: follow(model.teacher, model.student, 0.1))
+    optimizer = adamw(model.student)
+    optimizer.register_step_post_hook(lambda *_: follow(model.teacher, model.student, 0.1))
+    fit(model, optimizer)
 
 
 def batches_mixed_in_one_order():

@@ -784,7 +784,8 @@ class Observer(Trace):
         self.stepped |= {one.data_ptr(): (one, event.origin) for one in plain}
         if not all(map(math.isfinite, slopes.values())):
             self.fault("sign", "a step on gradients that are not finite", LOOK, event)
-        if frozen := moved.intersection(self.of_roots(trained=False)):
+        # A hook of the step may average a teacher, which the optimizer does not have.
+        if frozen := moved.intersection(self.of_roots(trained=False)).intersection(parameters):
             self.fault(
                 "moves",
                 f"frozen parameters move: {self.named(frozen)}",
