@@ -686,6 +686,14 @@ def rows_of_scores_weighted():
     fit(loss=lambda one, _: (one.detach().norm(dim=1, keepdim=True) * (one @ one.T)).mean())
 
 
+def moved_halfway_to_each_task():
+    model = classifier()
+    for _ in range(4):
+        slow = copy.deepcopy(model)
+        fit(model, None, [(torch.randn(5, 8), torch.arange(5))] * 3)
+        follow(model, slow, 0.5)
+
+
 def distilled_in_log_space():
     distilled(F.log_softmax, log_target=True)
 

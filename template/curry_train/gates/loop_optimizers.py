@@ -261,7 +261,9 @@ def made_anew(trace: Trace) -> Faults:
         states = {0.0, *(after for _, after in (one.state for one in windows))}
         for last, window in itertools.pairwise(windows):
             state, _ = window.state
-            if state in states and state != last.state[1]:
+            # Other weights may well begin without moments, as those of another task.
+            is_same = window.weights[0] == last.weights[1]
+            if is_same and state in states and state != last.state[1]:
                 stages.append([])
             stages[-1].append(window)
         # In stages of a training each has data of its own, or many steps.
