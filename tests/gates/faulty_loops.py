@@ -1129,6 +1129,17 @@ def padding_counts_in_words_of_speech():
     fit(classifier(classes=50), None, batches, loss=of_tokens)  # here: tokens
 
 
+def targets_seen_by_a_model_with_its_loss():
+    class Model(Seeing):
+        def forward(self, tokens, targets):
+            logits = super().forward(tokens)
+            return logits, of_tokens(logits, targets)  # here: tokens
+
+    model, optimizer = started(Model())
+    for batch in texts(9):
+        step(optimizer, model(*batch)[1])
+
+
 def decoder_given_its_targets():
     class Model(Language):
         def forward(self, tokens, decoder_input_ids):
@@ -1747,6 +1758,7 @@ FAULTY = {
         attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
         decoder_given_its_targets, logits_of_the_token_itself, outputs_of_no_input,
+        targets_seen_by_a_model_with_its_loss,
         signs_of_zero_and_one,
         decoder_given_its_targets_by_place, ends_of_texts_ignored,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,

@@ -158,8 +158,8 @@ def _find_tokens(trace: Trace, forward: Forward, target: Tensor, ignored: int) -
             targets = target.reshape(one.shape)
             for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
                 same = _same_as_input(others, others != ignored, rows)
-                # A decoder may be given its targets by mistake.
-                is_later = dim and one is not trace.given.tensors[0]
+                # A decoder may be given its targets by mistake; a model needs them for a loss.
+                is_later = dim and one is not trace.given.tensors[0] and not trace.depth
                 if max(same.get(1, 0), is_later and same.get(0, 0)) > 0.99:
                     forward.tokens, forward.time_dim = one, dim
 
