@@ -12,13 +12,11 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-import click
-
 from ..core.wording import format_bytes, format_seconds
 from ..runs.history import History, Steps, changes, read_history
 from ..runs.journal import finite, printable
 from .parameters import argument
-from .screen import Ended, fill_screen, screen_command, table
+from .screen import Ended, echo_lines, screen_command, table
 
 SECTIONS = ("config", "code", "environment")
 
@@ -176,6 +174,5 @@ def diff_command(a: str = argument(), b: str = argument()) -> Ended:
     it. Exit status: 0 compared, 2 a run can't be read.
     """
     found = difference(*(read_history(name, root="runs") for name in (a, b)))
-    for text in describe(found):
-        click.echo(text if "\n" in text else fill_screen(text))
+    echo_lines(*describe(found))
     return finite({"a": a, "b": b} | found), 0

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
 from torch._weights_only_unpickler import _get_allowed_globals
 
 from ..core.unpickle import PickleReader
@@ -295,14 +294,14 @@ def inspect_command(path: str = argument()) -> Ended:
     if is_run(Path(path)):
         raise ValueError(f"{path} is a run: give one of its checkpoints, such as {path}/latest")
     found = inspect_checkpoint(path)
-    if found.tensors:
-        click.echo(_tensors_table(found))
     echo_lines(*inspection_lines(found))
     return found.to_json(), bool(found.problems)
 
 
 def inspection_lines(found: Inspection) -> Iterator[str]:
-    """Return the result of an inspection, most important lines last."""
+    """Yield the result of an inspection, most important lines last."""
+    if found.tensors:
+        yield _tensors_table(found)
     hashes = [f"{number} of {algorithm} match" for algorithm, number in found.hashed.items()]
     yield (
         f"{found.format}, {format_bytes(found.num_bytes)}: {len(found.tensors)} tensors of "

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -225,12 +225,10 @@ class Again:
         return first_operation(again[0], again[1], found)
 
 
-@contextlib.contextmanager
-def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set the variables that change what torch computes as they were in a recorded run."""
+def _variables(wanted: Mapping[str, str]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the variables of torch are as they were in a recorded run."""
     others = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLES)}
-    with mock.patch.dict(os.environ, {**others, **wanted}, clear=True):
-        yield
+    return mock.patch.dict(os.environ, {**others, **wanted}, clear=True)
 
 
 def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]:
