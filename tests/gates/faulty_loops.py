@@ -63,6 +63,7 @@ from .loops import (
     encoder_and_head,
     fit,
     fit_and_evaluate,
+    fit_epochs,
     fit_language,
     fit_masked,
     fit_scaled,
@@ -338,16 +339,14 @@ def each_with_each_by_hand():
 
 def advantage_of_each_at_each():
     model, optimizer = started(classifier(classes=1))
-    for _ in range(8):
-        inputs = torch.randn(8, 8)
+    for inputs, _ in loader():
         advantage = inputs.sum(1) - model(inputs)  # here
         step(optimizer, advantage.square().mean())
 
 
 def advantage_of_targets_at_each():
     model, optimizer = started(classifier(classes=1))
-    for _ in range(8):
-        inputs = torch.randn(8, 8)
+    for inputs, _ in loader():
         wanted = inputs.sum(1) + inputs.sum(1, keepdim=True)
         step(optimizer, (model(inputs) - wanted).square().mean())  # here
 
@@ -408,17 +407,14 @@ def average_kept_in_a_name():
 def copied_into_a_dictionary():
     model, optimizer = started()
     target = copy.deepcopy(model)
-    for batch in loader():
-        step(optimizer, loss_of(model, batch))
-        target.state_dict().update(model.state_dict())  # here
+    fit(model, optimizer, after=lambda: target.state_dict().update(model.state_dict()))  # here
 
 
 def mode_named_alone():
     """The useless expression that a linter would name is the fault."""
     model, optimizer = started()
     model.train  # noqa: B018 # here
-    for batch in loader():
-        step(optimizer, loss_of(model, batch))
+    fit(model, optimizer)
 
 
 def loss_that_is_one_number_weighted():
@@ -1022,11 +1018,7 @@ def ends_of_texts_ignored_as_padding():
 
 
 def cycle_of_batches_by_epochs():
-    model, optimizer = started()
-    schedule = OneCycleLR(optimizer, 0.1, total_steps=6 * len(loader(40)))
-    for _ in range(6):
-        fit(model, optimizer, loader(40))
-        schedule.step()  # here
+    fit_epochs(lambda one: OneCycleLR(one, 0.1, total_steps=6 * len(loader(40))))  # here: epoch
 
 
 def first_epoch_without_a_rate():
@@ -1449,11 +1441,7 @@ def two_schedules_of_one_optimizer():
 
 
 def cycle_of_steps_by_epochs():
-    model, optimizer = started()
-    schedule = OneCycleLR(optimizer, 0.1, epochs=6, steps_per_epoch=5)
-    for _ in range(6):
-        fit(model, optimizer, loader(40))
-        schedule.step()  # here
+    fit_epochs(lambda one: OneCycleLR(one, 0.1, epochs=6, steps_per_epoch=5))  # here: epoch
 
 
 def cosine_of_too_few_steps():

@@ -41,6 +41,7 @@ from .loops import (
     encoder_and_head,
     fit,
     fit_and_evaluate,
+    fit_epochs,
     fit_heads,
     fit_language,
     fit_masked,
@@ -94,11 +95,7 @@ def last_window_short():
 
 
 def cycle_of_epochs():
-    model, optimizer = started()
-    schedule = OneCycleLR(optimizer, 0.1, 40)
-    for _ in range(6):
-        fit(model, optimizer, loader(40))
-        schedule.step()
+    fit_epochs(lambda optimizer: OneCycleLR(optimizer, 0.1, 40))
 
 
 def cycle_of_steps():
@@ -773,7 +770,10 @@ def microbatches_without_advantage():
 
 def time_first():
     fit(Layers(nn.TransformerEncoderLayer(16, 2, 32), time=1), None, sequences())
-    fit(Layers(nn.LSTM(16, 16), time=1), None, sequences())
+    model = Layers(nn.LSTM(16, 16), time=1)
+    # Given in a list.
+    model.register_forward_pre_hook(lambda _, given: tuple(*given))
+    fit(model, None, [([one], labels) for one, labels in sequences()])
 
 
 def refuses_to_be_evaluated():

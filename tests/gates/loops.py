@@ -482,6 +482,15 @@ def fit_masked(mean):
     fit(Language(), None, texts(12), loss=loss)
 
 
+def fit_epochs(make):
+    """Train with a schedule that steps once an epoch."""
+    model, optimizer = started()
+    schedule = make(optimizer)
+    for _ in range(6):
+        fit(model, optimizer, loader(40))
+        schedule.step()  # epoch
+
+
 def fit_and_evaluate(
     model, *, train=nn.Module.train, evaluate=nn.Module.eval, has_graph=False, loaders=None
 ):

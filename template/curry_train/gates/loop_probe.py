@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..core.measure import as_trained
 from ..workloads.models import LIBRARIES
@@ -166,8 +167,11 @@ def _outputs(
             for value in (given, given, other):
                 if len(outputs) == 2:
                     hooks = [one.register_forward_hook(_as_a_word) for one in embeddings]
-                words = {k: value if v is given else v for k, v in call.options.items()}
-                args = tuple(value if one is given else one for one in call.args[1:])
+                # Also where it is in a dictionary.
+                args, words = tree_map(
+                    lambda one, value=value: value if one is given else one,
+                    (call.args[1:], call.options),
+                )
                 output = module(*args, **words)
                 logits = (
                     one
