@@ -758,6 +758,10 @@ def logits_normalized():
     fit(nn.Sequential(classifier(), nn.LogSoftmax(1)))
 
 
+def parts_averaged():
+    accumulate(loss=lambda *batch: (half(*batch) + half(*batch)) / 2)
+
+
 def microbatches_without_advantage():
     gains = itertools.cycle([0.0, 1.0, -1.0])
 

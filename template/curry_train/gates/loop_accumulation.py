@@ -162,8 +162,8 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         sum(abs(by - number) < TOLERANCE for by in (*column[0].divisors, 1 / factor))
         for column in columns
     ]
-    # A part may weigh more than 1 by a factor of the user's.
-    is_one = any(abs(total - 1) < TOLERANCE for total in totals)
+    # A part may weigh more than 1 by a factor of the user's, and parts may be averaged.
+    is_one = any(abs(total - 1) < TOLERANCE for total in (*totals, sum(totals)))
     for total, column, times in () if is_one else zip(totals, columns, divisions, strict=True):
         first, weights = column[0], [factor * term.strength for term in column]
         # A sum over the values of samples, or of positions, may be divided by their number.
