@@ -81,7 +81,7 @@ def _divided_by_masked(calls: Sequence[Backward]) -> Faults:
             for term in column
         )
         # The count of a window, or of all ranks, may be that of one microbatch by chance.
-        if column[0].name == "Sum" and is_all and len(set(masked)) > 1:
+        if is_all and len(set(masked)) > 1:
             at = masked.index(max(masked))
             yield _mean_over_masked(calls[at], column[at])
 
@@ -89,7 +89,7 @@ def _divided_by_masked(calls: Sequence[Backward]) -> Faults:
 def _same_batch(window: Step) -> Faults:
     """Find backward calls of one line that add up gradients of the same batch."""
     forwards = window.forwards
-    calls = [one for one in window.calls if not one.in_step]
+    calls = window.calls
     # A backward call without a call of a loss function is like no other.
     pairs = {
         (call.lines, getattr(call.cause, "targets", call), one.module, one.digests)
@@ -118,13 +118,13 @@ def _microbatches(trace: Trace, window: Step) -> Iterator[list[Backward]]:
     for several in grouped(window.calls, "lines"):
         # Without batches of their own they are several losses of one.
         has_own = not digests or len({*digests}) >= len(several)
-        # A closure that an optimizer calls several times is no accumulation, and neither are calls
-        # whose gradients are set to zero in between.
+        # Calls whose gradients are set to zero in between are no accumulation, as in a closure that
+        # an optimizer calls several times.
         is_sum = not any(map(window.is_clean, several[1:]))
         # Each of several tasks reaches a head of its own.
         first, last = several[0].reached, several[-1].reached
         is_sum &= first <= last or last <= first
-        if len(several) > 1 and has_own and is_sum and not all(call.in_step for call in several):
+        if len(several) > 1 and has_own and is_sum:
             yield several
 
 

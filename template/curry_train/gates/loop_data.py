@@ -54,8 +54,7 @@ def targets(trace: Trace) -> Faults:
         if filler is not None and number >= FEWEST_STEPS:
             hint = f"set labels of padding to -100, or ignore_index={filler}"
             yield place, f"the targets {filler}, which are padding, count", hint
-    if found or calls:
-        yield from _labels(trace, calls)
+    yield from _labels(trace, calls)
 
 
 def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
@@ -81,9 +80,6 @@ def _labels(trace: Trace, calls: Sequence[LossCall]) -> Faults:
         if columns and sum(call.term.num_terms for call in of_line) >= FEWEST_LABELS:
             measured = f"column {min(columns)} of the model's input is the target"
             yield of_line[0], measured, "leave the target out of the input"
-    for one in trace.of(Fetch) if not calls else ():
-        # A loss by hand does not show its targets.
-        one.labels = next(iter(one.integers.values())) if len(one.integers) == 1 else ()
     labelled = [one for one in trace.trained_fetches if len(one.labels) > 3]
     shuffled = [one for one in calls if one.is_shuffled]
     if len(shuffled) >= FEWEST_STEPS and not any(one.is_used for one in trace.of(Fetch)):

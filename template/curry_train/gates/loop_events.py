@@ -70,7 +70,7 @@ class Event(Recorded):
     def place(self) -> str:
         lines, of_cause = self.lines, self.cause.lines if self.cause is not None else ()
         # Whether its line, as a Trainer's call, led to the cause.
-        if len(of_cause) > len(lines) and of_cause[len(of_cause) - len(lines) :] == lines:
+        if of_cause[len(of_cause) - len(lines) :] == lines:
             lines = of_cause
         return lines[0] if lines else ""
 

@@ -342,7 +342,7 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
             found.append(_term(node, factor, divisors))
             # A parameter's own node stays from step to step.
             if not operation(node).endswith("AccumulateGrad"):
-                is_second = is_second or READ in notes
+                is_second |= READ in notes
                 notes[READ] = True
             continue
         for one, times in inner:

@@ -83,7 +83,7 @@ def preflight_program(
     verdicts = [one["verdicts"] for one in found if one]
     # The first rank with a fault has the verdict.
     merged: list[Verdict] = [
-        next((one for one in of_ranks if one.passed is False), of_ranks[0])
+        min(of_ranks, key=lambda one: one.passed is not False)
         for of_ranks in zip(*verdicts, strict=True)
     ]
     if num_ranks > 1:
