@@ -461,66 +461,76 @@ class Called:
         return self.result
 
 
-class Trace(Events):
-    """The events of a loop, in order, and the objects that it has; calls of torch write to it."""
+class Blank:
+    """Begins with what the types of its attributes make: empty containers, 0, False and ""."""
 
     def __init__(self) -> None:
-        self.events = list[Event]()
-        self.optimizers = list[Optimizer]()
-        # The call that made an optimizer, and the one that last set the mode of a module.
-        self.made = WeakKeyDictionary[Any, Event]()
-        # The settings that the groups of an optimizer were made with, by their names.
-        self.groups = WeakKeyDictionary[Optimizer, dict[str, list[Any]]]()
-        # Trained modules that were called with gradients, inside of no other one.
-        self.roots = nn.ModuleList()
-        self.names = dict[Tensor, str]()
+        for kind in type(self).__mro__:
+            for name, make in inspect.get_annotations(kind).items():
+                setattr(self, name, make())
+
+
+class Trace(Events, Blank):
+    """The events of a loop, in order, and the objects that it has; calls of torch write to it."""
+
+    optimizers: list[Optimizer]
+    # The call that made an optimizer, and the one that last set the mode of a module.
+    made: WeakKeyDictionary[Any, Event]
+    # The settings that the groups of an optimizer were made with, by their names.
+    groups: WeakKeyDictionary[Optimizer, dict[str, list[Any]]]
+    # Trained modules that were called with gradients, inside of no other one.
+    roots: nn.ModuleList
+    names: dict[Tensor, str]
+    # Parts of models that ran in training mode without gradients: the outermost one that has it,
+    # and a digest of its parameters then.
+    frozen: dict[nn.Module, tuple[nn.Module, float]]
+    # Models whose outputs change with later tokens.
+    sees_all: list[nn.Module]
+    # Models whose last output changes with the last token.
+    sees_last: list[nn.Module]
+    # Parameters that have had a gradient.
+    with_gradient: set[Tensor]
+    # Leaves with a gradient that may be in no module, described.
+    living: dict[Tensor, str]
+    # Where schedules were made, their optimizers, and the lines of the call.
+    schedules: list[tuple[str, Optimizer, str]]
+    # Files whose functions led to a step.
+    files: set[str]
+    # A line that may train more, and did not run.
+    later: str
+
+    # While it is recorded.
+
+    # Steps that each optimizer has made.
+    num_made: Counter[Optimizer]
+    # Modules that run, one inside of the other, and optimizers.
+    depth: int
+    stepping: list[Optimizer]
+    # The last batch of each loader.
+    fetched: dict[DataLoader[Any], Fetch]
+    # By where the values of a parameter were: it, and where its optimizer was made.
+    stepped: dict[int, tuple[Tensor, str]]
+    # Parameters behind tensors that the user's code detaches, by the place.
+    cut: dict[str, set[Tensor]]
+    # Samples of distributions to which they pass no gradient on: the place.
+    drawn: WeakIdKeyDictionary
+    # Whether a probability is taken: a policy learns by that of its sample.
+    scores: bool
+    # Models that were run again.
+    probed: list[nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
         # Modules that ran, and where, by whether torch recorded gradients.
         self.ran = defaultdict[bool, dict[nn.Module, str]](dict)
-        # Parts of models that ran in training mode without gradients: the outermost one that has
-        # it, and a digest of its parameters then.
-        self.frozen = dict[nn.Module, tuple[nn.Module, float]]()
-        # Models whose outputs change with later tokens.
-        self.sees_all = list[nn.Module]()
-        # Models whose last output changes with the last token.
-        self.sees_last = list[nn.Module]()
-        # Parameters that have had a gradient.
-        self.with_gradient = set[Tensor]()
         # Faults that are seen at once, by the check.
         self.faults = defaultdict[str, list[Fault]](list)
-        # Leaves with a gradient that may be in no module, described.
-        self.living = dict[Tensor, str]()
-        # Where schedules were made, their optimizers, and the lines of the call.
-        self.schedules = list[tuple[str, Optimizer, str]]()
-        # Files whose functions led to a step.
-        self.files = set[str]()
-        # A line that may train more, and did not run.
-        self.later = ""
-        # The error that ended the loop, if one did.
-        self.error: Exception | None = None
-
-        # While it is recorded.
-
-        # Steps that each optimizer has made.
-        self.num_made = Counter[Optimizer]()
-        # Modules that run, one inside of the other, and optimizers.
-        self.depth = 0
-        self.stepping: list[Optimizer] = []
-        # Of the last forward pass.
-        self.given = Called(list)
-        # The last batch of each loader.
-        self.fetched: dict[DataLoader[Any], Fetch] = {}
-        # By where the values of a parameter were: it, and where its optimizer was made.
-        self.stepped: dict[int, tuple[Tensor, str]] = {}
-        # Parameters behind tensors that the user's code detaches, by the place.
-        self.cut: dict[str, set[Tensor]] = {}
-        # Samples of distributions to which they pass no gradient on: the place.
-        self.drawn = WeakIdKeyDictionary()
-        # Whether a probability is taken: a policy learns by that of its sample.
-        self.scores = False
-        # Models that were run again.
-        self.probed: list[nn.Module] = []
         # By the place and the text of a fault: the values with which it was seen.
         self.values = defaultdict[Any, set[float | None]](set)
+        # The error that ended the loop, if one did.
+        self.error: Exception | None = None
+        # The call of the last forward pass, while it is recorded.
+        self.given = Called(list)
 
     @property
     def num_steps_made(self) -> int:

@@ -19,6 +19,7 @@ import numpy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from .loop_events import Blank
 from .loop_lines import place_of, places_with, users_files, users_frames
 from .loop_loss import nodes_behind
 
@@ -34,19 +35,18 @@ CONTAINERS = (list, dict, set, deque, OrderedDict)
 HOLDERS = (dict, types.CellType)
 
 
-class Growth:
+class Growth(Blank):
     """Containers that have more entries after each step."""
 
-    def __init__(self) -> None:
-        # Numbers of entries after each step, by the ids of containers that have grown so far.
-        self.sizes: dict[int, list[int]] = {}
-        self.num_steps = 0
-        # Nodes of all graphs after each step.
-        self.num_nodes: list[int] = []
-        # By the ids of those that grow without end: the place and a description.
-        self.found: dict[int, tuple[str, str]] = {}
-        # Lines that keep tensors with the graphs of earlier steps.
-        self.graphs: list[str] = []
+    # Numbers of entries after each step, by the ids of containers that have grown so far.
+    sizes: dict[int, list[int]]
+    num_steps: int
+    # Nodes of all graphs after each step.
+    num_nodes: list[int]
+    # By the ids of those that grow without end: the place and a description.
+    found: dict[int, tuple[str, str]]
+    # Lines that keep tensors with the graphs of earlier steps.
+    graphs: list[str]
 
     def count(self, num_steps: int) -> None:
         is_late = num_steps > LAST_STEP and not self.found

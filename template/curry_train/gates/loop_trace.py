@@ -142,28 +142,29 @@ class EnoughSteps(BaseException):
 class Observer(Trace):
     """A trace with the replaced calls that write to it."""
 
+    # When the first step ended.
+    began: float
+    # The versions of all gradients after a backward call.
+    at_backward: Versions
+    schedule_depth: int
+    # Leaves that models were given and that get a gradient, in this window.
+    inputs: list[Tensor]
+    # Leaves from which an input of a model was computed, by id.
+    leaves: set[int]
+    # The last call of torch.autograd.grad whose result has no graph.
+    grad_place: str
+    is_attack: bool
+    # Of each iterator: its loader, and the number of this pass over it.
+    loaders: dict[int, tuple[DataLoader[Any], int]]
+    growth: Growth
+    gradient: Gradient
+
     def __init__(self, num_steps: int, when_enough: Callable[[Trace], None]) -> None:
         super().__init__()
         self.num_steps = num_steps
         self.when_enough = when_enough
-        # When the first step ended.
-        self.began = 0.0
-        # The versions of all gradients after a backward call.
-        self.at_backward: Versions = {}
-        self.schedule_depth = 0
-        # Leaves that models were given and that get a gradient, in this window.
-        self.inputs = list[Tensor]()
-        # Leaves from which an input of a model was computed, by id.
-        self.leaves = set[int]()
-        # The last call of torch.autograd.grad whose result has no graph.
-        self.grad_place = ""
-        self.is_attack = False
         self.loss_call: LossCall | None = None
-        # Of each iterator: its loader, and the number of this pass over it.
-        self.loaders: dict[int, tuple[DataLoader[Any], int]] = {}
         self.epochs = itertools.count()
-        self.growth = Growth()
-        self.gradient = Gradient()
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
