@@ -102,7 +102,8 @@ from .loop_targets import (
 from .loop_weights import (
     MOST_SMALL,
     Gradient,
-    Snapshot,
+    copies_of,
+    half_moved,
     has_equal_rows,
     instances_of,
     largest,
@@ -748,7 +749,8 @@ class Observer(Trace):
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if not self.stepping:
             self.gradient.use()
-            self.before = Snapshot(optimizer, self.of_roots(trained=False))
+            compared = [*parameters_of(optimizer), *self.of_roots(trained=False)]
+            self.before = state_of(optimizer), copies_of(compared)
         self.stepping.append(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
@@ -760,9 +762,12 @@ class Observer(Trace):
         for frame in () if self.num_made[optimizer] else frames:
             for fault in mistakes(frame.f_code):
                 self.fault(*fault)
-        before = self.before
-        moved = before.moved()
+        state, values = self.before
         parameters = parameters_of(optimizer)
+        own = {one: values[one] for one in parameters if values and one in values}
+        moved = frozenset(
+            one for one, value in (values or {}).items() if not torch.equal(value, one.detach())
+        )
         slopes = {one: largest(one.grad) for one in parameters if one.grad is not None}
         # The loop may have set them by hand.
         self.with_gradient |= slopes.keys()
@@ -770,13 +775,13 @@ class Observer(Trace):
             Step,
             optimizer=optimizer,
             rates=rates_of(optimizer),
-            state=(before.state, state_of(optimizer)),
-            weights=(before.digest, sum(map(digest, parameters)) if before.is_compared else 0.0),
+            state=(state, state_of(optimizer)),
+            weights=(sum(map(digest, own.values())), sum(map(digest, own))),
             versions=versions_of(parameters),
             **self.gradient.facts(slopes),
-            moved=moved.intersection(parameters) if before.is_compared else None,
+            moved=None if values is None else moved.intersection(parameters),
             slopes=slopes,
-            half_moved=before.half_moved(parameters),
+            half_moved=half_moved(own),
             in_backward=in_backward(),
             generator=_generator(),
             cause=self.made.get(optimizer),
@@ -793,7 +798,7 @@ class Observer(Trace):
                 "leave frozen parameters out of the optimizer",
                 event,
             )
-        del self.before, before
+        del self.before, values, own
         # A warm-up may begin with a rate of 0, and a model with a head of zeros.
         if any(event.rates) or not event.rates:
             probe(self)

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..core.digest import is_plain
-from ..workloads.optimizers import parameters_of
 from .loop_events import FEWEST_STEPS, Backward, Trace, Versions, tensors_of
 from .loop_lines import users_line
 from .loop_loss import digest, values_of
@@ -58,37 +57,20 @@ class Gradient:
         return {"made": made, "used": used, "factor": factor if is_multiplied else None}
 
 
-class Snapshot:
-    """The state of an optimizer, and the values of its parameters and of frozen ones."""
+def copies_of(parameters: Sequence[Tensor]) -> dict[Tensor, Tensor] | None:
+    """Copy the values of parameters; None where there are too many."""
+    is_small = sum(one.numel() for one in parameters) <= MOST_COMPARED
+    return {one: one.detach().clone() for one in parameters} if is_small else None
 
-    def __init__(self, optimizer: Optimizer, frozen: Sequence[Tensor] = ()) -> None:
-        own = parameters_of(optimizer)
-        compared = [*own, *frozen]
-        self.state = state_of(optimizer)
-        # Unless there are too many. An optimizer may have none.
-        self.is_compared = sum(one.numel() for one in compared) <= MOST_COMPARED
-        self.values = dict[Tensor, Tensor]()
-        self.digest = 0.0
-        if self.is_compared:
-            self.values = {one: one.detach().clone() for one in compared}
-            self.digest = sum(map(digest, own))
 
-    def moved(self) -> frozenset[Tensor]:
-        """Return the parameters that have other values now."""
-        return frozenset(
-            one for one, value in self.values.items() if not torch.equal(value, one.detach())
-        )
-
-    def half_moved(self, parameters: Iterable[Tensor]) -> float | None:
-        """Return the share of elements in half precision that changed, of those with a gradient."""
-        changed = [
-            (values_of(one.detach()) != values_of(self.values[one]))[values_of(one.grad) != 0]
-            for one in parameters
-            if one.dtype in (torch.float16, torch.bfloat16)
-            and one.grad is not None
-            and one in self.values
-        ]
-        return float(torch.cat(changed).float().mean()) if changed else None
+def half_moved(values: dict[Tensor, Tensor]) -> float | None:
+    """Return the share of elements in half precision that changed, of those with a gradient."""
+    changed = [
+        (values_of(one.detach()) != values_of(value))[values_of(one.grad) != 0]
+        for one, value in values.items()
+        if one.itemsize == 2 and one.grad is not None
+    ]
+    return float(torch.cat(changed).float().mean()) if changed else None
 
 
 def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: float) -> None:
