@@ -155,15 +155,12 @@ def run_ranks(
 @contextlib.contextmanager
 def _stopped_by_signals() -> Iterator[None]:
     """Let the signals that end a process raise SystemExit, so that files are put back."""
-
-    def stop(number: int, _: Any) -> NoReturn:
-        sys.exit(128 + number)
-
     with contextlib.ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():
             # Windows has no SIGHUP, which comes where a terminal is closed.
             for number in {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
-                stack.callback(signal.signal, number, signal.signal(number, stop))
+                before = signal.signal(number, lambda one, _: sys.exit(128 + one))
+                stack.callback(signal.signal, number, before)
         yield
 
 
@@ -356,8 +353,8 @@ class ChangedFiles:
         elif event in ("os.remove", "os.rmdir", "shutil.rmtree") and args[1] in (None, -1):
             self._note(args[0], goes=True)
         elif event == "os.rename":
-            self._note(args[0], goes=True)
-            self._note(args[1], goes=True)
+            for path in args[:2]:
+                self._note(path, goes=True)
 
     def _note(self, path: Any, *, goes: bool = False, follows_links: bool = False) -> None:
         """Note what is at a path before its first change, or refuse the change."""

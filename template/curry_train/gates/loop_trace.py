@@ -677,9 +677,9 @@ class Observer(Trace):
     def _zero(self, call: Called) -> None:
         owner = call.owner
         is_module = isinstance(owner, nn.Module)
-        parameters = list(owner.parameters()) if is_module else parameters_of(owner)
+        parameters = frozenset(owner.parameters() if is_module else parameters_of(owner))
         if any(parameter.grad is not None for parameter in parameters):
-            self.note(Zero, parameters=frozenset(parameters))
+            self.note(Zero, parameters=parameters)
 
     # Models and steps.
 
