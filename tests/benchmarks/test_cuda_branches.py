@@ -229,7 +229,7 @@ def test_a_save_copies_on_its_own_stream_and_the_next_step_waits(default_stream,
         snapshot=SimpleNamespace(optimizers=[]),
         write=lambda: copied.extend(writing.tensors),
     )
-    store = SimpleNamespace(begin=lambda *_, **__: writing, finish=lambda *_, write, **__: write())
+    store = SimpleNamespace(begin=lambda *_, **__: writing, finish=lambda _, write: write())
     saver = background.BackgroundSaver(store)
     with monkeypatch.context() as patched:
         # The thread's own wait is held back, so that only the training's wait runs the copies.

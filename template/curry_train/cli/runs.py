@@ -251,7 +251,7 @@ def is_run(path: Path) -> bool:
 def saved_tensors(run: SavedRun, folder: str, prefix: str = "") -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors with such names, without a model."""
     manifest = run.verify(folder)
-    contents = run.open_content(folder, manifest)
+    contents = run.open_content(manifest)
     tensors = {
         name: torch.empty(one.shape, dtype=one.dtype)
         for name, one in contents.tensors.items()

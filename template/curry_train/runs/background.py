@@ -195,7 +195,8 @@ class BackgroundSaver:
             return writing.write()
 
         try:
-            return self.store.finish(writing, ranks=self._ranks, write=write)
+            writing.ranks = self._ranks
+            return self.store.finish(writing, write)
         except Exception as error:
             # No call may follow that raises it.
             logger.error("%s", error)

@@ -132,7 +132,7 @@ class SavedRun:
             manifest = read_manifest(self.files, folder)
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
             verify_files(self.files, folder, manifest, own_share)
-            return self.open_content(folder, manifest)
+            return self.open_content(manifest)
 
         contents = ranks.all_do(check)
         loading = ranks.all_do(lambda: Load(state, contents, strict=strict))
@@ -141,8 +141,9 @@ class SavedRun:
         ranks.all_do(loading.finish)
         return loading.notes
 
-    def open_content(self, folder: str, manifest: SavedCheckpoint) -> Contents:
+    def open_content(self, manifest: SavedCheckpoint) -> Contents:
         """Return what a verified checkpoint holds."""
+        folder = manifest.folder
         key = f"{folder}/{STATE_FILE_NAME}"
         with reading(f"{self.files.path(key)} can't be read"):
             found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
@@ -210,7 +211,12 @@ class Store(SavedRun):
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
         self.branches = newest_branches(self.committed(*RESUMABLE_KINDS))
-        self._sweep()
+        # Leftovers of interrupted saves and deletions go, and damaged checkpoints stay.
+        for kind in CHECKPOINT_KINDS:
+            for name in self.files.names(kind):
+                if LEFTOVER_PATTERN.fullmatch(name):
+                    self.files.remove_folder(f"{kind}/{name}")
+        self._point()
 
     def close(self) -> None:
         """Release the lock."""
@@ -221,7 +227,8 @@ class Store(SavedRun):
         self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
-        return self.finish(self.begin(kind, step, state, metric=metric))
+        writing = self.begin(kind, step, state, metric=metric)
+        return self.finish(writing, writing.write)
 
     def begin(
         self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
@@ -254,17 +261,11 @@ class Store(SavedRun):
                 raise failed from error
             raise
 
-    def finish(
-        self,
-        writing: Writing,
-        *,
-        ranks: Ranks | None = None,
-        write: Callable[[], Part] | None = None,
-    ) -> SavedCheckpoint:
+    def finish(self, writing: Writing, write: Callable[[], Part]) -> SavedCheckpoint:
         """Let each rank `write` its part, and commit the checkpoint."""
-        ranks = ranks or Ranks()
+        ranks = writing.ranks
         try:
-            return ranks.collect(write or writing.write, lambda parts: self.commit(writing, parts))
+            return ranks.collect(write, lambda parts: self.commit(writing, parts))
         except Exception as error:  # a part of the user's state may raise anything
             raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
 
@@ -356,14 +357,6 @@ class Store(SavedRun):
         folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
         self.files.make_folder(folder)
         return folder
-
-    def _sweep(self) -> None:
-        """Remove the leftovers of interrupted saves and deletions. Damaged checkpoints stay."""
-        for kind in CHECKPOINT_KINDS:
-            for name in self.files.names(kind):
-                if LEFTOVER_PATTERN.fullmatch(name):
-                    self.files.remove_folder(f"{kind}/{name}")
-        self._point()
 
     def _point(self) -> None:
         newest = self.latest()
