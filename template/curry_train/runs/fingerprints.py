@@ -112,6 +112,8 @@ class Recorder:
     within: tuple[str, int] | None = None
     in_backward: bool = False
     stepping: int = 0
+    # Whether an optimizer has changed parameters since it was given gradients.
+    is_updated: bool = False
 
     @property
     def path(self) -> Path:
@@ -394,8 +396,7 @@ class Recorder:
 
         def run() -> Any:
             # The optimizer has changed the parameters since it called the last closure.
-            path = self._name_of_optimizer(optimizer)
-            if self.counts["update", path] > self.counts["step", path]:
+            if self.is_updated:
                 self._note_step(optimizer)
             # The closure's own calls are no part of the optimizer's step.
             self.stepping -= 1
@@ -408,7 +409,8 @@ class Recorder:
         return (optimizer,), options | {"closure": run}
 
     def _note_update(self, optimizer: Optimizer) -> None:
-        path = self._name_of_optimizer(optimizer)
+        self.is_updated = True
+        path, parameters, state = self._of_optimizer(optimizer)
         # Another optimizer has just ended a step on the same gradients: it is the step of both.
         if self.last_steps[path] < self.step - 1 and {kind for kind, _ in self.counts} <= {
             "operation"
@@ -420,7 +422,6 @@ class Recorder:
             settings = {name: value for name, value in group.items() if name != "params"}
             found |= {f"{name} of group {number}": one for name, one in leaves_of(settings).items()}
         if self.records_all:
-            parameters, state = self._of_optimizer(optimizer, path)
             # A model notes its parameters when it is first called; these belong to no model.
             own = {name: one for name, one in parameters.items() if name.startswith(f"{path}.")}
             if own and self.step == 1:
@@ -437,10 +438,9 @@ class Recorder:
         self.stepping -= 1
         if not self.is_on or self.stepping:
             return
-        self._note_step(optimizer)
+        path = self._note_step(optimizer)
         if self.in_replay:
             return
-        path = self._name_of_optimizer(optimizer)
         self.last_steps[path] += 1
         if self.last_steps[path] >= self.step:
             self.step += 1
@@ -451,23 +451,24 @@ class Recorder:
             self._end()
             self.when_enough()
 
-    def _note_step(self, optimizer: Optimizer) -> None:
+    def _note_step(self, optimizer: Optimizer) -> str:
+        """Note what an optimizer has changed, and return its name."""
+        self.is_updated = False
+        path, parameters, state = self._of_optimizer(optimizer)
         if self.records_all:
-            path = self._name_of_optimizer(optimizer)
-            parameters, state = self._of_optimizer(optimizer, path)
             self._note("step", path, parameters | state)
-
-    def _name_of_optimizer(self, optimizer: Optimizer) -> str:
-        """Return a name, which is that of an earlier one that had the same parameters."""
-        kind = type(optimizer).__name__
-        own = [one for group in optimizer.param_groups for one in group["params"]]
-        return self._name_of((kind, *own), kind)
+        return path
 
     def _of_optimizer(
-        self, optimizer: Optimizer, path: str
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return an optimizer's parameters, and the tensors of its state, by name."""
+        self, optimizer: Optimizer
+    ) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+        """Return an optimizer's name, its parameters, and the tensors of its state, by name.
+
+        The name is that of an earlier optimizer that had the same parameters.
+        """
+        kind = type(optimizer).__name__
         several = [one for group in optimizer.param_groups for one in group["params"]]
+        path = self._name_of((kind, *several), kind)
         parameters = {
             self.names.setdefault(one, f"{path}.{number}"): one
             for number, one in enumerate(several)
@@ -478,7 +479,7 @@ class Recorder:
             for key, value in optimizer.state.get(one, {}).items()
             if isinstance(value, Tensor)
         }
-        return parameters, state
+        return path, parameters, state
 
 
 class Operations(TorchDispatchMode):
