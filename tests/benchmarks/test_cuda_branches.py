@@ -225,9 +225,9 @@ def test_a_save_copies_on_its_own_stream_and_the_next_step_waits(default_stream,
     sources = [torch.arange(4.0).as_subclass(OnCuda), torch.ones(2).as_subclass(OnCuda)]
     copied = []
     writing = SimpleNamespace(
-        tensors=sources,
+        tensors=dict(enumerate(sources)),
         snapshot=SimpleNamespace(optimizers=[]),
-        write=lambda: copied.extend(writing.tensors),
+        write=lambda: copied.extend(writing.tensors.values()),
     )
     store = SimpleNamespace(begin=lambda *_, **__: writing, finish=lambda _, write: write())
     saver = background.BackgroundSaver(store)

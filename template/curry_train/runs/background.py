@@ -125,7 +125,7 @@ class BackgroundSaver:
         Ranks().all_do(self._settle)
         writing = self.store.begin(kind, step, state, metric=metric)
         pool = ThreadPoolExecutor(1)
-        self._copied = pool.submit(self._staging.begin(writing.tensors))
+        self._copied = pool.submit(self._staging.begin([*writing.tensors.values()]))
         self._running = pool.submit(self._run, writing, self._copied)
         # The thread ends with the save.
         pool.shutdown(wait=False)
@@ -191,7 +191,8 @@ class BackgroundSaver:
             if sys.platform == "linux":
                 with contextlib.suppress(OSError):
                     os.nice(5)
-            writing.tensors = self._staging.buffers
+            copies = zip(writing.tensors, self._staging.buffers, strict=True)
+            writing.tensors = dict(copies)
             return writing.write()
 
         try:

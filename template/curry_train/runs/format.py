@@ -194,8 +194,8 @@ class PreparedSave:
     folder: str
     ranks: Ranks
     entries: dict[str, FileEntry] = field(default_factory=dict)
-    # The tensors that this rank writes; the caller may put copies in their place.
-    tensors: list[Tensor] = field(default_factory=list)
+    # The tensors that this rank writes, by name or place; the caller may put copies in their place.
+    tensors: dict[Any, Tensor] = field(default_factory=dict)
 
     def concat_path(self, path: StrPath, suffix: str) -> str:
         return suffix
@@ -236,7 +236,6 @@ class SafetensorsSave(PreparedSave):
     """
 
     def __post_init__(self) -> None:
-        whole: dict[str, Tensor] = {}
         self._others: dict[str, Tensor] = {}
         for name, tensor in self.snapshot.tensors.items():
             if not name.startswith(MODEL_PREFIX):
@@ -250,17 +249,14 @@ class SafetensorsSave(PreparedSave):
                 value = value.cpu()
             bare = name.removeprefix(MODEL_PREFIX)
             if value.dtype not in NOT_IN_SAFETENSORS and bare != SAFETENSORS_NOTES:
-                whole[bare] = value
+                self.tensors[bare] = value
             else:
                 self._others[bare] = value.detach().clone()
-        self._names = list(whole)
-        self.tensors = list(whole.values())
 
     def write(self) -> Part:
         """Write this rank's files."""
         if self.ranks.first:
-            pairs = zip(self._names, self.tensors, strict=True)
-            contents = {name: _own_memory(one) for name, one in pairs}
+            contents = {name: _own_memory(one) for name, one in self.tensors.items()}
             path = self.files.path(f"{self.folder}/{SAFETENSORS_FILE_NAME}")
             save_file(contents, path, metadata={"format": "pt"})
             self.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
@@ -325,14 +321,13 @@ class ShardedSave(PreparedSave):
             return self._writer.prepare_global_plan(plans)
 
         self._plan = planner.finish_plan(self.ranks.exchange(local, central))
-        self.tensors = [planner.resolve_data(item).detach() for item in self._plan.items]
+        for item in self._plan.items:
+            self.tensors[item.index] = planner.resolve_data(item).detach()
 
     def write(self) -> Part:
         """Write this rank's files."""
-        pairs = zip(self._plan.items, self.tensors, strict=True)
-        by_item = {item.index: tensor for item, tensor in pairs}
         # All that torch's writer asks of a planner: in place of a live tensor, its copy.
-        planner: Any = SimpleNamespace(resolve_data=lambda item: by_item[item.index])
+        planner: Any = SimpleNamespace(resolve_data=lambda item: self.tensors[item.index])
         # The manifest has a better hash than CRC-32 sums, which take as long as the writing.
         config: Any = importlib.import_module("torch.utils.serialization.config")
         with config.patch("save.compute_crc32", False):
