@@ -116,22 +116,20 @@ def _size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def read_tensors(
-    files: Files, folder: str, metadata: Metadata, targets: Mapping[str, Tensor]
-) -> None:
+def read_tensors(files: Files, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
     """Fill the targets, in any sharding, from two threads.
 
     Each rank reads what it needs, and no rank waits for another. Torch reads a tensor into new
     memory and copies it from there: a second thread makes up for the time that the verification
     took, and costs the memory of one more tensor.
     """
-    reader = FileSystemReader(files.path(folder))
+    reader = FileSystemReader(files.root)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
     plan = planner.create_local_plan()
     halves = [dataclasses.replace(plan, items=plan.items[start::2]) for start in (0, 1)]
-    what = f"{files.path(folder)}: tensors can't be read"
+    what = f"{files.root}: tensors can't be read"
     damage = reading(what, RuntimeError, AssertionError)
     with ThreadPoolExecutor(len(halves)) as pool, damage:
         for future in [pool.submit(reader.read_data, half, planner) for half in halves]:
@@ -273,9 +271,9 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
 
 
-def read_best(files: Files, folder: str, others: Any) -> dict[str, Tensor]:
+def read_best(files: Files, others: Any) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, whose header the library checks, into memory."""
-    where = files.path(f"{folder}/{SAFETENSORS_FILE_NAME}")
+    where = files.path(SAFETENSORS_FILE_NAME)
     with reading(f"{where}: the header can't be read", SafetensorError):
         found = {**load_file(where), **others}
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in found.items()}

@@ -198,14 +198,16 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
             f"{where} holds the manifest of {name}: it was renamed or copied here"
         )
 
-    check_sizes(files, folder, manifest)
-    return replace(manifest, location=str(where))
+    manifest = replace(manifest, location=str(where))
+    check_sizes(manifest)
+    return manifest
 
 
-def check_sizes(files: Files, folder: str, manifest: SavedCheckpoint) -> None:
+def check_sizes(manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
-    where = files.path(folder)
-    sizes = files.sizes(folder)
+    files = Files(manifest.location)
+    where = files.root
+    sizes = files.sizes("")
     for name in {*sizes, *manifest.files} - {MANIFEST_FILE_NAME}:
         entry = manifest.files.get(name)
         if entry is None:
@@ -219,17 +221,12 @@ def check_sizes(files: Files, folder: str, manifest: SavedCheckpoint) -> None:
             )
 
 
-def verify_files(
-    files: Files, folder: str, manifest: SavedCheckpoint, names: Iterable[str]
-) -> None:
+def verify_files(manifest: SavedCheckpoint, names: Iterable[str]) -> None:
     """Read these files and compare their sizes and hashes with the manifest."""
+    path = Path(manifest.location)
+    files = Files(path if path.is_dir() else path.parent)
     for name in names:
-        with (
-            reading(f"{files.path(folder)}: {name} can't be read"),
-            files.open(f"{folder}/{name}" if folder else name) as stream,
-        ):
+        with reading(f"{files.root}: {name} can't be read"), files.open(name) as stream:
             entry = entry_in(stream)
         if entry != manifest.files[name]:
-            raise DamagedCheckpoint(
-                f"{files.path(folder)}: {name} is not what was saved (another hash)"
-            )
+            raise DamagedCheckpoint(f"{files.root}: {name} is not what was saved (another hash)")

@@ -111,9 +111,8 @@ class SavedRun:
 
     def verify(self, checkpoint: Which) -> SavedCheckpoint:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
-        folder = folder_of(checkpoint)
-        manifest = read_manifest(self.files, folder)
-        verify_files(self.files, folder, manifest, manifest.files)
+        manifest = read_manifest(self.files, folder_of(checkpoint))
+        verify_files(manifest, manifest.files)
         return manifest
 
     def load(
@@ -126,12 +125,11 @@ class SavedRun:
         notes on how the state differs from what was saved.
         """
         ranks = Ranks()
-        folder = folder_of(checkpoint)
 
         def check() -> Contents:
-            manifest = read_manifest(self.files, folder)
+            manifest = read_manifest(self.files, folder_of(checkpoint))
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
-            verify_files(self.files, folder, manifest, own_share)
+            verify_files(manifest, own_share)
             return self.open_content(manifest)
 
         contents = ranks.all_do(check)
@@ -143,20 +141,19 @@ class SavedRun:
 
     def open_content(self, manifest: SavedCheckpoint) -> Contents:
         """Return what a verified checkpoint holds."""
-        folder = manifest.folder
-        key = f"{folder}/{STATE_FILE_NAME}"
-        with reading(f"{self.files.path(key)} can't be read"):
-            found = load_foreign(self.files.read(key, most_bytes=MOST_STATE_BYTES))
+        files = Files(manifest.location)
+        with reading(f"{files.path(STATE_FILE_NAME)} can't be read"):
+            found = load_foreign(files.read(STATE_FILE_NAME, most_bytes=MOST_STATE_BYTES))
             values, ranks = found["values"], found["ranks"]
             if not isinstance(values, dict) or not isinstance(ranks, list):
                 raise ValueError("it does not hold the values of a state")
         if manifest.kind == BEST_KIND:
-            best = read_best(self.files, folder, found.get("others"))
+            best = read_best(files, found.get("others"))
             copy = functools.partial(copy_into, values=best)
             return Contents(best, values, ranks, copy, model_only=True)
         with reading("the index of the tensors can't be read"):
             tensors, metadata = checked_index(found.get("index"), manifest)
-        fill = functools.partial(read_tensors, self.files, folder, metadata)
+        fill = functools.partial(read_tensors, files, metadata)
         return Contents(tensors, values, ranks, fill)
 
 

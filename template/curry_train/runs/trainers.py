@@ -56,12 +56,9 @@ FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 
 def verify_commit(commit: SavedCheckpoint) -> None:
     """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
-    path = Path(commit.location)
-    files = Files(path.parent)
-    folder = path.name if path.is_dir() else ""
-    if folder:
-        check_sizes(files, folder, commit)
-    verify_files(files, folder, commit, commit.files)
+    if Path(commit.location).is_dir():
+        check_sizes(commit)
+    verify_files(commit, commit.files)
 
 
 def commit_folder(folder: StrPath) -> Path:
