@@ -206,18 +206,17 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
 def check_sizes(manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
     files = Files(manifest.location)
-    where = files.root
     sizes = files.sizes("")
     for name in {*sizes, *manifest.files} - {MANIFEST_FILE_NAME}:
         entry = manifest.files.get(name)
         if entry is None:
-            raise DamagedCheckpoint(f"{where}: {name} is not in the manifest")
+            raise DamagedCheckpoint(f"{files.root}: {name} is not in the manifest")
         if (size := sizes.get(name)) is None:
             what = "a link or device" if name in sizes else "missing"
-            raise DamagedCheckpoint(f"{where}: {name} is {what}")
+            raise DamagedCheckpoint(f"{files.root}: {name} is {what}")
         if size != entry.bytes:
             raise DamagedCheckpoint(
-                f"{where}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
+                f"{files.root}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
             )
 
 
