@@ -32,22 +32,19 @@ class Together:
             name: (one.default, one.annotation)
             for name, one in inspect.signature(function).parameters.items()
         }
-
-    def parameters(self) -> list[click.Parameter]:
-        """Return the options and arguments, in the order of the page."""
-        found: list[click.Parameter] = []
-        for name, (declared, kind) in self.declared.items():
-            if isinstance(declared, Together):
-                found += declared.parameters()
-            elif callable(declared):
-                found.append(declared(name, kind))
-        return found
+        # In the order of the page.
+        self.parameters: list[click.Parameter] = []
+        self.groups: dict[str, Together] = {}
+        for name, (one, kind) in self.declared.items():
+            if isinstance(one, Together):
+                self.groups[name] = one
+                self.parameters += one.parameters
+            elif callable(one):
+                self.parameters.append(one(name, kind))
 
     def value(self, **given: Any) -> Any:
         """Call the function with the values of its options."""
-        for name, (declared, _) in self.declared.items():
-            if isinstance(declared, Together):
-                given[name] = declared.value(**given)
+        given |= {name: one.value(**given) for name, one in self.groups.items()}
         return self.function(**{name: given[name] for name in self.declared if name in given})
 
 

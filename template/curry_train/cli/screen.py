@@ -178,7 +178,7 @@ class ScreenCommand(click.Command):
         **settings: Any,
     ) -> None:
         declared = Together(callback, {})
-        params += declared.parameters()
+        params += declared.parameters
         if inspect.signature(callback).return_annotation is not None:
             results = output_option("Write the results as JSON; - is standard output.", "--json")
             params.append(results("json_path", None))
