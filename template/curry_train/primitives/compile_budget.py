@@ -125,18 +125,26 @@ class DrawingOnce(CustomPartitionerFn):
 def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> GraphPair:
     """Split a joint graph into forward and backward under the budget that is set.
 
-    Raise `BudgetUnsafe` if a random operation ends up in both.
+    Every random operation is saved. Raise `BudgetUnsafe` if a random operation ends up in both.
     """
     budget = current_budget()
-    drawing = keep_what_draws(joint)
+    # Torch restores the generator's state in regions that the user recomputes.
+    drawing = [node for node in drawing_nodes(joint) if node.meta.get("recompute") is None]
+    for node in drawing:
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     if drawing and budget < 1:
         budget = 1.0 if _is_a_tuple_alone(joint, drawing) else max(budget, SMALLEST_BUDGET)
     with functorch_config.patch(activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
 
     in_forward = {node.name for node in drawing_nodes(forward)}
-    in_backward = {node.name for node in drawing_nodes(backward)}
-    recomputed = (in_forward & in_backward) | _drawing_within(backward)
+    recomputed = {
+        node.name
+        for name, region in find_modules(backward, GraphModule).items()
+        for node in drawing_nodes(region)
+        # A nested region is partitioned by torch itself.
+        if name or node.name in in_forward
+    }
     if recomputed:
         raise BudgetUnsafe(
             f"at budget {budget:g} the compiler runs {', '.join(sorted(recomputed))} again in "
@@ -146,27 +154,9 @@ def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> G
     return forward, backward
 
 
-def keep_what_draws(joint: GraphModule) -> list[Node]:
-    """Mark every random operation to be saved, and return these nodes.
-
-    Those in regions that the user recomputes are not marked: torch restores the generator's state
-    for them.
-    """
-    drawing = [node for node in drawing_nodes(joint) if node.meta.get("recompute") is None]
-    for node in drawing:
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    return drawing
-
-
 def drawing_nodes(graph: GraphModule) -> list[Node]:
     """List the nodes that draw random numbers."""
     return [node for node in graph.graph.nodes if draws(node.target, node.args, node.kwargs)]
-
-
-def _drawing_within(backward: GraphModule) -> set[str]:
-    """Return the random operations in nested compile regions, which torch partitions by itself."""
-    regions = find_modules(backward, GraphModule)
-    return {node.name for name in regions if name for node in drawing_nodes(regions[name])}
 
 
 def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:

@@ -181,10 +181,6 @@ def pack(tensor: Tensor) -> CheckedTensor | RecomputedTensor:
     return CheckedTensor(tensor)
 
 
-def unpack(saved: CheckedTensor | RecomputedTensor) -> Tensor:
-    return saved.value()
-
-
 def _recipe(base: Tensor) -> Callable[[], Tensor] | None:
     """Return a function that computes a tensor again in backward, or None."""
     replay: Replay | None = getattr(base, REPLAY_KEY, None)
@@ -243,7 +239,7 @@ class Regions(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not is_active(self) or torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, lambda saved: saved.value()):
             return super().forward(*args, **kwargs)
 
 

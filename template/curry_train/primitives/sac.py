@@ -348,16 +348,14 @@ def _as_reported(kind: Any) -> Any:
             if operation is CAST_OPERATION or self.num_entered > 1:
                 return operation(*args, **(kwargs or {}))
             if operation is torch.ops.aten._unsafe_view.default:
-                return _counted_view(*args)
+                # Share the version counter, by which torch detects overwritten saved outputs.
+                tensor, shape = args
+                key = torch._C.DispatchKey.ADInplaceOrView
+                with torch._C._SetExcludeDispatchKeyGuard(key, False):
+                    return tensor.detach().view(shape).detach()
             return super().__torch_dispatch__(operation, types, args, kwargs)
 
     return Reported
-
-
-def _counted_view(tensor: Any, shape: Any) -> Any:
-    """Reshape, and share the version counter, by which torch detects overwritten saved outputs."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach().view(shape).detach()
 
 
 class Sac(Checkpointed):

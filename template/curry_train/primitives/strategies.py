@@ -398,31 +398,23 @@ def apply_config(
     if batch is not None and loss is None:
         raise ValueError("batch is given and loss is not: measuring a step needs both")
     strategy = config.strategy
-    blocks = None
+    blocks: Globs | None = None
     if strategy == "selective":
         # Layers above the threshold are recomputed as blocks are.
         strategy = "full"
         blocks = _large_layers(model, config, batch, loss, layers)
     elif strategy != "none":
-        blocks = _configured_blocks(model, config, batch, loss)
+        # Patterns are over the blocks that the model's containers give.
+        if batch is None or loss is None or config.include_patterns or config.exclude_patterns:
+            blocks = _filtered(config, list(find_blocks(model)))
+        else:
+            blocks = choose_blocks(model, batch, loss).names
     options = {name: getattr(config, name) for name in ("use_reentrant", "preserve_rng_state")}
     sample = Sample(batch, loss, blocks, options, config.sequential_segments)
     changed = STRATEGIES[strategy].apply(model, sample)
     if not config.use_reentrant:
         primitives.keep_routing(model)
     return changed
-
-
-def _configured_blocks(
-    model: nn.Module, config: CheckpointConfig, batch: Any, loss: Any
-) -> list[str]:
-    """Return the blocks to work on: those that run on the batch, if there is one.
-
-    Patterns are over the blocks that the model's containers give.
-    """
-    if batch is None or config.include_patterns or config.exclude_patterns:
-        return _filtered(config, list(find_blocks(model)))
-    return list(choose_blocks(model, batch, loss).names)
 
 
 def _large_layers(
