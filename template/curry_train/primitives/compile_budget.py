@@ -238,7 +238,15 @@ def memory_budget(
             become(Budgeted, block, Budget(float(budget), backend, _kind(block)))
             undo.callback(remove_memory_budget, block)
         if loss is not None:
-            _compile_now(model, list(found.values()), batch, loss)
+            with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
+                loss(model, batch).backward()
+            for block in found.values():
+                code = _compiled(_bare_forward(block), block._technique)
+                if not code.num_graphs:
+                    raise CompileFailed(
+                        f"{code.budget.kind} produced no compiled graph: check that the forward "
+                        "runs it in training mode"
+                    )
         undo.pop_all()
     return list(found)
 
@@ -253,16 +261,3 @@ def _kind(block: nn.Module) -> str:
     tensors = [*block.named_parameters(), *block.named_buffers()]
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
     return f"{type(block).__name__}_{hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"
-
-
-def _compile_now(model: nn.Module, blocks: Sequence[Any], batch: Any, loss: Loss) -> None:
-    """Compile the blocks by running one step, which leaves no trace on the model."""
-    with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
-        loss(model, batch).backward()
-    for block in blocks:
-        code = _compiled(_bare_forward(block), block._technique)
-        if not code.num_graphs:
-            raise CompileFailed(
-                f"{code.budget.kind} produced no compiled graph: check that the forward runs it in "
-                "training mode"
-            )

@@ -350,7 +350,11 @@ def _accumulate(
             value = loss(model, microbatch)
             if joint_loss is None:
                 if in_backward and is_last:
-                    _require_finite([*values, value.detach()], window)
+                    # Before the last backward, in which the weights change.
+                    losses = [*values, value.detach()]
+                    total = float(torch.stack(losses).sum())
+                    if not math.isfinite(total):
+                        raise NonFiniteWindow(_describe(window, losses, total, math.nan))
                 value = _backward(value, window, scaler)
         values.append(value)
     return values if joint_loss is None else [_backward(joint_loss(values), window, scaler)]
@@ -375,13 +379,6 @@ def _steps_in_backward(
             "itself"
         )
     return optimizer
-
-
-def _require_finite(losses: list[Tensor], window: Window[Any]) -> None:
-    """Raise `NonFiniteWindow` before the last backward, in which the weights change."""
-    total = float(torch.stack(losses).sum())
-    if not math.isfinite(total):
-        raise NonFiniteWindow(_describe(window, losses, total, math.nan))
 
 
 def _backward(value: Tensor, window: Window[Any], scaler: torch.amp.GradScaler | None) -> Tensor:

@@ -112,16 +112,6 @@ def is_divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "placements")
 
 
-def groups_of(tensor: Any) -> list[Any]:
-    """Return the process groups among which a tensor is sharded; none if plain or replicated."""
-    placements = tensor.placements if is_divided(tensor) else ()
-    return [
-        tensor.device_mesh.get_group(index)
-        for index, placement in enumerate(placements)
-        if placement.is_shard()
-    ]
-
-
 def group_of_batch(model: nn.Module) -> Any:
     """Return the process group among which the batch is divided, or None.
 
@@ -170,7 +160,7 @@ class Sums:
         return self.table[self.place[name], kind]
 
     def over_ranks(
-        self, layers: Iterable[str], batch_group: Any, parameters: Mapping[str, nn.Parameter]
+        self, layers: Iterable[str], batch_group: Any, parameters: Mapping[str, Any]
     ) -> Callable[[Iterable[str]], list[list[float]]]:
         """Return a function that adds up the sums of several names, by their kind.
 
@@ -181,8 +171,11 @@ class Sums:
         if batch_group is not None:
             names_by_group[batch_group] = list(layers)
         for name, parameter in parameters.items():
-            for group in groups_of(parameter):
-                names_by_group.setdefault(group, []).append(name)
+            # Of a DTensor; a plain tensor has none.
+            for index, placement in enumerate(getattr(parameter, "placements", ())):
+                if placement.is_shard():
+                    group = parameter.device_mesh.get_group(index)
+                    names_by_group.setdefault(group, []).append(name)
         for group, names in names_by_group.items():
             places = [self.place[name] for name in names]
             reduced = self.table[places]
@@ -315,18 +308,11 @@ class Activations:
         self._waiting = False
         self.after_backward()
 
-    def _counts(self) -> bool:
-        """Return whether a layer's call counts as part of a training forward.
-
-        Inside the model's forward, the grad mode at its start decides, because reentrant
-        checkpointing turns grad mode off for its first forward.
-        """
-        if in_backward() or torch.compiler.is_compiling() or in_transform():
-            return False
-        return self._training[-1] if self._training else torch.is_grad_enabled()
-
     def _add(self, name: str, arguments: Any, output: Any) -> None:
-        if not self._counts():
+        # Inside the model's forward, the grad mode at its start decides, because reentrant
+        # checkpointing turns grad mode off for its first forward.
+        trains = self._training[-1] if self._training else torch.is_grad_enabled()
+        if not trains or in_backward() or torch.compiler.is_compiling() or in_transform():
             return
         if not self._training:
             # The training loop calls parts of the model directly, so `_leave` does not run.

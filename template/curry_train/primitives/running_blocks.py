@@ -258,7 +258,7 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     """
     left = [name for name in record.calls if _can_be_block(record, name)]
     cuts: list[tuple[int, list[str]]] = []
-    while names := _worthwhile(record, _outermost(record, left)):
+    while names := _outermost(record, left):
         cuts.append((estimate_peak(record, names)[0], names))
         largest = record.kinds[max(names, key=record.most_inside)]
         left = [name for name in left if record.kinds[name] != largest]
@@ -272,18 +272,10 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
 
 
 def _outermost(record: ForwardRecord, names: list[str]) -> list[str]:
-    """Leave out the modules that others of them call or hold."""
+    """Leave out modules that others call or hold, and kinds that save hardly more than inputs."""
     chosen = set(names)
     apart = [name for name in names if not _runs_inside(record, name, chosen)]
-    return [name for name in apart if not _is_below(name, apart)]
-
-
-def _runs_inside(record: ForwardRecord, name: str, others: Collection[str]) -> bool:
-    return any(call.is_inside(others) for call in record.calls[name])
-
-
-def _worthwhile(record: ForwardRecord, names: list[str]) -> list[str]:
-    """Leave out the kinds that save hardly more than the inputs that they would keep."""
+    names = [name for name in apart if not _is_below(name, apart)]
     gain = Counter[Any]()
     for name in names:
         for call in record.calls[name]:
@@ -291,6 +283,10 @@ def _worthwhile(record: ForwardRecord, names: list[str]) -> list[str]:
             gain[record.kinds[name]] += saved - record.bytes_of(call.inputs)
     least = LEAST_GAIN_SHARE * record.total_bytes
     return [name for name in names if gain[record.kinds[name]] > least]
+
+
+def _runs_inside(record: ForwardRecord, name: str, others: Collection[str]) -> bool:
+    return any(call.is_inside(others) for call in record.calls[name])
 
 
 def _needed(record: ForwardRecord, names: list[str]) -> list[str]:

@@ -134,12 +134,12 @@ SELECTIVE_SHARE = 0.6
 
 def _sequential(model: nn.Module, sample: Sample) -> list[str]:
     count = sample.num_segments
-    if count is None and sample.batch is None:
-        raise ValueError(
-            "sequential_segments=None measures the peak of each count and needs a batch: "
-            "call apply(model, batch=..., loss=...), or set a number"
-        )
     if count is None:
+        if sample.batch is None:
+            raise ValueError(
+                "sequential_segments=None measures the peak of each count and needs a batch: "
+                "call apply(model, batch=..., loss=...), or set a number"
+            )
         count = choose_segments(model, sample.batch, sample.loss, blocks=sample.blocks)
     return recompute_segments(model, count, blocks=sample.blocks, **sample.options)
 
