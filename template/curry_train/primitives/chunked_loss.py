@@ -547,7 +547,15 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
         # Hugging Face models name their head by this method.
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         found = {name: module for name, module in model.named_modules() if module is head}
-        found = found or _widest(linears)
+        if not found:
+            # Layers inside blocks repeat with the same width, so none is the single widest.
+            widths = [linear.out_features for linear in linears.values()]
+            most = max(widths, default=0)
+            found = {
+                name: linear
+                for name, linear in linears.items()
+                if linear.out_features == most > linear.in_features and widths.count(most) == 1
+            }
     if not found:
         raise UnsuitableHead(
             f"{type(model).__name__} has no output layer: no Linear is wider than all others "
@@ -562,17 +570,3 @@ def _find_heads(model: nn.Module, pattern: str | None) -> dict[str, nn.Module]:
                 "leave it out, or undo first what changed it (remove_chunked_loss)",
             )
     return found
-
-
-def _widest(linears: dict[str, nn.Linear]) -> dict[str, nn.Module]:
-    """Find the Linear that is wider than all others and than its own input.
-
-    Layers inside blocks repeat with the same width, so none of them is the single widest.
-    """
-    widths = [linear.out_features for linear in linears.values()]
-    most = max(widths, default=0)
-    return {
-        name: linear
-        for name, linear in linears.items()
-        if linear.out_features == most > linear.in_features and widths.count(most) == 1
-    }

@@ -143,7 +143,14 @@ def _more(number: int) -> str:
 
 def _vanishing(recent: Records) -> Iterator[Finding]:
     rms = _medians(recent, "gradient", "rms")
-    chain = gradient_chain(recent[-1])
+    record = recent[-1]
+    # Layers that forward did not call come last.
+    names = dict.fromkeys([*record.order, *record.layers])
+    # The blocks, or else the innermost layers.
+    chain = [name for name in names if record.layers[name].is_block]
+    if len(chain) < SHORTEST_CHAIN:
+        chain = [name for name in names if not _holds_another(name, record)]
+    chain = [name for name in chain if record.layers[name].gradient is not None]
     if len(chain) < SHORTEST_CHAIN or not rms[chain[-1]]:
         return
     first = chain[0]
@@ -153,20 +160,7 @@ def _vanishing(recent: Records) -> Iterator[Finding]:
         return
     kind = "vanishing" if ratio < 1 else "exploding"
     message = f"its RMS gradient is {ratio:.1e} times that of {last}"
-    yield Finding(kind, (first,), recent[-1].step, ratio, message)
-
-
-def gradient_chain(record: StepFlow) -> list[str]:
-    """Return comparable layers in forward order: the blocks, or else the innermost layers.
-
-    Layers without a gradient are left out.
-    """
-    # Layers that forward did not call come last.
-    names = dict.fromkeys([*record.order, *record.layers])
-    chain = [name for name in names if record.layers[name].is_block]
-    if len(chain) < SHORTEST_CHAIN:
-        chain = [name for name in names if not _holds_another(name, record)]
-    return [name for name in chain if record.layers[name].gradient is not None]
+    yield Finding(kind, (first,), record.step, ratio, message)
 
 
 def _medians(recent: Records, part: str, figure: str) -> dict[str, float]:

@@ -46,7 +46,14 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
     """Find operations given as overloads, packets, or text (`aten.mm`, `aten.mm.default`)."""
     found: set[Operation] = set()
     for item in named:
-        operation = _by_name(item) if isinstance(item, str) else item
+        operation = item
+        if isinstance(item, str):
+            try:
+                operation = operator.attrgetter(item.removeprefix("torch.ops."))(torch.ops)
+            except AttributeError as error:
+                raise ValueError(
+                    f"torch has no operation {item!r}: name one as 'aten.mm' or 'aten.mm.default'"
+                ) from error
         if isinstance(operation, OpOverloadPacket):
             # Overloads that write in place are left out, unless all do.
             overloads = [getattr(operation, name) for name in operation.overloads()]
@@ -58,15 +65,6 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
                 f"an operation is named as torch.ops.aten.mm or 'aten.mm', got {item!r}"
             )
     return frozenset(found)
-
-
-def _by_name(text: str) -> Any:
-    try:
-        return operator.attrgetter(text.removeprefix("torch.ops."))(torch.ops)
-    except AttributeError as error:
-        raise ValueError(
-            f"torch has no operation {text!r}: name one as 'aten.mm' or 'aten.mm.default'"
-        ) from error
 
 
 def _overloads(namespace: str, *names: str) -> frozenset[Operation]:

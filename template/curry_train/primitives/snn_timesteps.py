@@ -13,7 +13,7 @@ Proof: `python -m pytest tests/primitives/test_snn_timesteps_contract.py`.
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -95,7 +95,6 @@ def slice_time(inputs: Any, time_dim: int) -> Sequence[Any]:
         )
     if not inputs:
         raise ValueError("inputs are an empty sequence: there is no timestep to run")
-
     return inputs
 
 
@@ -277,22 +276,18 @@ def _checked_run(
                         "backward: make a new tensor (v = v * decay, not v *= decay)"
                     )
             results += tree_leaves(detached_copies((output, state)))
-            held.append(_bytes_of(storages))
+            held.append(sum(storages.values()))
     # The first timestep may hold other bytes, because it starts from the initial state.
-    return results, Costs(_bytes_of(_storages(state)), held[2] - held[1])
+    return results, Costs(sum(_storages(state).values()), held[2] - held[1])
 
 
-def _storages(tree: Any) -> set[torch.UntypedStorage]:
-    """Return the storages of the dense tensors in a tree."""
+def _storages(tree: Any) -> dict[torch.UntypedStorage, int]:
+    """Return the storages of the dense tensors in a tree, with their bytes."""
     return {
-        leaf.untyped_storage()
+        leaf.untyped_storage(): leaf.untyped_storage().nbytes()
         for leaf in tree_leaves(tree)
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided
     }
-
-
-def _bytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
-    return sum(storage.nbytes() for storage in storages)
 
 
 def detached_copies(tree: Any) -> Any:
@@ -308,6 +303,10 @@ def _same_value(value: Any, other: Any) -> bool:
 
 
 # Recompute a loop over time in chunks.
+
+# The costs of checked steps, by module and code of the step. A function that is created anew and
+# reaches no module is checked at each call.
+_known: WeakKeyDictionary[Any, dict[Any, Costs]] = WeakKeyDictionary()
 
 
 # Tracing would unroll the loop. `torch.compiler.disable` would import the compiler here.
@@ -338,17 +337,23 @@ def checkpoint_timesteps(
     collected = Collected(outputs, time_dim)
     sizes = [len(timesteps)]
     if torch.is_grad_enabled() and not is_eval:
-        costs = _costs(step, modules, timesteps, state)
+        # A method, lambda or partial that is created anew for each use has the same code or class.
+        function: Any = step
+        while isinstance(function, partial):
+            function = function.func
+        key = getattr(function, "__code__", type(function)), tuple(map(id, modules))
+        known = _known.setdefault(modules[0] if modules else step, {})
+        if key not in known:
+            known[key] = check_step(step, timesteps, state)
         if chunk_size is None:
-            sizes = best_chunks(len(timesteps), costs)
+            sizes = best_chunks(len(timesteps), known[key])
         else:
             sizes = even_chunks(len(timesteps), chunk_size)
-    start = 0
     for size in sizes[:-1]:
-        end = start + size
-        state = _run_chunk(step, state, timesteps[start:end], collected=collected, modules=modules)
-        start = end
-    state = _take_steps(step, timesteps[start:], state, collected)
+        chunk = timesteps[:size]
+        timesteps = timesteps[size:]
+        state = _run_chunk(step, state, chunk, collected=collected, modules=modules)
+    state = _take_steps(step, timesteps, state, collected)
     return collected.finish(), state
 
 
@@ -359,28 +364,6 @@ def check_size(chunk_size: int | None) -> None:
             "chunk_size must be a whole number from 1 up, or None to measure it; "
             f"got {chunk_size!r}"
         )
-
-
-# The costs of checked steps, by module and code of the step.
-_known: WeakKeyDictionary[Any, dict[Any, Costs]] = WeakKeyDictionary()
-
-
-def _costs(
-    step: TimestepFunction, modules: Sequence[nn.Module], timesteps: Sequence[Any], state: Any
-) -> Costs:
-    """Check a step and measure its costs, once per function and its modules.
-
-    For a function that is created anew and reaches no module, this happens at each call.
-    """
-    of_owner = _known.setdefault(modules[0] if modules else step, {})
-    # Code and classes stay the same where a method, lambda or partial is created anew for each use.
-    function: Any = step
-    while isinstance(function, partial):
-        function = function.func
-    key = getattr(function, "__code__", type(function)), tuple(map(id, modules))
-    if key not in of_owner:
-        of_owner[key] = check_step(step, timesteps, state)
-    return of_owner[key]
 
 
 def _run_chunk(
