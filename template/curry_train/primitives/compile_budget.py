@@ -235,7 +235,12 @@ def memory_budget(
                     f"{name} is a {type(block).__name__}, which torch.compile can't trace: "
                     "leave it out"
                 )
-            become(Budgeted, block, Budget(float(budget), backend, _kind(block)))
+            tensors = [*block.named_parameters(), *block.named_buffers()]
+            shapes = [(path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors]
+            digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
+            # Class, tensor shapes and dtypes decide the compiled code.
+            kind = f"{type(block).__name__}_{digest}"
+            become(Budgeted, block, Budget(float(budget), backend, kind))
             undo.callback(remove_memory_budget, block)
         if loss is not None:
             with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
@@ -254,10 +259,3 @@ def memory_budget(
 def remove_memory_budget(model: nn.Module) -> list[str]:
     """Undo `memory_budget` and return the names of the blocks that were compiled."""
     return restore(model, Budgeted)
-
-
-def _kind(block: nn.Module) -> str:
-    """Name a block by its class, tensor shapes and dtypes, which decide its compiled code."""
-    tensors = [*block.named_parameters(), *block.named_buffers()]
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    return f"{type(block).__name__}_{hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]}"

@@ -96,7 +96,14 @@ def chunked_cross_entropy(
     """
     _check(hidden, weight, targets, bias)
     check_chunk_size(chunk_tokens)
-    _check_options(reduction, label_smoothing, z_loss, softcap)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    limited = softcap is None or 0 < softcap < math.inf
+    if not (0 <= label_smoothing <= 1 and 0 <= z_loss < math.inf and limited):
+        raise ValueError(
+            "label_smoothing is from 0 to 1, z_loss at least 0, softcap above 0 or None, and all "
+            f"are finite; got {label_smoothing!r}, {z_loss!r} and {softcap!r}"
+        )
     _check_weights("class_weights", class_weights, weight.shape[:1])
     _check_weights("token_weights", token_weights, targets.shape)
 
@@ -123,7 +130,15 @@ def chunked_cross_entropy(
     )
     loss: Tensor = _Chunked.apply(*sources, flat_targets, class_weights, flat_weights, options)
     if reduction == "mean":
-        return _mean(loss, flat_targets, class_weights, ignore_index)
+        # By the counted tokens, or by the weights of their classes.
+        counted = flat_targets != ignore_index
+        weights = counted.to(loss)
+        if class_weights is not None:
+            weights = weights * class_weights.to(loss)[flat_targets.where(counted, 0)]
+        divisor = weights.sum()
+        # 0 / 0 has no gradient.
+        mean = loss / divisor.where(divisor != 0, 1)
+        return mean.where(divisor != 0, math.nan)
     return loss.reshape(targets.shape) if options.per_token else loss
 
 
@@ -186,19 +201,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
         raise ValueError(
             f"hidden is {hidden.dtype}, weight and bias are {', '.join(map(str, others))}: they "
             "must have the same floating-point dtype; cast one of them, or use autocast"
-        )
-
-
-def _check_options(
-    reduction: str, label_smoothing: float, z_loss: float, softcap: float | None
-) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
-    limited = softcap is None or 0 < softcap < math.inf
-    if not (0 <= label_smoothing <= 1 and 0 <= z_loss < math.inf and limited):
-        raise ValueError(
-            "label_smoothing is from 0 to 1, z_loss at least 0, softcap above 0 or None, and all "
-            f"are finite; got {label_smoothing!r}, {z_loss!r} and {softcap!r}"
         )
 
 
@@ -367,19 +369,6 @@ def _run(options: ChunkOptions, *tensors: Any) -> tuple[Tensor, list[Tensor | No
         return chunks.losses.masked_fill_(chunks.ignored, 0), chunks.gradients
 
 
-def _mean(
-    total: Tensor, targets: Tensor, class_weights: Tensor | None, ignore_index: int
-) -> Tensor:
-    """Divide by the counted tokens, or by the weights of their classes; 0 / 0 has no gradient."""
-    counted = targets != ignore_index
-    weights = counted.to(total)
-    if class_weights is not None:
-        weights = weights * class_weights.to(total)[targets.where(counted, 0)]
-    divisor = weights.sum()
-    mean = total / divisor.where(divisor != 0, 1)
-    return mean.where(divisor != 0, math.nan)
-
-
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
@@ -403,7 +392,14 @@ class _Chunked(torch.autograd.Function):
         factor = gradient
         unscaled = ctx.saved_tensors
         if ctx.options.per_token:
-            factor, unscaled = _again(ctx.options, gradient, *unscaled)
+            *tensors, token_weights = unscaled
+            # The largest incoming gradient is the factor, so that half precision does not overflow.
+            least = gradient.new_full((1,), torch.finfo(gradient.dtype).tiny)
+            factor = torch.cat((gradient.abs(), least)).amax()
+            weights = gradient / factor
+            if token_weights is not None:
+                weights = weights * token_weights.to(weights)
+            _, unscaled = _run(ctx.options, *tensors, weights)
             in_place = True
         scaled = [
             None
@@ -412,22 +408,6 @@ class _Chunked(torch.autograd.Function):
             for source, dtype in zip(unscaled, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None
-
-
-def _again(
-    options: ChunkOptions, gradient: Tensor, *tensors: Any
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute the gradients of losses per token, divided by the returned factor.
-
-    The largest incoming gradient is the factor, so that half precision does not overflow.
-    """
-    least = gradient.new_full((1,), torch.finfo(gradient.dtype).tiny)
-    factor = torch.cat((gradient.abs(), least)).amax()
-    weights = gradient / factor
-    *others, token_weights = tensors
-    if token_weights is not None:
-        weights = weights * token_weights.to(weights)
-    return factor, _run(options, *others, weights)[1]
 
 
 def _scaled(

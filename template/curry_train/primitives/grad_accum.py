@@ -109,7 +109,21 @@ class GradientAccumulation:
                 1 if count is None else _whole_number("count(microbatch)", count(mb), least=0)
                 for mb in window
             ]
-            total, num_ranks = _agree(sum(terms), len(window), index=index, group=group)
+            total = sum(terms)
+            num_ranks = _num_ranks(group)
+            if num_ranks > 1:
+                device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+                size = len(window)
+                sums = torch.tensor([total, size, size**2], device=device)
+                dist.all_reduce(sums, group=group)
+                total, sizes, squares = sums.tolist()
+                # Only equal sizes have this sum of squares.
+                if squares * num_ranks != sizes * sizes:
+                    raise ValueError(
+                        f"window {index} has {size} microbatches on rank {dist.get_rank(group)} "
+                        f"and {sizes} on all {num_ranks} ranks together: give every rank the same "
+                        "number of microbatches (a DistributedSampler pads or drops)"
+                    )
 
             if not window and index == 0:
                 raise ValueError("there is no microbatch to train on: the data are empty")
@@ -322,11 +336,11 @@ def train_window(
 
 def _accumulate(
     model: nn.Module,
-    window: Window[Microbatch],
-    loss: Callable[[nn.Module, Microbatch], Any],
+    window: Window[Any],
+    loss: Callable[..., Any],
     *,
-    joint_loss: Callable[[list[Any]], Tensor] | None,
-    scaler: torch.amp.GradScaler | None,
+    joint_loss: Any,
+    scaler: Any,
     in_backward: StepInBackward | None,
 ) -> list[Tensor]:
     """Run forward and backward of every microbatch and return the divided, detached losses.
@@ -381,7 +395,7 @@ def _steps_in_backward(
     return optimizer
 
 
-def _backward(value: Tensor, window: Window[Any], scaler: torch.amp.GradScaler | None) -> Tensor:
+def _backward(value: Tensor, window: Window[Any], scaler: Any) -> Tensor:
     """Run backward of a summed loss's share of the mean, and return that share, detached."""
     if not isinstance(value, Tensor) or value.dim():
         got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -415,29 +429,6 @@ def _sync_context(model: nn.Module) -> Callable[[bool], contextlib.AbstractConte
 
 def _num_ranks(group: dist.ProcessGroup | None) -> int:
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-
-
-def _agree(
-    terms: int, size: int, *, index: int, group: dist.ProcessGroup | None
-) -> tuple[int, int]:
-    """Sum the terms over ranks and check that every rank has a window of the same size.
-
-    Returns the sum and the number of ranks.
-    """
-    ranks = _num_ranks(group)
-    if ranks == 1:
-        return terms, 1
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    sums = torch.tensor([terms, size, size**2], device=device)
-    dist.all_reduce(sums, group=group)
-    total, sizes, squares = sums.tolist()
-    if squares * ranks != sizes * sizes:
-        raise ValueError(
-            f"window {index} has {size} microbatches on rank {dist.get_rank(group)} and {sizes} "
-            f"on all {ranks} ranks together: give every rank the same number of microbatches "
-            "(a DistributedSampler pads or drops)"
-        )
-    return total, ranks
 
 
 def _reduce_metrics(losses: list[Tensor], norm: Tensor) -> tuple[float, float]:

@@ -393,11 +393,15 @@ class GradFlow:
 
         def flow_of(layer: Layer) -> LayerFlow:
             sums = total(layer.parameters)
+            weights = _spread(sums[WEIGHTS])
+            change = _spread(sums[CHANGE])
             return LayerFlow(
                 activation=_spread(total([layer.name])[OUTPUTS]),
                 calls=calls[layer.name],
                 gradient=_spread(sums[GRADIENT]),
-                update=_update(sums) if stepped else None,
+                update=(
+                    Update(weights.norm, change.norm) if stepped and weights and change else None
+                ),
                 without_gradient=tuple(name for name in layer.parameters if name not in read),
                 tied=tuple(layer.tied),
                 frozen=tuple(layer.frozen),
@@ -405,6 +409,11 @@ class GradFlow:
             )
 
         of_model = total(self._named)
+        gradient = _spread(of_model[GRADIENT])
+        at_step = _spread(of_model[AT_STEP])
+        scaled = None
+        if gradient and at_step and gradient.norm:
+            scaled = at_step.norm / gradient.norm
         self.records.append(
             StepFlow(
                 step=self.next_step,
@@ -412,9 +421,9 @@ class GradFlow:
                 order=tuple(calls),
                 layers={layer.name: flow_of(layer) for layer in self._layers},
                 forwards=self._activations.num_forwards,
-                gradient=_spread(of_model[GRADIENT]),
+                gradient=gradient,
                 gradients_read=self._read_at,
-                scaled=_gradient_scaling(of_model),
+                scaled=scaled,
                 ranks=1 if self._ranks is None else dist.get_world_size(self._ranks),
                 notes=self._notes,
             )
@@ -432,19 +441,6 @@ def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
 def _spread(sums: Sequence[float]) -> ValueSpread | None:
     elements, zeros, nonfinite, squares = sums
     return ValueSpread(int(elements), int(zeros), int(nonfinite), squares) if elements else None
-
-
-def _update(sums: Sequence[Sequence[float]]) -> Update | None:
-    before = _spread(sums[WEIGHTS])
-    change = _spread(sums[CHANGE])
-    return Update(before.norm, change.norm) if before and change else None
-
-
-def _gradient_scaling(sums: Sequence[Sequence[float]]) -> float | None:
-    """Return the ratio of the gradient norm at the optimizer's step to that after backward."""
-    before = _spread(sums[GRADIENT])
-    at_step = _spread(sums[AT_STEP])
-    return at_step.norm / before.norm if before and at_step and before.norm else None
 
 
 COMPILED_NOTE = "compiled code runs no hooks: activations inside of it were not measured"

@@ -77,16 +77,13 @@ class Choices(TorchFunctionMode):
         outputs = list(tensors_in(found))
         if not all(output.is_floating_point() for output in outputs):
             if self.position is None:
-                self._keep(scores, outputs)
+                with torch.no_grad(), self._unseen():
+                    kept_scores = None if scores is None else scores.detach().clone()
+                    self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
             else:
                 self.position += 1
                 self._repeat(name, outputs, following)
         return found
-
-    def _keep(self, scores: Tensor | None, outputs: list[Tensor]) -> None:
-        with torch.no_grad(), self._unseen():
-            kept_scores = None if scores is None else scores.detach().clone()
-            self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
 
     def _repeat(self, name: str, outputs: list[Tensor], following: Choice | None) -> None:
         """Overwrite what the function chose on the kept scores."""
@@ -180,7 +177,12 @@ def keep_routing(model: nn.Module, *, blocks: Globs | None = None) -> list[str]:
             technique.options = _routed(technique.options)
         else:
             block._technique = _routed(technique)
-        _keep_small_buffers(block)
+        for module in block.modules():
+            # Each call keeps the values of small buffers, so that they may be written after it.
+            buffers = dict(module.named_buffers(recurse=False))
+            if buffers and all(buffer.numel() <= MOST_EXPERTS for buffer in buffers.values()):
+                tensors = [key for key, value in vars(module).items() if isinstance(value, Tensor)]
+                written_names.setdefault(module, set()).update(buffers, tensors)
     return names
 
 
@@ -192,12 +194,3 @@ def has_router(block: nn.Module) -> bool:
 
 def _routed(options: RecomputeOptions) -> RecomputeOptions:
     return dataclasses.replace(options, change_contexts=routed_contexts)
-
-
-def _keep_small_buffers(block: nn.Module) -> None:
-    """Let each call keep the values of small buffers, so that they may be written after it."""
-    for module in block.modules():
-        buffers = dict(module.named_buffers(recurse=False))
-        if buffers and all(buffer.numel() <= MOST_EXPERTS for buffer in buffers.values()):
-            tensors = [name for name, value in vars(module).items() if isinstance(value, Tensor)]
-            written_names.setdefault(module, set()).update(buffers, tensors)

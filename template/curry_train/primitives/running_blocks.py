@@ -268,7 +268,16 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     limit = min(near, total * MOST_PEAK_SHARE)
     names = next((names for peak, names in cuts if peak <= limit), [])
     most = max(near, lowest + CONTAINERS_MARGIN * total)
-    return _with_idle(record, _needed(record, names)), most
+    names = _needed(record, names)
+    kinds = {record.kinds[name] for name in names}
+    # Also modules of these kinds that did not run this time, such as a dropped layer.
+    with_idle = [
+        name
+        for name, kind in record.kinds.items()
+        if name in names
+        or (kind in kinds and name and name not in record.calls and not _is_below(name, names))
+    ]
+    return with_idle, most
 
 
 def _outermost(record: ForwardRecord, names: list[str]) -> list[str]:
@@ -300,17 +309,6 @@ def _needed(record: ForwardRecord, names: list[str]) -> list[str]:
         if peak <= most_peak and covered >= least_covered:
             names = fewer
     return names
-
-
-def _with_idle(record: ForwardRecord, names: list[str]) -> list[str]:
-    """Add modules of these kinds that did not run this time, such as a dropped layer."""
-    kinds = {record.kinds[name] for name in names}
-    return [
-        name
-        for name, kind in record.kinds.items()
-        if name in names
-        or (kind in kinds and name and name not in record.calls and not _is_below(name, names))
-    ]
 
 
 def _is_below(name: str, others: Iterable[str]) -> bool:
