@@ -103,25 +103,21 @@ class Recompute(Checkpointed):
     ) -> Any:
         settings = RecomputeOptions(enabled=enabled, **options)
         if not isinstance(module, nn.Module) and callable(module):
-            return _recomputing_function(module, settings)
+            # A function recomputes whenever grad mode is on, as in torch.
+            @functools.wraps(module)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if not (enabled and is_active()):
+                    return module(*args, **kwargs)
+                used = []
+                if not torch.compiler.is_compiling():
+                    used = modules_of(functools.partial(module, *args, **kwargs))
+                return run_checkpointed(module, (args, kwargs), modules=used, options=settings)
+
+            return call
         return derive(cls, module, settings)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""
-
-
-def _recomputing_function(function: Callable[..., Any], options: RecomputeOptions) -> Any:
-    """Return the function, so that it recomputes whenever grad mode is on, as in torch."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not (options.enabled and is_active()):
-            return function(*args, **kwargs)
-        is_traced = torch.compiler.is_compiling()
-        modules = [] if is_traced else modules_of(functools.partial(function, *args, **kwargs))
-        return run_checkpointed(function, (args, kwargs), modules=modules, options=options)
-
-    return call
 
 
 class CheckpointWrapper(Recompute):
@@ -247,8 +243,18 @@ def leave_out_caches(block: nn.Module, inputs: Inputs) -> Inputs:
     if not caches or any(type(layer).__name__ == "DummyLayer" for layer in layers):
         return inputs
 
+    indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
+    own_index = next((index for index in indices if isinstance(index, int)), 0)
     for cache in caches:
-        _leave_out(block, cache)
+        left_out = _left_out.setdefault(cache, WeakSet())
+        own = [layer for stack in _stacks(cache) for layer in stack[own_index : own_index + 1]]
+        if block in left_out or any(map(_is_filled, own)):
+            raise ValueError(
+                f"{type(block).__name__} gets a cache that it has been given before or that holds "
+                "keys already, and a block that is recomputed in backward can't add to a cache: "
+                "train without past_key_values, or leave this block out with blocks="
+            )
+        left_out.add(block)
     _warn_once()
     left = [None if isinstance(value, cache_utils.Cache) else value for value in given]
     return tuple(left[: len(args)]), dict(zip(kwargs, left[len(args) :], strict=True))
@@ -259,20 +265,6 @@ def _stacks(cache: Any) -> list[list[Any]]:
     names = ("self_attention_cache", "cross_attention_cache")
     halves = [cache, *(getattr(cache, name, None) for name in names)]
     return [getattr(half, "layers", None) or [] for half in halves]
-
-
-def _leave_out(block: nn.Module, cache: Any) -> None:
-    left_out = _left_out.setdefault(cache, WeakSet())
-    indices = (getattr(submodule, "layer_idx", None) for submodule in block.modules())
-    own_index = next((index for index in indices if isinstance(index, int)), 0)
-    own = [layer for stack in _stacks(cache) for layer in stack[own_index : own_index + 1]]
-    if block in left_out or any(map(_is_filled, own)):
-        raise ValueError(
-            f"{type(block).__name__} gets a cache that it has been given before or that holds keys "
-            "already, and a block that is recomputed in backward can't add to a cache: train "
-            "without past_key_values, or leave this block out with blocks="
-        )
-    left_out.add(block)
 
 
 def _is_filled(layer: Any) -> bool:

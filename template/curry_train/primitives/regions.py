@@ -190,9 +190,17 @@ def _recipe(base: Tensor) -> Callable[[], Tensor] | None:
     if RETURNED_ONCE_KEY in node.metadata:
         return None
     if node.name() == CAST_NODE:
-        source = _source_of_cast(node)
+        maker = node.next_functions[0][0]
+        weight = getattr(maker, "variable", None)
+        if weight is not None:
+            source = CheckedTensor(weight).value
+        else:
+            replay = maker and maker.metadata.get(REPLAY_KEY, lambda: None)()
+            if replay is None:
+                return None
+            source = replay.use()
         dtype = base.dtype
-        return None if source is None else lambda: source().to(dtype)
+        return lambda: source().to(dtype)
     recipe = NODE_RECIPES.get(node.name())
     if recipe is None:
         return None
@@ -207,21 +215,6 @@ def _recipe(base: Tensor) -> Callable[[], Tensor] | None:
         return None
     node.metadata[DEPTH_KEY] = depth
     return lambda: recipe(node)
-
-
-def _source_of_cast(node: Any) -> Callable[[], Tensor] | None:
-    """Return a function that gives a cast's input in backward, or None.
-
-    There is one if the input is a weight or the output of a replay.
-    """
-    maker = node.next_functions[0][0]
-    if maker is None:
-        return None
-    weight = getattr(maker, "variable", None)
-    if weight is not None:
-        return CheckedTensor(weight).value
-    replay = maker.metadata.get(REPLAY_KEY, lambda: None)()
-    return None if replay is None else replay.use()
 
 
 # Regions: recompute norms and elementwise operations, without a dispatch mode.
