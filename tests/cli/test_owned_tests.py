@@ -31,7 +31,7 @@ FAULTS = {
         ("module.momentum = 0.0", "module.momentum = module.momentum"),
     ],
     "sac": [
-        ("return operation in policy.save", "return operation in policy.save and context is None"),
+        ("keep = operation in policy.save", "keep = operation in policy.save and context is None"),
         ("if not any(map(any, self.kept.values())):", "if False:"),
     ],
     "regions": [

@@ -243,23 +243,36 @@ class _BlockForward:
         return self.kept[operation][self.asked[operation] - 1]
 
     def decide(self, context: Any, operation: Operation, *args: Any, **kwargs: Any) -> bool:
-        keep = self._wants(context, operation, args, kwargs) and not draws(operation, args, kwargs)
-        self.kept[operation].append(keep)
-        return keep
-
-    def _wants(
-        self, context: Any, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
         policy = self.policy
         family = FAMILIES.get(operation)
         self.calls[family] += 1
         if (family, self.calls[family] - 1) in policy.calls:
-            return True
-        if policy.choose is not None:
-            return _as_bool(policy, policy.choose(context, operation, *args, **kwargs), operation)
-        if operation in policy.alternate:
-            return self.calls[family] % 2 == 1
-        return operation in policy.save
+            keep = True
+        elif policy.choose is not None:
+            answer = policy.choose(context, operation, *args, **kwargs)
+            if answer is CheckpointPolicy.MUST_CPU_OFFLOAD:
+                raise PolicyError(
+                    f"policy {policy.name!r} returns MUST_CPU_OFFLOAD for {operation}, which torch "
+                    "silently treats as recompute; use offload_blocks to move activations to the "
+                    "CPU"
+                )
+            if not isinstance(answer, bool | CheckpointPolicy):
+                raise PolicyError(
+                    f"policy {policy.name!r} must return a CheckpointPolicy or a bool, got "
+                    f"{answer!r}"
+                )
+            keep = answer is True or answer in SAVE_POLICIES
+            if keep and writes_in_place(operation):
+                raise PolicyError(
+                    f"policy {policy.name!r} saves {operation}, which writes in place: leave it out"
+                )
+        elif operation in policy.alternate:
+            keep = self.calls[family] % 2 == 1
+        else:
+            keep = operation in policy.save
+        keep = keep and not draws(operation, args, kwargs)
+        self.kept[operation].append(keep)
+        return keep
 
     def check(self) -> None:
         """Refuse, after a run, a policy that saved nothing or only cheap outputs."""
@@ -294,25 +307,6 @@ class _BlockForward:
                 "matrix products, convolutions and attentions",
                 "use 'save_expensive', which saves those and recomputes the rest",
             )
-
-
-def _as_bool(policy: Policy, answer: Any, operation: Operation) -> bool:
-    """Convert the answer of a torch policy for an operation into True for save."""
-    if answer is CheckpointPolicy.MUST_CPU_OFFLOAD:
-        raise PolicyError(
-            f"policy {policy.name!r} returns MUST_CPU_OFFLOAD for {operation}, which torch "
-            "silently treats as recompute; use offload_blocks to move activations to the CPU"
-        )
-    if not isinstance(answer, bool | CheckpointPolicy):
-        raise PolicyError(
-            f"policy {policy.name!r} must return a CheckpointPolicy or a bool, got {answer!r}"
-        )
-    keep = answer is True or answer in SAVE_POLICIES
-    if keep and writes_in_place(operation):
-        raise PolicyError(
-            f"policy {policy.name!r} saves {operation}, which writes in place: leave it out"
-        )
-    return keep
 
 
 @functools.cache
