@@ -230,7 +230,16 @@ MOVES = ("transpose", "permute", "__getitem__")
 def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
     """Apply a function that chooses or arranges tokens to the rows, and leaves classes alone."""
     if list(tensors_in((args, named))):
-        return _index_by_tensor(logits, *args)
+        # By one tensor: others might choose classes.
+        index = args[0]
+        if len(args) > 1 or not isinstance(index, Tensor):
+            return None
+        is_mask = index.dtype is torch.bool
+        num_indexed = index.dim() if is_mask else 1
+        if num_indexed > logits.dim or not (is_mask or index.dtype is torch.int64):
+            return None
+        rows = logits.rows[index]
+        return logits.derive(rows=rows, dim=logits.dim + rows.dim() - logits.rows.dim())
     classes, width = logits.product.weight.shape
     whole = torch.empty((), device="meta").expand(logits.shape)
     rows = logits.rows
@@ -259,19 +268,6 @@ def _resized(sizes: Any, classes: int, width: int) -> Any:
     if isinstance(sizes, tuple | list):
         return [_resized(size, classes, width) for size in sizes]
     return width if sizes == classes else sizes
-
-
-def _index_by_tensor(logits: Logits, *args: Any) -> Logits | None:
-    """Index tokens by one tensor: others might choose classes."""
-    index = args[0]
-    if len(args) > 1 or not isinstance(index, Tensor):
-        return None
-    is_mask = index.dtype is torch.bool
-    num_indexed = index.dim() if is_mask else 1
-    if num_indexed > logits.dim or not (is_mask or index.dtype is torch.int64):
-        return None
-    rows = logits.rows[index]
-    return logits.derive(rows=rows, dim=logits.dim + rows.dim() - logits.rows.dim())
 
 
 def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:

@@ -280,9 +280,25 @@ class _Pass:
         rows = self.inputs.index_select(0, index).to(self.options.dtype)
         logits = F.linear(rows, self.weight, self.bias).to(self.losses.dtype)
         self.losses.index_copy_(0, index, self._loss(logits, index))
-        if any(self.options.wanted):
-            # `_loss` has replaced the logits by their gradient.
-            self._add_gradients(logits, index, rows)
+        if not any(self.options.wanted):
+            return
+
+        # The gradients of weight and bias are accumulated in float32 or float64, with the two
+        # products of a plain backward. `_loss` has replaced the logits by their gradient.
+        if self.num_ignored is None:
+            logits.masked_fill_(self.ignored[index, None], 0)
+        inputs_gradient, weight_gradient, bias_gradient = self.gradients
+        if bias_gradient is not None:
+            bias_gradient += logits.sum(0)
+        logits = logits.to(rows.dtype)
+        if weight_gradient is not None and weight_gradient.dtype == rows.dtype:
+            torch.addmm(weight_gradient, logits.t(), rows, out=weight_gradient)
+        elif weight_gradient is not None:
+            weight_gradient += logits.t() @ rows
+        if inputs_gradient is not None:
+            # The rows are needed no longer.
+            torch.mm(logits, self.weight, out=rows)
+            inputs_gradient.index_copy_(0, index, rows.to(inputs_gradient.dtype))
 
     def _loss(self, logits: Tensor, index: Tensor) -> Tensor:
         """Return the losses of a chunk; if gradients are wanted, overwrite the logits."""
@@ -329,26 +345,6 @@ class _Pass:
             if slope is not None:
                 logits *= slope
         return (loss * scale)[:, 0]
-
-    def _add_gradients(self, logits_gradient: Tensor, index: Tensor, rows: Tensor) -> None:
-        """Add a chunk's gradients with the two products of a plain backward.
-
-        The gradients of weight and bias are accumulated in float32 or float64.
-        """
-        if self.num_ignored is None:
-            logits_gradient.masked_fill_(self.ignored[index, None], 0)
-        inputs_gradient, weight_gradient, bias_gradient = self.gradients
-        if bias_gradient is not None:
-            bias_gradient += logits_gradient.sum(0)
-        logits_gradient = logits_gradient.to(rows.dtype)
-        if weight_gradient is not None and weight_gradient.dtype == rows.dtype:
-            torch.addmm(weight_gradient, logits_gradient.t(), rows, out=weight_gradient)
-        elif weight_gradient is not None:
-            weight_gradient += logits_gradient.t() @ rows
-        if inputs_gradient is not None:
-            # The rows are needed no longer.
-            torch.mm(logits_gradient, self.weight, out=rows)
-            inputs_gradient.index_copy_(0, index, rows.to(inputs_gradient.dtype))
 
 
 def _read(ignored: Tensor) -> int | None:
