@@ -150,24 +150,6 @@ def called_first(call: Callable[[], None], function: Callable[..., None]) -> Cal
     return run
 
 
-def optimizers_of(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers as a list; each must hold parameters of the model."""
-    optimizers = list(given) if isinstance(given, list | tuple) else [given]
-    parameters = set(model.parameters())
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                f"an optimizer is needed, got {type(optimizer).__name__}; pass the one it wraps"
-            )
-        members = [member for group in optimizer.param_groups for member in group["params"]]
-        if parameters.isdisjoint(members):
-            raise ValueError(
-                f"{type(optimizer).__name__} holds no parameter of this model: create it after the "
-                "model is moved, sharded or adapted, and pass that optimizer"
-            )
-    return optimizers
-
-
 # Per-layer statistics of gradients, activations and weight updates, in any training loop.
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -213,7 +195,20 @@ class GradFlow:
         self.model = model
         self.every = every
         self.updates = updates
-        self.optimizers = [] if optimizer is None else optimizers_of(model, optimizer)
+        given: Any = [] if optimizer is None else optimizer
+        self.optimizers = list(given) if isinstance(given, list | tuple) else [given]
+        parameters = set(model.parameters())
+        for one in self.optimizers:
+            if not isinstance(one, torch.optim.Optimizer):
+                raise ValueError(
+                    f"an optimizer is needed, got {type(one).__name__}; pass the one it wraps"
+                )
+            members = [member for group in one.param_groups for member in group["params"]]
+            if parameters.isdisjoint(members):
+                raise ValueError(
+                    f"{type(one).__name__} holds no parameter of this model: create it after the "
+                    "model is moved, sharded or adapted, and pass that optimizer"
+                )
         self.records: list[StepFlow] = []
         self.next_step = 0
         self._inner = inside_wrappers(model)

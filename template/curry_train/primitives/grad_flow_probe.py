@@ -66,27 +66,15 @@ def choose_layers(
             "name modules with layers="
         )
     found = [Layer(name, named[name], name in block_names) for name in chosen]
-    _assign_parameters(model, found)
-    return found
 
-
-def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module owns parameters, or is an activation."""
-    if next(module.parameters(recurse=False), None) is not None:
-        return True
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATION_MODULES
-
-
-def _assign_parameters(model: nn.Module, layers: Sequence[Layer]) -> None:
-    """Assign each parameter to the layers around the first of its names that is in a layer."""
+    # A parameter belongs to the layers around the first of its names that is in a layer.
     first_names: dict[nn.Parameter, str] = {}
     homes: dict[nn.Parameter, list[Layer]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_lazy(parameter):
             raise ValueError(f"{name} has no shape yet: run one batch through the model first")
         first_name = first_names.setdefault(parameter, name)
-        around = [layer for layer in layers if name.startswith(f"{layer.name}.")]
+        around = [layer for layer in found if name.startswith(f"{layer.name}.")]
         home = homes.get(parameter) or around
         homes[parameter] = home
         for layer in around:
@@ -96,6 +84,15 @@ def _assign_parameters(model: nn.Module, layers: Sequence[Layer]) -> None:
                 layer.parameters[first_name] = None
             else:
                 layer.tied[first_name] = None
+    return found
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Return whether a module owns parameters, or is an activation."""
+    if next(module.parameters(recurse=False), None) is not None:
+        return True
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and type(module).__module__.rpartition(".")[2] in ACTIVATION_MODULES
 
 
 # The ranks among which a tensor or a batch is divided.

@@ -260,13 +260,19 @@ def flow_table(records: Records, *, most: int = 24) -> str:
         return "no step was probed: the first record is made after the optimizer's first step"
     last = records[-1]
     findings = flow_findings(records)
-    lines = [
-        _opening(records),
-        *_finding_lines(findings, records),
-        "",
-        FLOW_TABLE_HEAD,
-        FLOW_TABLE_SUBHEAD,
-    ]
+    lines = [_opening(records)]
+    if not findings:
+        text = (
+            f"nothing is wrong in the outputs, gradients and updates of {len(last.layers)} layers "
+            f"in {len(records)} steps: all finite, no layer dead, updates 1e-4 to 1e-2 of the "
+            "weights"
+        )
+        lines += textwrap.wrap(text, TEXT_WIDTH)
+    for finding in findings:
+        where = f"{finding.layers[0]}: " if finding.layers else ""
+        text = f"{finding.kind:<11} {where}{finding.message} (step {finding.step})"
+        lines += textwrap.wrap(text, TEXT_WIDTH, subsequent_indent=" " * 12, break_long_words=False)
+    lines += ["", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
     flagged = {finding.layers[0] for finding in findings if finding.layers}
     inside = tuple(f"{name}." for name in last.layers)
     ranked = sorted(last.layers, key=lambda name: (name not in flagged, name.startswith(inside)))
@@ -290,34 +296,16 @@ def _opening(records: Records) -> str:
     return "\n".join(textwrap.fill(one, TEXT_WIDTH) for one in (text, *last.notes))
 
 
-def _finding_lines(findings: Sequence[Finding], records: Records) -> list[str]:
-    if not findings:
-        text = (
-            f"nothing is wrong in the outputs, gradients and updates of {len(records[-1].layers)} "
-            f"layers in {len(records)} steps: all finite, no layer dead, updates 1e-4 to 1e-2 of "
-            "the weights"
-        )
-        return textwrap.wrap(text, TEXT_WIDTH)
-    lines = []
-    for finding in findings:
-        where = f"{finding.layers[0]}: " if finding.layers else ""
-        text = f"{finding.kind:<11} {where}{finding.message} (step {finding.step})"
-        lines += textwrap.wrap(text, TEXT_WIDTH, subsequent_indent=" " * 12, break_long_words=False)
-    return lines
-
-
 def _row(name: str, layer: LayerFlow) -> str:
     short = name if len(name) <= LAYER_NAME_WIDTH else f"...{name[3 - LAYER_NAME_WIDTH :]}"
-    return (
-        f"{short:<{LAYER_NAME_WIDTH}} {_activation(layer)}  {_gradient(layer)}  {_ratio(layer):>7}"
-    )
-
-
-def _activation(layer: LayerFlow) -> str:
-    if layer.activation is None:
-        return f"{'not called':>19}"
-    spread = layer.activation
-    return f"{spread.rms:>8.1e} {_share(spread.zero):>5} {_bad(spread):>4}"
+    activation = "not called"
+    if layer.activation is not None:
+        spread = layer.activation
+        activation = f"{spread.rms:>8.1e} {_share(spread.zero):>5} {_bad(spread):>4}"
+    ratio = "-"
+    if layer.update is not None:
+        ratio = "new" if layer.update.ratio is None else f"{layer.update.ratio:.1e}"
+    return f"{short:<{LAYER_NAME_WIDTH}} {activation:>19}  {_gradient(layer)}  {ratio:>7}"
 
 
 def _gradient(layer: LayerFlow) -> str:
@@ -334,12 +322,6 @@ def _gradient(layer: LayerFlow) -> str:
     else:
         reason = "-"
     return f"{reason:>17}"
-
-
-def _ratio(layer: LayerFlow) -> str:
-    if layer.update is None:
-        return "-"
-    return "new" if layer.update.ratio is None else f"{layer.update.ratio:.1e}"
 
 
 def _share(fraction: float) -> str:
