@@ -279,15 +279,6 @@ class Moved:
         self.copies = offloader.copies(tensor.device)
         self.copies.out(elements.view(torch.uint8), self.host, most_bytes=step.most_bytes)
 
-    def is_same(self, tensor: Tensor, base: Tensor) -> bool:
-        """Return whether the copy still equals what a tensor of the same storage holds now.
-
-        Tensors that are not views of each other have separate versions. An LSTM cell writes such
-        chunks of one storage one after the other, so a copy made for the first chunk is out of
-        date for the second.
-        """
-        return self.base() is base and self.witness.version == tensor._version
-
     def fetch(self, *, ahead: bool) -> Tensor:
         """Start copying the storage back to the device."""
         self.flat, self.done = self.copies.back(self.host, self.nbytes)
@@ -413,7 +404,10 @@ class OffloadedCall:
             moved = step.moved.get(tensor.untyped_storage(), lambda: None)()
             if moved is None:
                 return OffloadedTensor(Moved(step, tensor, base), tensor)
-            if moved.is_same(tensor, base):
+            # Tensors that are not views of each other have separate versions. An LSTM cell writes
+            # such chunks of one storage one after the other, so a copy made for the first chunk is
+            # out of date for the second.
+            if moved.base() is base and moved.witness.version == tensor._version:
                 step.report.skip(tensor, DUPLICATE_REASON)
                 return OffloadedTensor(moved, tensor)
             reason = ALIAS_REASON

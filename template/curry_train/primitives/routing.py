@@ -82,20 +82,17 @@ class Choices(TorchFunctionMode):
                     self.kept.append((kept_scores, [output.detach().clone() for output in outputs]))
             else:
                 self.position += 1
-                self._repeat(name, outputs, following)
+                # Overwrite what the function chose on the kept scores.
+                shapes = [output.shape for output in outputs]
+                if following is None or [kept.shape for kept in following[1]] != shapes:
+                    raise RuntimeError(
+                        f"the recomputed forward chooses by {name} where the "
+                        "first one did not: the block takes another way the second time, so leave "
+                        "it out with blocks="
+                    )
+                for output, kept in zip(outputs, following[1], strict=True):
+                    self._overwrite(output, kept)
         return found
-
-    def _repeat(self, name: str, outputs: list[Tensor], following: Choice | None) -> None:
-        """Overwrite what the function chose on the kept scores."""
-        shapes = [output.shape for output in outputs]
-        if following is None or [kept.shape for kept in following[1]] != shapes:
-            raise RuntimeError(
-                f"the recomputed forward chooses by {name} where the "
-                "first one did not: the block takes another way the second time, so leave it out "
-                "with blocks="
-            )
-        for output, kept in zip(outputs, following[1], strict=True):
-            self._overwrite(output, kept)
 
     def _overwrite(self, tensor: Tensor, value: Tensor) -> None:
         """Write a value into a tensor and into what autograd saved of it, unnoticed by both."""

@@ -268,7 +268,16 @@ def _lowest_cut(record: ForwardRecord) -> tuple[list[str], float]:
     limit = min(near, total * MOST_PEAK_SHARE)
     names = next((names for peak, names in cuts if peak <= limit), [])
     most = max(near, lowest + CONTAINERS_MARGIN * total)
-    names = _needed(record, names)
+
+    # Leave out kinds that cover little and do not lower the peak, such as norms.
+    peak, covered = estimate_peak(record, names)
+    most_peak = peak * (1 + SMALL_SHARE)
+    least_covered = covered - SMALL_SHARE * total
+    for kind in dict.fromkeys(map(record.kinds.__getitem__, names)):
+        fewer = [name for name in names if record.kinds[name] != kind]
+        peak, covered = estimate_peak(record, fewer)
+        if peak <= most_peak and covered >= least_covered:
+            names = fewer
     kinds = {record.kinds[name] for name in names}
     # Also modules of these kinds that did not run this time, such as a dropped layer.
     with_idle = [
@@ -296,19 +305,6 @@ def _outermost(record: ForwardRecord, names: list[str]) -> list[str]:
 
 def _runs_inside(record: ForwardRecord, name: str, others: Collection[str]) -> bool:
     return any(call.is_inside(others) for call in record.calls[name])
-
-
-def _needed(record: ForwardRecord, names: list[str]) -> list[str]:
-    """Leave out kinds that cover little and do not lower the peak, such as norms."""
-    peak, covered = estimate_peak(record, names)
-    most_peak = peak * (1 + SMALL_SHARE)
-    least_covered = covered - SMALL_SHARE * record.total_bytes
-    for kind in dict.fromkeys(map(record.kinds.__getitem__, names)):
-        fewer = [name for name in names if record.kinds[name] != kind]
-        peak, covered = estimate_peak(record, fewer)
-        if peak <= most_peak and covered >= least_covered:
-            names = fewer
-    return names
 
 
 def _is_below(name: str, others: Iterable[str]) -> bool:

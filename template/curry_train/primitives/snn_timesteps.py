@@ -136,12 +136,12 @@ class Collected:
         kept = self.kept
         self.kept = []
         if self.outputs == "stack":
-            return tree_map(lambda *leaves: self._stack(leaves), *kept)
+            return tree_map(self._stack, *kept)
         if self.outputs == "mean":
             return tree_map(lambda leaf: leaf / self.count, kept[0])
         return kept[0]
 
-    def _stack(self, leaves: tuple[Any, ...]) -> Any:
+    def _stack(self, *leaves: Any) -> Any:
         """Stack along `time_dim`, or along the last dimension if the output has too few."""
         if not isinstance(leaves[0], Tensor):
             return leaves

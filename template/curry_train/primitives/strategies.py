@@ -292,11 +292,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _are_globs(value: Any) -> bool:
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    return is_list and all(isinstance(glob, str) and glob for glob in value)
-
-
 # By the type of a setting: a check of its value, and the words for what is accepted.
 VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
     bool: (lambda value: isinstance(value, bool), "True or False"),
@@ -309,7 +304,14 @@ VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,
         "a number of MB from 0 up",
     ),
-    tuple[str, ...]: (_are_globs, "a list of globs over module names, such as ['layers.*']"),
+    tuple[str, ...]: (
+        lambda value: (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(isinstance(glob, str) and glob for glob in value)
+        ),
+        "a list of globs over module names, such as ['layers.*']",
+    ),
 }
 
 
