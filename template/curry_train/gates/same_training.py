@@ -11,8 +11,8 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_recompute.py
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -279,18 +279,6 @@ def uncompiled(module: nn.Module) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@contextmanager
-def calls_by_module(module: nn.Module) -> Iterator[dict[str, int]]:
-    """Count the calls of each leaf module, by its name."""
-    calls = Counter[str]()
-    with ExitStack() as stack:
-        for name, layer in module.named_modules():
-            if next(layer.children(), None) is None:
-                count = partial(lambda name, *_: calls.update([name]), name)
-                stack.enter_context(layer.register_forward_pre_hook(count))
-        yield calls
-
-
 @dataclass(frozen=True)
 class Activity:
     """Evidence that a technique has an effect on a training, and leaves nothing behind."""
@@ -473,12 +461,17 @@ def activity_of(case: Case, module: nn.Module) -> Activity:
     """
     batch = case.batch()
     held = 0
+    calls = Counter[str]()
     with (
+        ExitStack() as hooks,
         untouched(module),
         seeded(case.seed),
-        calls_by_module(module) as calls,
         LiveStorages(device=case.device) as storages,
     ):
+        for name, layer in module.named_modules():
+            if next(layer.children(), None) is None:
+                count = partial(lambda name, *_: calls.update([name]), name)
+                hooks.enter_context(layer.register_forward_pre_hook(count))
         for call in range(MOST_LEAK_CALLS):
             calls.clear()
             before = storages.bytes_alive

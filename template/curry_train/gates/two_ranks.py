@@ -280,10 +280,8 @@ class GradientSyncs(TorchDispatchMode):
     `num_in_forward` counts collectives of any kind outside of backward.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
-        self.num_in_forward = 0
+    num_calls = 0
+    num_in_forward = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
