@@ -49,7 +49,7 @@ from .from_trainer import (
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
 from .workload import Workload, WorkloadError, map_tensors, tensors_at
 
-# Record what happens between a module's call and the optimizer step.
+# What a script calls between its modules and the optimizer step.
 
 
 class ScriptFailed(WorkloadError):
@@ -74,22 +74,6 @@ class Operation:
     autocast: torch.dtype | None
     # The modules whose calls lead to it.
     modules: set[nn.Module]
-
-
-class FunctionsOnTape(TorchFunctionMode):
-    """Record the calls of torch's functions outside of modules."""
-
-    def __init__(self, script: "RunningScript") -> None:
-        super().__init__()
-        self.script = script
-
-    def __torch_function__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        output = function(*args, **(kwargs or {}))
-        if self.script.depth == 0:
-            self.script.record(function, args, kwargs or {}, output)
-        return output
 
 
 # Run a script in a thread of its own, which stops for ever at its first optimizer step.
@@ -137,10 +121,14 @@ NO_CUDA_ADVICE = (
 )
 
 
-class RunningScript:
-    """A script with torch's calls replaced by those that record them, until its first step."""
+class RunningScript(TorchFunctionMode):
+    """A script with torch's calls replaced by those that record them, until its first step.
+
+    As a mode it records the calls of torch's functions outside of modules.
+    """
 
     def __init__(self, path: Path, arguments: Sequence[str]) -> None:
+        super().__init__()
         self.path = path
         self.arguments = arguments
         self.made: dict[Tensor, MadeTensor] = {}
@@ -157,6 +145,14 @@ class RunningScript:
         # Ends at the step, or with the error of a script that came to none.
         self._reading: Future[Any] = Future()
         self._has_made_group = False
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if self.depth == 0:
+            self.record(function, args, kwargs or {}, output)
+        return output
 
     def record(self, function: Any, args: Any, options: Any, output: Any) -> None:
         """Add a call, unless its output needs no gradients."""
@@ -214,7 +210,7 @@ class RunningScript:
     def _run(self) -> None:
         """Run the script; only an error or its end come back from it."""
         try:
-            with FunctionsOnTape(self):
+            with self:
                 run_as_main(str(self.path), self.arguments)
             found = WorkloadError("it ended before an optimizer step")
         except SystemExit as ended:

@@ -139,14 +139,12 @@ class SteppedOnHost(torch.optim.Optimizer):
     ) -> None:
         if optimizer_class is torch.optim.AdamW:
             options.setdefault("fused", True)
-        given = [*params]
-        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         self.make = functools.partial(optimizer_class, **options)
-        self._part = self.make(_groups_of(groups, lambda one: one.requires_grad))
+        self._part = self.make(params)
         self.optimizer_class = optimizer_class
         self.offload_gradients = offload_gradients
         self.minimal_size = minimal_size
-        super().__init__(self._part.param_groups, {})
+        super().__init__(_groups_of(self._part.param_groups, lambda one: one.requires_grad), {})
         self.attach()
 
     def attach(self) -> None:
@@ -173,8 +171,7 @@ def _groups_of(
     """Leave out other parameters, and groups that have no wanted ones."""
     found = []
     for group in groups:
-        given = group["params"]
-        wanted = [*filter(is_wanted, [given] if isinstance(given, Tensor) else given)]
+        wanted = [*filter(is_wanted, group["params"])]
         found += [{**group, "params": wanted}] if wanted else []
     return found
 

@@ -587,10 +587,10 @@ def tensors_at(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
         yield place, value
         return
     items: dict[str, Any] = {}
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
     if isinstance(value, Mapping):
         items = {f"[{key!r}]": one for key, one in value.items()}
-    elif isinstance(value, list | tuple):
-        items = {f"[{index}]": one for index, one in enumerate(value)}
     else:
         whole = is_dataclass(value) or isinstance(value, SimpleNamespace)
         for name, one in getattr(value, "__dict__", {}).items():
