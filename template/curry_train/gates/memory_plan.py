@@ -236,7 +236,6 @@ def _tokens_that_fit(case: Case, head: Head) -> int:
 # Gates of memory plans: exact estimates, peaks within the budget, the same training.
 
 MakePlan = Callable[..., Any]  # takes what `plan` takes
-ModelChange = Callable[[nn.Module], object]
 
 # Position of the budget between the peaks of the plain step and of one that recomputes all blocks.
 BUDGET_POSITION = 0.5
@@ -250,7 +249,7 @@ class Prediction:
 
     # Changes of the model by name, and the peaks of steps with them: of none and, if the model has
     # blocks, of all of them recomputed.
-    changes: Mapping[str, ModelChange]
+    changes: Mapping[str, Change]
     peaks: Mapping[str, int]
     # A plan, or why there is none.
     plan: Plan | str
@@ -276,7 +275,7 @@ def predict(case: Case) -> Prediction:
         sketch = planner.sketch
         size = case.batch_size
         plain = sketch.step(size).peak_bytes
-        changes: dict[str, ModelChange] = {"plain": lambda module: None}
+        changes: dict[str, Change] = {"plain": lambda module: None}
         peaks = {"plain": plain}
         plan: Plan | str = "recomputing every block does not lower the peak: something else owns it"
         try:
@@ -370,7 +369,7 @@ def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Out
     return same_training(case, apply, alone=apply_alone)
 
 
-def measured_peak(case: Case, change: ModelChange) -> int:
+def measured_peak(case: Case, change: Change) -> int:
     """Measure the peak of a real step, with the workload's optimizer or AdamW."""
     module = case.build()
     optimizer = make_optimizer(case.workload.optimizer or "adamw", module)

@@ -86,9 +86,6 @@ def launcher_variables(rank: int = 0, num_ranks: int = 1, port: int = 29500) -> 
     return {**ranks, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
-LAUNCHER_VARIABLES = tuple(launcher_variables())
-
-
 def run_as_main(file: str, arguments: Sequence[str]) -> None:
     """Run a file as Python does; a module of a package as `-m` does, for its relative imports."""
     path = Path(file).resolve()
@@ -191,16 +188,15 @@ class RunningScript(TorchFunctionMode):
         it has them apart.
         """
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
-        before = sys.modules["__main__"], sys.argv, sys.stdout
+        before = sys.modules["__main__"], sys.argv
         running = set(threading.enumerate())
-        # What the script prints is no result of the command.
-        sys.stdout = sys.stderr
         try:
-            with stepped_on_host(), self._replaced():
+            # What the script prints is no result of the command.
+            with stepped_on_host(), self._replaced(), contextlib.redirect_stdout(sys.stderr):
                 thread.start()
                 found = self._reading.result()
         finally:
-            sys.modules["__main__"], sys.argv, sys.stdout = before
+            sys.modules["__main__"], sys.argv = before
         more = [one.name for one in threading.enumerate() if one not in {*running, thread}]
         if more:
             self.notes[f"threads that it has started run on: {', '.join(more)}"] = None
@@ -225,7 +221,7 @@ class RunningScript(TorchFunctionMode):
     def _advice(self, error: BaseException) -> str:
         if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
             return NO_CUDA_ADVICE
-        if not any(name in str(error) for name in LAUNCHER_VARIABLES):
+        if not any(name in str(error) for name in launcher_variables()):
             return ""
         return (
             "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
