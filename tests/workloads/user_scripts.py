@@ -264,10 +264,17 @@ optimizer.step()
 torch.save(model.state_dict(), "trained.pt")
 """
 
-# The loss needs tensors in containers of a dataclass.
+# The loss needs tensors in containers of a dataclass, and a module takes a named tuple of them.
 DATACLASS_OUTPUT = """
+from collections import namedtuple
 from dataclasses import dataclass
 from shared import *
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+class Distance(nn.Module):
+    def forward(self, pair):
+        return (pair.first - pair.second).square().mean()
 
 @dataclass
 class Output:
@@ -286,7 +293,8 @@ model = Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 inputs, targets = next(iter(loader()))
 output = model(inputs)
-(F.cross_entropy(output.layers[-1], targets) + output.by_name["hidden"].abs().mean()).backward()
+distance = Distance()(Pair(output.layers[0].sin(), output.by_name["hidden"]))
+(F.cross_entropy(output.layers[-1], targets) + distance).backward()
 optimizer.step()
 torch.save(model.state_dict(), "trained.pt")
 """
