@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from ..core.blocks import inside_wrappers
 from ..core.generators import seeded
 from ..core.measure import Loss, as_trained
 from .optimizers import OptimizerLike, stepped_on_host
@@ -377,7 +378,7 @@ def precision_around(module: nn.Module) -> Autocast:
     if "_original_forward" not in vars(module):
         return OWN_PRECISION
     for one in gc.get_objects():
-        if type(one).__name__ == "Accelerator" and module in map(one.unwrap_model, one._models):
+        if type(one).__name__ == "Accelerator" and module in map(inside_wrappers, one._models):
             bare_module(one, module)
             return autocast_of(one)
     raise WorkloadError("the model is wrapped by an Accelerator that is no longer there")
