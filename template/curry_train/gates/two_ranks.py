@@ -49,7 +49,6 @@ MOST_STEPS = 300
 LAST_LINES = 12
 # In the error of a rank whose peer has ended.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
-HOST = "127.0.0.1"
 # The interpreter that runs the ranks.
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
@@ -188,12 +187,10 @@ class RankProcesses:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.working_folder = Path.cwd()
-        # Has the jobs, and what each rank answers; the ranks find each other by it too. Torch
-        # documents the class and values that are bytes, and its stubs leave them out.
-        self._store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-            HOST, 0, is_master=True, wait_for_workers=False
-        )
-        self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
+        # Nobody else can write there, so that what is unpickled comes from the ranks.
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        # Has the jobs, and what each rank answers; the ranks find each other by it too.
+        self._store = _store_in(self._folder.name)
         self._num_calls = 0
         self._processes = [self._start(rank) for rank in range(num_ranks)]
 
@@ -203,7 +200,7 @@ class RankProcesses:
         With the variables that torchrun sets, a trainer would give each rank a part of the data.
         """
         paths = os.pathsep.join(filter(None, sys.path))
-        arguments = map(str, (self._store.port, rank, self.num_ranks))
+        arguments = (self._folder.name, str(rank), str(self.num_ranks))
         with self._log(rank).open("wb") as log:
             return subprocess.Popen(
                 [PYTHON_EXECUTABLE, "-m", str(__spec__.name), *arguments],
@@ -214,7 +211,7 @@ class RankProcesses:
             )
 
     def _log(self, rank: int) -> Path:
-        return Path(self._logs.name, str(rank))
+        return Path(self._folder.name, f"{rank}.log")
 
     def call(self, job: Callable[[], Any], *, timeout: float) -> list[Any]:
         """Call a function on every rank and return the results; both are pickled.
@@ -264,14 +261,22 @@ class RankProcesses:
     @property
     def is_running(self) -> bool:
         # The caller may have deleted its temporary folder.
-        has_logs = Path(self._logs.name).is_dir()
-        return has_logs and all(process.poll() is None for process in self._processes)
+        has_folder = Path(self._folder.name).is_dir()
+        return has_folder and all(process.poll() is None for process in self._processes)
 
     def close(self) -> None:
         for process in self._processes:
             with process:
                 process.kill()
-        self._logs.cleanup()
+        self._folder.cleanup()
+
+
+def _store_in(folder: str) -> Any:
+    # Torch documents the class and values that are bytes, and its stubs leave them out.
+    store: Any = dist.FileStore(f"{folder}/store", -1)  # type: ignore[attr-defined]
+    # A rank waits for its next job.
+    store.set_timeout(datetime.timedelta(days=30))
+    return store
 
 
 class GradientSyncs(TorchDispatchMode):
@@ -294,7 +299,7 @@ class GradientSyncs(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _rank_main(port: int, rank: int, num_ranks: int) -> None:
+def _rank_main(folder: str, rank: int, num_ranks: int) -> None:
     """Call the jobs in the store, one after the other, until the other process ends."""
     torch.set_num_threads(1)
 
@@ -305,9 +310,7 @@ def _rank_main(port: int, rank: int, num_ranks: int) -> None:
         os._exit(0)
 
     Thread(target=end_with_the_other, daemon=True).start()
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        HOST, port, timeout=datetime.timedelta(days=30)
-    )
+    store = _store_in(folder)
     try:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
         for number in itertools.count(1):
@@ -321,4 +324,4 @@ def _rank_main(port: int, rank: int, num_ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    _rank_main(*map(int, sys.argv[1:]))
+    _rank_main(sys.argv[1], *map(int, sys.argv[2:]))
