@@ -247,8 +247,8 @@ CUDA_PEAK_TOLERANCE = 0.02
 class Prediction:
     """Predictions from shapes, which the gates compare with measurements."""
 
-    # Changes of the model by name, and the peaks of steps with them: of none and, if the model has
-    # blocks, of all of them recomputed.
+    # By name, changes of the model and the peaks of a step with them. One changes nothing; if the
+    # model has blocks, another one recomputes them all.
     changes: Mapping[str, Change]
     peaks: Mapping[str, int]
     # A plan, or why there is none.
@@ -279,7 +279,7 @@ def predict(case: Case) -> Prediction:
         peaks = {"plain": plain}
         plan: Plan | str = "recomputing every block does not lower the peak: something else owns it"
         try:
-            # The blocks that the sketch chose, where the case names none.
+            # The sketch has chosen blocks if the case names none.
             change = partial(recompute_blocks, blocks=sketch.case.blocks)
             full = sketch.step(size, change=change).peak_bytes
             changes["full recompute"] = change

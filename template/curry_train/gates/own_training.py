@@ -50,7 +50,7 @@ def take_user_step(
 
 
 def printed_state(model: nn.Module, optimizer: Optimizer, **more: Any) -> dict[str, str]:
-    """Return every value of a training as text by its name, and of tensors this rank's digest."""
+    """Return every value of a training as text, by its name; tensors as digests of this rank."""
     sources: Mapping[str, Any] = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),

@@ -187,9 +187,9 @@ class RankProcesses:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.working_folder = Path.cwd()
-        # Nobody else can write there, so that what is unpickled comes from the ranks.
+        # Only this user can write there, so that pickles in the store come from the ranks.
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        # Has the jobs, and what each rank answers; the ranks find each other by it too.
+        # The store passes jobs and results, and the ranks find each other through it.
         self._store = _store_in(self._folder.name)
         self._num_calls = 0
         self._processes = [self._start(rank) for rank in range(num_ranks)]
@@ -237,8 +237,8 @@ class RankProcesses:
             raise RuntimeError(f"{self.num_ranks} ranks did not end within {timeout:.0f} s")
         if -signal.SIGKILL in codes:
             raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
-        # Ranks that lost their connection come after the one that failed first. An error, which has
-        # a hint, comes before a log: that of a rank which waits may have warnings in it.
+        # A lost connection is the consequence of another rank's failure. An error has a hint, and
+        # is preferred to a log, because the log of a waiting rank may contain warnings.
         reason, hint = min(
             failures,
             key=lambda one: (
@@ -251,7 +251,7 @@ class RankProcesses:
         raise error
 
     def _failure(self, rank: int) -> tuple[str, str]:
-        """Return why a rank failed and where to look; its log if it sent no error; else nothing."""
+        """Return a rank's error with a hint, or the end of its log without one, or nothing."""
         if self._store.check([f"{rank}.error"]):
             reason, hint = pickle.loads(self._store.get(f"{rank}.error"))
             return reason, hint
@@ -272,9 +272,9 @@ class RankProcesses:
 
 
 def _store_in(folder: str) -> Any:
-    # Torch documents the class and values that are bytes, and its stubs leave them out.
+    # The class, and bytes as values, are documented by torch and missing in its stubs.
     store: Any = dist.FileStore(f"{folder}/store", -1)  # type: ignore[attr-defined]
-    # A rank waits for its next job.
+    # A rank may wait for its next job as long as the other process runs.
     store.set_timeout(datetime.timedelta(days=30))
     return store
 

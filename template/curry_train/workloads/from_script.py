@@ -49,7 +49,7 @@ from .from_trainer import (
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
 from .workload import Workload, WorkloadError, map_tensors, tensors_at
 
-# What a script calls between its modules and the optimizer step.
+# Calls of a script between its modules and the optimizer step.
 
 
 class ScriptFailed(WorkloadError):
@@ -72,7 +72,7 @@ class Operation:
     args: Any
     options: dict[str, Any]
     autocast: torch.dtype | None
-    # The modules whose calls lead to it.
+    # The modules that were called to compute its output.
     modules: set[nn.Module]
 
 
@@ -184,8 +184,8 @@ class RunningScript(TorchFunctionMode):
     def run(self) -> Any:
         """Run it until its first step, and return the optimizer; raise WorkloadError without one.
 
-        Where a Trainer calls the model it is a tuple: the Trainer, with its module and data where
-        it has them apart.
+        If a Trainer calls the model, return a tuple: the Trainer, and its module and data if these
+        are separate objects.
         """
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv
@@ -363,7 +363,7 @@ class LossSource:
     """Lines of Python that compute the loss of a module and a batch, as the script did."""
 
     def __init__(self, root: nn.Module) -> None:
-        # The expressions of modules and tensors of the root.
+        # Expressions for the modules, parameters and buffers of the root.
         self.known: dict[Any, str] = {
             **{one: f'module.get_submodule("{name}")' for name, one in root.named_modules()},
             **{one: f'module.get_parameter("{name}")' for name, one in root.named_parameters()},
@@ -504,7 +504,7 @@ class ScriptTraining:
     """A script that has run until its first optimizer step."""
 
     words: tuple[str, ...]
-    # Makes the workload with a mean loss of a module and a batch; that of a trainer has its own.
+    # Makes the workload from a mean loss. The workload of a trainer has a loss already.
     make: Callable[[Loss], Workload]
 
     # The lines of the loss, and objects of the script that they name.
@@ -617,7 +617,7 @@ def _is_held(script: RunningScript, root: nn.Module) -> bool:
 
 
 def _modules_to(value: Any) -> set[nn.Module]:
-    """Return the modules whose calls lead to tensors in a value."""
+    """Return the modules that were called to compute the tensors in a value."""
     made = (one.operation.modules for one in tree_iter(value) if isinstance(one, MadeTensor))
     return set[nn.Module]().union(*made)
 
@@ -625,12 +625,12 @@ def _modules_to(value: Any) -> set[nn.Module]:
 def _root_of(script: RunningScript, trained: set[Tensor]) -> nn.Module:
     """Return the smallest module that has all parameters of the optimizers of a script.
 
-    It is one that was called, else one that the script has built around those.
+    Modules that were called come first, then all others that are alive.
     """
     called = script.called()
     built = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
     for modules in (called, built):
-        # Of modules that are as large, the outermost.
+        # Among modules of equal size the outermost is taken.
         sizes = {
             one: (sum(p.numel() for p in one.parameters()), -len([*one.modules()]))
             for one in modules

@@ -250,7 +250,7 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
     batch = trainer.precision_plugin.convert_input(_first(loader))
     for name in ("on_before_batch_transfer", "on_after_batch_transfer"):
         hook = getattr(data, name, None)
-        # A datamodule has them all from this class, and the module's count then.
+        # Lightning calls the module's hook if the datamodule only inherits its own.
         if hook is None or hook.__qualname__.startswith("DataHooks."):
             hook = getattr(module, name)
         batch = hook(batch, 0)
@@ -373,7 +373,7 @@ def autocast_of(accelerator: Any) -> Autocast:
 def precision_around(module: nn.Module) -> Autocast:
     """Return the precision of the Accelerator that has wrapped a module, and take the wrapper off.
 
-    Without such a wrapper it is the module's own.
+    A module without such a wrapper runs in its own precision.
     """
     if "_original_forward" not in vars(module):
         return OWN_PRECISION
