@@ -187,7 +187,7 @@ def _on_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
 
     def loss_of_call() -> float:
         with buffers_kept(module):
-            return case.loss(module).item()
+            return case.mean_loss(module).item()
 
     before = _numbers_and_generators(module)
     values = [loss_of_call() for _ in range(2)]
@@ -206,7 +206,7 @@ def _on_calls(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             "in each call",
             (*COMPARE_STEPS, *RESUMED_GATES),
         )
-    case.loss(module)
+    case.mean_loss(module)
     after = loss_of_call()
     if values[-1] == values[0] != after:
         yield FailureCause(
@@ -222,7 +222,7 @@ def _on_eval_mode(case: Case, module: nn.Module) -> Iterator[FailureCause]:
     module.eval()
     try:
         with buffers_kept(module):
-            case.loss(module)
+            case.mean_loss(module)
     except Exception as error:  # noqa: BLE001 the user's model may raise anything
         yield FailureCause(
             f"the model raises {type(error).__name__} in eval mode: {error}; gates that compare "
@@ -270,7 +270,7 @@ def _on_step(
         for part in module.get_submodule(name).modules()
     ]
     before = {id(tensor) for tensor in _living_tensors()}
-    case.loss(module, batch).backward()
+    case.mean_loss(module, batch).backward()
     for hook in hooks:
         hook.remove()
     known = {parameter.grad for parameter in module.parameters()}

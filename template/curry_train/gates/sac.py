@@ -66,7 +66,7 @@ def _where_ours_runs(case: Case, policy: Any) -> Iterator[None]:
         try:
             # Buffers that were restored before backward would count as changed in place.
             with untouched(module):
-                case.loss(module).backward()
+                case.mean_loss(module).backward()
         except PolicyError as refusal:
             why = refusal.in_short
         except RuntimeError as refusal:

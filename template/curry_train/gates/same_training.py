@@ -77,7 +77,7 @@ def step_of(case: Case, module: nn.Module, batch: Any = None, **options: Any) ->
 def run_forward(case: Case, module: nn.Module) -> None:
     """Run a forward on the batch of the case, and leave the module as it was."""
     with untouched(module):
-        case.loss(module)
+        case.mean_loss(module)
 
 
 def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
@@ -268,7 +268,7 @@ def _without_training(case: Case, module: nn.Module) -> tuple[StepRecord, str]:
     with uncompiled(module):
         step = step_of(case, module.eval())
         with torch.no_grad(), register_module_forward_pre_hook(count):
-            loss = case.loss(module.train())
+            loss = case.mean_loss(module.train())
     return step, f"loss {loss.tolist()}, calls by grad mode {dict(calls)}"
 
 

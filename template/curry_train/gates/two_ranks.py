@@ -86,7 +86,7 @@ def _on_two_ranks(
     if not case.workload.spec:
         raise NotApplicable("the workload has no name, by which other processes could load it")
     started = time.monotonic()
-    case.loss(case.build()).backward()
+    case.mean_loss(case.build()).backward()
     step_seconds = time.monotonic() - started
     # The ranks serve all gates, because starting them takes longer than most steps.
     if _ranks and (_ranks[0].working_folder != Path.cwd() or not _ranks[0].is_running):
@@ -120,7 +120,7 @@ def under_both(
     with GradientSyncs() as plain:
         for batch in batches:
             model = case.build().train(training)
-            case.loss(model, batch).backward()
+            case.mean_loss(model, batch).backward()
             num_unused += sum(one.requires_grad and one.grad is None for one in model.parameters())
     dist.all_reduce(num_unused)
     if plain.num_in_forward:
@@ -137,7 +137,7 @@ def under_both(
                 wrapped = make().train(training)
                 # A loss of derivatives may leave parameters unused, as DDP finds in a second step.
                 for _ in range(2 if kind == "DDP" else 1):
-                    case.loss(wrapped, batches[0]).backward()
+                    case.mean_loss(wrapped, batches[0]).backward()
             except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
                 refused = error_in_a_line(error)
                 continue

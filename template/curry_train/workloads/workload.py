@@ -292,7 +292,7 @@ class Case:
         with seeded(self.seed + 1):
             return self.place(self.workload.batch(self.batch_size if size is None else size))
 
-    def loss(self, module: nn.Module, batch: Batch = None) -> Tensor:
+    def mean_loss(self, module: nn.Module, batch: Batch = None) -> Tensor:
         """Return the mean loss of a batch, or of the case's own, with the same random numbers."""
         with seeded(self.seed):
             return self.workload.mean_loss(module, self.batch() if batch is None else batch)
