@@ -29,7 +29,6 @@ from .loops import (
     Lookahead,
     ModelForCausalLM,
     Seeing,
-    Signs,
     Taught,
     Translation,
     accumulate,
@@ -206,12 +205,6 @@ def low_rank(begin=nn.init.normal_, factor=1):
     nn.init.zeros_(up.weight)
     model[0] = Adapter(model[0].requires_grad_(False), down, up)
     fit(model, AdamW([one for one in model.parameters() if one.requires_grad]))
-
-
-def embedding_alone():
-    model = Language().requires_grad_(False)
-    model.embed.requires_grad_(True)
-    fit_language(model, adamw(model.embed))
 
 
 def sparse_embedding():
@@ -582,11 +575,6 @@ def ensemble_by_vmap():
 def optimizer_around_another():
     model = classifier()
     fit(model, Lookahead(SGD(model.parameters(), 0.1)))
-
-
-def own_optimizer():
-    model = classifier()
-    fit(model, Signs(model.parameters(), 1e-3))
 
 
 def differentially_private():
@@ -1554,30 +1542,6 @@ def layers_dropped():
             return head(inputs)
 
     fit(Model(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 5)))
-
-
-def early_stop_and_curriculum():
-    model, optimizer = started()
-    best, patience = float("inf"), 0
-    generator = torch.Generator().manual_seed(0)
-    for size in (2, 4, 8, 16):
-        fit(model, optimizer, loader(48, size))
-        with torch.no_grad():
-            now = float(model(torch.randn(16, 8, generator=generator)).square().mean())
-        patience = 0 if now < best else patience + 1
-        best = min(best, now)
-        if patience > 3:
-            break
-
-
-def mixed_labels():
-    model, optimizer = started()
-    for inputs, labels in loader():
-        share = torch.rand(())
-        order = torch.randperm(len(inputs))
-        output = model(share * inputs + (1 - share) * inputs[order])
-        loss = share * F.cross_entropy(output, labels)
-        step(optimizer, loss + (1 - share) * F.cross_entropy(output, labels[order]))
 
 
 def focal():

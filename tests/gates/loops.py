@@ -397,19 +397,6 @@ class Lookahead(Optimizer):
                     fast.copy_(slow)
 
 
-class Signs(Optimizer):
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    average = self.state[one].setdefault("average", torch.zeros_like(one))
-                    one.add_(average.lerp_(one.grad, 0.1).sign(), alpha=-group["lr"])
-
-
 def climb(model, changes=None):
     """Add changes to the weights, in the direction of the gradients where none are given."""
     trained = [one for one in model.parameters() if one.grad is not None]
