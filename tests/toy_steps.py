@@ -31,7 +31,11 @@ def gradients_of(model):
 
 
 def all_equal(tensors, others):
-    return all(torch.equal(*pair) for pair in zip(tensors, others, strict=True))
+    """Return whether tensors have the same values and dtypes, one by one."""
+    return all(
+        one.dtype == other.dtype and torch.equal(one, other)
+        for one, other in zip(tensors, others, strict=True)
+    )
 
 
 def square_sum(model, batch):

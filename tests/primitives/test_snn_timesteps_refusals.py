@@ -101,6 +101,12 @@ def test_state_in_variables_and_weights_is_found():
             module.first.weight.mul_(1.01)
         return module.step(x, state)
 
+    def hands_on_more_once(x, state):
+        memory.append(x)
+        out, state = module.step(x, state[:2])
+        # In the last timestep of the first run.
+        return out, (*state, out) if len(memory) == 9 else state
+
     message = (
         "step computes something else the second time, from the same input, state and modules: it "
         "keeps state outside of its modules (in an object, a variable, a global, or a random "
@@ -108,10 +114,10 @@ def test_state_in_variables_and_weights_is_found():
         "would be wrong without any error. Pass it in and return it with the state, or store it in "
         "a module"
     )
-    for step in (remembers, adds_in_place, learns):
+    for step in (remembers, adds_in_place, learns, hands_on_more_once):
         with pytest.raises(HiddenState, match=f"^{re.escape(message)}$"):
             checkpoint_timesteps(step, x, module.initial_state(x), chunk_size=3)
-    assert len(memory) == 6
+    assert len(memory) == 12
 
 
 class Cells:

@@ -3,6 +3,7 @@
 Run: `python -m pytest tests/runs/test_locate.py`.
 """
 
+import copy
 import json
 import random
 
@@ -138,7 +139,11 @@ def train_odd(fault):
     if fault == "stale":
         model.norm.__class__ = Stale
     if fault == "inserted":
-        model.mlp.insert(0, nn.Identity())
+        # Of the class of the layer behind it, from which only its weights tell it.
+        layer = copy.deepcopy(model.mlp[0]).requires_grad_(False)
+        nn.init.eye_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        model.mlp.insert(0, layer)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     criterion = nn.MSELoss()
 

@@ -88,8 +88,8 @@ def test_distances_are_those_of_elements_of_a_size():
     other = torch.tensor([0.0, 1.25, 1.5, 8.0, float("nan"), float("inf")])
     assert distances_of(other, value) == {"1": 0.25}
     assert distances_of(torch.zeros(2), torch.zeros(3)) == {"0": float("inf")}
-    small = distances_of(torch.tensor([1.0, 1e-9]), torch.tensor([1.0, 0.0]))
-    assert small == {"-3": pytest.approx(1e-9)}
+    small = distances_of(torch.tensor([1.0, 1e-9, 3e-9]), torch.tensor([1.0, 0.0, 1e-9]))
+    assert small == {"-3": pytest.approx(2e-9)}
     assert not is_rounding(distances_of(torch.full((2,), 1e-45), torch.zeros(2)), [], 1.0, 1)
 
 
