@@ -38,20 +38,6 @@ def test_sizes_are_read(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1536, "1.50 KiB"),
-        (50 * 2**20, "50.0 MiB"),
-        (2**40, "1.00 TiB"),
-        (2**52, "4096 TiB"),
-    ],
-)
-def test_sizes_are_written(size, text):
-    assert format_bytes(size) == text
-
-
 def test_json_has_a_row_a_line(tmp_path):
     rows = [{"name": name, "peaks": list(range(40))} for name in "ab"]
     record = {"date": "2026-11-24", "rows": rows, "none": {}}
@@ -67,6 +53,11 @@ def test_json_has_a_row_a_line(tmp_path):
         (three_digits, 0.1234, "0.12"),
         (three_digits, 12.34, "12.3"),
         (three_digits, 1234.5, "1234"),
+        (format_bytes, 0, "0 B"),
+        (format_bytes, 1536, "1.50 KiB"),
+        (format_bytes, 50 * 2**20, "50.0 MiB"),
+        (format_bytes, 2**40, "1.00 TiB"),
+        (format_bytes, 2**52, "4096 TiB"),
         (format_count, 7, "7.00"),
         (format_count, 1234, "1234"),
         (format_count, 41_234, "41.2k"),

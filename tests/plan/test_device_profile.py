@@ -35,22 +35,23 @@ def plain_profile():
 # The formula.
 
 
-def test_the_time_of_an_operation_is_the_longest_of_flops_bytes_and_dispatch():
-    profile = plain_profile()
-    seconds = profile.operation_seconds([100, 0, 0, 100], [0, 100, 0, 1000], dtype="float32")
-    assert isinstance(seconds, numpy.ndarray)
-    assert seconds.tolist() == [10.0, 20.0, 0.5, 200.0]
-    assert profile.operation_seconds([100], [0], dtype="bfloat16").tolist() == [5.0]
-
-
-def test_extra_seconds_lengthen_the_dispatch_and_not_the_work():
-    """Catch a formula that adds them to the maximum: it gives 10.25 for the first."""
-    profile = plain_profile()
-    assert profile.operation_seconds(
-        [100, 0], [0, 0], dtype="float32", extra_seconds=0.25
-    ).tolist() == [10.0, 0.75]
-    each = profile.operation_seconds([0, 0], 0, dtype="float32", extra_seconds=[0.0, 1.0])
-    assert each.tolist() == [0.5, 1.5]
+@pytest.mark.parametrize(
+    ("flops", "num_bytes", "options", "seconds"),
+    [
+        ([100, 0, 0, 100], [0, 100, 0, 1000], {}, [10.0, 20.0, 0.5, 200.0]),
+        ([100], [0], {"dtype": "bfloat16"}, [5.0]),
+        # A formula that adds them to the maximum gives 10.25 for the first.
+        ([100, 0], [0, 0], {"extra_seconds": 0.25}, [10.0, 0.75]),
+        ([0, 0], 0, {"extra_seconds": [0.0, 1.0]}, [0.5, 1.5]),
+    ],
+)
+def test_the_time_of_an_operation_is_the_longest_of_flops_bytes_and_lengthened_dispatch(
+    flops, num_bytes, options, seconds
+):
+    options = {"dtype": "float32"} | options
+    found = plain_profile().operation_seconds(flops, num_bytes, **options)
+    assert isinstance(found, numpy.ndarray)
+    assert found.tolist() == seconds
 
 
 def test_a_dtype_without_a_rate_is_refused_with_those_that_have_one():

@@ -322,33 +322,26 @@ def test_optimizers_that_step_side_by_side_are_in_one_step(tmp_path, fault):
     assert [one["step"] for one in records[0] if one["kind"] == "update"] == [1, 1, 2, 2, 3, 3]
 
 
-def test_an_optimizer_of_each_second_step_shifts_no_later_step(tmp_path):
-    with record_run(tmp_path / "run", steps=4):
+# The numbers of the steps that the second optimizer makes too, and the steps in which either does.
+@pytest.mark.parametrize(
+    ("steps", "made", "expected"),
+    [(4, range(1, 9, 2), [1, 2, 2, 3, 4, 4]), (2, [0], [1, 1, 2, 3, 4])],
+)
+def test_an_optimizer_that_steps_now_and_then_shifts_no_step_and_ends_no_recording(
+    tmp_path, steps, made, expected
+):
+    with record_run(tmp_path / "run", steps=steps):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in model)
-        for number in range(9):
+        for number in range(20):
             model(torch.ones(2)).sum().backward()
             first.step()
-            if number % 2:
+            if number in made:
                 second.step()
     record = read_fingerprints(tmp_path / "run")
-    assert [one["step"] for one in record if one["kind"] == "update"] == [1, 2, 2, 3, 4, 4]
+    assert [one["step"] for one in record if one["kind"] == "update"] == expected
     assert [one["step"] for one in record if one["kind"] == "loss"] == [1, 2, 3, 4]
-
-
-def test_an_optimizer_that_steps_now_and_then_ends_no_recording(tmp_path):
-    with record_run(tmp_path / "run", steps=2):
-        critic, maker = nn.Linear(2, 2), nn.Linear(2, 2)
-        of_critic, of_maker = (torch.optim.SGD(one.parameters(), 0.1) for one in (critic, maker))
-        for number in range(20):
-            critic(torch.ones(2)).sum().backward()
-            of_critic.step()
-            if number == 0:
-                maker(torch.ones(2)).sum().backward()
-                of_maker.step()
-    record = read_fingerprints(tmp_path / "run")
     assert record[-1]["kind"] == "end"
-    assert record[-1]["step"] == 4
 
 
 def train_critic(goes_on):

@@ -147,13 +147,18 @@ def test_the_factory_that_is_printed_makes_the_same_workload(folder):
     assert importlib.util.find_spec("shared") is not None
 
 
+def require_sum_over_samples(workload, *sizes):
+    """Compare the loss of a batch with the sum of those of its parts."""
+    case = Case(workload, batch_size=sum(sizes))
+    module, batch = case.build(), case.batch()
+    parts = sum(workload.loss(module, part) for part in case.split(batch, [*sizes]))
+    assert torch.allclose(parts, workload.loss(module, batch), rtol=1e-6)
+
+
 def test_flattened_targets_belong_to_their_rows(folder, monkeypatch):
     workload = load_workload(written(folder, "shifted_targets", monkeypatch))
-    case = Case(workload, batch_size=4)
-    module, whole = case.build(), case.batch()
     assert workload.is_divisible
-    parts = [workload.loss(module, part) for part in case.split(whole, [1, 3])]
-    assert torch.allclose(sum(parts), workload.loss(module, whole))
+    require_sum_over_samples(workload, 1, 3)
 
 
 @pytest.mark.parametrize(
@@ -349,11 +354,7 @@ def test_what_can_not_be_taken_over_is_said(folder, text, monkeypatch):
 def test_a_loss_that_is_a_sum_over_samples_stays_one(folder):
     workload = loaded(SCRIPTS["two_modules"].replace(".mean()", ".sum()"))
     assert "its loss is a sum over samples" in workload.notes[-1]
-    case = Case(workload, batch_size=8)
-    module = case.build()
-    batch = case.batch()
-    parts = sum(workload.loss(module, part) for part in case.split(batch, [3, 5]))
-    assert torch.allclose(parts, workload.loss(module, batch), rtol=1e-6)
+    require_sum_over_samples(workload, 3, 5)
 
 
 @pytest.mark.parametrize("name", ["accumulation", "ddp_under_torchrun"])
