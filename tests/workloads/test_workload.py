@@ -133,6 +133,15 @@ def test_what_a_factory_prints_is_no_result_of_a_command(factory, capsys):
     assert printed.err.splitlines() == ["imported", *["built"] * 3]
 
 
+NESTED = """
+from pathlib import Path
+def inner():
+    return nn.Linear('wide', 3)
+def build():
+    return inner()
+"""
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -162,50 +171,29 @@ def test_what_a_factory_prints_is_no_result_of_a_command(factory, capsys):
             "raise ModuleNotFoundError('its requirements are missing')",
             "raised ModuleNotFoundError: its requirements are missing (",
         ),
-    ],
-)
-def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, message):
-    with pytest.raises(WorkloadError) as raised:
-        load_workload(factory(source))
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-    # That is no advice for a package that the user's module lacks.
-    assert "Run from the folder" not in str(raised.value)
-
-
-NESTED = """
-from pathlib import Path
-def inner():
-    return nn.Linear('wide', 3)
-def build():
-    return inner()
-"""
-
-
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        ("def build():\n    raise RuntimeError('no weights here')", 4),
-        (NESTED, 6),  # the user's own line, not the line in torch that raised
+        # The user's own line is named, not the line in torch that raised.
+        ("def build():\n    raise RuntimeError('no weights here')", "THEIRS.py:4)"),
+        (NESTED, "THEIRS.py:6)"),
         (
             "class Net(nn.Linear):\n    def forward(self, x): return x @ x\n"
             "def build(): return Net(4, 1)",
-            4,
+            "THEIRS.py:4)",
         ),
-        (
-            "def build(size): return nn.Linear(4, 1)",
-            3,
-        ),  # the first line of the factory, because it never ran
-        ("built = nn.Linear('wide', 3)", 3),  # while it is imported
-        ("def build(: pass", 3),
+        # The first line of the factory, because it never ran.
+        ("def build(size): return nn.Linear(4, 1)", "THEIRS.py:3)"),
+        # While it is imported.
+        ("built = nn.Linear('wide', 3)", "THEIRS.py:3)"),
+        ("def build(: pass", "THEIRS.py:3)"),
     ],
-    ids=["factory", "called by the factory", "forward", "wrong arguments", "import", "syntax"],
 )
-def test_the_users_own_line_is_named(factory, source, line):
+def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, message):
     spec = factory(source)
     with pytest.raises(WorkloadError) as raised:
         load_workload(spec)
-    assert f"({spec.partition(':')[0]}.py:{line})" in str(raised.value)
+    assert message.replace("THEIRS", f"({spec.partition(':')[0]}") in str(raised.value)
+    assert "\n" not in str(raised.value)
+    # That is no advice for a package that the user's module lacks.
+    assert "Run from the folder" not in str(raised.value)
 
 
 def test_a_folder_whose_name_begins_as_that_of_the_package_is_the_users(tmp_path, monkeypatch):
