@@ -114,22 +114,19 @@ def test_add_goes_to_one_package_of_a_project(bundle, repository):
     assert f"use --into {repository}/src/mylib/training" in refused
 
 
-@pytest.mark.parametrize("technique", TOOLS, ids=lambda technique: technique.name)
-def test_add_prints_the_command_of_a_tool_and_writes_nothing(technique, tmp_path):
-    done = scaffold(REAL, f"add {technique.name} --into training")
+@pytest.mark.parametrize("technique", [*TOOLS, *ROOMS], ids=lambda technique: technique.name)
+def test_add_of_a_tool_or_a_room_prints_what_to_run_or_to_write_and_copies_nothing(
+    technique, tmp_path
+):
+    printed = scaffold(REAL, f"add {technique.name} --into training").stdout
     assert tree(tmp_path) == {}
-    assert done.stdout.startswith(
-        f"{technique.name} is a tool; nothing is copied. Run:\n  curry-train "
-    )
-
-
-@pytest.mark.parametrize("technique", ROOMS, ids=lambda technique: technique.name)
-def test_add_prints_a_dependency_and_lines_of_valid_python(technique, tmp_path):
-    done = scaffold(REAL, f"add {technique.name} --into training")
-    assert tree(tmp_path) == {}
-    assert done.stdout.startswith("Nothing is copied without --own.\n")
-    assert re.search(r'^Dependency:\n  "curry-train==[\d.]+"$', done.stdout, re.MULTILINE)
-    lines = done.stdout.split("In the training loop:\n")[1].splitlines()[:-1]
+    if technique in TOOLS:
+        tool = f"{technique.name} is a tool; nothing is copied. Run:\n  curry-train "
+        assert printed.startswith(tool)
+        return
+    assert printed.startswith("Nothing is copied without --own.\n")
+    assert re.search(r'^Dependency:\n  "curry-train==[\d.]+"$', printed, re.MULTILINE)
+    lines = printed.split("In the training loop:\n")[1].splitlines()[:-1]
     compile("\n".join(line.removeprefix("  ") for line in lines), "loop", "exec")
 
 

@@ -22,22 +22,6 @@ from curry_train.core.wording import (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GiB", 25_769_803_776),
-        ("24GB", 24_000_000_000),
-        ("512MiB", 536_870_912),
-        ("1.5 KiB", 1536),
-        (" 2tib ", 2_199_023_255_552),
-        ("9000000", 9_000_000),
-        (f"1{'0' * 400}B", 10**400),
-    ],
-)
-def test_sizes_are_read(text, size):
-    assert parse_bytes(text) == size
-
-
 def test_json_has_a_row_a_line(tmp_path):
     rows = [{"name": name, "peaks": list(range(40))} for name in "ab"]
     record = {"date": "2026-11-24", "rows": rows, "none": {}}
@@ -48,7 +32,7 @@ def test_json_has_a_row_a_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("form", "number", "text"),
+    ("form", "given", "expected"),
     [
         (three_digits, 0.1234, "0.12"),
         (three_digits, 12.34, "12.3"),
@@ -58,6 +42,13 @@ def test_json_has_a_row_a_line(tmp_path):
         (format_bytes, 50 * 2**20, "50.0 MiB"),
         (format_bytes, 2**40, "1.00 TiB"),
         (format_bytes, 2**52, "4096 TiB"),
+        (parse_bytes, "24GiB", 25_769_803_776),
+        (parse_bytes, "24GB", 24_000_000_000),
+        (parse_bytes, "512MiB", 536_870_912),
+        (parse_bytes, "1.5 KiB", 1536),
+        (parse_bytes, " 2tib ", 2_199_023_255_552),
+        (parse_bytes, "9000000", 9_000_000),
+        (parse_bytes, f"1{'0' * 400}B", 10**400),
         (format_count, 7, "7.00"),
         (format_count, 1234, "1234"),
         (format_count, 41_234, "41.2k"),
@@ -77,8 +68,8 @@ def test_json_has_a_row_a_line(tmp_path):
         (format_duration, 3725, "1:02:05"),
     ],
 )
-def test_a_figure_has_three_digits_and_its_unit(form, number, text):
-    assert form(number) == text
+def test_sizes_are_read_and_figures_have_three_digits_and_their_unit(form, given, expected):
+    assert form(given) == expected
 
 
 @pytest.mark.parametrize(

@@ -512,16 +512,15 @@ def speech(activate=lambda values: values.log_softmax(2), *, first=1, frames=20)
 
 
 def nodes_of_one_graph():
-    first, second = nn.Linear(8, 16), nn.Linear(16, 3)
+    first, second = encoder_and_head()
     model = nn.ModuleList([first, nn.Dropout(0.5), second])
-    features, classes = torch.randn(40, 8), torch.randint(3, (40,))
+    features, classes = torch.randn(40, 8), torch.randint(5, (40,))
     edges = (torch.rand(40, 40) < 0.1).float() + torch.eye(40)
     known = torch.rand(40) < 0.5
     optimizer = adamw(model)
 
     def run():
-        hidden = model[1](first(edges @ features).relu())
-        return second(edges @ hidden)
+        return second(edges @ model[1](first(edges @ features).relu()))
 
     for _ in range(12):
         model.train()
@@ -1464,11 +1463,13 @@ def updates_rounded_at_random_without_a_rate():
 
 
 def results_in_a_given_tensor():
-    model, optimizer = started()
-    for batch in loader():
-        step(optimizer, loss_of(model, batch))
+    model = classifier()
+
+    def clamp():
         for one in model.parameters():
             torch.clamp(one.data, -1, 1, out=one.data)
+
+    fit(model, after=clamp)
 
 
 def weights_of_losses_learned():
@@ -1487,11 +1488,11 @@ def mean_teacher_inside():
 
 def batches_mixed_in_one_order():
     inputs, labels = torch.randn(8, 8, 8), torch.randint(5, (8, 8))
-    model, optimizer = started()
-    for one, wanted in [*zip(inputs, labels, strict=True)] * 3:
-        output = model(one)
-        mixed = (output + output[torch.randperm(8)]) / 2
-        step(optimizer, F.cross_entropy(mixed, wanted))
+
+    def loss(output, labels):
+        return F.cross_entropy((output + output[torch.randperm(8)]) / 2, labels)
+
+    fit(batches=[*zip(inputs, labels, strict=True)] * 3, loss=loss)
 
 
 def parts_of_the_data():
