@@ -279,9 +279,11 @@ def statistics_made_anew_before_evaluation():
 
 def predictions_of_an_epoch():
     model, optimizer = started()
+    labels_seen = []
     for _ in range(8):
-        predictions, labels_seen = [], []
+        predictions = []
         model.predictions = predictions
+        labels_seen.clear()
         for inputs, labels in loader(400):
             output = model(inputs)
             step(optimizer, F.cross_entropy(output, labels))
@@ -1221,10 +1223,17 @@ def lengths_and_domains_next_to_labels():
 def results_of_an_epoch():
     model, optimizer = started()
     batches = loader(800)
+
+    def keep(output):
+        model.results.append(output.detach())
+
+    def begin():
+        model.results = []
+
     for _ in range(2):
-        results = []
+        begin()
         for inputs, labels in batches:
-            results.append(model(inputs).detach())
+            keep(model(inputs))
             step(optimizer, F.cross_entropy(model(inputs), labels))
 
 

@@ -175,13 +175,20 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     # Lines that keep a container from growing without end: they remove entries, look for a key
     # first, add up to a limit, or make it anew within a loop.
     takes = re.compile(
-        rf"\bdel .*{word}|{word}(\.(pop|popleft|popitem|remove)\(|(\[:\])? = {word}\[)"
+        rf"\bdel .*{word}|{word}(\.(pop|popleft|popitem|remove|clear)\(|(\[:\])? = {word}\[)"
         rf"|\bnot in .*{word}|\blen\(.*{word}\) <.*\n?.*{word}\.append\("
     )
     anew = re.compile(rf"(\s+)[\w\s,.]*{word}[\w\s,.]*= (\[\]|\{{\}}|\w+\(\))")
+    # So does a method that is called at the begin of an epoch, and that adds nothing itself.
+    resets = re.compile(
+        rf"def (?!__init__)(?:(?!\bdef\b)[\s\S])*?\.{word} = (\[\]|\{{\}})"
+        rf"(?:(?!\bdef\b|\.{word}\.)[\s\S])*(\bdef\b|\Z)"
+    )
     own = {number for _, _, number in code.co_lines()} if code else None
     for file in [code.co_filename] if code else users_files():
         lines = linecache.getlines(file)
+        if not own and resets.search("".join(lines)):
+            continue
         found, loops = "", list[str]()
         for number, line in enumerate(lines, 1):
             if own is None or number in own:
