@@ -646,6 +646,10 @@ class Observer(Trace):
             self.note(Skipped, optimizer=call.argument("optimizer"))
 
     def _clip(self, call: Called) -> None:
+        most = float(call.bound().args[1])
+        # It gives the norm of the gradients and leaves them as they are.
+        if math.isinf(most):
+            return
         given = call.listed("parameters")
         self.gradient.use()
         event = self.note(Clip, parameters=frozenset(given))
@@ -656,7 +660,7 @@ class Observer(Trace):
                 "pass model.parameters() anew; a generator is empty after one use",
                 event,
             )
-        if not float(call.bound().args[1]):
+        if not most:
             self.fault(
                 "clipping",
                 "gradients are clipped to 0",
