@@ -661,13 +661,6 @@ def halves_of_texts_compared():
     fit(Model(), None, [(tokens, torch.arange(2)) for tokens, _ in texts(9)])
 
 
-def several_actions_in_one_state():
-    model, optimizer = started()
-    for state in torch.randn(8, 1, 8):
-        chosen = torch.distributions.Categorical(logits=model(state.repeat(8, 1)))
-        step(optimizer, chosen.log_prob(chosen.sample()) @ torch.randn(8))
-
-
 def rows_of_scores_weighted():
     fit(loss=lambda one, _: (one.detach().norm(dim=1, keepdim=True) * (one @ one.T)).mean())
 
@@ -1647,7 +1640,9 @@ def perceptual():
 def policy_by_minibatches():
     model, value = classifier(), classifier(classes=1)
     optimizer = Adam([*model.parameters(), *value.parameters()], 1e-3)
-    for states, _ in loader():
+    for state in torch.randn(8, 1, 8):
+        # Several answers to one question.
+        states = state.repeat(8, 1)
         with torch.no_grad():
             actions = torch.distributions.Categorical(logits=model(states)).sample()
             advantage = torch.randn(len(states)) - value(states).squeeze(1)
