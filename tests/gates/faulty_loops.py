@@ -333,6 +333,10 @@ def each_with_each():
     fit_values(lambda one, labels: F.mse_loss(one, labels.float()))  # here
 
 
+def each_with_a_table():
+    fit_values(lambda one, labels: F.mse_loss(one, one.detach() - labels))  # here
+
+
 def each_with_each_by_hand():
     fit_values(lambda one, labels: (one - labels).abs().mean())  # here
 
@@ -1728,7 +1732,7 @@ FAULTY = {
     ],
     "logits": [
         probabilities_as_logits_of_actions, columns_viewed_as_rows, noise_times_a_variance,
-        relu_behind_the_last_layer, each_with_each, each_with_each_by_hand,
+        relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, each_with_a_table,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
         viewed_instead_of_transposed, pixels_viewed_as_rows, gains_weighed_each_with_each,

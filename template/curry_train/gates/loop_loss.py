@@ -141,7 +141,10 @@ def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
     if not name.startswith(("cross", "nll", "ctc", "multi")):
         sizes = given.numel(), target.numel()
         together = torch.broadcast_shapes(given.shape, target.shape).numel()
-        if 1 not in sizes and together > max(sizes):
+        # Targets for a column may be the result of such a comparison already.
+        is_crossed = together > max(sizes)
+        is_crossed |= given.dim() == 2 and together == given.numel() ** 2 > 1
+        if 1 not in sizes and is_crossed:
             yield (
                 f"values of shape {list(given.shape)} are compared with targets of "
                 f"{list(target.shape)}, each with each",
