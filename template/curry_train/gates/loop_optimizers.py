@@ -38,6 +38,7 @@ from .loop_events import (
     Stepping,
     Trace,
     grouped,
+    tensors_of,
 )
 from .loop_weights import has_equal_rows
 from .verdict import NotApplicable
@@ -388,6 +389,11 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
         if share > MOST_DECAY:
             hint = "lower weight_decay, which is multiplied by the learning rate"
             yield steps[0].origin, f"each step takes {share:.0%} of the weights by decay", hint
+    states = [one for one in tensors_of([*optimizer.state.values()]) if one.dim()]
+    is_used = len(steps) >= FEWEST_STEPS and any(step.has_gradients for step in steps)
+    if is_used and states and not (_is_of_torch(optimizer) or any(map(torch.any, states))):
+        hint = "change the tensors in place: buffer.mul_(momentum).add_(gradient)"
+        yield steps[-1], "the state of the optimizer stays 0", hint
     half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
     if len(half) > 1 and max(half) < 0.5 and _is_of_torch(optimizer):
         yield (

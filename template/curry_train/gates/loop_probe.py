@@ -86,7 +86,7 @@ def _of_padding(trace: Trace, forward: Forward) -> Faults:
     outputs, others = _outputs(trace, tokens, other, embeddings)
     if outputs.dim() == 3 and outputs.shape[:2] == tokens.shape:
         outputs, others = outputs[~padded], others[~padded]
-    elif outputs.dim() != 2 or not is_known:
+    elif outputs.dim() > 2 or not is_known:
         return
     if _differ(outputs, others):
         hint = "give the attention a mask of the padding; which of its values stands for that?"
@@ -176,7 +176,7 @@ def _outputs(
                 logits = (
                     one
                     for one in tensors_of(output)
-                    if one.dim() in (2, 3) and one.is_floating_point()
+                    if one.dim() in (1, 2, 3) and one.is_floating_point()
                 )
                 outputs.append(next(logits, torch.zeros(())))
     finally:

@@ -155,6 +155,8 @@ class Observer(Trace):
     # The last call of torch.autograd.grad whose result has no graph.
     grad_place: str
     is_attack: bool
+    # Noise that the loop has drawn since the last call of a model.
+    noise: list[Tensor]
     # Of each iterator: its loader, and the number of this pass over it.
     loaders: dict[int, tuple[DataLoader[Any], int]]
     growth: Growth
@@ -221,6 +223,7 @@ class Observer(Trace):
         yield self._sample, Distribution, "sample"
         yield self._sample, Normal, "sample"
         yield self._sample, torch, "normal"
+        yield self._draw, torch, "randn_like"
         yield self._choose, Categorical, "__init__"
         for kind in defining(Distribution, "log_prob"):
             yield self._score, kind, "log_prob"
@@ -272,6 +275,7 @@ class Observer(Trace):
         if is_model and not (is_inner or any(map(nn.parameter.is_lazy, module.parameters()))):
             # Without its result, which has the graph.
             self.given = copy.copy(call)
+            self.noise.clear()
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
         is_quiet = self.depth and is_model and module.training and not has_gradients
@@ -395,6 +399,9 @@ class Observer(Trace):
             for check, of_check in doubts.items():
                 for doubt in of_check:
                     self.fault(check, *doubt, event)
+            if self.last(Forward) and any(target is one for one in self.noise):
+                hint = "give the loss the noise that was added to the input"
+                self.fault("targets", "the targets are noise that no model was given", hint, event)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
             self._mark(value, event, "is_used")
@@ -531,9 +538,21 @@ class Observer(Trace):
             # Gradients of inputs alone, as of an attack, train nothing.
             self.is_attack = not any(isinstance(one, nn.Parameter) for one in wanted)
         try:
-            call.run()
+            found = tensors_of(call.run())
         finally:
             self.is_attack = False
+        is_part = call.argument("create_graph") and found and all(map(is_plain, found))
+        if is_part and not any(map(torch.any, found)):
+            self.fault(
+                "moves",
+                "a derivative that the loss is computed from is 0",
+                "take a smooth activation, such as tanh: the second derivative of a ReLU is 0",
+                value=self.num_steps_made,
+            )
+
+    def _draw(self, call: Called) -> None:
+        if not self.depth:
+            self.noise.append(call.run())
 
     def _dropout(self, call: Called) -> None:
         forward, owner = self.last(Forward), call.caller.f_locals.get("self")
