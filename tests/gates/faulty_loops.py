@@ -1116,6 +1116,20 @@ def attention_to_padding():
     fit(lambda tokens: model(tokens).mean(1), adamw(model), padded_batches())  # here
 
 
+def scores_at_padding():
+    class Model(Attention):
+        def forward(self, tokens, mask):
+            return super().forward(tokens, mask)[:, -1, 0]
+
+    model, optimizer = started(Model())
+    for tokens, labels in padded_batches():
+        step(optimizer, F.mse_loss(model(tokens, tokens > 0), labels.float()))  # here
+
+
+def noise_drawn_after_the_model():
+    fit(loss=lambda output, _: F.mse_loss(output, torch.randn_like(output)))  # here
+
+
 def padding_counts_without_a_mask():
     fit_language(Language(), batches=shifted(padded_tokens() for _ in range(10)))  # here: tokens
 
@@ -1660,6 +1674,26 @@ def backward_in_an_evaluation():
             optimizer.zero_grad()
 
 
+def state_that_stays_0():
+    class Optimizer(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for one in self.param_groups[0]["params"]:
+                moments = self.state[one].setdefault("moments", torch.zeros_like(one))
+                one.data -= moments + 0.1 * one.grad
+
+    model = classifier()
+    fit(model, Optimizer(model.parameters(), {}))  # here
+
+
+def second_derivative_of_a_relu():
+    model, optimizer = started()
+    for inputs, _ in loader():
+        inputs.requires_grad_()
+        slope = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)[0]
+        bend = torch.autograd.grad(slope.sum(), inputs, create_graph=True)[0]  # here
+        step(optimizer, (slope + bend).square().mean())
+
+
 def filled_sum_divided_twice():
     def loss(logits, labels):
         losses = F.cross_entropy(logits, labels, reduction="none")  # here
@@ -1709,7 +1743,7 @@ FAULTY = {
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, generator_detached,
         chosen_by_argmax, loss_of_no_weight, chosen_by_the_place_of_the_largest,
-        average_of_itself, average_of_the_newest,
+        average_of_itself, average_of_the_newest, state_that_stays_0, second_derivative_of_a_relu,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
         model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,
@@ -1750,7 +1784,7 @@ FAULTY = {
         attention_over_the_batch,
         positions_over_the_batch, first_token_alone, weights_over_the_batch,
         decoder_given_its_targets, logits_of_the_token_itself, outputs_of_no_input,
-        targets_seen_by_a_model_with_its_loss,
+        targets_seen_by_a_model_with_its_loss, scores_at_padding, noise_drawn_after_the_model,
         signs_of_zero_and_one,
         decoder_given_its_targets_by_place, ends_of_texts_ignored,
         label_among_the_inputs, targets_as_inputs, labels_in_another_order,

@@ -393,7 +393,7 @@ def _without_effect(trace: Trace, steps: Sequence[Step]) -> Faults:
     is_used = len(steps) >= FEWEST_STEPS and any(step.has_gradients for step in steps)
     if is_used and states and not (_is_of_torch(optimizer) or any(map(torch.any, states))):
         hint = "change the tensors in place: buffer.mul_(momentum).add_(gradient)"
-        yield steps[-1], "the state of the optimizer stays 0", hint
+        yield steps[0].origin, "the state of the optimizer stays 0", hint
     half = [step.half_moved for step in steps if step.half_moved is not None and any(step.rates)]
     if len(half) > 1 and max(half) < 0.5 and _is_of_torch(optimizer):
         yield (

@@ -203,4 +203,7 @@ def _padded(tokens: Tensor, given: list[Tensor]) -> Tensor | None:
 
 def _differ(first: Tensor, second: Tensor) -> bool:
     is_other = first.shape != second.shape
-    return is_other or not torch.allclose(first, second, rtol=1e-3, atol=1e-4, equal_nan=True)
+    # Outputs of new weights may be small. Sums in half precision may depend on their order.
+    share = 1e-4 if first.itemsize > 2 else 1e-2
+    largest = float(first.nan_to_num().abs().max()) if first.numel() else 0.0
+    return is_other or not torch.allclose(first, second, share, share * largest, equal_nan=True)

@@ -46,7 +46,7 @@ from .values import floats_of
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
 # Of what a record holds: one of another version can't be compared.
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 LEVELS = ("all", "modules")
 # Values that are recorded as they are: arguments of calls, attributes of modules, settings.
 PLAIN_TYPES = (bool, int, float, str, type(None))
