@@ -754,7 +754,7 @@ def microbatches_without_advantage():
 def time_first():
     fit(Layers(nn.TransformerEncoderLayer(16, 2, 32), time=1), None, sequences())
     model = Layers(nn.LSTM(16, 16), time=1)
-    # Given in a list.
+    # The loop gives the inputs in a list.
     model.register_forward_pre_hook(lambda _, given: tuple(*given))
     fit(model, None, [([one], labels) for one, labels in sequences()])
 

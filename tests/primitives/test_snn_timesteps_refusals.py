@@ -104,7 +104,7 @@ def test_state_in_variables_and_weights_is_found():
     def hands_on_more_once(x, state):
         memory.append(x)
         out, state = module.step(x, state[:2])
-        # In the last timestep of the first run.
+        # The last timestep of the first run is the ninth call.
         return out, (*state, out) if len(memory) == 9 else state
 
     message = (

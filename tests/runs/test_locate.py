@@ -139,7 +139,7 @@ def train_odd(fault):
     if fault == "stale":
         model.norm.__class__ = Stale
     if fault == "inserted":
-        # Of the class of the layer behind it, from which only its weights tell it.
+        # The layer that follows has the same class, so only the weights tell them apart.
         layer = copy.deepcopy(model.mlp[0]).requires_grad_(False)
         nn.init.eye_(layer.weight)
         nn.init.zeros_(layer.bias)

@@ -181,7 +181,7 @@ def build():
         ),
         # The first line of the factory, because it never ran.
         ("def build(size): return nn.Linear(4, 1)", "THEIRS.py:3)"),
-        # While it is imported.
+        # An error while the file is imported.
         ("built = nn.Linear('wide', 3)", "THEIRS.py:3)"),
         ("def build(: pass", "THEIRS.py:3)"),
     ],
@@ -192,7 +192,7 @@ def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, mes
         load_workload(spec)
     assert message.replace("THEIRS", f"({spec.partition(':')[0]}") in str(raised.value)
     assert "\n" not in str(raised.value)
-    # That is no advice for a package that the user's module lacks.
+    # That advice would not help where the user's module lacks a package.
     assert "Run from the folder" not in str(raised.value)
 
 

@@ -23,7 +23,7 @@ import click
 
 
 class Together:
-    """Options of which a function makes one value: those of its parameters, or `members`."""
+    """A group of options from which a function makes one value: its parameters, or `members`."""
 
     def __init__(self, function: Callable[..., Any], members: Mapping[str, Any]) -> None:
         self.function = function

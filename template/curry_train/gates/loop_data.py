@@ -219,7 +219,7 @@ def data(trace: Trace) -> Faults:
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
             yield from _epochs(several, trace.of(Seeding))
-        # Where a part has the labels that are used, all samples are there without theirs.
+        # A part whose labels are used means that the whole dataset is read without its labels.
         parts = {
             id(getattr(one.loader.dataset, "dataset", None)): one.is_used
             for one in sorted(trace.of(Fetch), key=attrgetter("is_used"))

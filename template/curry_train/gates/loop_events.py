@@ -499,7 +499,7 @@ class Trace(Events, Blank):
     # A line that may train more, and did not run.
     later: str
 
-    # While it is recorded.
+    # The following attributes are used while the loop runs.
 
     # Steps that each optimizer has made.
     num_made: Counter[Optimizer]
@@ -508,7 +508,7 @@ class Trace(Events, Blank):
     stepping: list[Optimizer]
     # The last batch of each loader.
     fetched: dict[DataLoader[Any], Fetch]
-    # By where the values of a parameter were: it, and where its optimizer was made.
+    # Parameters by the address of their values, each with the line that made its optimizer.
     stepped: dict[int, tuple[Tensor, str]]
     # Parameters behind tensors that the user's code detaches, by the place.
     cut: dict[str, set[Tensor]]

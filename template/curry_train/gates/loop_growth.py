@@ -43,7 +43,7 @@ class Growth(Blank):
     num_steps: int
     # Nodes of all graphs after each step.
     num_nodes: list[int]
-    # By the ids of those that grow without end: the place and a description.
+    # Place and description of containers that grow without end, by their ids.
     found: dict[int, tuple[str, str]]
     # Lines that keep tensors with the graphs of earlier steps.
     graphs: list[str]

@@ -230,7 +230,7 @@ MOVES = ("transpose", "permute", "__getitem__")
 def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
     """Apply a function that chooses or arranges tokens to the rows, and leaves classes alone."""
     if list(tensors_in((args, named))):
-        # By one tensor: others might choose classes.
+        # Only one index tensor is known to choose rows; a second one might choose classes.
         index = args[0]
         if len(args) > 1 or not isinstance(index, Tensor):
             return None

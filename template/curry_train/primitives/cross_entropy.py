@@ -130,7 +130,7 @@ def chunked_cross_entropy(
     )
     loss: Tensor = _Chunked.apply(*sources, flat_targets, class_weights, flat_weights, options)
     if reduction == "mean":
-        # By the counted tokens, or by the weights of their classes.
+        # The mean is over the counted tokens, weighted by the weights of their classes.
         counted = flat_targets != ignore_index
         weights = counted.to(loss)
         if class_weights is not None:

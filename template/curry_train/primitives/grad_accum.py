@@ -364,7 +364,7 @@ def _accumulate(
             value = loss(model, microbatch)
             if joint_loss is None:
                 if in_backward and is_last:
-                    # Before the last backward, in which the weights change.
+                    # Check the sum before the last backward, in which the weights change.
                     losses = [*values, value.detach()]
                     total = float(torch.stack(losses).sum())
                     if not math.isfinite(total):

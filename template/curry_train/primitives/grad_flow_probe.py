@@ -168,7 +168,7 @@ class Sums:
         if batch_group is not None:
             names_by_group[batch_group] = list(layers)
         for name, parameter in parameters.items():
-            # Of a DTensor; a plain tensor has none.
+            # Only a DTensor has placements.
             for index, placement in enumerate(getattr(parameter, "placements", ())):
                 if placement.is_shard():
                     group = parameter.device_mesh.get_group(index)

@@ -182,7 +182,7 @@ def run_checkpointed(
         contexts = options.change_contexts(contexts)
     call = FlatCall(run, inputs, modules=modules, contexts=contexts)
     tensors = call.take_tensors()
-    # Those of dataclasses, so that changes in place are detected.
+    # Torch also gets the tensors of dataclasses, so that it detects changes of them in place.
     tensors += [one for one in tensors_in(call.leaves) if not one.is_inference()]
     try:
         output = checkpoint(call, *tensors, **settings)

@@ -288,7 +288,7 @@ class FlatCall:
         contexts: Pair = NO_CONTEXTS,
     ) -> None:
         self.run = run
-        # None after the first call.
+        # This is None after the first call.
         self.inputs: Inputs | None = inputs
         self.first, self.second = contexts
         self.leaves, self.shape = tree_flatten(inputs)

@@ -185,7 +185,7 @@ class Contents:
 class PreparedSave:
     """A save and its folder for torch's writer; new files are hashed, and synced when closed."""
 
-    # What is committed in the end, without its files.
+    # The checkpoint as it will be committed, still without its files.
     saved: SavedCheckpoint
     snapshot: Snapshot
     files: Files
