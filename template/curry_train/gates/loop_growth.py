@@ -188,7 +188,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     for file in [code.co_filename] if code else users_files():
         lines = linecache.getlines(file)
         if not own and resets.search("".join(lines)):
-            continue
+            return ""
         found, loops = "", list[str]()
         for number, line in enumerate(lines, 1):
             if own is None or number in own:
