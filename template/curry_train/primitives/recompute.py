@@ -187,13 +187,21 @@ def run_checkpointed(
     try:
         output = checkpoint(call, *tensors, **settings)
     except BaseException as error:
-        # End the checkpoint's hooks, which torch 2.11 keeps as long as the error's frames live.
-        for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-            if frame.f_code is inspect.unwrap(checkpoint).__code__ and "gen" in frame.f_locals:
-                frame.f_locals["gen"].close()
+        _end_hooks(error)
         raise
     mark_returned_once(output)
     return output
+
+
+def _end_hooks(error: BaseException) -> None:
+    """Take down a checkpoint's hooks, which torch 2.11 keeps as long as the error's frames live.
+
+    In a function of its own, because a variable for a frame in one of these frames would be a
+    cycle, which holds their tensors until the collector runs.
+    """
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if frame.f_code is inspect.unwrap(checkpoint).__code__ and "gen" in frame.f_locals:
+            frame.f_locals["gen"].close()
 
 
 def _gradients_flow(run: Any, modules: Sequence[nn.Module], inputs: Inputs) -> bool:
