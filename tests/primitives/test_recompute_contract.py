@@ -3,6 +3,8 @@
 python -m pytest tests/primitives/test_recompute_contract.py
 """
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,15 @@ def compiled_already(block):
 def test_what_can_not_be_recomputed_is_refused(make, message, pair_of_four_ranks):
     with pytest.raises(ValueError, match=message):
         make(Block())
+
+
+def test_an_error_of_a_block_holds_no_tensor():
+    x = torch.ones(2, 8)
+    held = weakref.ref(x)
+    with pytest.raises(RuntimeError):
+        Recompute(nn.Linear(2, 2))(x)
+    del x
+    assert held() is None
 
 
 def test_reentrant_is_refused_if_it_would_lose_gradients():
