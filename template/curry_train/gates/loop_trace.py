@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.blocks import in_transform
 from ..core.digest import is_plain
@@ -156,7 +157,7 @@ class Observer(Trace):
     grad_place: str
     is_attack: bool
     # Noise that the loop has drawn since the last call of a model.
-    noise: list[Tensor]
+    noise: WeakIdKeyDictionary
     # Of each iterator: its loader, and the number of this pass over it.
     loaders: dict[int, tuple[DataLoader[Any], int]]
     growth: Growth
@@ -399,7 +400,7 @@ class Observer(Trace):
             for check, of_check in doubts.items():
                 for doubt in of_check:
                     self.fault(check, *doubt, event)
-            if self.last(Forward) and any(target is one for one in self.noise):
+            if self.last(Forward) and target in self.noise:
                 hint = "give the loss the noise that was added to the input"
                 self.fault("targets", "the targets are noise that no model was given", hint, event)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
@@ -552,7 +553,7 @@ class Observer(Trace):
 
     def _draw(self, call: Called) -> None:
         if not self.depth:
-            self.noise.append(call.run())
+            self.noise[call.run()] = True
 
     def _dropout(self, call: Called) -> None:
         forward, owner = self.last(Forward), call.caller.f_locals.get("self")
