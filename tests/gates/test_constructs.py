@@ -25,7 +25,12 @@ TWO_RANKS = ["*/two-ranks"]
 
 # Of each model: gates that need not apply, and what first look tells of it. All others hold.
 NEED_NOT_APPLY = {
-    "calls_forward": (ON_BLOCKS, ""),
+    **dict.fromkeys(
+        ("calls_forward", "flat", "lone_layers", "no_products", "partly_frozen", "tied_words"),
+        (ON_BLOCKS, ""),
+    ),
+    # Torch's own checkpoint fails too.
+    "grows_a_list": (["recompute/flops", "sac/products"], ""),
     "checkpoints_all": (ON_BLOCKS, "nothing is saved in forward: the model checkpoints by itself"),
     "checkpoints_segments": (
         ["recompute/flops", "sac/products", "sac/regions"],
@@ -55,11 +60,6 @@ NEED_NOT_APPLY = {
     "noisy_loss": (["grad-accum/*"], ""),
     "own_optimizer": (["loss-spike/found"], ""),
     "sparse": (["*"], "0.weight: the gradient is sparse"),
-    "partly_frozen": (ON_BLOCKS, ""),
-    "lone_layers": (ON_BLOCKS, ""),
-    "no_products": (ON_BLOCKS, ""),
-    "flat": (ON_BLOCKS, ""),
-    "tied_words": (ON_BLOCKS, ""),
     "weighted_words": ([*ON_BLOCKS, "grad-accum/*"], ""),
     "lazy": (["memory-plan/*"], "lazy modules"),
     "frozen": (ON_BLOCKS, "run in eval mode"),
