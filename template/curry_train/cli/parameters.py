@@ -27,7 +27,7 @@ class Together:
 
     def __init__(self, function: Callable[..., Any], members: Mapping[str, Any]) -> None:
         self.function = function
-        # What each parameter declares, and its type.
+        # The declaration and the type of each parameter, by its name.
         self.declared = {name: (member, None) for name, member in members.items()} or {
             name: (one.default, one.annotation)
             for name, one in inspect.signature(function).parameters.items()

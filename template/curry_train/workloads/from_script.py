@@ -191,7 +191,7 @@ class RunningScript(TorchFunctionMode):
         before = sys.modules["__main__"], sys.argv
         running = set(threading.enumerate())
         try:
-            # What the script prints is no result of the command.
+            # Standard output is for the command's results, so the script prints to standard error.
             with stepped_on_host(), self._replaced(), contextlib.redirect_stdout(sys.stderr):
                 thread.start()
                 found = self._reading.result()
