@@ -67,7 +67,7 @@ def _reshard(text: str) -> bool | int:
 
 @dataclass(frozen=True)
 class PlannerOptions:
-    """The options that a planner gets as they are."""
+    """Options of the command that the planner takes unchanged."""
 
     dtype: Any = DTYPE_OPTION
     optimizer: str | None = option(
