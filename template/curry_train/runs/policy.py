@@ -227,7 +227,8 @@ class SavingPolicy:
         self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
         self._entered = False
-        self._begun = False
+        # What was committed since the last call of `after_step`.
+        self._committed: list[SavedCheckpoint] = []
         # Tensors that are unsound already before the run trains.
         self._by_design: set[str] = set()
         # `auto` keeps the bound itself, and one warning is enough.
@@ -285,24 +286,26 @@ class SavingPolicy:
         self._cadence.trained()
         kind = due(step, self.config, automatic=self._cadence.is_due())
         measured = metrics.get(self.config.best_k_metric) is not None
-        saved: list[SavedCheckpoint] = []
+        self._committed = []
         if kind or (measured and self.config.best_k):
             began = time.perf_counter()
-            self._begun = False
-            saved = self._save_due(step, state, kind, metrics)
-            self._cadence.waited(time.perf_counter() - began, save=self._begun)
+            has_begun = self._save_due(step, state, kind, metrics)
+            self._cadence.waited(time.perf_counter() - began, save=has_begun)
             if self._warns and (costly := self._cadence.too_costly()):
                 logger.warning("%s", costly)
                 self._warns = False
         self._cadence.go_on()
-        return saved
+        return self._committed
 
     def save_now(self, step: int, state: Savable) -> list[SavedCheckpoint]:
         """Save a recovery at the end of a run, or before it is stopped.
 
         Nothing is saved if this step is saved already, or if the state is not sound.
         """
-        return self._save_due(step, state, "recovery", {}) + self.finish()
+        self._committed = []
+        self._save_due(step, state, "recovery", {})
+        self.finish()
+        return self._committed
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
         """Return the states from a step on that are not given up, newest first."""
@@ -310,28 +313,38 @@ class SavingPolicy:
 
     def _save_due(
         self, step: int, state: Savable, kind: str | None, metrics: Mapping[str, Any]
-    ) -> list[SavedCheckpoint]:
-        """Save a state as this kind and as a best-K, unless one of the ranks has damage in it."""
+    ) -> bool:
+        """Save a state as this kind and as a best-K, unless one of the ranks has damage in it.
+
+        Returns whether a save was begun.
+        """
         config = self.config
         taken = Ranks().all_do(state.snapshot)
         wrong = Ranks().first_found(lambda: self._what_is_wrong(taken, metrics))
         if wrong:
             logger.warning("step %d was not saved: %s", step, wrong)
-            return []
-        saved = self.finish()
+            return False
+        self.finish()
+        saves: list[tuple[str, tuple[str, float] | None]] = []
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
-            saved += self._save(kind, step, taken, None)
-
+            saves.append((kind, None))
         measured = metrics.get(config.best_k_metric)
         value = math.nan if measured is None else number_of(measured)
         if Ranks().agree(
             lambda: is_among_best(value, step, self.store.committed(BEST_KIND), config)
         ):
-            saved += self.finish() + self._save(
-                BEST_KIND, step, taken, (config.best_k_metric, value)
-            )
-        return saved
+            saves.append((BEST_KIND, (config.best_k_metric, value)))
+        has_begun = False
+        for this, metric in saves:
+            self.finish()
+            try:
+                self._record((self.saver or self.store).save(this, step, taken, metric=metric))
+            except StepExists as error:
+                logger.warning("%s", error)
+            else:
+                has_begun = True
+        return has_begun
 
     def _what_is_wrong(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> str | None:
         """Describe the first metric or tensor that makes a state unfit to be saved."""
@@ -345,25 +358,16 @@ class SavingPolicy:
                 return f"{name.removeprefix(MODEL_PREFIX)} {what}"
         return None
 
-    def _save(
-        self, kind: str, step: int, state: Savable, metric: tuple[str, float] | None
-    ) -> list[SavedCheckpoint]:
-        try:
-            saved = (self.saver or self.store).save(kind, step, state, metric=metric)
-        except StepExists as error:
-            logger.warning("%s", error)
-            return []
-        self._begun = True
-        return self._committed(saved)
+    def finish(self) -> None:
+        """Wait for the save in the background."""
+        if self.saver is not None:
+            self._record(self.saver.finish())
 
-    def finish(self) -> list[SavedCheckpoint]:
-        """Wait for the save in the background, and return what it committed."""
-        return self._committed(None if self.saver is None else self.saver.finish())
-
-    def _committed(self, saved: SavedCheckpoint | None) -> list[SavedCheckpoint]:
+    def _record(self, saved: SavedCheckpoint | None) -> None:
         """Record what was committed, if anything, and delete what retention no longer keeps."""
         if saved is None:
-            return []
+            return
+        self._committed.append(saved)
         if saved.is_state:
             self._last = saved
         step = saved.step
@@ -373,7 +377,6 @@ class SavingPolicy:
                 self.store.discard(superseded)
                 pruned = {"checkpoint": superseded.folder, "of_step": superseded.step}
                 self.record("prune", step=step, **pruned)
-        return [saved]
 
     def _enter_line(self, step: int) -> None:
         """Check at the first save that the run has no states from this step or beyond.
