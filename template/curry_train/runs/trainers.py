@@ -94,17 +94,26 @@ def _final_of(path: Path) -> Path:
 
 
 def commit_file(staged: Path, final: Path) -> None:
-    """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
+    """Hash and sync a file, and rename it; after a crash in between `_renamed` does that."""
     manifest = _manifest({final.name: entry_of(staged)})
-    # Until the rename the manifest also accepts the file that is there now.
-    with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
-        before = read_commit(final)
-        old = [*before.files[final.name], before.about["time"]]
-        manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
     Files(final.parent).write(_manifest_of(final).name, manifest.render())
-    staged.replace(final)
+    # Another process that looked for the newest checkpoint may have renamed it just now.
+    with contextlib.suppress(FileNotFoundError):
+        staged.replace(final)
     Files(final.parent).sync_folder("")
     _sweep(final)
+
+
+def _renamed(commit: SavedCheckpoint) -> SavedCheckpoint:
+    """Give a committed file its name where a crash has left that out; return the commit."""
+    path = Path(commit.location)
+    # The trainer that writes it may rename it just now.
+    with contextlib.suppress(FileNotFoundError):
+        for staged in path.parent.iterdir():
+            is_its_own = staged.is_file() and _final_of(staged) == path != staged
+            if is_its_own and entry_of(staged) == commit.files.get(path.name):
+                staged.replace(path)
+    return commit
 
 
 def newest_whole(folder: StrPath) -> str | None:
@@ -134,7 +143,7 @@ def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
         if path.is_symlink() or LEFT_PATTERN.fullmatch(path.name):
             continue
         try:
-            yield read_commit(path)
+            yield _renamed(read_commit(path))
         except FileNotFoundError:
             if FOREIGN_NAME_PATTERN.fullmatch(path.name):
                 logger.warning("%s was never committed, and is passed over", path)
@@ -148,13 +157,6 @@ def read_commit(path: Path) -> SavedCheckpoint:
     manifest = parse_manifest(Files(key.parent).read(key.name))
     if manifest.kind != FOREIGN_KIND or type(manifest.about.get("time")) is not int:
         raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
-    before = manifest.about.get("before")
-    # A crash between manifest and rename leaves the file that was there before.
-    if before is not None and path.is_file():
-        *old, moment = before
-        if entry_of(path) == tuple(old):
-            files = {path.name: FileEntry(*old)}
-            manifest = dataclasses.replace(manifest, files=files, about={"time": moment})
     return dataclasses.replace(manifest, location=str(path))
 
 
@@ -276,16 +278,12 @@ class _HuggingFaceCommits:
     def __init__(self, trainer: Any) -> None:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
+        self._trainer = trainer
         self._limit: int | None = None
         self._ranks = Ranks.on_the_host()
         replace_calls(trainer, save_model=self._save_model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer would delete older checkpoints before the new one is committed.
-        # None is what an earlier training of this process left, if it ended with an error.
-        if args.save_total_limit is not None:
-            self._limit = args.save_total_limit
-        args.save_total_limit = None
         step = state.global_step
         if step >= state.max_steps > 0 and state.is_world_process_zero:
             logger.warning(
@@ -296,9 +294,6 @@ class _HuggingFaceCommits:
                 step + 1,
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        args.save_total_limit = self._limit
-
     def _save_model(
         self, save: Any, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
@@ -306,6 +301,12 @@ class _HuggingFaceCommits:
         if _internal_call and output_dir is not None:
             # A kill in the middle of the save must leave the older one.
             self._ranks.agree(lambda: _hide(Path(output_dir)))
+            # The Trainer would delete older checkpoints before the new one is committed.
+            # None is what an earlier save has left, if it ended with an error.
+            args = self._trainer.args
+            if args.save_total_limit is not None:
+                self._limit = args.save_total_limit
+            args.save_total_limit = None
         save(output_dir, _internal_call)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -316,6 +317,7 @@ class _HuggingFaceCommits:
         self._ranks.collect(
             lambda: None, lambda _: _commit_in_place(path, "checkpoint-*", self._limit, keep)
         )
+        args.save_total_limit = self._limit
 
 
 def _hide(path: Path) -> None:
@@ -374,7 +376,7 @@ def _save_committed(save: Any, checkpoint: Any, path: Any, storage_options: Any 
 
 def _load_verified(load: Any, path: Any, *args: Any, **options: Any) -> Any:
     with contextlib.suppress(FileNotFoundError):
-        verify_commit(read_commit(Path(path)))
+        verify_commit(_renamed(read_commit(Path(path))))
     return load(path, *args, **options)
 
 
@@ -420,6 +422,8 @@ class _WatchedJournal:
         self.journal: Any = None
         # The spike that ends the training.
         self.reason = ""
+        # The losses of the batches since the last step.
+        self.losses: list[Any] = []
 
     def begin(self, step: int, *, config: dict[str, Any]) -> None:
         self.ranks = Ranks.on_the_host()
@@ -438,6 +442,12 @@ class _WatchedJournal:
             logger.warning("%s", spike.words)
             if config.rolls_back:
                 self.reason = self.reason or spike.words
+
+    def mean_loss(self) -> float:
+        """Return the loss of the step that was just made, and begin that of the next one."""
+        total = float(sum(self.losses))
+        self.losses.clear()
+        return self.ranks.mean(total)
 
     def end(self, step: int, otherwise: str = "steps") -> None:
         if self.journal is not None:
@@ -470,7 +480,6 @@ class _LightningJournal(_WatchedJournal):
     """Records the loss of each optimizer step of Lightning's Trainer."""
 
     _seen = 0
-    _loss: Any = 0.0
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._seen = trainer.global_step
@@ -484,13 +493,11 @@ class _LightningJournal(_WatchedJournal):
         if own is None:
             return
         # Lightning has divided the loss by the number of batches of the step.
-        self._loss = own.detach() + self._loss
+        self.losses.append(own.detach())
         if trainer.global_step == self._seen:
             return
         self._seen = trainer.global_step
-        loss = self.ranks.mean(float(self._loss))
-        self._loss = 0.0
-        self.step(self._seen, loss, trainer.optimizers[0].param_groups[0]["lr"])
+        self.step(self._seen, self.mean_loss(), trainer.optimizers[0].param_groups[0]["lr"])
         trainer.should_stop |= bool(self.reason)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -505,7 +512,6 @@ class _AcceleratorJournal(_WatchedJournal):
     """Records the loss of each optimizer step of a loop that trains with an Accelerator."""
 
     _step = 0
-    _loss: Any = None
     _norm: Any = None
     _has_hook = False
 
@@ -526,7 +532,7 @@ class _AcceleratorJournal(_WatchedJournal):
         backward(loss, **options)
         # As Accelerate divides it for the gradient.
         mean = loss.detach().float() / self._accelerator.gradient_accumulation_steps
-        self._loss = mean if self._loss is None else self._loss + mean
+        self.losses.append(mean)
         if not self._has_hook:
             first = self._accelerator._optimizers[0]
             first.optimizer.register_step_post_hook(self._stepped)
@@ -537,13 +543,11 @@ class _AcceleratorJournal(_WatchedJournal):
         return self._norm
 
     def _stepped(self, optimizer: Any, args: Any, options: Any) -> None:
-        if self._loss is None:
+        if not self.losses:
             return
         self._begin()
         self._step += 1
-        loss = self.ranks.mean(float(self._loss))
-        self._loss = None
-        self.step(self._step, loss, optimizer.param_groups[0]["lr"], self._norm)
+        self.step(self._step, self.mean_loss(), optimizer.param_groups[0]["lr"], self._norm)
         self._norm = None
         if reason := self.reason:
             self.end(self._step)
