@@ -18,7 +18,7 @@ import gc
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MethodType
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -121,37 +121,29 @@ def is_sum_over_samples(module: nn.Module, batch: Any, loss: Callable[..., Tenso
     return abs(thrice - 3 * once) < SUM_TOLERANCE * abs(once)
 
 
+@dataclass(frozen=True)
 class Autocast:
     """Run a module's forward under autocast, as a trainer's wrapper around it does."""
 
-    def __init__(self, dtype: torch.dtype | None, convert: Callable[[Any], Any]) -> None:
-        self.dtype = dtype
+    # None where the module runs in its own precision.
+    dtype: torch.dtype | None
 
-        # One function for all modules, so that compiled code is not compiled again.
-        def forward(module: nn.Module, *args: Any, **options: Any) -> Any:
-            return self._run(MethodType(type(module).forward, module), module, *args, **options)
+    # Converts what the forward returns.
+    convert: Callable[[Any], Any]
 
-        self._convert = convert
-        self._forward = forward
-
-    def _run(
-        self, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **options: Any
-    ) -> Any:
-        with torch.autocast(next(module.parameters()).device.type, dtype=self.dtype):
-            output = forward(*args, **options)
-        return self._convert(output)
-
-    @contextlib.contextmanager
-    def __call__(self, module: nn.Module) -> Iterator[None]:
+    def __call__(self, module: nn.Module) -> Any:
+        """Return a context in which the module's forward runs so."""
         if self.dtype is None:
-            yield
-            return
-        forward: Any = MethodType(self._forward, module)
-        # Trainers replace the forward of a module too, as TRL's do for a chunked loss.
-        if before := vars(module).get("forward"):
-            forward = functools.partial(self._run, before, module)
-        with mock.patch.object(module, "forward", forward):
-            yield
+            return contextlib.nullcontext()
+        device = next(module.parameters()).device.type
+        # A partial function in each context: torch does not compile its code again. Trainers
+        # replace the forward of a module too, as TRL's do for a chunked loss.
+        forward = functools.partial(self._run, device, module.forward)
+        return mock.patch.object(module, "forward", forward)
+
+    def _run(self, device: str, forward: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        with torch.autocast(device, dtype=self.dtype):
+            return self.convert(forward(*args, **options))
 
 
 OWN_PRECISION = Autocast(None, bool)
