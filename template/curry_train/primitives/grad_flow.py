@@ -15,7 +15,8 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,21 +24,24 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import Globs, inside_wrappers
+from ..core.blocks import Globs, in_transform, inside_wrappers, tensors_in
 from .grad_flow_probe import (
     AT_STEP,
     CHANGE,
     GRADIENT,
     OUTPUTS,
     WEIGHTS,
-    Activations,
     Layer,
+    ProbeHook,
     Sums,
     choose_layers,
     compiled_modules,
     dense,
     group_of_batch,
+    in_backward,
     is_divided,
     sums_of,
 )
@@ -227,13 +231,6 @@ class GradFlow:
         named = self._inner.named_parameters()
         self._named = {name: one for name, one in named if one.requires_grad}
         self._sums = Sums([*(layer.name for layer in self._layers), *self._named], self.model)
-        self._activations = Activations(
-            self.model,
-            self._layers,
-            self._sums,
-            before_forward=self._before_forward,
-            after_backward=self._backward_ended,
-        )
         self._ranks = self._group or group_of_batch(self.model)
         self._notes: tuple[str, ...] = ()
         if compiled_modules(self.model):
@@ -273,7 +270,7 @@ class GradFlow:
         self._probing = self.next_step % self.every == 0
         if self._probing:
             self._restart()
-            for handle in self._activations.hooks():
+            for handle in self._hooks():
                 self._probed.enter_context(handle)
             for optimizer in self.optimizers:
                 # Torch has hooks only for an optimizer's steps.
@@ -282,7 +279,13 @@ class GradFlow:
 
     def _restart(self) -> None:
         self._sums.table.zero_()
-        self._activations.start()
+        # By layer, in the order in which their forwards end.
+        self._calls: Counter[str] = Counter()
+        self._num_forwards = 0
+        # For each running forward of the model, innermost last: whether it is a training forward.
+        self._training: list[bool] = []
+        # Whether the end of a backward is awaited.
+        self._waiting = False
         # The parameters that had a gradient when gradients were last read, and when that was.
         self._read: set[str] | None = None
         self._read_at = ""
@@ -290,6 +293,73 @@ class GradFlow:
         self._began: set[Any] = set()
         self._copies: dict[str, Tensor] = {}
         self._overflowed: list[Tensor] = []
+
+    def _hooks(self) -> Iterator[Any]:
+        """Add the hooks, and yield their handles."""
+        model = self.model
+        compiled = compiled_modules(model)
+        yield model.register_forward_pre_hook(ProbeHook(model, self._enter))
+        # Also if forward raises, so that later calls are not attributed to it.
+        yield model.register_forward_hook(ProbeHook(model, self._leave), always_call=True)
+        for layer in self._layers:
+            if layer.module not in compiled:
+                add = functools.partial(self._add, layer.name)
+                yield layer.module.register_forward_hook(ProbeHook(layer.module, add))
+
+    def _enter(self, arguments: Any) -> None:
+        training = torch.is_grad_enabled() and not (in_backward() or in_transform())
+        if training and self._read and not self._with_gradient():
+            self._gradients_go()
+        self._training.append(training)
+        self._num_forwards += training
+
+    def _leave(self, arguments: Any, output: Any) -> None:
+        if self._training and self._training.pop():
+            self._listen(output)
+
+    def _listen(self, output: Any) -> None:
+        """Hook these tensors to detect the start of their backward.
+
+        Hooks on parameters would not work, since FSDP2 replaces them during forward.
+        """
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._gradient_came)
+
+    def _gradient_came(self, gradient: Tensor) -> None:
+        """Wait for the end of this backward, after callbacks that others queue.
+
+        By then gradients have been summed over ranks and sharded.
+        """
+        if not self._waiting:
+            self._waiting = True
+            engine: Any = Variable._execution_engine
+            # A callback queued by a callback runs after all that were queued during backward.
+            engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
+
+    def _add(self, name: str, arguments: Any, output: Any) -> None:
+        # Inside the model's forward, the grad mode at its start decides, because reentrant
+        # checkpointing turns grad mode off for its first forward.
+        trains = self._training[-1] if self._training else torch.is_grad_enabled()
+        if not trains or in_backward() or torch.compiler.is_compiling() or in_transform():
+            return
+        if not self._training:
+            # The training loop calls parts of the model directly, so `_leave` does not run.
+            self._listen(output)
+        outputs = {
+            tensor: None
+            for tensor in tensors_in(output)
+            if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+        }
+        if not outputs:
+            return
+
+        self._calls[name] += 1
+        # Without modes, selective checkpointing neither caches nor replays these operations.
+        with torch.no_grad(), _disable_current_modes():
+            for tensor in outputs:
+                sums = self._sums.of(name, OUTPUTS)
+                sums.add_(sums_of(tensor).to(sums))
 
     def _next(self) -> None:
         if self._probing:
@@ -301,10 +371,6 @@ class GradFlow:
     def _with_gradient(self) -> set[str]:
         return {name for name, parameter in self._named.items() if parameter.grad is not None}
 
-    def _before_forward(self) -> None:
-        if self._read and not self._with_gradient():
-            self._gradients_go()
-
     def _gradients_go(self) -> None:
         """Record a skipped step when gradients are dropped before an optimizer has used them.
 
@@ -315,6 +381,7 @@ class GradFlow:
             self._restart()
 
     def _backward_ended(self) -> None:
+        self._waiting = False
         if not self._probing or self._began:
             return
         scale = None
@@ -381,7 +448,7 @@ class GradFlow:
         """Make the record of the step; this waits for the device."""
         layer_names = [layer.name for layer in self._layers]
         total = self._sums.over_ranks(layer_names, self._ranks, self._named)
-        calls = self._activations.calls
+        calls = self._calls
         read = self._read or set()
         # A fused optimizer's step is always called, and does nothing if the scaler found overflow.
         stepped = stepped and not any(found.item() for found in self._overflowed)
@@ -415,7 +482,7 @@ class GradFlow:
                 stepped=stepped,
                 order=tuple(calls),
                 layers={layer.name: flow_of(layer) for layer in self._layers},
-                forwards=self._activations.num_forwards,
+                forwards=self._num_forwards,
                 gradient=gradient,
                 gradients_read=self._read_at,
                 scaled=scaled,

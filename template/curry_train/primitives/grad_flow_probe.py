@@ -3,21 +3,17 @@
 Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 """
 
-import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import Globs, blocks_if_any, find_modules, in_transform, match_names, tensors_in
+from ..core.blocks import Globs, blocks_if_any, find_modules, match_names
 
 # Selection of the layers that grad-flow probes, and assignment of parameters to them.
 
@@ -221,7 +217,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Statistics of each layer's outputs, from hooks attached during probed steps only.
+# Hooks on modules, and modules that may run none.
 
 
 @dataclass(eq=False)
@@ -237,97 +233,6 @@ class ProbeHook:
 
     def __reduce__(self) -> Any:
         return ProbeHook, (None, None)
-
-
-@dataclass(eq=False)
-class Activations:
-    """Hooks on a model and its layers, which add up statistics of activations."""
-
-    model: nn.Module
-    layers: Sequence[Layer]
-    sums: Sums
-    before_forward: Callable[[], None]
-    after_backward: Callable[[], None]
-
-    def start(self) -> None:
-        """Reset all counts."""
-        # By layer, in the order in which their forwards end.
-        self.calls: Counter[str] = Counter()
-        self.num_forwards = 0
-        # For each running forward of the model, innermost last: whether it is a training forward.
-        self._training: list[bool] = []
-        self._waiting = False
-
-    def hooks(self) -> Iterator[Any]:
-        """Add the hooks, and yield their handles."""
-        model = self.model
-        compiled = compiled_modules(model)
-        yield model.register_forward_pre_hook(ProbeHook(model, self._enter))
-        # Also if forward raises, so that later calls are not attributed to it.
-        yield model.register_forward_hook(ProbeHook(model, self._leave), always_call=True)
-        for layer in self.layers:
-            if layer.module not in compiled:
-                add = functools.partial(self._add, layer.name)
-                yield layer.module.register_forward_hook(ProbeHook(layer.module, add))
-
-    def _enter(self, arguments: Any) -> None:
-        training = torch.is_grad_enabled() and not (in_backward() or in_transform())
-        if training:
-            self.before_forward()
-        self._training.append(training)
-        self.num_forwards += training
-
-    def _leave(self, arguments: Any, output: Any) -> None:
-        if self._training and self._training.pop():
-            self._listen(output)
-
-    def _listen(self, output: Any) -> None:
-        """Hook these tensors to detect the start of their backward.
-
-        Hooks on parameters would not work, since FSDP2 replaces them during forward.
-        """
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(self._gradient_came)
-
-    def _gradient_came(self, gradient: Tensor) -> None:
-        """Wait for the end of this backward, after callbacks that others queue.
-
-        By then gradients have been summed over ranks and sharded.
-        """
-        if not self._waiting:
-            self._waiting = True
-            engine: Any = Variable._execution_engine
-            # A callback queued by a callback runs after all that were queued during backward.
-            engine.queue_callback(lambda: engine.queue_callback(self._backward_ended))
-
-    def _backward_ended(self) -> None:
-        self._waiting = False
-        self.after_backward()
-
-    def _add(self, name: str, arguments: Any, output: Any) -> None:
-        # Inside the model's forward, the grad mode at its start decides, because reentrant
-        # checkpointing turns grad mode off for its first forward.
-        trains = self._training[-1] if self._training else torch.is_grad_enabled()
-        if not trains or in_backward() or torch.compiler.is_compiling() or in_transform():
-            return
-        if not self._training:
-            # The training loop calls parts of the model directly, so `_leave` does not run.
-            self._listen(output)
-        outputs = {
-            tensor: None
-            for tensor in tensors_in(output)
-            if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
-        }
-        if not outputs:
-            return
-
-        self.calls[name] += 1
-        # Without modes, selective checkpointing neither caches nor replays these operations.
-        with torch.no_grad(), _disable_current_modes():
-            for tensor in outputs:
-                sums = self.sums.of(name, OUTPUTS)
-                sums.add_(sums_of(tensor).to(sums))
 
 
 def compiled_modules(model: nn.Module) -> set[nn.Module]:
