@@ -48,7 +48,9 @@ class ModuleCall:
     """One call of a module in a recorded forward."""
 
     name: str
-    caller: "ModuleCall | None"
+
+    # The calls that enclose this one, the outermost first.
+    around: "tuple[ModuleCall, ...]"
 
     # The range of `ForwardRecord.log` that lists what the call saves.
     start: int
@@ -65,16 +67,9 @@ class ModuleCall:
     # which recomputes by itself.
     hides: bool = False
 
-    def around(self) -> Iterator["ModuleCall"]:
-        """Yield the calls that enclose this one, the innermost first."""
-        caller = self.caller
-        while caller is not None:
-            yield caller
-            caller = caller.caller
-
     def is_inside(self, names: Collection[str]) -> bool:
         """Return whether a call of one of these modules encloses this one."""
-        return any(caller.name in names for caller in self.around())
+        return any(caller.name in names for caller in self.around)
 
 
 class ValuesNeeded(RuntimeError):
@@ -101,12 +96,15 @@ class ForwardRecord:
         # Numbers of the saved storages in order, and the bytes of each storage.
         self.log: list[int] = []
         self.sizes: list[int] = []
-        self._current: ModuleCall | None = None
+        # The calls that run now, one inside of the other.
+        self._running: tuple[ModuleCall, ...] = ()
         self._named = named
         self.runs_backward = runs_backward
         self._known = WeakIdKeyDictionary()
         for tensor in (*model.parameters(), *model.buffers()):
-            self._number(tensor, is_own=True)
+            self._number(tensor)
+        # Storages with lower numbers are the model's own, which recompute leaves.
+        self._first_made = len(self.sizes)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -139,21 +137,23 @@ class ForwardRecord:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             versions = [(tensor, tensor._version) for tensor in _given_tensors((args, kwargs))]
-            numbers = frozenset(
-                number for tensor, _ in versions if (number := self._number(tensor)) is not None
+            inputs = frozenset(
+                number
+                for tensor, _ in versions
+                if (number := self._number(tensor)) >= self._first_made
             )
             trains = module.training and torch.is_grad_enabled()
-            caller = self._current
-            call = ModuleCall(name, caller, len(self.log), inputs=numbers, trains=trains)
+            around = self._running
+            call = ModuleCall(name, around, len(self.log), inputs=inputs, trains=trains)
             if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
-                for around in call.around():
-                    around.hides = True
+                for outer in around:
+                    outer.hides = True
             self.calls.setdefault(name, []).append(call)
-            self._current = call
+            self._running = (*around, call)
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._current = caller
+                self._running = around
                 call.end = len(self.log)
                 call.writes_input = any(tensor._version != before for tensor, before in versions)
 
@@ -161,7 +161,7 @@ class ForwardRecord:
 
     def _pack(self, tensor: Tensor) -> Any:
         number = self._number(tensor)
-        if number is not None:
+        if number >= self._first_made:
             self.log.append(number)
         return tensor if self.runs_backward else None
 
@@ -170,8 +170,8 @@ class ForwardRecord:
             raise ValuesNeeded("the forward runs a backward")
         return packed
 
-    def _number(self, tensor: Tensor, *, is_own: bool = False) -> int | None:
-        """Return the number of a tensor's storage; None for parameters and buffers."""
+    def _number(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage."""
         try:
             storage: Any = tensor.untyped_storage()
             num_bytes = storage.nbytes()
@@ -180,10 +180,9 @@ class ForwardRecord:
             storage = tensor
             num_bytes = int(tensor.numel()) * tensor.element_size()
         if storage not in self._known:
-            self._known[storage] = None if is_own else len(self.sizes)
-            if not is_own:
-                self.sizes.append(num_bytes)
-        number: int | None = self._known[storage]
+            self._known[storage] = len(self.sizes)
+            self.sizes.append(num_bytes)
+        number: int = self._known[storage]
         return number
 
 
