@@ -363,27 +363,26 @@ class LossSource:
     """Lines of Python that compute the loss of a module and a batch, as the script did."""
 
     def __init__(self, root: nn.Module) -> None:
-        # Expressions for the modules, parameters and buffers of the root.
-        self.known: dict[Any, str] = {
-            **{one: f'module.get_submodule("{name}")' for name, one in root.named_modules()},
-            **{one: f'module.get_parameter("{name}")' for name, one in root.named_parameters()},
-            **{one: f'module.get_buffer("{name}")' for name, one in root.named_buffers()},
-            root: "module",
+        # Expressions by the identity of what they are for: the modules, parameters and buffers of
+        # the root, entries of the batch, and operations that are written.
+        self.known = {
+            **{id(one): f'module.get_submodule("{name}")' for name, one in root.named_modules()},
+            **{id(one): f'module.get_parameter("{name}")' for name, one in root.named_parameters()},
+            **{id(one): f'module.get_buffer("{name}")' for name, one in root.named_buffers()},
+            id(root): "module",
         }
         self.batch: dict[str, Any] = {}
         # Objects of the script that can't be written.
         self.others: list[Any] = []
         self.lines: list[str] = []
-        self._entries: dict[int, str] = {}
-        self._variables: dict[Operation, str] = {}
         self._autocast: torch.dtype | None = None
 
     def expression(self, value: Any, name: str) -> str:
         """Return the expression of a value; operations that make it are written first."""
         if isinstance(value, MadeTensor):
             return self._variable(value.operation) + value.place
-        if isinstance(value, Tensor | nn.Module) and value in self.known:
-            return self.known[value]
+        if id(value) in self.known:
+            return self.known[id(value)]
         if isinstance(value, PLAIN_TYPES):
             return "..." if value is ... else repr(value)
         if isinstance(value, float):
@@ -411,9 +410,6 @@ class LossSource:
                 f"the loss needs a tensor of shape {tuple(value.shape)} that no function of torch "
                 "has made, as from an autograd.Function outside of a module: write a factory"
             )
-        given = id(value)
-        if given in self._entries:
-            return self._entries[given]
         key = name
         while key in self.batch:
             key = f"{key}_2"
@@ -422,11 +418,11 @@ class LossSource:
         leaves = [one for one in tree_iter(self.batch) if isinstance(one, Tensor) and one.dim()]
         rows = leaves[0].size(0) if leaves else 0
         size = value.size(0) if isinstance(value, Tensor) and value.dim() else 0
+        self.batch[key] = value
         if name == "target" and 1 < rows < size and size % rows == 0:
             entry += ".flatten(0, 1)"
-            value = value.unflatten(0, (rows, -1))
-        self.batch[key] = value
-        self._entries[given] = entry
+            self.batch[key] = value.unflatten(0, (rows, -1))
+        self.known[id(value)] = entry
         return entry
 
     def _other(self, value: Any) -> str:
@@ -435,12 +431,12 @@ class LossSource:
 
     def _variable(self, operation: Operation) -> str:
         """Return the variable of an operation's output, whose lines are written the first time."""
-        if operation in self._variables:
-            return self._variables[operation]
+        if id(operation) in self.known:
+            return self.known[id(operation)]
         text = self._call(operation)
         is_module = isinstance(operation.function, nn.Module)
-        name = f"{'output' if is_module else 'value'}_{len(self._variables)}"
-        self._variables[operation] = name
+        name = f"{'output' if is_module else 'value'}_{len(self.lines)}"
+        self.known[id(operation)] = name
         indent = ""
         if operation.autocast is not None:
             if operation.autocast != self._autocast:
@@ -454,7 +450,7 @@ class LossSource:
     def _call(self, operation: Operation) -> str:
         function, args = operation.function, operation.args
         if isinstance(function, nn.Module):
-            called = self.known.get(function) or self._other(function)
+            called = self.known.get(id(function)) or self._other(function)
             parameters = _parameters(type(function).forward)[1:]
         else:
             # Torch's own functions have names such as torch.Tensor.view.
