@@ -14,7 +14,6 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 
 import contextlib
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from .grad_flow_probe import (
     Layer,
     ProbeHook,
     Sums,
+    ValueSpread,
     choose_layers,
     compiled_modules,
     dense,
@@ -50,35 +50,6 @@ from .grad_flow_probe import (
 
 AFTER_BACKWARD = "after backward"
 AT_THE_STEP = "at the optimizer's step"
-
-
-@dataclass(frozen=True, slots=True)
-class ValueSpread:
-    """Counts of a tensor's elements and the sum of their squares."""
-
-    elements: int  # at least 1
-    zeros: int  # elements that are exactly 0
-    nonfinite: int  # elements that are inf or nan
-    squares: float  # the sum of squares
-
-    @property
-    def norm(self) -> float:
-        return math.sqrt(self.squares)
-
-    @property
-    def rms(self) -> float:
-        """Return the root mean square, which is comparable between layers of different size."""
-        return math.sqrt(self.squares / self.elements)
-
-    @property
-    def zero(self) -> float:
-        """Return the fraction of elements that are exactly 0."""
-        return self.zeros / self.elements
-
-    @property
-    def bad(self) -> float:
-        """Return the fraction of elements that are inf or nan."""
-        return self.nonfinite / self.elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,13 +425,11 @@ class GradFlow:
         stepped = stepped and not any(found.item() for found in self._overflowed)
 
         def flow_of(layer: Layer) -> LayerFlow:
-            sums = total(layer.parameters)
-            weights = _spread(sums[WEIGHTS])
-            change = _spread(sums[CHANGE])
+            activation, gradient, _, weights, change = total([layer.name, *layer.parameters])
             return LayerFlow(
-                activation=_spread(total([layer.name])[OUTPUTS]),
+                activation=activation,
                 calls=calls[layer.name],
-                gradient=_spread(sums[GRADIENT]),
+                gradient=gradient,
                 update=(
                     Update(weights.norm, change.norm) if stepped and weights and change else None
                 ),
@@ -470,9 +439,7 @@ class GradFlow:
                 is_block=layer.is_block,
             )
 
-        of_model = total(self._named)
-        gradient = _spread(of_model[GRADIENT])
-        at_step = _spread(of_model[AT_STEP])
+        _, gradient, at_step, *_ = total(self._named)
         scaled = None
         if gradient and at_step and gradient.norm:
             scaled = at_step.norm / gradient.norm
@@ -498,11 +465,6 @@ def _unscaled_sums(gradient: Tensor, scale: Tensor | None) -> Tensor:
         *_, squares = sums
         squares /= scale.detach().to(sums).square().reshape(())
     return sums
-
-
-def _spread(sums: Sequence[float]) -> ValueSpread | None:
-    elements, zeros, nonfinite, squares = sums
-    return ValueSpread(int(elements), int(zeros), int(nonfinite), squares) if elements else None
 
 
 COMPILED_NOTE = "compiled code runs no hooks: activations inside of it were not measured"

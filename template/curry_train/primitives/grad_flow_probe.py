@@ -127,7 +127,38 @@ def group_of_batch(model: nn.Module) -> Any:
 
 # Counts of zero and nonfinite elements and sums of squares, on a tensor's own device.
 
-SUM_NAMES = ("elements", "zeros", "nonfinite", "squares")
+
+@dataclass(frozen=True, slots=True)
+class ValueSpread:
+    """Counts of a tensor's elements and the sum of their squares."""
+
+    elements: int  # at least 1
+    zeros: int  # elements that are exactly 0
+    nonfinite: int  # elements that are inf or nan
+    squares: float  # the sum of squares
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.squares)
+
+    @property
+    def rms(self) -> float:
+        """Return the root mean square, which is comparable between layers of different size."""
+        return math.sqrt(self.squares / self.elements)
+
+    @property
+    def zero(self) -> float:
+        """Return the fraction of elements that are exactly 0."""
+        return self.zeros / self.elements
+
+    @property
+    def bad(self) -> float:
+        """Return the fraction of elements that are inf or nan."""
+        return self.nonfinite / self.elements
+
+
+# The fields of a `ValueSpread`, of which the table has sums.
+NUM_SUMS = 4
 # Places of sums in a row. A layer has those of its outputs; a parameter has those of its gradient,
 # of the gradient that the optimizer gets, of its values before the step, and of their change.
 OUTPUTS, GRADIENT, AT_STEP, WEIGHTS, CHANGE = range(5)
@@ -146,7 +177,7 @@ class Sums:
         devices = [parameter.device for parameter in model.parameters()]
         device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
         # Made now, so that the bytes that a step holds do not grow.
-        shape = len(self.place), CHANGE + 1, len(SUM_NAMES)
+        shape = len(self.place), CHANGE + 1, NUM_SUMS
         self.table = torch.zeros(shape, dtype=exact_on(device), device=device)
 
     def of(self, name: str, kind: int) -> Tensor:
@@ -154,11 +185,12 @@ class Sums:
 
     def over_ranks(
         self, layers: Iterable[str], batch_group: Any, parameters: Mapping[str, Any]
-    ) -> Callable[[Iterable[str]], list[list[float]]]:
+    ) -> Callable[[Iterable[str]], list[ValueSpread | None]]:
         """Return a function that adds up the sums of several names, by their kind.
 
-        Each rank has to call this. The layers' sums are those of all ranks that share a batch, and
-        the parameters' those of all among which they are sharded. This waits for the device.
+        A kind without elements has None. Each rank has to call this. The layers' sums are those of
+        all ranks that share a batch, and the parameters' those of all among which they are sharded.
+        This waits for the device.
         """
         names_by_group: dict[Any, list[str]] = {}
         if batch_group is not None:
@@ -175,7 +207,12 @@ class Sums:
             dist.all_reduce(reduced, group=group)
             self.table[places] = reduced
         table = self.table.cpu()
-        return lambda names: table[[self.place[name] for name in names]].sum(0).tolist()
+        return lambda names: [
+            ValueSpread(int(elements), int(zeros), int(bad), squares) if elements else None
+            for elements, zeros, bad, squares in table[[self.place[name] for name in names]]
+            .sum(0)
+            .tolist()
+        ]
 
 
 def exact_on(device: torch.device) -> torch.dtype:
@@ -184,7 +221,7 @@ def exact_on(device: torch.device) -> torch.dtype:
 
 
 def sums_of(tensor: Tensor) -> Tensor:
-    """Return the four `SUM_NAMES` of a tensor's elements; a complex number counts as two."""
+    """Return the sums of a `ValueSpread` over a tensor; a complex number counts as two."""
     tensor = dense(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -195,7 +232,7 @@ def sums_of(tensor: Tensor) -> Tensor:
     on_cpu = tensor.device.type == "cpu"
     most = CPU_PIECE_ELEMENTS if on_cpu else DEVICE_PIECE_ELEMENTS
     dtype = exact_on(tensor.device)
-    sums = torch.zeros(len(SUM_NAMES), dtype=dtype, device=tensor.device)
+    sums = torch.zeros(NUM_SUMS, dtype=dtype, device=tensor.device)
     elements, zeros, bad, squares = sums
     elements += tensor.numel()
     zeros += tensor.numel()

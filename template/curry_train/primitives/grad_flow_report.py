@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from .grad_flow import AFTER_BACKWARD, GradFlow, LayerFlow, StepFlow, ValueSpread
+from .grad_flow import AFTER_BACKWARD, GradFlow, LayerFlow, StepFlow
+from .grad_flow_probe import ValueSpread
 
 Records = Sequence[StepFlow]
 
