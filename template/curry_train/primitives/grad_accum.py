@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 Microbatch = TypeVar("Microbatch")
 
@@ -190,7 +191,7 @@ class WindowResult:
     stepped: bool
 
 
-class StepInBackward(torch.optim.Optimizer):
+class StepInBackward(Optimizer):
     """An optimizer of which each parameter steps in backward, and frees its gradient at once.
 
         optimizer = StepInBackward(model.parameters(), lambda one: torch.optim.AdamW(one, lr=1e-3))
@@ -203,7 +204,7 @@ class StepInBackward(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], torch.optim.Optimizer]
+        self, parameters: Iterable[Tensor], make: Callable[[list[Tensor]], Optimizer]
     ) -> None:
         self.make = make
         self.parts = {one: make([one]) for one in parameters if one.requires_grad}
@@ -269,7 +270,7 @@ def train_window(
     model: nn.Module,
     window: Window[Microbatch],
     loss: Callable[[nn.Module, Microbatch], Any],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     *,
     clip_norm: float | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -375,7 +376,7 @@ def _accumulate(
 
 
 def _steps_in_backward(
-    optimizer: torch.optim.Optimizer, clip_norm: Any, scaler: Any, joint_loss: Any
+    optimizer: Optimizer, clip_norm: Any, scaler: Any, joint_loss: Any
 ) -> StepInBackward | None:
     """Return the optimizer if it steps in backward; refuse what needs all gradients before."""
     if not isinstance(optimizer, StepInBackward):

@@ -20,16 +20,15 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from .workload import WorkloadError
 
 # A copy of these is part of a copied optimizer; other objects are shared.
-OWNED_TYPES = (Tensor, dict, list, set, torch.optim.Optimizer)
+OWNED_TYPES = (Tensor, dict, list, set, Optimizer)
 
 
-def copy_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[Tensor, Tensor]
-) -> torch.optim.Optimizer:
+def copy_optimizer(optimizer: Optimizer, parameters: Mapping[Tensor, Tensor]) -> Optimizer:
     """Copy an optimizer and its state over these parameters, by the original's.
 
     torch copies groups and state alone, so the attributes of a subclass are added to the copy.
@@ -52,7 +51,7 @@ class OptimizerLike:
     Parameters are matched by their names. Those of other modules are left out.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], module: nn.Module) -> None:
         self._optimizers = optimizers
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         # A plan names an optimizer by these.
@@ -70,7 +69,7 @@ class OptimizerLike:
             # bitsandbytes finds here what it steps in another way, such as embeddings in 32 bits.
             getattr(one, "check_overrides", bool)()
 
-    def __call__(self, module: nn.Module) -> torch.optim.Optimizer:
+    def __call__(self, module: nn.Module) -> Optimizer:
         found = dict(module.named_parameters(remove_duplicate=False))
         parameters = {known: found[name] for known, name in self._names.items()}
         made = [_copy_over(one, parameters) for one in self._optimizers]
@@ -88,9 +87,7 @@ class OptimizerLike:
         return (several if len(self._optimizers) > 1 else "") + "; ".join(texts)
 
 
-def _copy_over(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[Any, Tensor]
-) -> torch.optim.Optimizer:
+def _copy_over(optimizer: Optimizer, parameters: Mapping[Any, Tensor]) -> Optimizer:
     """Copy an optimizer over parameters that may be on another device, or have no values."""
     copied = copy_optimizer(optimizer, parameters)
     if isinstance(copied, SteppedOnHost):
@@ -104,10 +101,10 @@ def _copy_over(
     return copied
 
 
-class SteppedTogether(torch.optim.Optimizer):
+class SteppedTogether(Optimizer):
     """Several optimizers of different parameters as one, which has their groups and their state."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = optimizers
         super().__init__([group for one in optimizers for group in one.param_groups], {})
 
@@ -120,7 +117,7 @@ class SteppedTogether(torch.optim.Optimizer):
             one.step()
 
 
-class SteppedOnHost(torch.optim.Optimizer):
+class SteppedOnHost(Optimizer):
     """Keep on a device what torchao's `CPUOffloadOptimizer` does, by its documented layout.
 
     Parameters of at least `minimal_size` elements are stepped on the host, from copies there: the
@@ -192,7 +189,7 @@ def stepped_on_host() -> Iterator[None]:
         if made.__name__ == "CPUOffloadOptimizer" and made.__module__.startswith("torchao."):
             stack.enter_context(mock.patch.object(made, "__init__", initialize))
 
-    base = torch.optim.Optimizer
+    base = Optimizer
     with contextlib.ExitStack() as stack:
         for one in base.__subclasses__():
             replace(one)
@@ -202,8 +199,8 @@ def stepped_on_host() -> Iterator[None]:
 
 
 def optimizers_together(
-    first: torch.optim.Optimizer, called: set[Tensor], *, is_in_backward: bool
-) -> tuple[list[torch.optim.Optimizer], list[str]]:
+    first: Optimizer, called: set[Tensor], *, is_in_backward: bool
+) -> tuple[list[Optimizer], list[str]]:
     """Return the first optimizer and those that step after, or inside of, the same backward.
 
     `called` are the parameters of the modules that were called. Notes are on the others.
@@ -212,7 +209,7 @@ def optimizers_together(
     trained = {*parameters_of(first)}
     others = []
     for one in gc.get_objects():
-        if not issubclass(type(one), torch.optim.Optimizer):
+        if not issubclass(type(one), Optimizer):
             continue
         own = {*parameters_of(one)}
         if not own <= called or not trained.isdisjoint(own):
@@ -233,5 +230,5 @@ def optimizers_together(
     return found, notes
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
