@@ -5,7 +5,7 @@
 Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_offload.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,12 +34,12 @@ from ..primitives.offload import (
     offload_blocks,
     offload_report,
 )
-from ..primitives.strategies import Sample
 from ..workloads.workload import Case
 from .same_training import (
-    Activity,
     Change,
     activity_of,
+    changed,
+    on_blocks,
     plain_training,
     same_training,
     step_of,
@@ -55,30 +55,12 @@ def offload_all(model: nn.Module, *, blocks: Sequence[str]) -> None:
     offload_blocks(model, blocks=blocks, keep_last=0)
 
 
-def _names_to_offload(model: nn.Module, blocks: Any) -> list[str]:
-    """Return all blocks but the last, whose tensors backward needs at once; or the only one."""
-    names = list(find_blocks(model, blocks))
-    return names[:-1] or names
-
-
 def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
     """Compare a short training with offload to the plain one."""
-
-    def apply(module: nn.Module, sample: Sample) -> list[str]:
-        names = _names_to_offload(module, sample.blocks)
-        offload_blocks(module, blocks=names)
-        return names
-
-    def in_order(module: nn.Module, sample: Sample) -> list[str]:
-        """Lose the strides of what is saved, as `save_on_cpu` does with pinned memory."""
-        return _pack(module, _names_to_offload(module, sample.blocks), Tensor.contiguous)
-
-    def check_effect(plain: Activity, names: Sequence[str]) -> None:
-        if _held_at_best(case, names) >= plain.held_bytes:
-            raise NotApplicable(NOTHING_TO_FREE)
-
+    # Backward needs the tensors of the last block at once.
+    apply, best = (on_blocks(change, keep_last=1) for change in (offload_blocks, move_all))
     with _host_apart(case, offload_blocks):
-        return same_training(case, apply, check_effect=check_effect, same_as=in_order)
+        return same_training(case, apply, known=(best, NOTHING_TO_FREE), same_as=best)
 
 
 NOTHING_TO_FREE = (
@@ -89,14 +71,13 @@ NOTHING_TO_FREE = (
 
 def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
     """Compare the bytes that leave the device with those that the plain blocks save."""
-    module = case.build()
-    names = _names_to_offload(module, case.blocks)
     plain = activity_of(case, case.build())
-    offload_blocks(module, blocks=names)
+    module = changed(case, on_blocks(offload_blocks, keep_last=1))
     with _host_apart(case, offload_blocks):
         found = activity_of(case, module)
 
-    least = plain.held_bytes - _held_at_best(case, names)
+    best = activity_of(case, changed(case, on_blocks(move_all, keep_last=1)))
+    least = plain.held_bytes - best.held_bytes
     if offload_blocks is offload_all:
         # Ours reports what it leaves on the device. These would be there anyway, or are small.
         kept_anyway = (PARAMETER_REASON, DUPLICATE_REASON, SMALL_REASON)
@@ -117,31 +98,25 @@ def compare_freed_bytes(case: Case, *, offload_blocks: Change = offload_all) -> 
     return measured, f"at least {format_bytes(least)}, at most {plain.num_calls} calls", hint
 
 
-def _held_at_best(case: Case, names: Sequence[str]) -> int:
-    """Return the bytes held after forward if all that autograd saves in the blocks were moved."""
+def move_all(model: nn.Module, *, blocks: Sequence[str]) -> None:
+    """Move all that autograd saves in these blocks, and lose its strides.
 
-    def move(tensor: Tensor) -> Tensor:
+    So does `save_on_cpu` with pinned memory.
+    """
+
+    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
         is_small = tensor.untyped_storage().nbytes() < LEAST_BYTES
-        return tensor if is_small else _into_host_memory(Tensor.detach, tensor)
+        moved = tensor.contiguous() if is_small else _into_host_memory(Tensor.detach, tensor)
+        return moved, tensor.device
 
-    module = case.build()
-    _pack(module, names, move)
-    return activity_of(case, module).held_bytes
-
-
-def _pack(module: nn.Module, names: Sequence[str], pack: Callable[[Tensor], Tensor]) -> list[str]:
-    """Let blocks save what `pack` returns for each tensor, and return their names."""
-    for name in names:
-        block = module.get_submodule(name)
+    for name in blocks:
+        block = model.get_submodule(name)
 
         def forward(*args: Any, own: Any = block.forward, **kwargs: Any) -> Any:
-            with saved_tensors_hooks(
-                lambda tensor: (pack(tensor), tensor.device), lambda packed: packed[0].to(packed[1])
-            ):
+            with saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])):
                 return own(*args, **kwargs)
 
         block.forward = forward
-    return [*names]
 
 
 # A host next to the device, also where the device is a CPU.

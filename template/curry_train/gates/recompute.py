@@ -24,15 +24,15 @@ from ..core.replaced_calls import Call, replaced_calls
 from ..primitives.recompute import recompute_blocks
 from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.segments import recompute_segments
-from ..primitives.strategies import STRATEGIES, Sample, choose_segments
+from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments
 from ..workloads.workload import Case
 from .offload import OFFLOAD_GATES
 from .own_training import new_batch
 from .same_training import (
     REFUSALS,
     Change,
+    by_torch,
     changed,
-    checkpoint_by_torch,
     flops_again,
     flops_of_blocks,
     large_enough,
@@ -63,11 +63,11 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
     required = f"held and peak at most {MOST_RECOMPUTE_SHARE:.0%}"
     case, plain = large_enough(case, times=4)
 
-    def shares(change: Change) -> tuple[float, float]:
-        found = memory_of(case, change)
+    def shares(apply: Apply) -> tuple[float, float]:
+        found = memory_of(case, apply)
         return found.held_bytes / plain.held_bytes, found.peak_bytes / plain.peak_bytes
 
-    held, peak = shares(recompute_blocks)
+    held, peak = shares(on_blocks(recompute_blocks))
     hint = ""
     if max(held, peak) > MOST_RECOMPUTE_SHARE:
         least_held, least_peak = _by_torch(shares)
@@ -93,12 +93,12 @@ def compare_memory(case: Case, *, recompute_blocks: Change = recompute_blocks) -
     return f"held {held:.0%}, peak {peak:.0%} of plain, batch {case.batch_size}", required, hint
 
 
-def _by_torch(shares: Callable[[Change], tuple[float, float]]) -> tuple[float, float]:
+def _by_torch(shares: Callable[[Apply], tuple[float, float]]) -> tuple[float, float]:
     """Measure torch's own checkpoint of the blocks, or our recompute where torch's fails."""
     try:
-        return shares(checkpoint_by_torch)
+        return shares(by_torch)
     except REFUSALS:  # such as a cache of keys that would be filled twice
-        return shares(recompute_blocks)
+        return shares(STRATEGIES["full"].apply)
 
 
 def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:
@@ -121,9 +121,7 @@ def compare_segments(case: Case) -> Outcome:
 def compare_selection(case: Case) -> Outcome:
     """Compare a short training with the blocks recomputed that hold most to the plain one."""
     names = STRATEGIES["selective"].apply(case.build(), sample_of(case))
-    if not names:
-        raise NotApplicable("the strategy finds nothing worth changing")
-    chosen = replace(case, blocks=tuple(names))
+    chosen = replace(case, blocks=names)
     return same_training(chosen, on_blocks(recompute_blocks), every_block=True)
 
 
@@ -134,7 +132,7 @@ def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) ->
     """
     required = "as under torch's own checkpoint; with early stop at most that"
     expected = flops_of_blocks(case)
-    whole, stopped = flops_again(case, changed(case, recompute_blocks))
+    whole, stopped = flops_again(case, changed(case, on_blocks(recompute_blocks)))
     hint = ""
     if whole != expected or not 0 <= stopped <= whole:
         hint = (

@@ -94,9 +94,6 @@ def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
 
 # Changes the parts of a model that its keywords name, in place: a technique, or the user's own.
 Change = Callable[..., Any]
-# Raises `NotApplicable` if no technique of its kind has an effect on the plain training. It gets
-# the names of the modules that the technique changed.
-CheckEffect = Callable[["Activity", Sequence[str]], None]
 
 
 def same_training(
@@ -104,7 +101,7 @@ def same_training(
     apply: Apply,
     *,
     alone: Apply | None = None,
-    check_effect: CheckEffect | None = None,
+    known: tuple[Apply, str] | None = None,
     same_as: Apply | None = None,
     every_block: bool = False,
 ) -> Outcome:
@@ -113,8 +110,9 @@ def same_training(
     They must be equal bit for bit in every step if the plain training repeats bit for bit; else
     the weights stay as they are, so that each step is within the bound of one step. To find the
     blocks that break parity, `alone` is applied to one block at a time, or `apply` if it works on
-    a single block. `check_effect` is called for a technique that changes nothing. `same_as` changes
-    the plain training in a way that only rounds differently; the technique may equal that one too.
+    a single block. `known` is another implementation; where neither has an effect, no technique of
+    its kind has one, for the reason that comes with it. `same_as` changes the plain training in a
+    way that only rounds differently; the technique may equal that one too.
     `every_block`: each block that it names has to run again, if it does under torch's own
     checkpoint.
     """
@@ -144,8 +142,8 @@ def same_training(
         return measured, required, _where(case, alone, _cause(found))
     left_out = _run_again_by_torch(case, ours, plain, names, course) if every_block else []
     if not ours.differs_from(plain):
-        if check_effect is not None:
-            check_effect(plain, names)
+        if known is not None and not _train(case, known[0], course)[1].differs_from(plain):
+            raise NotApplicable(known[1])
         hint = (
             f"nothing ran twice or was freed of the {len(names)} modules to change: "
             "is the wrapper in the forward?"
@@ -161,37 +159,39 @@ def same_training(
     return measured, required, hint
 
 
-def on_blocks(change: Change) -> Apply:
+def on_blocks(change: Change, *, keep_last: int = 0) -> Apply:
     """Return a strategy that calls `change(model, blocks=names)` with the names of the blocks.
 
-    Every named block counts as changed, whatever `change` returns: one that does nothing then
-    fails, and is not taken for a strategy that found nothing to do.
+    It leaves out so many blocks at the end, but not the only one. Every named block counts as
+    changed, whatever `change` returns: one that does nothing then fails, and is not taken for a
+    strategy that found nothing to do.
     """
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         names = list(find_blocks(module, sample.blocks))
+        names = names[: len(names) - keep_last] or names
         change(module, blocks=[*names])
         return names
 
     return apply
 
 
-def changed(case: Case, change: Change) -> nn.Module:
-    """Build the model and change its blocks."""
+def changed(case: Case, apply: Apply) -> nn.Module:
+    """Build the model and apply a strategy."""
     module = case.build()
-    change(module, blocks=list(find_blocks(module, case.blocks)))
+    apply(module, sample_of(case))
     return module
 
 
-def memory_of(case: Case, change: Change) -> Memory:
-    """Measure a step whose blocks are changed."""
-    return measure_memory(changed(case, change), case.batch(), case.workload.mean_loss)
+def memory_of(case: Case, apply: Apply) -> Memory:
+    """Measure a step of the model with a strategy."""
+    return measure_memory(changed(case, apply), case.batch(), case.workload.mean_loss)
 
 
 def flops_of_blocks(case: Case) -> int:
     """Count the FLOPs that torch's own checkpoint of each block spends again, if there are some."""
     try:
-        again = flops_again(case, changed(case, checkpoint_by_torch))[0]
+        again = flops_again(case, changed(case, by_torch))[0]
     except REFUSALS as error:
         raise NotApplicable(
             f"torch's own checkpoint of the blocks fails: {error_in_a_line(error)}"
@@ -250,7 +250,7 @@ def same_without_training(case: Case, changes: Mapping[str, Change]) -> Outcome:
     differing = [
         f"{name}: {what}"
         for name, change in changes.items()
-        if (what := difference(changed(case, change)))
+        if (what := difference(changed(case, on_blocks(change))))
     ]
     hint = "be active only while module.training and torch.is_grad_enabled()" if differing else ""
     measured = "; ".join(differing) or f"{' and '.join(changes)}: nothing differs"
@@ -422,13 +422,12 @@ def _first_difference(
     return len(found) - 1, max(found, key=lambda parity: parity.worst)
 
 
-def checkpoint_by_torch(model: nn.Module, *, blocks: Any = None) -> None:
+def by_torch(model: nn.Module, sample: Sample) -> list[str]:
     """Put torch's own checkpoint around each block."""
-    for block in find_blocks(model, blocks).values():
+    blocks = find_blocks(model, sample.blocks)
+    for block in blocks.values():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-
-
-_by_torch = on_blocks(checkpoint_by_torch)
+    return [*blocks]
 
 
 def _run_again_by_torch(
@@ -442,7 +441,7 @@ def _run_again_by_torch(
     if not idle:
         return []
     try:
-        _, theirs, _ = _train(replace(case, blocks=idle), _by_torch, course)
+        _, theirs, _ = _train(replace(case, blocks=idle), by_torch, course)
     except REFUSALS:
         return []
     has_effect = ours.differs_from(plain) or theirs.differs_from(plain)
@@ -536,6 +535,6 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
     if len(guilty) > 1:
         blocks = f"each of {blocks}"
     hint = f"{blocks or 'the recomputed part'} {cause}"
-    if names and not differs(case.blocks, _by_torch):
+    if names and not differs(case.blocks, by_torch):
         return f"{hint}; torch's own checkpoint of these blocks is right: look at the technique"
     return f"{hint}; or leave it out with --blocks"

@@ -7,7 +7,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_snn_timestep
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +21,11 @@ from ..primitives.unroll import steppers
 from ..workloads.workload import Case
 from .same_training import (
     PLAIN,
-    Activity,
-    activity_of,
+    changed,
     flops_again,
     large_enough,
     run_forward,
     same_training,
-    sample_of,
 )
 from .verdict import Gate, NotApplicable, Outcome
 
@@ -94,8 +92,7 @@ def _through(loop: Loop) -> Apply:
 
 def _changed(case: Case, loop: Loop) -> nn.Module:
     """Build the model with another loop, and run it once, which may examine the loop's step."""
-    module = case.build()
-    _through(loop)(module, sample_of(case))
+    module = changed(case, _through(loop))
     run_forward(case, module)
     return module
 
@@ -137,13 +134,8 @@ def compare_unrolled(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Ou
     """Compare losses, gradients, buffers and generators of a training with those of the plain."""
     case = replace(case, blocks=None)  # the whole loop, whatever the blocks are
     _check_loops(case)
-
-    def check_effect(plain: Activity, names: Sequence[str]) -> None:
-        if not activity_of(case, _changed(case, our_loop)).differs_from(plain):
-            raise NotApplicable("so few timesteps are best run in one chunk")
-
-    apply = _through(checkpoint_timesteps)
-    return same_training(case, apply, alone=PLAIN, check_effect=check_effect)
+    known = _through(our_loop), "so few timesteps are best run in one chunk"
+    return same_training(case, _through(checkpoint_timesteps), alone=PLAIN, known=known)
 
 
 def count_timesteps(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Outcome:
