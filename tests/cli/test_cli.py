@@ -171,8 +171,8 @@ if __name__ == "__main__":
     cases = [Case(load_workload(f"greedy.py:{name}")) for name in ("small", "large", "small")]
     given = [load_implementation("recompute_blocks=greedy.py:again")]
     verdict.GATES_WORTH_A_PROCESS, verdict.num_cores = 1, lambda: 2
-    for row in verdict.measure_rows(cases, gates, implementations=given):
-        print(row.verdict.passed, *row.verdict.ran, row.verdict.hint)
+    for one in verdict.measure_all(cases, gates, implementations=given):
+        print(one.passed, *one.ran, one.hint)
 """
 
 

@@ -26,11 +26,10 @@ from ..gates.verdict import (
     ONE_BLOCK,
     TO_RUN,
     Gate,
-    GateRow,
     Verdict,
     claims,
     discover,
-    measure_rows,
+    measure_all,
     technique_of,
 )
 from ..plan.available import load_that_fits
@@ -90,24 +89,23 @@ class FirstLook:
 
 
 def print_verdicts(
-    rows: Iterable[GateRow], looks: Mapping[str, FirstLook], *, by_gate: bool
-) -> list[GateRow]:
+    verdicts: Iterable[Verdict], looks: Mapping[str, FirstLook], *, by_gate: bool
+) -> list[Verdict]:
     """Print verdicts as they come: a line per technique, or per gate with its figures."""
-    printed: list[GateRow] = []
-    for workload, of_workload in itertools.groupby(rows, key=lambda row: row.workload):
+    printed: list[Verdict] = []
+    for workload, of_workload in itertools.groupby(verdicts, lambda one: one.workload):
         first = looks[workload]
         for name, line in itertools.zip_longest([workload], first.lines(), fillvalue=""):
             _print_columns(name, line)
-        techniques = itertools.groupby(of_workload, key=lambda row: technique_of(row.verdict.gate))
+        techniques = itertools.groupby(of_workload, lambda one: technique_of(one.gate))
         for technique, group in techniques:
-            verdicts = []
-            for row in group:
-                printed.append(row)
-                verdicts.append(row.verdict)
+            begin = len(printed)
+            for verdict in group:
+                printed.append(verdict)
                 if by_gate:
-                    _print_columns(f"  {row.verdict.gate}", _of_gate(row.verdict, first))
+                    _print_columns(f"  {verdict.gate}", _of_gate(verdict, first))
             if not by_gate:
-                _print_columns(f"  {technique}", _counted(verdicts, first))
+                _print_columns(f"  {technique}", _counted(printed[begin:], first))
     return printed
 
 
@@ -138,40 +136,38 @@ def _counted(verdicts: Sequence[Verdict], first: FirstLook) -> str:
     return ": ".join([counted, *reasons])
 
 
-def print_end(rows: Sequence[GateRow], *, by_gate: bool) -> None:
+def print_end(verdicts: Sequence[Verdict], *, by_gate: bool) -> None:
     """Print once what failed alike and what to do, the counts, and what of the user's ran."""
-    failed = [row for row in rows if row.verdict.passed is False]
-    facts = ("verdict.measured", "verdict.required", "verdict.hint")
-    for alike in grouped(failed, "workload", *facts):
-        gates = ", ".join(row.verdict.gate for row in alike)
-        first = alike[0].verdict
-        click.echo(f"\n{alike[0].workload}, {gates}: {VERDICT_MARKS[False]}")
+    failed = [one for one in verdicts if one.passed is False]
+    for alike in grouped(failed, "workload", "measured", "required", "hint"):
+        gates = ", ".join(one.gate for one in alike)
+        first = alike[0]
+        click.echo(f"\n{first.workload}, {gates}: {VERDICT_MARKS[False]}")
         echo_lines(
             f"  measured: {first.measured}",
             f"  required: {first.required}",
             f"  what to do: {first.hint}",
             indent="    ",
         )
-    counts = Counter(row.verdict.passed for row in rows)
+    counts = Counter(one.passed for one in verdicts)
     counted = f"{counts[True]} held, {counts[False]} failed, {counts[None]} not applicable"
     if not by_gate:
         counted += "; --figures shows what each measured"
     click.echo(f"\n{counted}")
     if counts[True] + counts[False]:
-        click.echo(coverage(rows))
+        click.echo(coverage(verdicts))
 
 
-def coverage(rows: Sequence[GateRow]) -> str:
+def coverage(verdicts: Sequence[Verdict]) -> str:
     """Count the gates that ran the user's model, loss, implementation and machine."""
-    verdicts = [row.verdict for row in rows if row.verdict.passed is not None]
-    counts = Counter(kind for verdict in verdicts for kind in verdict.ran)
+    counts = Counter(kind for one in verdicts if one.passed is not None for kind in one.ran)
     names = {"implementation": "your implementation", "machine": "this machine"}
     counted = [
         f"{counts[kind]} {names.get(kind, f'its {kind}')}"
         for kind in KINDS_THAT_RUN[1:]
         if counts[kind]
     ]
-    models = len({row.workload for row in rows})
+    models = len({one.workload for one in verdicts})
     gates = "1 gate" if counts["model"] == 1 else f"{counts['model']} gates"
     on_model = f"{gates} ran your {'model' if models == 1 else f'{models} models'}"
     return ", ".join([on_model, *counted])
@@ -253,7 +249,7 @@ def validate_command(
 
     by_gate = bool(figures or patterns or is_long)
     loops = (
-        GateRow(name, verdict)
+        replace(verdict, workload=name)
         for spec, name in zip(specs, looks, strict=True)
         if is_taken(spec)
         for verdict in loop_verdicts(spec)
@@ -261,10 +257,10 @@ def validate_command(
     began = time.perf_counter()
     with heap_kept():
         measured = itertools.chain(_measured(looks, gates, given), loops)
-        rows = print_verdicts(measured, looks, by_gate=by_gate)
+        verdicts = print_verdicts(measured, looks, by_gate=by_gate)
     facts["seconds"] = round(time.perf_counter() - began, 1)
-    print_end(rows, by_gate=by_gate)
-    return facts | _as_json(rows, looks), _status(rows, patterns)
+    print_end(verdicts, by_gate=by_gate)
+    return facts | _as_json(verdicts, looks), _status(verdicts, patterns)
 
 
 # A run that takes longer is announced, and a line is printed for each gate as it ends.
@@ -273,14 +269,10 @@ LONG_SECONDS = 120.0
 FORWARDS_IN_A_STEP = 3
 
 
-def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
+def _as_json(verdicts: Sequence[Verdict], looks: Mapping[str, FirstLook]) -> dict[str, Any]:
     results = [
-        {
-            "workload": row.workload,
-            **asdict(row.verdict),
-            "claims": [one.name for one in claims() if one.gate == row.verdict.gate],
-        }
-        for row in rows
+        asdict(verdict) | {"claims": [one.name for one in claims() if one.gate == verdict.gate]}
+        for verdict in verdicts
     ]
     return {
         "blocks": {name: first.choice.to_json() for name, first in looks.items()},
@@ -289,27 +281,26 @@ def _as_json(rows: Sequence[GateRow], looks: Mapping[str, FirstLook]) -> dict[st
     }
 
 
-def _status(rows: Sequence[GateRow], patterns: Sequence[str]) -> int | UnusableInput:
+def _status(verdicts: Sequence[Verdict], patterns: Sequence[str]) -> int | UnusableInput:
     models = []
-    for of_model in grouped(rows, "workload"):
-        reasons = dict.fromkeys(" ".join(row.verdict.hint.split()) for row in of_model)
+    for of_model in grouped(verdicts, "workload"):
+        reasons = dict.fromkeys(" ".join(one.hint.split()) for one in of_model)
         models.append(f"{of_model[0].workload} ({'; '.join(reasons)})")
     asked = ", ".join(patterns) or "all gates"
-    verdicts = [row.verdict for row in rows]
     return status_of(verdicts, f"of {asked} no gate applies to {' or '.join(models)}")
 
 
 def _measured(
     looks: Mapping[str, FirstLook], gates: Sequence[Gate], given: Sequence[Implementation]
-) -> Iterator[GateRow]:
-    """Run the gates, and yield each row as soon as its verdict is there."""
+) -> Iterator[Verdict]:
+    """Run the gates, and yield each verdict as soon as it is there."""
     cases = [first.case for first in looks.values()]
-    rows = measure_rows(cases, gates, implementations=given)
+    verdicts = measure_all(cases, gates, implementations=given)
     for name, gate in itertools.product(looks, gates):
         with messages_on_screen() as show_message:
             show_message(f"{name}: {gate.name}")
-            row = next(rows)
-        yield replace(row, verdict=explained(row.verdict, looks[row.workload].findings))
+            verdict = next(verdicts)
+        yield explained(verdict, looks[name].findings)
 
 
 def _look(case: Case) -> FirstLook:

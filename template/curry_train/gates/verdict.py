@@ -3,7 +3,7 @@
 A gate's verdict depends on the user's model, loss, implementation or machine. A check that comes
 out the same for every user is a test of this package.
 
-    rows = list(measure_rows([Case(load_workload("mlp"))], discover(["recompute"])))
+    verdicts = list(measure_all([Case(load_workload("mlp"))], discover(["recompute"])))
 
 `claims.toml` has a table for each gate with its promises; `claims` reads it.
 
@@ -68,6 +68,9 @@ class Verdict:
 
     # What of the user's the gate ran, of `KINDS_THAT_RUN`.
     ran: tuple[str, ...] = ()
+
+    # The name of what was measured; empty for a loop alone.
+    workload: str = ""
 
 
 # What a check returns: the measured and the required figure, and what to do, if anything.
@@ -281,18 +284,10 @@ def discover(patterns: Sequence[str] = ()) -> tuple[Gate, ...]:
 GATES_WORTH_A_PROCESS = 20  # starting a process takes as long as running ten gates
 
 
-@dataclass(frozen=True)
-class GateRow:
-    """A verdict and the workload that it was measured on."""
-
-    workload: str
-    verdict: Verdict
-
-
-def measure_rows(
+def measure_all(
     cases: Sequence[Case], gates: Sequence[Gate], *, implementations: Sequence[Implementation] = ()
-) -> Iterator[GateRow]:
-    """Yield one row for each case and gate, in their order, as soon as it is there.
+) -> Iterator[Verdict]:
+    """Yield the verdict of each gate on each case, in their order, as soon as it is there.
 
     With `implementations` the gates check these instead of ours. Worker processes look up case and
     implementations by name, so more than one process needs cases that `load_workload` made.
@@ -309,7 +304,7 @@ def measure_rows(
         for case, gate in pairs:
             is_here = gate.on_ranks or num_processes < 2
             verdict = gate.run(case, implementations) if is_here else next(in_workers)
-            yield GateRow(case.workload.name, verdict)
+            yield replace(verdict, workload=case.workload.name)
     finally:
         in_workers.close()
         drop_shared_results()
