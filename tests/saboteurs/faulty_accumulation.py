@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from curry_train.gates.grad_accum import train_by_hand
 from curry_train.gates.implementation import load_implementation
-from curry_train.gates.windows_by_hand import train_by_hand
 from curry_train.primitives import train_window
 
 from .saboteurs import planted

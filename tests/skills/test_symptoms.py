@@ -15,7 +15,7 @@ from curry_train.bench.report import measure_levers
 from curry_train.bench.steps import find_lever
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
-from curry_train.gates.windows_by_hand import compare_windows
+from curry_train.gates.grad_accum import compare_windows
 from curry_train.primitives import recompute_blocks, recompute_segments
 from curry_train.workloads import Case
 from curry_train.workloads.models import mlp, transformer

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence
 
-from curry_train.gates.windows_by_hand import compare_windows
+from curry_train.gates.grad_accum import compare_windows
 from curry_train.primitives import train_window
 from curry_train.workloads import Case
 from curry_train.workloads.workload import default_workload, take
