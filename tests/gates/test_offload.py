@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from curry_train import primitives
-from curry_train.gates.offload import compare_budget, compare_freed_bytes, compare_offload
+from curry_train.gates.recompute import compare_budget, compare_freed_bytes, compare_offload
 from curry_train.workloads import Case, Workload
 from curry_train.workloads.models import transformer
 
