@@ -49,6 +49,9 @@ class HashingStream(io.BufferedWriter):
         self.hash.update(data)
         return written
 
+    def close(self) -> None:
+        """Do nothing: torch closes it before it is on the disk."""
+
 
 class Files:
     """The files of a run: a folder on a local or mounted file system."""

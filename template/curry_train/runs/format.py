@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     FileSystemReader,
+    FileSystemWriter,
     _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
@@ -37,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .files import Files
+from .files import Files, StrPath
 from .layout import FileEntry, SavedCheckpoint, entry_of
 from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
@@ -181,7 +183,7 @@ class Contents:
 
 @dataclass
 class PreparedSave:
-    """A save and its folder; new files are hashed, and synced when closed."""
+    """A save and its folder for torch's writer; new files are hashed, and synced when closed."""
 
     # The checkpoint as it will be committed, still without its files.
     saved: SavedCheckpoint
@@ -193,8 +195,11 @@ class PreparedSave:
     # The tensors that this rank writes, by name or place; the caller may put copies in their place.
     tensors: dict[Any, Tensor] = field(default_factory=dict)
 
+    def concat_path(self, path: StrPath, suffix: str) -> str:
+        return suffix
+
     @contextlib.contextmanager
-    def create_stream(self, name: str) -> Iterator[Any]:
+    def create_stream(self, name: str, mode: str = "wb") -> Iterator[Any]:
         with self.files.create(f"{self.folder}/{name}") as stream:
             try:
                 yield stream
@@ -300,6 +305,10 @@ class ShardedSave(PreparedSave):
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
         )
         self._metadata: Any = None
+        # The save hashes its files and syncs them itself. It has those methods of torch's file
+        # system that the writer calls, and torch's type asks for all of them.
+        self._writer = FileSystemWriter("", sync_files=False)
+        self._writer.fs = self  # type: ignore[assignment]
 
         def local() -> Any:
             planner.set_up_planner(dict(self.snapshot.tensors), is_coordinator=self.ranks.first)
@@ -307,24 +316,21 @@ class ShardedSave(PreparedSave):
 
         def central(plans: list[Any]) -> list[Any]:
             plans, self._metadata = planner.create_global_plan(plans)
-            return plans
+            return self._writer.prepare_global_plan(plans)
 
-        for item in planner.finish_plan(self.ranks.exchange(local, central)).items:
+        self._plan = planner.finish_plan(self.ranks.exchange(local, central))
+        for item in self._plan.items:
             self.tensors[item.index] = planner.resolve_data(item).detach()
 
     def write(self) -> Part:
-        """Write this rank's file, in the layout of torch's FileSystemWriter."""
-        places = {}
-        name = f"__{self.ranks.rank}_0.distcp"
+        """Write this rank's files."""
+        # All that torch's writer asks of a planner: in place of a live tensor, its copy.
+        planner: Any = SimpleNamespace(resolve_data=lambda item: self.tensors[item.index])
         # The manifest has a better hash than CRC-32 sums, which take as long as the writing.
         config: Any = importlib.import_module("torch.utils.serialization.config")
-        with config.patch("save.compute_crc32", False), self.create_stream(name) as stream:
-            for index, tensor in self.tensors.items():
-                begin = stream.tell()
-                # A view would be written with all of its storage.
-                torch.save(_own_memory(tensor), stream)
-                places[index] = _StorageInfo(name, begin, stream.tell() - begin)
-        return self.part(places)
+        with config.patch("save.compute_crc32", False):
+            written = self._writer.write_data(self._plan, planner).wait()
+        return self.part({one.index: one.storage_data for one in written})
 
     def join(self, parts: list[Part]) -> dict[str, Any]:
         """Write torch's index of all parts; return ours, which is read without unpickling."""
