@@ -82,9 +82,8 @@ def test_a_damaged_folder_is_passed_over_with_a_warning(tmp_path, caplog, how):
 
 def test_a_file_is_whole_before_and_after_the_moment_of_its_rename(tmp_path, monkeypatch):
     def replaced(content):
-        staged = tmp_path / ".last.ckpt.hidden-0123abcd"
-        staged.write_bytes(content)
-        commit_file(staged, tmp_path / "last.ckpt")
+        (tmp_path / ".new").write_bytes(content)
+        commit_file(tmp_path / ".new", tmp_path / "last.ckpt")
 
     replaced(b"first")
     replaced(b"second")
@@ -100,7 +99,7 @@ def test_a_file_is_whole_before_and_after_the_moment_of_its_rename(tmp_path, mon
         with pytest.raises(OSError, match="killed here"):
             replaced(b"third")
     assert newest(tmp_path) == "last.ckpt"
-    assert (tmp_path / "last.ckpt").read_bytes() == b"third"
+    assert (tmp_path / "last.ckpt").read_bytes() == b"second"
     replaced(b"fourth")
     assert newest(tmp_path) == "last.ckpt"
     (tmp_path / "last.ckpt").write_bytes(b"fifth!")

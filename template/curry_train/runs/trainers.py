@@ -94,26 +94,17 @@ def _final_of(path: Path) -> Path:
 
 
 def commit_file(staged: Path, final: Path) -> None:
-    """Hash and sync a file, and rename it; after a crash in between `_renamed` does that."""
+    """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
     manifest = _manifest({final.name: entry_of(staged)})
+    # Until the rename the manifest also accepts the file that is there now.
+    with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
+        before = read_commit(final)
+        old = [*before.files[final.name], before.about["time"]]
+        manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
     Files(final.parent).write(_manifest_of(final).name, manifest.render())
-    # Another process that looked for the newest checkpoint may have renamed it just now.
-    with contextlib.suppress(FileNotFoundError):
-        staged.replace(final)
+    staged.replace(final)
     Files(final.parent).sync_folder("")
     _sweep(final)
-
-
-def _renamed(commit: SavedCheckpoint) -> SavedCheckpoint:
-    """Give a committed file its name where a crash has left that out; return the commit."""
-    path = Path(commit.location)
-    # The trainer that writes it may rename it just now.
-    with contextlib.suppress(FileNotFoundError):
-        for staged in path.parent.iterdir():
-            is_its_own = staged.is_file() and _final_of(staged) == path != staged
-            if is_its_own and entry_of(staged) == commit.files.get(path.name):
-                staged.replace(path)
-    return commit
 
 
 def newest_whole(folder: StrPath) -> str | None:
@@ -143,7 +134,7 @@ def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
         if path.is_symlink() or LEFT_PATTERN.fullmatch(path.name):
             continue
         try:
-            yield _renamed(read_commit(path))
+            yield read_commit(path)
         except FileNotFoundError:
             if FOREIGN_NAME_PATTERN.fullmatch(path.name):
                 logger.warning("%s was never committed, and is passed over", path)
@@ -157,6 +148,13 @@ def read_commit(path: Path) -> SavedCheckpoint:
     manifest = parse_manifest(Files(key.parent).read(key.name))
     if manifest.kind != FOREIGN_KIND or type(manifest.about.get("time")) is not int:
         raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
+    before = manifest.about.get("before")
+    # A crash between manifest and rename leaves the file that was there before.
+    if before is not None and path.is_file():
+        *old, moment = before
+        if entry_of(path) == tuple(old):
+            files = {path.name: FileEntry(*old)}
+            manifest = dataclasses.replace(manifest, files=files, about={"time": moment})
     return dataclasses.replace(manifest, location=str(path))
 
 
@@ -278,12 +276,16 @@ class _HuggingFaceCommits:
     def __init__(self, trainer: Any) -> None:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
-        self._trainer = trainer
         self._limit: int | None = None
         self._ranks = Ranks.on_the_host()
         replace_calls(trainer, save_model=self._save_model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The Trainer would delete older checkpoints before the new one is committed.
+        # None is what an earlier training of this process left, if it ended with an error.
+        if args.save_total_limit is not None:
+            self._limit = args.save_total_limit
+        args.save_total_limit = None
         step = state.global_step
         if step >= state.max_steps > 0 and state.is_world_process_zero:
             logger.warning(
@@ -294,6 +296,9 @@ class _HuggingFaceCommits:
                 step + 1,
             )
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        args.save_total_limit = self._limit
+
     def _save_model(
         self, save: Any, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
@@ -301,12 +306,6 @@ class _HuggingFaceCommits:
         if _internal_call and output_dir is not None:
             # A kill in the middle of the save must leave the older one.
             self._ranks.agree(lambda: _hide(Path(output_dir)))
-            # The Trainer would delete older checkpoints before the new one is committed.
-            # None is what an earlier save has left, if it ended with an error.
-            args = self._trainer.args
-            if args.save_total_limit is not None:
-                self._limit = args.save_total_limit
-            args.save_total_limit = None
         save(output_dir, _internal_call)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -317,7 +316,6 @@ class _HuggingFaceCommits:
         self._ranks.collect(
             lambda: None, lambda _: _commit_in_place(path, "checkpoint-*", self._limit, keep)
         )
-        args.save_total_limit = self._limit
 
 
 def _hide(path: Path) -> None:
@@ -376,7 +374,7 @@ def _save_committed(save: Any, checkpoint: Any, path: Any, storage_options: Any 
 
 def _load_verified(load: Any, path: Any, *args: Any, **options: Any) -> Any:
     with contextlib.suppress(FileNotFoundError):
-        verify_commit(_renamed(read_commit(Path(path))))
+        verify_commit(read_commit(Path(path)))
     return load(path, *args, **options)
 
 
