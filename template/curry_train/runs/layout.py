@@ -129,9 +129,6 @@ class SavedCheckpoint:
     files: Mapping[str, FileEntry] = field(hash=False)
     metric: Metric | None = None
     about: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    # The steps at which the run went back before this was saved, in their order: of the states of
-    # fewer branches, those after the step of a later one are given up.
-    branches: tuple[int, ...] = ()
     # The path that other tools open, which the manifest does not hold.
     location: str = ""
 
@@ -168,7 +165,6 @@ def parse_manifest(data: bytes) -> SavedCheckpoint:
         content = json.loads(data)
         content["files"] = {name: FileEntry(*entry) for name, entry in content["files"].items()}
         content["metric"] = content["metric"] and Metric(*content["metric"])
-        content["branches"] = tuple(map(int, content["branches"]))
         del content["hash"]
         manifest = SavedCheckpoint(**content)
         is_canonical = manifest.render() == data

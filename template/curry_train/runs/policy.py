@@ -223,8 +223,6 @@ class SavingPolicy:
         self.config = config or PolicyConfig()
         self.saver = saver
         self.record: Callable[..., None] = lambda kind, **facts: None
-        # Damaged states of this run that a resume has skipped; the first save deletes them.
-        self._damaged: list[str] = []
         self._last: SavedCheckpoint | None = None
         self._entered = False
         # What was committed since the last call of `after_step`.
@@ -252,15 +250,15 @@ class SavingPolicy:
                 raise
         else:
             if resumed.is_own and resumed.saved.is_state:
-                self._damaged = list(resumed.damaged)
                 self._last = resumed.saved
-                if str(what).startswith(BEFORE_PREFIX):
-                    for later in self._states_from(resumed.saved.step + 1):
-                        self.store.discard(later)
+                later = []
                 if what != "latest":
-                    # The next state that is saved replaces all later ones.
-                    self.store.branch(resumed.saved.step)
                     self._entered = True
+                    later = self._states_from(resumed.saved.step + 1)
+                # The next state that is saved replaces these.
+                self.store.given_up = [*resumed.damaged, *(one.folder for one in later)]
+                for one in later if str(what).startswith(BEFORE_PREFIX) else ():
+                    self.store.discard(one)
             logger.info("%s", resumed.words)
         self.begin(state)
         return resumed
@@ -383,9 +381,6 @@ class SavingPolicy:
 
         A resume would take such states for later ones of this training.
         """
-        for folder in self._damaged:
-            self.store.discard(folder)
-        self._damaged = []
         if self._entered:
             return
         self.store.open()

@@ -25,7 +25,7 @@ from .layout import (
 )
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
-from .retention import best_first, line_of
+from .retention import best_first, newest_first
 from .state import TrainingState
 from .store import SavedRun
 
@@ -142,7 +142,7 @@ def choose(run: SavedRun, what: str | int, *, config: PolicyConfig | None = None
 def _states(run: SavedRun, steps: range, missing: str) -> Choice:
     """Return the states of these steps, and those that are damaged."""
     committed, damaged = run.scan(*RESUMABLE_KINDS)
-    states = [saved for saved in line_of(committed) if saved.step in steps]
+    states = [saved for saved in newest_first(committed) if saved.step in steps]
     damaged = {folder: why for folder, why in damaged.items() if step_of(folder) in steps}
     return _found(run, states, damaged, missing)
 

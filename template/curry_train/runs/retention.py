@@ -14,29 +14,20 @@ from .layout import BEST_KIND, Metric, SavedCheckpoint
 from .policy_config import PolicyConfig
 
 
-def newest_branches(states: Iterable[SavedCheckpoint]) -> tuple[int, ...]:
-    """Return the steps at which the run went back, as its newest states have them."""
-    return max((saved.branches for saved in states), key=len, default=())
-
-
-def line_of(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
-    """Return the states that were not given up, newest first; a recovery before a rollback."""
+def newest_first(saved: Iterable[SavedCheckpoint]) -> list[SavedCheckpoint]:
+    """Return the states among these, the newest first; a recovery before a rollback."""
     states = [one for one in saved if one.is_state]
-    branches = newest_branches(states)
-    line = [
-        one for one in states if all(one.step <= after for after in branches[len(one.branches) :])
-    ]
-    return sorted(line, key=lambda one: (one.step, one.kind == "recovery"), reverse=True)
+    return sorted(states, key=lambda one: (one.step, one.kind == "recovery"), reverse=True)
 
 
 def to_delete(saved: Sequence[SavedCheckpoint], config: PolicyConfig) -> list[SavedCheckpoint]:
-    """Return the checkpoints to delete after a save, those that were given up among them.
+    """Return the checkpoints to delete after a save.
 
     The newest state and the best ones always stay. So do best-Ks of another metric, because the
     configuration does not cover them.
     """
     retention = config.retention
-    line = line_of(saved)
+    line = newest_first(saved)
     # A rollback and a recovery of the same step hold the same state.
     states = [next(of_step) for _, of_step in itertools.groupby(line, lambda one: one.step)]
     recoveries = [one for one in line if one.kind == "recovery"]

@@ -113,8 +113,7 @@ class SpikeWatchdog:
         if len(self._accepted) < self.config.judges_after:
             return None, None
 
-        steps = [step for step, _ in self._accepted]
-        losses = [loss for _, loss in self._accepted]
+        steps, losses = zip(*self._accepted, strict=True)
         level = statistics.median(losses[-NUM_BASELINE_LOSSES:])
         slope, noise = line_through(steps, losses)
         assert self._began is not None

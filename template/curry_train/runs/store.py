@@ -34,7 +34,6 @@ from .layout import (
     BEST_KIND,
     CHECKPOINT_KINDS,
     MANIFEST_FILE_NAME,
-    RESUMABLE_KINDS,
     Metric,
     SavedCheckpoint,
     folder_name,
@@ -44,7 +43,7 @@ from .layout import (
 )
 from .lock import RunLock
 from .ranks import DamagedCheckpoint, OtherRank, Ranks, RunError, SaveError, StepExists, reading
-from .retention import line_of, newest_branches
+from .retention import newest_first
 from .state import Load, TrainingState
 from .values import dump, load_foreign
 
@@ -103,7 +102,7 @@ class SavedRun:
 
     def states(self) -> list[SavedCheckpoint]:
         """Return the rollbacks and recoveries that training can resume from, newest first."""
-        return line_of(self.committed())
+        return newest_first(self.committed())
 
     def latest(self) -> SavedCheckpoint | None:
         """Return the newest checkpoint that training can resume from."""
@@ -169,8 +168,8 @@ class Store(SavedRun):
     The first write takes the run's lock and removes the leftovers of interrupted saves.
     """
 
-    # The steps at which this run went back; the first rank reads those of earlier attempts.
-    branches: tuple[int, ...] = ()
+    # Folders of checkpoints that are removed when the next state is committed.
+    given_up: Sequence[str] = ()
     _opened = False
 
     @functools.cached_property
@@ -207,7 +206,6 @@ class Store(SavedRun):
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
-        self.branches = newest_branches(self.committed(*RESUMABLE_KINDS))
         # Leftovers of interrupted saves and deletions go, and damaged checkpoints stay.
         for kind in CHECKPOINT_KINDS:
             for name in self.files.names(kind):
@@ -245,7 +243,6 @@ class Store(SavedRun):
                 {},
                 metric and Metric(*metric),
                 about,
-                self.branches,
                 str(self.files.path(final)),
             )
             folder = ranks.agree(lambda: self._prepare(final))
@@ -285,14 +282,17 @@ class Store(SavedRun):
         rendered = readable(saved.render(), MOST_SMALL_BYTES, "the manifest")
         self.files.write(f"{writing.folder}/{MANIFEST_FILE_NAME}", rendered)
 
-        # A folder of this name was given up.
-        removed = self._set_aside(saved.folder)
+        given_up = self.given_up if saved.is_state else ()
+        removed = [self._set_aside(folder) for folder in {saved.folder, *given_up}]
         self.files.rename(writing.folder, saved.folder)
+        if given_up:
+            self.given_up = ()
         # From here on the checkpoint is committed, and an error does not undo it.
         try:
             self.files.sync_folder(saved.kind)
             self._point()
-            self.files.remove_folder(removed)
+            for folder in removed:
+                self.files.remove_folder(folder)
         except OSError as error:
             logger.warning("%s is saved, but an error followed: %s", saved.location, error)
         return saved
@@ -313,11 +313,6 @@ class Store(SavedRun):
             f"{what} in {self.files.root} was not saved: "
             f"{error or type(error).__name__}; {remaining}"
         )
-
-    def branch(self, after: int) -> None:
-        """Give up the later states of this run, once a state is saved after this call."""
-        self.open()
-        self.branches = (*self.branches, after)
 
     def discard(self, checkpoint: Which) -> None:
         """Delete a checkpoint for good, so that a partly deleted one is never taken for intact."""
@@ -347,7 +342,7 @@ class Store(SavedRun):
         """
         with contextlib.suppress(DamagedCheckpoint):
             saved = read_manifest(self.files, final)
-            if len(saved.branches) >= len(self.branches):
+            if final not in self.given_up:
                 raise StepExists(
                     f"{saved.location} is saved already: if it is stale, discard it first"
                 )
