@@ -6,7 +6,6 @@ Steps are compared as numbers, never as text. A recovery counts as a rollback to
 Proof: `python -m pytest tests/runs/test_retention.py`.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -27,10 +26,8 @@ def to_delete(saved: Sequence[SavedCheckpoint], config: PolicyConfig) -> list[Sa
     configuration does not cover them.
     """
     retention = config.retention
-    line = newest_first(saved)
-    # A rollback and a recovery of the same step hold the same state.
-    states = [next(of_step) for _, of_step in itertools.groupby(line, lambda one: one.step)]
-    recoveries = [one for one in line if one.kind == "recovery"]
+    states = newest_first(saved)
+    recoveries = [one for one in states if one.kind == "recovery"]
     keep = states[: retention.rollback_keep] + recoveries[: retention.recovery_keep]
     if every := retention.keep_every:
         keep += [one for one in states if one.step % every == 0]
