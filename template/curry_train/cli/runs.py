@@ -58,7 +58,7 @@ def checkpoint_rows(run: SavedRun) -> Rows:
             saved.folder,
             step=saved.step,
             bytes=saved.num_bytes,
-            date=str(saved.about.get("date", "")),
+            date=saved.date,
             metric="{} {:.6g}".format(*saved.metric) if saved.metric else None,
         )
         for saved in committed
@@ -82,7 +82,7 @@ def checkpoints_table(rows: Rows) -> str:
         if row["damaged"]:
             lines.append([row["kind"], "damaged", "", "", row["damaged"]])
             continue
-        date = row["date"].replace("T", " ").removesuffix("+00:00")
+        date = row["date"][:19].replace("T", " ")
         size = format_bytes(row["bytes"])
         lines.append([row["kind"], str(row["step"]), size, date, row["metric"] or ""])
     return table(lines, texts=("date", "metric"))

@@ -13,8 +13,9 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +129,10 @@ class SavedCheckpoint:
     step: int
     files: Mapping[str, FileEntry] = field(hash=False)
     metric: Metric | None = None
-    about: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    # When it was saved, in UTC; the newest sorts last.
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
+    # Of a trainer's file: size, hash and date of the one whose place it takes.
+    before: Sequence[Any] = field(default=(), hash=False)
     # The path that other tools open, which the manifest does not hold.
     location: str = ""
 
@@ -165,6 +169,7 @@ def parse_manifest(data: bytes) -> SavedCheckpoint:
         content = json.loads(data)
         content["files"] = {name: FileEntry(*entry) for name, entry in content["files"].items()}
         content["metric"] = content["metric"] and Metric(*content["metric"])
+        content["date"] = str(content["date"])
         del content["hash"]
         manifest = SavedCheckpoint(**content)
         is_canonical = manifest.render() == data

@@ -8,11 +8,10 @@ Proof: `python -m pytest tests/runs/test_store_lock.py`.
 """
 
 import contextlib
-import datetime
 import json
 import os
-import secrets
 import socket
+from datetime import UTC, datetime
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -41,12 +40,10 @@ class RunLock:
                 f"{self._files.root} is held by {self._named()}: end it, or give "
                 f"this run another folder"
             ) from error
-        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
-            "since": since,
-            "token": secrets.token_hex(8),
+            "since": datetime.now(UTC).isoformat(),
         }
         self._files.write(HOLDER_FILE_NAME, json.dumps(self._holder).encode())
 

@@ -8,7 +8,6 @@ Proof: `python -m pytest tests/runs/test_store_kill.py tests/runs/test_store.py`
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import functools
 import logging
@@ -230,21 +229,15 @@ class Store(SavedRun):
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
-        about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
         final = folder_name(kind, step, metric)
         folder = ""
         try:
             # An error on one rank must reach the others before they wait for it in a collective.
             snapshot = ranks.all_do(state.snapshot)
             self.open()
-            saved = SavedCheckpoint(
-                kind,
-                step,
-                {},
-                metric and Metric(*metric),
-                about,
-                str(self.files.path(final)),
-            )
+            location = str(self.files.path(final))
+            named = metric and Metric(*metric)
+            saved = SavedCheckpoint(kind, step, {}, named, location=location)
             folder = ranks.agree(lambda: self._prepare(final))
             prepare = SafetensorsSave if kind == BEST_KIND else ShardedSave
             return prepare(saved, snapshot, self.files, folder, ranks)

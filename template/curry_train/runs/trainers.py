@@ -21,7 +21,6 @@ import pkgutil
 import re
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def commit_folder(folder: StrPath) -> Path:
     entries = {name: entry_of(path / name) for name in names}
     for below in {(path / name).parent for name in names}:
         Files(below).sync_folder("")
-    Files(path).write(MANIFEST_FILE_NAME, _manifest(entries).render())
+    Files(path).write(MANIFEST_FILE_NAME, SavedCheckpoint(FOREIGN_KIND, 0, entries).render())
     Files(path.parent).sync_folder("")
     return path
 
@@ -95,12 +94,11 @@ def _final_of(path: Path) -> Path:
 
 def commit_file(staged: Path, final: Path) -> None:
     """Hash and sync a file, and rename it; a crash leaves the old file or the new one, whole."""
-    manifest = _manifest({final.name: entry_of(staged)})
+    manifest = SavedCheckpoint(FOREIGN_KIND, 0, {final.name: entry_of(staged)})
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        old = [*before.files[final.name], before.about["time"]]
-        manifest = dataclasses.replace(manifest, about={**manifest.about, "before": old})
+        manifest = dataclasses.replace(manifest, before=[*before.files[final.name], before.date])
     Files(final.parent).write(_manifest_of(final).name, manifest.render())
     staged.replace(final)
     Files(final.parent).sync_folder("")
@@ -116,7 +114,7 @@ def newest_whole(folder: StrPath) -> str | None:
 
     def find() -> str | None:
         commits = _commits(Path(folder))
-        for commit in sorted(commits, key=lambda one: one.about["time"], reverse=True):
+        for commit in sorted(commits, key=lambda one: one.date, reverse=True):
             try:
                 verify_commit(commit)
             except (DamagedCheckpoint, OSError) as error:
@@ -146,21 +144,15 @@ def read_commit(path: Path) -> SavedCheckpoint:
     """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
     key = _manifest_of(path)
     manifest = parse_manifest(Files(key.parent).read(key.name))
-    if manifest.kind != FOREIGN_KIND or type(manifest.about.get("time")) is not int:
+    if manifest.kind != FOREIGN_KIND:
         raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
-    before = manifest.about.get("before")
     # A crash between manifest and rename leaves the file that was there before.
-    if before is not None and path.is_file():
-        *old, moment = before
+    if manifest.before and path.is_file():
+        *old, date = manifest.before
         if entry_of(path) == tuple(old):
             files = {path.name: FileEntry(*old)}
-            manifest = dataclasses.replace(manifest, files=files, about={"time": moment})
+            manifest = dataclasses.replace(manifest, files=files, date=date)
     return dataclasses.replace(manifest, location=str(path))
-
-
-def _manifest(entries: dict[str, FileEntry]) -> SavedCheckpoint:
-    """Return the manifest of what is committed now, in nanoseconds since 1970."""
-    return SavedCheckpoint(FOREIGN_KIND, 0, entries, None, {"time": time.time_ns()})
 
 
 def _manifest_of(path: Path) -> Path:
@@ -204,10 +196,10 @@ def _commit_in_place(
     folders = [one for one in final.parent.glob(pattern) if one.is_dir()]
     committed = []
     for path in folders:
-        moment = 0
+        date = ""
         with contextlib.suppress(FileNotFoundError, DamagedCheckpoint):
-            moment = read_commit(path).about["time"]
-        committed.append((moment, path))
+            date = read_commit(path).date
+        committed.append((date, path))
     committed.sort()
     spare = [path for _, path in committed[:-1] if path != keep]
     for path in spare[: max(0, len(folders) - limit)]:
