@@ -159,9 +159,6 @@ class Logits:
         """Return these logits of a product that was computed anew."""
         return product if self.parent is None else self.step(self.parent.follow(product))
 
-    def derive(self, **changes: Any) -> "Logits":
-        return replace(self, whole=None, **changes)
-
     def loss(self, targets: Tensor, options: dict[str, Any]) -> Tensor:
         """Compute cross-entropy in chunks, in the dtype that `F.cross_entropy` returns."""
         product = self.product
@@ -219,15 +216,15 @@ def loss_options(
 
 
 # Steps that need no logits. Each takes the arguments of the operation that it replaces, and returns
-# None if it does not support them.
-
+# the changed fields of the logits, or None if it does not support them.
+Changes = dict[str, Any] | None
 
 # Functions of torch and methods of a tensor, by the names that both have.
 RESHAPES = ("view", "reshape", "flatten")
 MOVES = ("transpose", "permute", "__getitem__")
 
 
-def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits | None:
+def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Changes:
     """Apply a function that chooses or arranges tokens to the rows, and leaves classes alone."""
     if list(tensors_in((args, named))):
         # Only one index tensor is known to choose rows; a second one might choose classes.
@@ -239,7 +236,7 @@ def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits
         if num_indexed > logits.dim or not (is_mask or index.dtype is torch.int64):
             return None
         rows = logits.rows[index]
-        return logits.derive(rows=rows, dim=logits.dim + rows.dim() - logits.rows.dim())
+        return {"rows": rows, "dim": logits.dim + rows.dim() - logits.rows.dim()}
     classes, width = logits.product.weight.shape
     whole = torch.empty((), device="meta").expand(logits.shape)
     rows = logits.rows
@@ -260,7 +257,7 @@ def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Logits
     was_last = logits.dim == whole.dim() - 1
     if reshapes and not (was_last and differing == [len(shape) - 1]):
         return None
-    return logits.derive(rows=rows, dim=differing[0]) if rows.dtype is logits.rows.dtype else None
+    return {"rows": rows, "dim": differing[0]} if rows.dtype is logits.rows.dtype else None
 
 
 def _resized(sizes: Any, classes: int, width: int) -> Any:
@@ -270,44 +267,44 @@ def _resized(sizes: Any, classes: int, width: int) -> Any:
     return width if sizes == classes else sizes
 
 
-def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Logits | None:
+def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Changes:
     """Apply `float` or `to`: an upcast of half precision, or the current dtype or device."""
     if named or len(to) > 1:
         return None
     wanted = to[0] if to else torch.float32
     if isinstance(wanted, str | torch.device):
-        return logits if torch.device(wanted) == logits.rows.device else None
+        return {} if torch.device(wanted) == logits.rows.device else None
     if wanted is logits.dtype:
-        return logits
+        return {}
     if wanted is not torch.float32 or logits.dtype not in HALF_PRECISION_DTYPES:
         return None
-    return logits.derive(dtype=torch.float32)
+    return {"dtype": torch.float32}
 
 
-def multiply(function: Any, logits: Logits, factor: Any) -> Logits | None:
+def multiply(function: Any, logits: Logits, factor: Any) -> Changes:
     """Multiply or divide by a positive number, as models do that limit or temper their logits."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
         return None
     by = factor if function.__name__ in MULTIPLICATIONS else 1 / factor
     if logits.cap is None:
-        return logits.derive(scale=logits.scale * by)
-    return logits.derive(cap=logits.cap * by)
+        return {"scale": logits.scale * by}
+    return {"cap": logits.cap * by}
 
 
-def limit(function: Any, logits: Logits) -> Logits | None:
+def limit(function: Any, logits: Logits) -> Changes:
     """Apply tanh, once."""
-    return logits.derive(cap=1.0) if logits.cap is None else None
+    return {"cap": 1.0} if logits.cap is None else None
 
 
 # A stand-in tensor for logits, on which cross-entropy runs in chunks.
 
 MULTIPLICATIONS = ("mul", "__mul__", "__rmul__")
-LOGITS_FUNCTIONS: dict[str, Callable[..., Logits | None]] = {
+LOGITS_FUNCTIONS: dict[str, Callable[..., Changes]] = {
     **dict.fromkeys((*RESHAPES, *MOVES), rearrange),
     **dict.fromkeys(("float", "to"), cast),
     **dict.fromkeys((*MULTIPLICATIONS, "div", "__truediv__"), multiply),
     "tanh": limit,
-    "contiguous": lambda _, logits: logits.derive(),
+    "contiguous": lambda *_, **__: {},
 }
 # Properties, methods and functions that read logits without computing them.
 METADATA_NAMES = {
@@ -365,12 +362,11 @@ class LazyLogits(Tensor):
                     return _Linked.apply(first.logits.loss(args[1], options), first)
                 name = f"cross_entropy with {reason}"
             elif name in LOGITS_FUNCTIONS and torch.is_grad_enabled():
-                derived = LOGITS_FUNCTIONS[name](func, first.logits, *args[1:], **kwargs)
-                if derived is first.logits:
-                    return first
-                if derived is not None:
-                    derived.parent = first.logits
-                    derived.step = lambda whole: func(whole, *args[1:], **kwargs)
+                parent = first.logits
+                changes = LOGITS_FUNCTIONS[name](func, parent, *args[1:], **kwargs)
+                if changes is not None:
+                    changes["step"] = lambda whole: func(whole, *args[1:], **kwargs)
+                    derived = replace(parent, whole=None, parent=parent, **changes)
                     return _Stand.apply(derived, first, *derived.product.inputs)
         args, kwargs = _read(name, args, kwargs)
         return func(*args, **kwargs)
