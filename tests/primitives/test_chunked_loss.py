@@ -79,7 +79,11 @@ STAYS = {
         m(t)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)
     ),
     "mask": lambda m, t: F.cross_entropy(m(t)[t > 9], t[t > 9]),
-    "transpose": lambda m, t: F.cross_entropy(m(t).transpose(1, 2), t, label_smoothing=0.1),
+    "transpose": lambda m, t: F.cross_entropy(
+        m(t).transpose(1, 2).contiguous(memory_format=torch.contiguous_format),
+        t,
+        label_smoothing=0.1,
+    ),
     "reduction none of classes in dimension 1": lambda m, t: (
         F.cross_entropy(m(t).transpose(1, 2), t, reduction="none")[:, 1:].square().sum()
     ),
@@ -100,6 +104,7 @@ MADE = {
     "__getitem__": lambda m, t: F.cross_entropy(
         m(t)[..., 1:].flatten(0, 1), t.flatten().clamp(max=9)
     ),
+    "mul": lambda m, t: flat_loss(m(t).mul(other=2), t),
     "square": lambda m, t: (lambda y: flat_loss(y, t) + y.square().mean())(m(t)),
     "cross_entropy with classes that are not in dimension 1": lambda m, t: F.cross_entropy(
         m(t), torch.zeros(4, CLASSES).long()

@@ -32,19 +32,10 @@ class Draws(GradFlow):
 class WritesOutputs(GradFlow):
     """A probe that changes the last activation, which it has read."""
 
-    def __enter__(self):
-        super().__enter__()
-        add = self._add
-
-        def add_and_write(name, arguments, output):
-            add(name, arguments, output)
-            if name == self._layers[-1].name:
-                output.data.mul_(2)
-
-        self._probed.close()
-        self._add = add_and_write
-        self._begin()
-        return self
+    def _add(self, name, arguments, output):
+        super()._add(name, arguments, output)
+        if name == self._layers[-1].name:
+            output.data.mul_(2)
 
 
 def fault(name, hint, probe):

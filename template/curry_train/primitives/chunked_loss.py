@@ -281,9 +281,10 @@ def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Changes:
     return {"dtype": torch.float32}
 
 
-def multiply(function: Any, logits: Logits, factor: Any) -> Changes:
+def multiply(function: Any, logits: Logits, factor: Any = None, **named: Any) -> Changes:
     """Multiply or divide by a positive number, as models do that limit or temper their logits."""
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0:
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    if named or not is_number or factor <= 0:
         return None
     by = factor if function.__name__ in MULTIPLICATIONS else 1 / factor
     if logits.cap is None:
