@@ -15,16 +15,16 @@ import click
 import torch
 
 from ..core.wording import format_bytes, parse_bytes, provenance, write_json
+from ..gates.memory_plan import measured_peak
 from ..plan.card import WORST_RESERVED_ERROR
 from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
-from ..plan.optimizers import make_optimizer, optimizers_in_short
+from ..plan.optimizers import optimizers_in_short
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
 from ..plan.rank_time import parse_links
 from ..plan.saved import NONE_KIND, OPTION_KINDS, Candidate, Plan
-from ..plan.timeline import measure_timeline
 from ..workloads.models import load_workload
 from ..workloads.workload import Case
 from .figures import plot_plan
@@ -323,15 +323,4 @@ def _measure(plan: Plan, spec: str, place: torch.device, settings: PlannerOption
     """Measure the peak of a real step of the plan, on one rank."""
     workload = load_workload(spec)
     case = Case(workload, place, settings.dtype, batch_size=plan.microbatch, seed=settings.seed)
-    module = case.build()
-    plan.apply(module)
-    chosen = settings.optimizer or workload.optimizer or "adamw"
-    steps = make_optimizer(chosen, module)
-    return measure_timeline(
-        module,
-        case.batch(),
-        workload.mean_loss,
-        optimizer=steps,
-        accumulated=plan.steps > 1,
-        keeps_output=place.type == "cuda" and workload.output_until != "loss",
-    ).peak.bytes_alive
+    return measured_peak(case, plan.apply, optimizer=settings.optimizer, accumulated=plan.steps > 1)

@@ -149,12 +149,10 @@ def _compare_many_tokens(case: Case, head: Head, apply: Change) -> Parity:
         classes=min(head.classes, MOST_COMPARED_CLASSES),
     )
     wide = replace(case, dtype=max(case.dtype, torch.float32, key=lambda one: one.itemsize))
-    records = []
-    for change in (_no_change, apply):
-        module, batch = _head_alone(wide, small, change, NUM_COMPARED_TOKENS)
-        found = record_step(module, batch, _head_loss)
-        gradients = {**found.gradients, "the input": batch[0].grad}
-        records.append(replace(found, gradients=gradients))
+    records = (
+        record_step(*_head_alone(wide, small, change, NUM_COMPARED_TOKENS), _head_loss)
+        for change in (_no_change, apply)
+    )
     return compare(*records, tolerance=OUTER_BOUND[wide.dtype])
 
 
@@ -164,22 +162,22 @@ def _no_change(module: nn.Module, *, head: str) -> None:
 
 def _head_alone(
     case: Case, head: Head, change: Change, num_tokens: int
-) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
-    """Make a head like the model's, changed, and its input and targets."""
+) -> tuple[nn.Module, Tensor]:
+    """Make a head like the model's, changed, with its input as a parameter, and its targets."""
     options: dict[str, Any] = {"device": case.device, "dtype": case.dtype}
     with seeded(case.seed):
         module = nn.Sequential(nn.Linear(head.width, head.classes, bias=head.bias, **options))
-        hidden = torch.randn(num_tokens, head.width, requires_grad=True, **options)
+        module.hidden = nn.Parameter(torch.randn(num_tokens, head.width, **options))
         targets = torch.randint(head.classes, (num_tokens,), device=case.device)
     # All of the first tokens are ignored, and some of the next.
     targets[: num_tokens // 4] = IGNORED_TARGET
     targets[: num_tokens // 2 : 3] = IGNORED_TARGET
     change(module, head="0")
-    return module, (hidden, targets)
+    return module, targets
 
 
-def _head_loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return F.cross_entropy(module(batch[0]), batch[1])
+def _head_loss(module: nn.Module, targets: Tensor) -> Tensor:
+    return F.cross_entropy(module(module.hidden), targets)
 
 
 def measure_chunked_memory(
@@ -369,16 +367,19 @@ def compare_planned_training(case: Case, *, plan: MakePlan | None = None) -> Out
     return same_training(case, apply, alone=apply_alone)
 
 
-def measured_peak(case: Case, change: Change) -> int:
-    """Measure the peak of a real step, with the workload's optimizer or AdamW."""
+def measured_peak(
+    case: Case, change: Change, *, optimizer: str | None = None, accumulated: bool = False
+) -> int:
+    """Measure the peak of a real step, by default with the workload's optimizer or AdamW."""
     module = case.build()
-    optimizer = make_optimizer(case.workload.optimizer or "adamw", module)
+    steps = make_optimizer(optimizer or case.workload.optimizer or "adamw", module)
     change(module)
     return measure_timeline(
         module,
         case.batch(),
         case.workload.mean_loss,
-        optimizer=optimizer,
+        optimizer=steps,
+        accumulated=accumulated,
         keeps_output=case.device.type == "cuda" and case.workload.output_until != "loss",
     ).peak.bytes_alive
 
