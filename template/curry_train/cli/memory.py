@@ -252,8 +252,7 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
         batch = case.batch()
         case, choice = settle_blocks(case)
         loss = workload.mean_loss
-        own = workload.optimizer
-        optimizer = None if own is None else make_optimizer(own, module)
+        optimizer = make_optimizer(workload.optimizer or "adamw", module)
         profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
         lives = record_step_storages(
             module,
@@ -273,7 +272,7 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
     workspace = max((one.nbytes for one in lives.convolutions), default=0)
     if workspace:
         texts.append(f"convolution workspace on a GPU, estimated: {format_bytes(workspace)}")
-    if optimizer is not None and (note := host_note(optimizer)) is not None:
+    if note := host_note(optimizer):
         texts.append(fill_screen(note))
     facts |= {
         "workload": workload.name,
