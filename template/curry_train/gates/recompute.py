@@ -176,31 +176,32 @@ BUFFER_SHIFT = 1.0
 
 
 def compare_routing(case: Case, *, keep: Callable[[nn.Module], Any] = keep_routing) -> Outcome:
-    """Compare a step whose routers are disturbed before backward with the plain one.
+    """Compare a step with the plain one, where routers are disturbed before either's backward.
 
     Buffers with a number for each expert move, as a bias that balances the load does, and `topk`
     takes the smallest scores, as another kernel does at a tie. Counters must count forward alone.
     """
     required = "bit-equal though each router is disturbed before backward"
-    model = case.build()
-    recompute_blocks(model, blocks=case.blocks)
-    routed = keep_routing(model)
+    recompute = STRATEGIES["full"].apply
+    routed = keep_routing(changed(case, recompute))
     if not routed:
         raise NotApplicable("no block that recomputes has a router or experts")
-
     num_experts = set[int]()
+
+    def disturbed_step(module: nn.Module) -> StepRecord:
+        disturbed = _disturbed(map(module.get_submodule, routed), num_experts)
+        return step_of(case, module, around_backward=disturbed)
+
     with _before_topk(lambda scores: num_experts.add(scores.shape[-1])):
-        plain = step_of(case, case.build())
+        plain = disturbed_step(case.build())
     if plain_training(case)[0].tolerance:
         raise NotApplicable("the plain step does not repeat itself bit for bit")
 
     def disturb(keep: Callable[[nn.Module], Any]) -> Parity | str:
-        module = case.build()
-        recompute_blocks(module, blocks=case.blocks)
+        module = changed(case, recompute)
         keep(module)
-        disturbed = _disturbed(map(module.get_submodule, routed), num_experts)
         try:
-            return compare(plain, step_of(case, module, around_backward=disturbed))
+            return compare(plain, disturbed_step(module))
         except RuntimeError as error:
             return error_in_a_line(error)
 
@@ -223,24 +224,15 @@ def compare_routing(case: Case, *, keep: Callable[[nn.Module], Any] = keep_routi
 
 @contextmanager
 def _disturbed(blocks: Iterable[nn.Module], num_experts: Collection[int]) -> Iterator[None]:
-    """Move buffers with a number for each expert, and let `topk` take the smallest scores.
-
-    A buffer that nothing else has written gets its value back; another one differs then.
-    """
+    """Move buffers with a number for each expert, and let `topk` take the smallest scores."""
     generator = torch.Generator().manual_seed(0)
-    buffers = {buffer for block in blocks for buffer in block.buffers()}
-    moved = []
-    for buffer in buffers:
+    # In the order in which each model has them.
+    for buffer in dict.fromkeys(buffer for block in blocks for buffer in block.buffers()):
         if buffer.is_floating_point() and buffer.numel() in num_experts:
-            value = buffer.detach().clone()
             shift = torch.rand(buffer.shape, generator=generator) * BUFFER_SHIFT
             buffer.data.add_(shift.to(buffer))
-            moved.append((buffer, value, buffer.detach().clone()))
     with _before_topk(_reverse):
         yield
-    for buffer, value, shifted in moved:
-        if torch.equal(buffer, shifted):
-            buffer.data.copy_(value)
 
 
 def _before_topk(look: Callable[[Tensor], Any]) -> AbstractContextManager[None]:
