@@ -48,7 +48,6 @@ from ..primitives.routing import MOST_EXPERTS, keep_routing
 from ..primitives.segments import recompute_segments
 from ..primitives.strategies import STRATEGIES, Apply, Sample, choose_segments
 from ..workloads.workload import Case
-from .own_training import new_batch
 from .same_training import (
     REFUSALS,
     Change,
@@ -59,6 +58,7 @@ from .same_training import (
     flops_of_blocks,
     large_enough,
     memory_of,
+    microbatch,
     on_blocks,
     plain_training,
     same_training,
@@ -432,8 +432,8 @@ def compare_ranks(case: Case, *, recompute_blocks: Change = recompute_blocks) ->
 def _compare_on_rank(case: Case, change: Change, names: Sequence[str]) -> Found:
     """Compare steps of this rank with recompute and without, on batches of its own."""
     recompute = partial(change, blocks=names)
-    with seeded(case.seed + dist.get_rank()):
-        batches = [new_batch(case) for _ in range(NUM_MICROBATCHES)]
+    first = dist.get_rank() * NUM_MICROBATCHES
+    batches = [microbatch(case, first + index) for index in range(NUM_MICROBATCHES)]
 
     def measure(wrapped: Wrapped, kind: str) -> Measured:
         def take_step(model: nn.Module) -> tuple[StepRecord, int]:

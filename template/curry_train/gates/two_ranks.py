@@ -136,7 +136,7 @@ def under_both(
                 # FSDP2 compares dtypes in the first forward, and DDP counts gradients in backward.
                 wrapped = make().train(training)
                 # A loss of derivatives may leave parameters unused, as DDP finds in a second step.
-                for _ in range(2 if kind == "DDP" else 1):
+                for _ in range(2):
                     case.mean_loss(wrapped, batches[0]).backward()
             except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
                 refused = error_in_a_line(error)
