@@ -261,7 +261,7 @@ def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkey
     monkeypatch.setattr("curry_train.cli.testgen.LIBRARY_FOLDERS", [repository / "src"])
     out = "tests/test_installed.py"
     run("--model theirs.models:healthy --out", out)
-    assert '/ "src"' not in (repository / out).read_text()
+    assert '/ "../src"' not in (repository / out).read_text()
 
 
 def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path):

@@ -36,7 +36,7 @@ from .options import (
     settle_blocks,
 )
 from .parameters import option, output_option, together
-from .screen import LIBRARY_FOLDERS, literal, render_template, screen_command
+from .screen import LIBRARY_FOLDERS, render_template, screen_command
 
 DEFAULT_PACKAGE_NAME = "curry_train"
 GENERATED_FILE_MARK = "Written by the command gen-tests of curry-train"
@@ -62,9 +62,9 @@ def values_of_gates(spec: str, out: Path, recipe: dict[str, Any]) -> dict[str, A
         "recipe": recipe | {"batch_size": size},
         "source": source,
         "spec": spec,
-        "roots": [_path_expression(root, out) for root in sorted(roots)],
+        "roots": [_from_file(root, out) for root in sorted(roots)],
         "prefix": spec.removesuffix(source),
-        "path": _path_expression(Path(source), out) if is_file else None,
+        "path": _from_file(Path(source), out) if is_file else None,
         "patterns": patterns,
         # Blocks that the model's containers don't give are chosen again in each run of the tests.
         "chosen": settle_blocks(case)[0].blocks != case.blocks,
@@ -98,13 +98,9 @@ def _checked_patterns(package: str, gates: tuple[str, ...]) -> list[str]:
     return [f"{one}/*" if one in TECHNIQUES else one for one in gates] or ["*"]
 
 
-def _path_expression(path: Path, out: Path) -> str:
-    """Return the expression of a path in a file at `out`; both can move together."""
-    place = path.expanduser().resolve()
-    names = PurePath(os.path.relpath(place, out.resolve().parent)).parts
-    expression = f"Path(__file__).resolve().parents[{names.count('..')}]"
-    below = PurePath(*[name for name in names if name != ".."]).as_posix()
-    return expression if below == "." else f"{expression} / {literal(below)}"
+def _from_file(path: Path, out: Path) -> str:
+    """Return a path as seen from the folder of a file at `out`; both can move together."""
+    return PurePath(os.path.relpath(path.expanduser().resolve(), out.resolve().parent)).as_posix()
 
 
 # Command `gen-tests`.
@@ -155,8 +151,8 @@ def gen_tests_command(
         )
     if kind == "script":
         template = "test_loop.py.jinja"
-        expression = _path_expression(Path(words[0]), path)
-        values = {"script": words[0], "path": expression, "arguments": words[1:]}
+        place = _from_file(Path(words[0]), path)
+        values = {"script": words[0], "path": place, "arguments": words[1:]}
     else:
         template = "test_gates.py.jinja"
         values = values_of_gates(model or TRAINER_PREFIX + words[0], path, recipe)
