@@ -46,6 +46,11 @@ class StepRecord:
     # The norm of all parameters that are trained, from which the rounding of gradients follows.
     parameter_norm: float = 1.0
 
+    @property
+    def gradient_norm(self) -> float:
+        present = (one for one in self.gradients.values() if one is not None)
+        return math.hypot(*(gradient.norm().item() for gradient in present))
+
 
 class NothingToCompare(ValueError):
     """Raised for a plain step whose gradients hold nothing that a technique could change."""
@@ -146,13 +151,13 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def check_comparable(plain: StepRecord) -> None:
     """Raise `NothingToCompare` if the gradients of a plain step are not finite, or are rounding."""
-    gradients = [gradient for gradient in plain.gradients.values() if gradient is not None]
-    norm = math.hypot(*(gradient.norm().item() for gradient in gradients))
+    norm = plain.gradient_norm
     if not math.isfinite(norm):
         raise NothingToCompare(
             f"the plain step's gradients are not finite (its loss is {plain.loss.item():.3g}), so "
             "nothing can be compared: return a Workload with another loss or batch"
         )
+    gradients = filter(torch.is_tensor, plain.gradients.values())
     precision = max((torch.finfo(one.dtype).eps for one in gradients), default=1.0)
     effect = norm * (plain.parameter_norm or 1.0)
     least = max(LEAST_GRADIENT_EFFECT, GRADIENT_ROUNDING_UNITS * precision)
@@ -175,10 +180,7 @@ def compare(reference: StepRecord, candidate: StepRecord, *, tolerance: float = 
     wrappers around modules add to the names.
     """
     gradients = _named_as(reference.gradients, candidate.gradients)
-    norms = [
-        gradient.norm().item() for gradient in reference.gradients.values() if gradient is not None
-    ]
-    floor = 0.01 * math.hypot(*norms)
+    floor = 0.01 * reference.gradient_norm
     found = [Difference("loss", "value", _error(reference.loss, candidate.loss, floor=0.0))]
     for kind, least, was, now in (
         ("gradient", floor, reference.gradients, gradients),

@@ -167,12 +167,12 @@ def compare_windows(
         batch = case.workload.mask(batch)
     microbatches = case.split(batch, [*itertools.chain(*sizes)])
     module = case.build().eval()
-    gradients = _by_hand(case, batch, sizes).steps[0].gradients.values()
-    norm = math.hypot(*(one.norm().item() for one in gradients if one is not None))
-    clip_norm = CLIPPED_SHARE * norm if clips else None
+    first = _by_hand(case, batch, sizes).steps[0]
+    norm = first.gradient_norm * (CLIPPED_SHARE if clips else 1.0)
     settings: dict[str, Any] = {
-        "rate": _learning_rate(module, clip_norm or norm),
-        "clip_norm": clip_norm,
+        # At which the first step changes the weights by a tenth at most.
+        "rate": MOST_LEARNING_RATE * min(1.0, first.parameter_norm / (norm or 1.0)),
+        "clip_norm": norm if clips else None,
         "is_scheduled": is_scheduled,
     }
     reference, tolerance = reference_by_hand(case, batch, sizes, **settings)
@@ -184,12 +184,6 @@ def compare_windows(
     required = f"gradients within {tolerance:.1e} of the large batch; {reference.counts()}"
     holds = parity.holds and observed.counts() == reference.counts()
     return measured, required, "" if holds else hint
-
-
-def _learning_rate(module: nn.Module, gradient_norm: float) -> float:
-    """Return a learning rate at which the first step changes the weights by a tenth at most."""
-    weights = math.hypot(*(one.detach().norm().item() for one in module.parameters()))
-    return MOST_LEARNING_RATE * min(1.0, weights / (gradient_norm or 1.0))
 
 
 def reference_by_hand(
