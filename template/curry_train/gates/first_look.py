@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from ..core.blocks import NoBlocks, find_blocks, find_modules
+from ..core.blocks import blocks_if_any, find_modules
 from ..core.generators import seeded
 from ..core.measure import buffers_kept
 from ..primitives.grad_flow_probe import in_backward
@@ -143,10 +143,7 @@ def _findings(case: Case, module: nn.Module) -> Iterator[FailureCause]:
             "padded tensors",
             MEASURE_TENSORS,
         )
-    try:
-        names = list(find_blocks(module, case.blocks))
-    except NoBlocks:
-        names = []
+    names = list(blocks_if_any(module, case.blocks))
     saves = True
     try:
         record = record_forward(module, batch, case.workload.mean_loss)

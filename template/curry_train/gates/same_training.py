@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointError, checkpoint, set_checkpoint_early_stop
 
 from ..bench.steps import TrainingStep
-from ..core.blocks import NoBlocks, find_blocks
+from ..core.blocks import blocks_if_any, find_blocks
 from ..core.generators import seeded
 from ..core.measure import LiveStorages, Memory, count_flops, measure_memory, untouched
 from ..core.measure_compiled import holds_compiled_code
@@ -526,10 +526,8 @@ def _where(case: Case, apply: Apply, cause: str) -> str:
             return True
         return not _first_difference(reference, found, OUTER_BOUND[case.dtype])[1].holds
 
-    try:
-        names = list(find_blocks(case.build(), case.blocks))
-    except NoBlocks:  # the technique changed something outside of blocks
-        names = []
+    # There are none where the technique changed something outside of blocks.
+    names = list(blocks_if_any(case.build(), case.blocks))
     guilty = [name for name in names if differs(name, apply)]
     blocks = some_of(guilty)
     if len(guilty) > 1:
