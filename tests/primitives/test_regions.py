@@ -124,6 +124,19 @@ def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
     assert held[0] < held[1]
 
 
+def test_a_conjugate_is_saved_as_it_is():
+    linear = nn.Linear(4, 4, dtype=torch.complex64)
+    model = Runs(lambda inner, x: inner[0]((y := inner[0](x) * inner[0](x)) * y.conj()), linear)
+    x = torch.randn(8, 4, dtype=torch.complex64)
+
+    def loss(model, x):
+        return model(x).abs().sum()
+
+    plain = record_step(model, x, loss)
+    apply_regions(nn.Sequential(model), blocks="0")
+    assert compare(plain, record_step(model, x, loss)).bit_equal
+
+
 # Replays of modules.
 
 

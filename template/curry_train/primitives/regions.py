@@ -173,8 +173,10 @@ def pack(tensor: Tensor) -> CheckedTensor | RecomputedTensor:
     base = tensor if tensor._base is None else tensor._base
 
     # If the version is above 0, the tensor was changed in place after its node made it, and the
-    # node would compute another value. Nested tensors have no strides to make a view by.
+    # node would compute another value. Nested tensors have no strides to make a view by, and no
+    # strides express a conjugate.
     is_plain = base._version == 0 and base.dtype == tensor.dtype and not base.is_nested
+    is_plain &= tensor.is_conj() == base.is_conj()
     if base.grad_fn is not None and is_plain:
         make = _recipe(base)
         if make is not None:
