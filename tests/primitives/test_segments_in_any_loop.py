@@ -52,6 +52,13 @@ def leaves_early(layers, x):
     return x.square()
 
 
+def draws_between(layers, x):
+    for layer in layers:
+        torch.rand(())
+        x = layer(x)
+    return x
+
+
 def calls_a_block_twice(layers, x):
     for layer in layers:
         x = layer(x)
@@ -92,7 +99,9 @@ def test_a_chain_trains_the_same_and_the_last_of_several_segments_is_kept(
     assert {type(layer) for layer in model.inner} == {nn.Sequential}
 
 
-@pytest.mark.parametrize("loop", [adds_between, looks_between, drops_a_block, calls_a_block_twice])
+@pytest.mark.parametrize(
+    "loop", [adds_between, looks_between, drops_a_block, draws_between, calls_a_block_twice]
+)
 def test_a_loop_that_is_not_a_chain_is_refused_with_the_block(loop):
     model = chain(loop)
     x = torch.randn(4, 8)
@@ -153,6 +162,21 @@ def test_arguments_that_a_segment_passes_on_must_be_the_same(arguments, refused)
         assert all_equal(gradients(model, x), expected)
 
 
+def test_a_block_that_looks_up_what_the_first_one_is_not_given_is_refused():
+    def loop(layers, x):
+        for layer in layers:
+            x = layer(x, {id(layer.inner): 0.5})
+        return x
+
+    def run(inner, x, scales):
+        return inner[0](x) * scales[id(inner)]
+
+    model = chain(loop, lambda: Runs(run, nn.Linear(8, 8)))
+    recompute_segments(model, 2)
+    with pytest.raises(ChainBroken, match=r"inner\.1 can't take"):
+        model(torch.randn(4, 8))
+
+
 def test_nothing_of_a_forward_stays_alive_behind_it():
     def loop(layers, x):
         mask = torch.ones(4, 8)
@@ -174,7 +198,7 @@ def test_nothing_of_a_forward_stays_alive_behind_it():
 @pytest.mark.parametrize(
     ("error", "call"),
     [
-        (KeyError("of the second block"), 2),
+        (ZeroDivisionError("of the second block"), 2),
         (torch.OutOfMemoryError("of the second block"), 2),
         (RuntimeError("of the second run"), 5),
     ],

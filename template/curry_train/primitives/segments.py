@@ -45,6 +45,8 @@ class Segment:
     # The tensor that the next block must get, and what `_uses` counted for it.
     passed: Tensor | None = None
     uses: tuple[int, int] = 0, 0
+    # The state of torch's generator after the last call.
+    generator: Tensor | None = None
 
     def call(self, block: nn.Module, inputs: Inputs) -> Any:
         """Compute all blocks at the first one, and return the output of the called one."""
@@ -61,6 +63,7 @@ class Segment:
         if self.outputs:
             self.passed = _stream(output, block)
             self.uses = _uses(self.passed)
+            self.generator = _generator()
         else:
             # The forward is over, and nothing of it stays alive here.
             self.passed = None
@@ -79,6 +82,7 @@ class Segment:
                     output = block(*args, **kwargs)
                 except (
                     AttributeError,
+                    LookupError,
                     RuntimeError,
                     TypeError,
                     ValueError,
@@ -114,6 +118,11 @@ class Segment:
             raise ChainBroken(
                 f"{name} does not take the output of {self.names[position - 1]} unchanged and "
                 f"unused, so the two can't share a segment; {REMEDY}"
+            )
+        if self.generator is not None and not torch.equal(torch.get_rng_state(), self.generator):
+            raise ChainBroken(
+                f"random numbers are drawn between {self.names[position - 1]} and {name}, as where "
+                f"layers are dropped at random, so the two can't share a segment; {REMEDY}"
             )
         if _described((args[1:], kwargs)) != _described(self.arguments):
             raise ChainBroken(
@@ -200,6 +209,11 @@ def _uses(tensor: Any) -> tuple[int, int]:
     holders of a tensor outside of Python. Compiled code is not counted.
     """
     return (0, 0) if torch.compiler.is_compiling() else (tensor._version, tensor._use_count())
+
+
+def _generator() -> Tensor | None:
+    """Return the state of torch's generator on the CPU; compiled code can't read it."""
+    return None if torch.compiler.is_compiling() else torch.get_rng_state()
 
 
 def _stream(output: Any, block: nn.Module) -> Tensor:
