@@ -9,6 +9,7 @@ import pytest
 
 from curry_train.gates import discover
 from curry_train.gates.first_look import explained, look
+from curry_train.gates.same_training import flops_again
 from curry_train.gates.verdict import drop_shared_results
 from curry_train.workloads import Case, load_workload
 
@@ -83,6 +84,11 @@ def test_the_first_look_finds_the_cause_or_nothing(name):
     _, found = NEED_NOT_APPLY.get(name, ([], ""))
     assert found in " ".join(finding.text for finding in findings)
     assert found or not findings, findings
+
+
+def test_a_model_that_checkpoints_by_itself_runs_nothing_again():
+    case = case_of("checkpoints_segments")
+    assert flops_again(case, case.build()) == [0, 0]
 
 
 def verdicts_on(name, gates):

@@ -207,10 +207,11 @@ def flops_of_blocks(case: Case) -> int:
 def flops_again(case: Case, module: nn.Module) -> list[int]:
     """Count the FLOPs that a step of a changed module recomputes, and those with early stop."""
     loss = case.workload.mean_loss
-    plain = count_flops(case.build(), case.batch(), loss)
     found = []
     for early_stop in (False, True):
         with set_checkpoint_early_stop(early_stop):
+            # The model may checkpoint by itself.
+            plain = count_flops(case.build(), case.batch(), loss)
             found.append(count_flops(module, case.batch(), loss).backward - plain.backward)
     return found
 
