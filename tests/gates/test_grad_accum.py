@@ -54,6 +54,12 @@ def test_no_gate_holds_where_the_plain_gradients_mean_nothing(make, cause):
             assert cause in verdict.hint, verdict
 
 
+def test_a_scaler_is_not_asked_for_gradients_in_half_precision():
+    case = Case(squares(lambda: activated(8), 8), dtype=torch.float16)
+    with pytest.raises(NotApplicable, match="no gradients in"):
+        grad_accum.scaled_window(case)
+
+
 def last_alone(model, window, loss, optimizer):
     train_window(model, replace(window, microbatches=window.microbatches[-1:]), loss, optimizer)
 

@@ -238,12 +238,12 @@ def scaled_window(case: Case, *, train_window: Train = train_window) -> Outcome:
     """
     if not takes(train_window, "scaler"):
         raise NotApplicable("the implementation takes no gradient scaler")
-    if any(one.is_complex() and one.requires_grad for one in case.build().parameters()):
-        raise NotApplicable(
-            "the model has complex parameters, and torch's scaler takes no complex gradients"
-        )
-    if case.device.type == "cuda" and case.dtype is torch.bfloat16:
-        raise NotApplicable("torch's scaler takes no bfloat16 gradients on CUDA")
+    trained = {one.dtype for one in case.build().parameters() if one.requires_grad}
+    refused = {torch.float16, torch.complex64, torch.complex128}
+    if case.device.type == "cuda":
+        refused.add(torch.bfloat16)
+    for dtype in trained & refused:
+        raise NotApplicable(f"torch's scaler takes no gradients in {dtype}")
     measured, required, hint = compare_windows(
         case,
         train_window=train_window,
