@@ -13,7 +13,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,7 +132,7 @@ class SavedCheckpoint:
     # When it was saved, in UTC; the newest sorts last.
     date: str = field(default_factory=lambda: datetime.now(UTC).isoformat())
     # Of a trainer's file: size, hash and date of the one whose place it takes.
-    before: Sequence[Any] = field(default=(), hash=False)
+    before: tuple[Any, ...] = ()
     # The path that other tools open, which the manifest does not hold.
     location: str = ""
 
@@ -170,6 +170,7 @@ def parse_manifest(data: bytes) -> SavedCheckpoint:
         content["files"] = {name: FileEntry(*entry) for name, entry in content["files"].items()}
         content["metric"] = content["metric"] and Metric(*content["metric"])
         content["date"] = str(content["date"])
+        content["before"] = tuple(content["before"])
         del content["hash"]
         manifest = SavedCheckpoint(**content)
         is_canonical = manifest.render() == data

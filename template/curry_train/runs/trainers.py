@@ -98,7 +98,7 @@ def commit_file(staged: Path, final: Path) -> None:
     # Until the rename the manifest also accepts the file that is there now.
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
-        manifest = dataclasses.replace(manifest, before=[*before.files[final.name], before.date])
+        manifest = dataclasses.replace(manifest, before=(*before.files[final.name], before.date))
     Files(final.parent).write(_manifest_of(final).name, manifest.render())
     staged.replace(final)
     Files(final.parent).sync_folder("")
