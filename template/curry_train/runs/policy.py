@@ -253,7 +253,6 @@ class SavingPolicy:
                 self._last = resumed.saved
                 later = []
                 if what != "latest":
-                    self._entered = True
                     later = self._states_from(resumed.saved.step + 1)
                 # The next state that is saved replaces these.
                 self.store.given_up = [*resumed.damaged, *(one.folder for one in later)]
@@ -384,9 +383,10 @@ class SavingPolicy:
         if self._entered:
             return
         self.store.open()
-        if ahead := self._states_from(step):
+        folders = [one.folder for one in self._states_from(step)]
+        if ahead := [one for one in folders if one not in self.store.given_up]:
             raise RunError(
-                f"{self.store.files.root} has {ahead[0].folder}, but training is at step "
+                f"{self.store.files.root} has {ahead[0]}, but training is at step "
                 f"{step}: resume from it, or give this run a folder of its own"
             )
         self._entered = True
