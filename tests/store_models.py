@@ -4,14 +4,23 @@ Proof: `python -m pytest tests/runs/test_store.py`.
 """
 
 import contextlib
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
 
-from curry_train.runs import Files, TrainingState
+from curry_train.runs import TrainingState
+from curry_train.runs.files import HashingStream
 
 WIDTH = 8
 WRITES_PER_CHANGE = 200  # torch makes about twenty per tensor
+CHANGES = [
+    *((Path, name) for name in ("mkdir", "rename", "replace")),
+    *((os, "fsync"), (shutil, "rmtree"), (HashingStream, "write")),
+]
 
 
 def network():
@@ -106,62 +115,37 @@ class Holder:
         self.kept = state
 
 
-class _Stream:
-    """A stream that calls `ask` at some writes, and fails after half of the bytes."""
+class CountedFiles(contextlib.ExitStack):
+    """Calls `self.ask(operation)` before and after changes of files, and within some writes."""
 
-    def __init__(self, stream, ask):
-        self.stream = stream
-        self._ask = ask
-        self._count = 0
-
-    def write(self, data):
-        self._count += 1
-        if self._count % WRITES_PER_CHANGE != 1:
-            return int(self.stream.write(data))
-        view = memoryview(data).cast("B")
-        half = len(view) // 2
-        self.stream.write(view[:half])
-        self.stream.flush()
-        self._ask("write")
-        self.stream.write(view[half:])
-        return len(view)
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-
-class Counted:
-    """Call `self.ask(operation)` before every change, and after those that commit."""
-
-    def __init__(self, *args, ask=lambda operation: None, **options):
-        super().__init__(*args, **options)
+    def __init__(self, ask=lambda operation: None):
+        super().__init__()
         self.ask = ask
+        self._count = 0
+        for owner, name in CHANGES:
+            call = self._asking(name, getattr(owner, name))
+            self.enter_context(mock.patch.object(owner, name, call))
 
-    @contextlib.contextmanager
-    def create(self, key):
-        self.ask("create")
-        with super().create(key) as stream:
-            yield _Stream(stream, self.ask)
-            self.ask("finish")
-        self.ask("finished")
+    def _asking(self, name, change):
+        def call(*args, **options):
+            self.ask(name)
+            answer = change(*args, **options)
+            self.ask(f"{name} done")
+            return answer
 
+        def write(stream, data):
+            self._count += 1
+            if self._count % WRITES_PER_CHANGE != 1:
+                return change(stream, data)
+            view = memoryview(data).cast("B")
+            half = len(view) // 2
+            change(stream, view[:half])
+            stream.flush()
+            self.ask("write")
+            change(stream, view[half:])
+            return len(view)
 
-def _asking(name):
-    def call(self, *args):
-        self.ask(name)
-        answer = getattr(super(Counted, self), name)(*args)
-        self.ask(f"{name} done")
-        return answer
-
-    return call
-
-
-for operation in ("make_folder", "sync_folder", "rename", "remove_folder", "point"):
-    setattr(Counted, operation, _asking(operation))
-
-
-class CountedFiles(Counted, Files):
-    """A local folder whose changes are counted and can fail."""
+        return write if name == "write" else call
 
 
 class At:

@@ -12,7 +12,7 @@ import threading
 
 import pytest
 
-from curry_train.runs import Files
+from curry_train.runs.files import create
 
 from ..command_runs import flat, ran, read_json, wait_for
 from ..journals import column
@@ -52,14 +52,12 @@ def test_a_loss_that_is_not_finite_ends_with_status_1():
 def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(monkeypatch):
     """Report at the end of the run that the background save failed."""
 
-    create = Files.create
+    def full(path):
+        if path.suffix == ".distcp":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return create(path)
 
-    def full(files, key):
-        if key.endswith(".distcp"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), key)
-        return create(files, key)
-
-    monkeypatch.setattr(Files, "create", full)
+    monkeypatch.setattr("curry_train.runs.format.create", full)
     error = flat(trained("steps=2", status=1).stderr)
     assert "free some space" in error
     assert "Traceback" not in error

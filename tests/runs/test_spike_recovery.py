@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import pytest
 
-from curry_train.runs import Files, RunError, SavedCheckpoint
+from curry_train.runs import RunError, SavedCheckpoint
 from curry_train.runs.random_state import DataPosition
 from curry_train.runs.resume import NothingSaved, Resumed
 from curry_train.runs.spike import (
@@ -33,7 +33,7 @@ def test_an_invalid_file_of_recoveries_is_an_error_with_its_purpose(tmp_path, te
         match=r"recoveries.json lists the samples that are skipped, and can't be read: "
         r"restore it, or remove it to train on those samples again \(.*\)$",
     ):
-        read_recoveries(Files(tmp_path))
+        read_recoveries(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def watch(tmp_path):
     data.stepped()
     settings = {"action": "rollback", "window": 16, "skip_around": 2}
     watch = AttachedWatch(settings, data)
-    watch.begin(Files(tmp_path))
+    watch.begin(tmp_path)
     return watch
 
 
@@ -109,7 +109,7 @@ def test_each_rollback_skips_twice_as_much_and_the_fourth_is_an_error(
         Recovery(25, 22, 72, 94, 3),
     ]
     assert asked == ["before-21", "before-19", "before-15", "before-23"]
-    assert read_recoveries(Files(tmp_path)) == found
+    assert read_recoveries(tmp_path) == found
     assert caplog.messages[0] == (
         f"spike: {spike.words}. Rolled back to rollback/step-00000018.dcp, without the data at "
         "positions 40 to 53 (attempt 1 of 3)"
@@ -134,7 +134,7 @@ def test_rollbacks_near_each_other_are_attempts_at_one_place(
 ):
     earlier = [Recovery(9, 0, 3, 4, 1), Recovery(25, 0, 3, 4, 2)]
     (tmp_path / RECOVERIES_FILE_NAME).write_text(json.dumps([asdict(one) for one in earlier]))
-    watch.begin(Files(tmp_path))
+    watch.begin(tmp_path)
     found = []
     recovery = watch.go_back(
         Spike(step, step, math.nan, None, None), state, loading(state, (0,), found)

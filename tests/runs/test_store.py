@@ -86,7 +86,7 @@ def test_torchs_own_load_reads_a_checkpoint(store):
 
 @pytest.mark.parametrize("path", ["../other/rollback/step-00000001.dcp", "/etc/passwd", "best-k/x"])
 def test_only_checkpoints_of_this_run_are_loaded(store, path):
-    with pytest.raises(DamagedCheckpoint, match=r"leads out of|is not the folder of a checkpoint"):
+    with pytest.raises(DamagedCheckpoint, match=r"is not the folder of a checkpoint"):
         store.load(path, new_state())
 
 

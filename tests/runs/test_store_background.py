@@ -3,6 +3,7 @@
 python -m pytest tests/runs/test_store_background.py
 """
 
+import contextlib
 import time
 
 import pytest
@@ -29,8 +30,8 @@ def test_training_continues_while_a_save_is_written(tmp_path):
     """Write to a slow disk, where later steps would tear a save that reads live tensors."""
     state = new_state()
     train(state, 2)
-    slow = CountedFiles(tmp_path, ask=lambda operation: time.sleep(0.02))
-    with Store(tmp_path, files=slow) as store, BackgroundSaver(store) as saver:
+    slow = CountedFiles(lambda operation: time.sleep(0.02))
+    with slow, Store(tmp_path) as store, BackgroundSaver(store) as saver:
         expected = tensors_of(state)
         saver.save("rollback", 2, state)
         running = saver._running
@@ -92,23 +93,22 @@ def test_a_state_without_optimizers_is_copied_before_save_returns(store):
     assert equal(tensors_of(other), expected)
 
 
+@contextlib.contextmanager
 def failing(tmp_path):
-    files = CountedFiles(tmp_path)
-    store = Store(tmp_path, files=files)
-    store.open()
-    files.ask = At(6, fail(OSError(28, "No space left on device")))
-    return store
+    with CountedFiles() as files, Store(tmp_path) as store:
+        files.ask = At(6, fail(OSError(28, "No space left on device")))
+        yield files, store
 
 
 def test_an_error_of_a_save_is_raised_at_the_next_step(tmp_path):
     state = new_state()
-    with failing(tmp_path) as store, BackgroundSaver(store) as saver:
+    with failing(tmp_path) as (files, store), BackgroundSaver(store) as saver:
         saver.save("rollback", 1, state)
         assert saver._running.exception()
         with pytest.raises(SaveError, match=r"step-00000001.dcp .* was not saved: .*No space left"):
             train(state, 1)
         train(state, 1)  # the error is reported once
-        store.files.ask = lambda operation: None
+        files.ask = lambda operation: None
         saver.save("rollback", 2, state)
         assert saver.finish().step == 2
 
@@ -116,7 +116,7 @@ def test_an_error_of_a_save_is_raised_at_the_next_step(tmp_path):
 @pytest.mark.parametrize("call", ["finish", "close", "save"])
 def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
     state = new_state()
-    with failing(tmp_path) as store:
+    with failing(tmp_path) as (_, store):
         saver = BackgroundSaver(store)
         saver.save("rollback", 1, state)
         arguments = ("rollback", 2, state) if call == "save" else ()
@@ -136,14 +136,15 @@ def test_any_error_of_a_save_leaves_no_folder(store, monkeypatch, moment, error,
     monkeypatch.setattr(ShardedSave, moment, lambda *_, **__: fail(KeyError("odd"))())
     with pytest.raises(error, match=message):
         store.save("rollback", 1, new_state())
-    assert not [*store.files.names("rollback")]
+    assert not [*(store.root / "rollback").iterdir()]
 
 
 AT_EXIT = """
 import time
 from curry_train.runs import BackgroundSaver, Store
 from tests.store_models import CountedFiles, new_state
-store = Store(".", files=CountedFiles(".", ask=lambda operation: time.sleep(0.005)))
+CountedFiles(lambda operation: time.sleep(0.005))
+store = Store(".")
 saver = BackgroundSaver(store)
 saver.save("rollback", 1, new_state())
 """

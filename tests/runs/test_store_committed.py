@@ -6,10 +6,11 @@ python -m pytest tests/runs/test_store_committed.py
 import errno
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from curry_train.runs import Files, RunError, SavedRun, SaveError, Store
+from curry_train.runs import RunError, SavedRun, SaveError, Store
 
 from ..store_models import new_state
 
@@ -58,10 +59,10 @@ def test_a_folder_in_place_of_latest_is_warned_of_and_nothing_is_deleted(tmp_pat
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
 def test_a_folder_that_can_not_be_written_to_is_one_line(tmp_path, monkeypatch, number):
-    def refuse(files, key):
+    def refuse(path, **_):
         raise OSError(number, os.strerror(number), str(tmp_path))
 
-    monkeypatch.setattr(Files, "make_folder", refuse)
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(
         RunError, match=r"can't be written to \(.*\): give the run a folder"
     ) as found:

@@ -29,7 +29,7 @@ def saved(store):
 
 def forge_entry(store, saved, name, entry):
     """Replace what the manifest has of a file."""
-    path = store.files.path(f"{saved.folder}/manifest.json")
+    path = saved.location / "manifest.json"
     manifest = parse_manifest(path.read_bytes())
     forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
     path.write_bytes(forged.render())
@@ -37,7 +37,7 @@ def forge_entry(store, saved, name, entry):
 
 def forge(store, saved, name, data):
     """Replace a file and its manifest: hashes find damage, not forgery."""
-    store.files.path(f"{saved.folder}/{name}").write_bytes(data)
+    (saved.location / name).write_bytes(data)
     forge_entry(store, saved, name, FileEntry(len(data), hash_bytes(data)))
     store.verify(saved)
 
@@ -49,7 +49,7 @@ def refused(store, saved, message="."):
 
 def forge_index(store, saved, change):
     """Forge the index of the tensors: `change` gets it, and the entry of one tensor."""
-    content = load(store.files.read(f"{saved.folder}/state.pt"))
+    content = load((saved.location / "state.pt").read_bytes())
     change(content["index"], content["index"]["model.0.bias"])
     forge(store, saved, "state.pt", dump(content))
 
@@ -98,7 +98,7 @@ def test_a_call_in_the_state_is_refused_and_not_executed(store, saved, tmp_path)
 
 def test_a_state_that_would_take_for_ever_or_much_memory_is_refused(store, saved, monkeypatch):
     monkeypatch.setattr("curry_train.core.unpickle.MOST_SECONDS", 3)
-    whole = io.BytesIO(store.files.read(f"{saved.folder}/state.pt"))
+    whole = io.BytesIO((saved.location / "state.pt").read_bytes())
     for bomb in (b"})" + b"2\x86" * 60 + b"K\x01s.", b"]r\xff\xff\xff\x7f."):
         forged = io.BytesIO()
         with zipfile.ZipFile(whole) as archive, zipfile.ZipFile(forged, "w") as made:
@@ -158,7 +158,7 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(
 ):
     """Make files of 8 GiB without content: reading one whole would end the test's process."""
     newer = store.save("rollback", 2, new_state())
-    os.truncate(store.files.path(f"{newer.folder}/{name}"), 2**33)
+    os.truncate(newer.location / name, 2**33)
     if name != "manifest.json":
         forge_entry(store, newer, name, FileEntry(2**33, "00"))
         # Hashing 8 GiB takes seconds.
@@ -188,7 +188,7 @@ WRONG_VALUES = {
 
 @pytest.mark.parametrize("name", WRONG_VALUES)
 def test_wrong_values_are_refused(store, saved, name):
-    content = load(store.files.read(f"{saved.folder}/state.pt"))
+    content = load((saved.location / "state.pt").read_bytes())
     WRONG_VALUES[name](content["values"], content["ranks"][0]["random"])
     forge(store, saved, "state.pt", dump(content))
     with pytest.raises((DamagedCheckpoint, StateMismatch)):
@@ -197,7 +197,7 @@ def test_wrong_values_are_refused(store, saved, name):
 
 def test_a_best_checkpoint_with_a_false_header_is_damage(store):
     found = store.save("best-k", 1, new_state(), metric=("dev_loss", 1.0))
-    data = store.files.read(f"{found.folder}/model.safetensors")
+    data = (found.location / "model.safetensors").read_bytes()
     for forged in (
         (2**40).to_bytes(8, "little") + data[8:],
         data.replace(b'"data_offsets":[0,', b'"data_offsets":[9,', 1),

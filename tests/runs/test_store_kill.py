@@ -17,8 +17,7 @@ ERRORS = [
 def test_an_error_at_any_change_is_a_save_error_and_the_previous_checkpoint_stays(tmp_path):
     """Name the cause in the error, and save again with the same store once there is space."""
     state = new_state()
-    files = CountedFiles(tmp_path)
-    with Store(tmp_path, files=files) as store:
+    with CountedFiles() as files, Store(tmp_path) as store:
         first = store.save("rollback", 1, state)
         expected = tensors_of(state)
         train(state, 1)

@@ -94,9 +94,8 @@ def in_background(folder):
 
 def failing_rank(folder, rank, background):
     state = new_state(build=sharded)
-    files = CountedFiles(folder)
     message = "saved"
-    with Store(folder, files=files) as store:
+    with CountedFiles() as files, Store(folder) as store:
         store.save("rollback", 1, state)
         if dist.get_rank() == rank:
             files.ask = At(3, fail(OSError(5, "Input/output error")))

@@ -95,8 +95,7 @@ def one_rank_ends(folder):
     """End rank 1 while it writes in the background, and keep the error of rank 0."""
     state = new_state()
     train(state, 1)
-    files = CountedFiles(folder)
-    with Store(folder, files=files) as store, contextlib.suppress(SaveError):
+    with CountedFiles() as files, Store(folder) as store, contextlib.suppress(SaveError):
         store.save("rollback", 1, state)
         saver = BackgroundSaver(store)
         if dist.get_rank():

@@ -186,7 +186,7 @@ def show_command(run: str = argument()) -> Ended:
     click.echo(f"latest: {newest.folder}" if newest else "nothing to resume from")
 
     attempts: Rows = []
-    journal = saved.files.root / JOURNAL_FILE_NAME
+    journal = saved.root / JOURNAL_FILE_NAME
     if journal.exists():
         try:
             attempts = story(read_history(journal))

@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/cli/test_runs_estimate.py`.
 """
 
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,7 +90,11 @@ def estimate_command(
         echo_lines(f"{more} addition to this estimate", indent="")
     if folder is None:
         return estimate, 0
-    free = SavedRun(folder).files.free_bytes("recovery")
+    # It may be a link, or not be there yet.
+    place = (SavedRun(folder).root / "recovery").resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
     enough = free >= estimate["most"]
     verdict = "enough" if enough else "not enough"
     echo_lines(f"{folder} has {free / 1e9:.1f} GB free: {verdict}")

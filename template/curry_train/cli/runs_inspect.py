@@ -128,7 +128,7 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
     try:
         if path.is_dir():
             manifest = parse_manifest(read_whole(path / MANIFEST_FILE_NAME))
-            commit = dataclasses.replace(manifest, location=str(path))
+            commit = dataclasses.replace(manifest, location=path)
             found.format = "curry-train checkpoint"
             found.values |= {"step": str(manifest.step), "kind": manifest.kind}
         else:

@@ -7,7 +7,6 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "attach": ("saving",),
         "background": ("BackgroundSaver",),
-        "files": ("Files",),
         "fingerprints": ("record_run",),
         "history": ("History", "read_history"),
         "journal": ("Journal", "JournalError"),

@@ -95,7 +95,7 @@ class AttachedJournal(Journal):
         if run.resumed is not None:
             facts |= {"checkpoint": run.resumed.saved.folder, "notes": run.resumed.notes}
         rank = ranks.rank if on else 1
-        super().__init__(run.store.files.root, step=run.steps, facts=facts, rank=rank)
+        super().__init__(run.store.root, step=run.steps, facts=facts, rank=rank)
 
     def begin_step(self) -> None:
         """Start the time of the next step, so that saves do not count as training."""
@@ -287,7 +287,7 @@ class AttachedRun:
             else:
                 self.resumed = self._load(resume)
             self._resuming = self.resumed is not None and self.resumed.saved.is_state
-            self._watch.begin(self.store.files)
+            self._watch.begin(self.store.root)
             self._boxes: Boxes | Replay | None = replay
             if replay is not None:
                 replay.state = self.state
@@ -500,7 +500,7 @@ class AttachedRun:
                 elif self.resumed and self.steps == self.resumed.saved.step:
                     logger.warning(
                         "%s: resumed at step %d, and trained no further step",
-                        self.store.files.root,
+                        self.store.root,
                         self.steps,
                     )
                 config = self.policy.config

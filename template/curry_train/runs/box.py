@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..core.blocks import tensors_in
 from ..core.digest import digest, hash_of
-from .files import Files, StrPath
+from .files import StrPath, read, remove_folder, sizes, sync_folder, write
 from .format import readable
 from .layout import step_of
 from .policy_config import BoxConfig, read_fields
@@ -82,7 +82,6 @@ class Boxes:
     def __init__(self, config: BoxConfig, store: Store, state: TrainingState, *, patience: int):
         self._config = config
         self._state = state
-        self._files = store.files
         self._store = store
         self._ranks = Ranks.on_the_host()
         self._starts = deque[StepStart](maxlen=patience + 1)
@@ -109,7 +108,8 @@ class Boxes:
         """Write the box of a step, and remove the oldest boxes beyond the bounds."""
         parameters = digest_of(self._state) if found_at == step else None
         name = f"step-{step:08d}"
-        part = f"{FOLDER}/.{name}.part"
+        place = self._store.root / FOLDER / name
+        part = place.with_name(f".{name}.part")
         losses = {step: float("nan")} | dict(self._losses)
         try:
             checkpoint = self._ranks.agree(lambda: self._gather(part, step))
@@ -124,43 +124,43 @@ class Boxes:
             )
             self._ranks.collect(
                 lambda: self._write_rank(part, step),
-                lambda _: self._commit(part, f"{FOLDER}/{name}", facts),
+                lambda _: self._commit(part, place, facts),
             )
         except (OSError, RunError, ValueError) as error:
             logger.warning("step %d was not kept in a box: %s", step, error)
             if self._ranks.first:
-                shutil.rmtree(self._files.path(part), ignore_errors=True)
+                shutil.rmtree(part, ignore_errors=True)
             return
         if self._ranks.first:
-            place = str(self._files.path(f"{FOLDER}/{name}"))
-            command = f"curry-train runs replay {shlex.quote(place)} --script {facts.program}"
+            command = f"curry-train runs replay {shlex.quote(str(place))} --script {facts.program}"
             logger.warning("kept step %d in a box; to repeat it: %s", step, command)
 
-    def _gather(self, part: str, step: int) -> str | None:
+    def _gather(self, part: Path, step: int) -> str | None:
         """Begin a folder with a state from before the step; return the state's own folder."""
-        self._files.remove_folder(part)
-        self._files.make_folder(part)
+        remove_folder(part)
+        part.mkdir(parents=True)
+        root = self._store.root
         states = [one for one in self._store.states() if one.step < step]
         # With a good step between the state and the bad one the two can be compared.
         chosen = next((one for one in states if one.step < step - 1), next(iter(states), None))
-        names = [RECOVERIES_FILE_NAME] if self._files.kind(RECOVERIES_FILE_NAME) else []
+        names = [RECOVERIES_FILE_NAME] if (root / RECOVERIES_FILE_NAME).is_file() else []
         if chosen is not None:
-            names += [f"{chosen.folder}/{name}" for name in self._files.sizes(chosen.folder)]
+            names += [f"{chosen.folder}/{name}" for name in sizes(root / chosen.folder)]
             if chosen.num_bytes > self._config.most_bytes:
                 raise RunError(
                     f"its state takes {chosen.num_bytes:,} bytes, and box.most_bytes is "
                     f"{self._config.most_bytes:,}"
                 )
         for name in names:
-            target = self._files.path(f"{part}/{name}")
+            target = part / name
             target.parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(self._files.path(name), target)
+                os.link(root / name, target)
             except OSError:
-                shutil.copy2(self._files.path(name), target)
+                shutil.copy2(root / name, target)
         return chosen.folder if chosen else None
 
-    def _write_rank(self, part: str, step: int) -> None:
+    def _write_rank(self, part: Path, step: int) -> None:
         # After a rollback there may be an older one of the same step.
         start = next((one for one in reversed(self._starts) if one.step == step), None)
         content: dict[str, Any] = {"batches": None, "generators": None}
@@ -182,23 +182,23 @@ class Boxes:
                 *(step, error),
             )
         data = readable(dump(content), MOST_BATCH_BYTES, "the batch of the step")
-        self._files.write(f"{part}/rank-{self._ranks.rank}.pt", data)
+        write(part / f"rank-{self._ranks.rank}.pt", data)
 
-    def _commit(self, part: str, final: str, facts: BoxFacts) -> None:
-        self._files.write(f"{part}/{FACTS_FILE_NAME}", json.dumps(asdict(facts)).encode())
-        self._files.remove_folder(final)
-        self._files.rename(part, final)
-        self._files.sync_folder(FOLDER)
-        boxes = [f"{FOLDER}/{name}" for name in self._files.names(FOLDER) if name[0] != "."]
-        boxes.sort(key=lambda one: self._files.path(one).stat().st_mtime_ns, reverse=True)
+    def _commit(self, part: Path, final: Path, facts: BoxFacts) -> None:
+        write(part / FACTS_FILE_NAME, json.dumps(asdict(facts)).encode())
+        remove_folder(final)
+        part.rename(final)
+        sync_folder(final.parent)
+        boxes = [one for one in final.parent.iterdir() if one.name[0] != "."]
+        boxes.sort(key=lambda one: one.stat().st_mtime_ns, reverse=True)
         # A file that is in several boxes counts once.
         num_bytes: dict[int, int] = {}
         for number, box in enumerate(boxes):
-            for path in self._files.path(box).rglob("*"):
+            for path in box.rglob("*"):
                 num_bytes[path.stat().st_ino] = path.stat().st_size
             is_too_large = number > 0 and sum(num_bytes.values()) > self._config.most_bytes
             if number >= self._config.keep or is_too_large:
-                self._files.remove_folder(box)
+                remove_folder(box)
 
 
 def versions_of(batch: Any) -> list[int]:
@@ -222,7 +222,7 @@ def read_facts(folder: StrPath) -> BoxFacts:
             "runs/run-001/boxes/step-00000180"
         )
     with reading(f"{folder} is a damaged box"):
-        data = Files(folder).read(FACTS_FILE_NAME)
+        data = read(Path(folder, FACTS_FILE_NAME))
         facts = read_fields(BoxFacts, json.loads(data))
         if facts.step < 1 or not 1 <= facts.world_size <= 2**16:
             raise ValueError(f"step {facts.step} of {facts.world_size} ranks")
@@ -241,7 +241,7 @@ def read_facts(folder: StrPath) -> BoxFacts:
 def read_rank(folder: StrPath, rank: int) -> Mapping[str, Any]:
     """Return `batches` and `generators` of a rank, None where they are not in the box."""
     with reading(f"{folder}: rank-{rank}.pt can't be read"):
-        data = Files(folder).read(f"rank-{rank}.pt", most_bytes=MOST_BATCH_BYTES)
+        data = read(Path(folder, f"rank-{rank}.pt"), most_bytes=MOST_BATCH_BYTES)
         content = load_foreign(data)
         found = {name: content[name] for name in ("batches", "generators")}
         if not isinstance(found["batches"], list | None):

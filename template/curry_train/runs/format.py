@@ -16,6 +16,7 @@ import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .files import Files, StrPath
+from .files import StrPath, create
 from .layout import FileEntry, SavedCheckpoint, entry_of
 from .ranks import HostileCheckpoint, Ranks, SaveError, reading
 from .values import PLAIN_DTYPES
@@ -116,20 +117,20 @@ def _size(numbers: Any) -> torch.Size:
     return torch.Size(numbers)
 
 
-def read_tensors(files: Files, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
+def read_tensors(folder: Path, metadata: Metadata, targets: Mapping[str, Tensor]) -> None:
     """Fill the targets, in any sharding, from two threads.
 
     Each rank reads what it needs, and no rank waits for another. Torch reads a tensor into new
     memory and copies it from there: a second thread makes up for the time that the verification
     took, and costs the memory of one more tensor.
     """
-    reader = FileSystemReader(files.root)
+    reader = FileSystemReader(folder)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(targets), metadata, False)
     reader.set_up_storage_reader(metadata, False)
     plan = planner.create_local_plan()
     halves = [dataclasses.replace(plan, items=plan.items[start::2]) for start in (0, 1)]
-    what = f"{files.root}: tensors can't be read"
+    what = f"{folder}: tensors can't be read"
     damage = reading(what, RuntimeError, AssertionError)
     with ThreadPoolExecutor(len(halves)) as pool, damage:
         for future in [pool.submit(reader.read_data, half, planner) for half in halves]:
@@ -188,8 +189,7 @@ class PreparedSave:
     # The checkpoint as it will be committed, still without its files.
     saved: SavedCheckpoint
     snapshot: Snapshot
-    files: Files
-    folder: str
+    folder: Path
     ranks: Ranks
     entries: dict[str, FileEntry] = field(default_factory=dict)
     # The tensors that this rank writes, by name or place; the caller may put copies in their place.
@@ -200,7 +200,7 @@ class PreparedSave:
 
     @contextlib.contextmanager
     def create_stream(self, name: str, mode: str = "wb") -> Iterator[Any]:
-        with self.files.create(f"{self.folder}/{name}") as stream:
+        with create(self.folder / name) as stream:
             try:
                 yield stream
             except RuntimeError as error:
@@ -255,7 +255,7 @@ class SafetensorsSave(PreparedSave):
         """Write this rank's files."""
         if self.ranks.first:
             contents = {name: _own_memory(one) for name, one in self.tensors.items()}
-            path = self.files.path(f"{self.folder}/{SAFETENSORS_FILE_NAME}")
+            path = self.folder / SAFETENSORS_FILE_NAME
             save_file(contents, path, metadata={"format": "pt"})
             self.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
         return self.part({})
@@ -271,9 +271,9 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return one if one.untyped_storage().nbytes() == one.nbytes else one.clone()
 
 
-def read_best(files: Files, others: Any) -> dict[str, Tensor]:
+def read_best(folder: Path, others: Any) -> dict[str, Tensor]:
     """Map the tensors of a safetensors file, whose header the library checks, into memory."""
-    where = files.path(SAFETENSORS_FILE_NAME)
+    where = folder / SAFETENSORS_FILE_NAME
     with reading(f"{where}: the header can't be read", SafetensorError):
         found = {**load_file(where), **others}
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in found.items()}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from ..core.wording import nearest
-from .files import Files, StrPath
+from .files import StrPath, read, sizes
 from .ranks import DamagedCheckpoint, reading
 
 # Names of the checkpoints in a run's folder.
@@ -134,7 +134,7 @@ class SavedCheckpoint:
     # Of a trainer's file: size, hash and date of the one whose place it takes.
     before: tuple[Any, ...] = ()
     # The path that other tools open, which the manifest does not hold.
-    location: str = ""
+    location: Path = Path()
 
     @property
     def num_bytes(self) -> int:
@@ -179,19 +179,20 @@ def parse_manifest(data: bytes) -> SavedCheckpoint:
     return manifest
 
 
-def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
-    """Read the manifest of a folder, and check its name and the sizes of its files.
+def read_manifest(root: Path, folder: str) -> SavedCheckpoint:
+    """Read the manifest of a folder of a run, and check its name and the sizes of its files.
 
     Does not read the files; see `verify_files`. Raises DamagedCheckpoint.
     """
-    where = files.path(folder)
-    if files.kind(folder) != "folder":
+    where = root / folder
+    if where.is_symlink() or not where.is_dir():
         raise DamagedCheckpoint(f"{where} is not the folder of a checkpoint")
-    if files.kind(f"{folder}/{MANIFEST_FILE_NAME}") != "file":
+    path = where / MANIFEST_FILE_NAME
+    if path.is_symlink() or not path.is_file():
         raise DamagedCheckpoint(f"{where} has no {MANIFEST_FILE_NAME}: its save was not finished")
 
     try:
-        manifest = parse_manifest(files.read(f"{folder}/{MANIFEST_FILE_NAME}"))
+        manifest = parse_manifest(read(path))
         name = manifest.folder
     except (DamagedCheckpoint, AttributeError, TypeError, ValueError, OSError) as error:
         raise DamagedCheckpoint(f"{where}: {error}") from error
@@ -200,34 +201,34 @@ def read_manifest(files: Files, folder: str) -> SavedCheckpoint:
             f"{where} holds the manifest of {name}: it was renamed or copied here"
         )
 
-    manifest = replace(manifest, location=str(where))
+    manifest = replace(manifest, location=where)
     check_sizes(manifest)
     return manifest
 
 
 def check_sizes(manifest: SavedCheckpoint) -> None:
     """Raise DamagedCheckpoint for a file that is missing, unknown or of another size."""
-    files = Files(manifest.location)
-    sizes = files.sizes("")
-    for name in {*sizes, *manifest.files} - {MANIFEST_FILE_NAME}:
+    path = manifest.location
+    found = sizes(path)
+    for name in {*found, *manifest.files} - {MANIFEST_FILE_NAME}:
         entry = manifest.files.get(name)
         if entry is None:
-            raise DamagedCheckpoint(f"{files.root}: {name} is not in the manifest")
-        if (size := sizes.get(name)) is None:
-            what = "a link or device" if name in sizes else "missing"
-            raise DamagedCheckpoint(f"{files.root}: {name} is {what}")
+            raise DamagedCheckpoint(f"{path}: {name} is not in the manifest")
+        if (size := found.get(name)) is None:
+            what = "a link or device" if name in found else "missing"
+            raise DamagedCheckpoint(f"{path}: {name} is {what}")
         if size != entry.bytes:
             raise DamagedCheckpoint(
-                f"{files.root}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
+                f"{path}: {name} has {size:,} bytes, and {entry.bytes:,} were saved"
             )
 
 
 def verify_files(manifest: SavedCheckpoint, names: Iterable[str]) -> None:
     """Read these files and compare their sizes and hashes with the manifest."""
-    path = Path(manifest.location)
-    files = Files(path if path.is_dir() else path.parent)
+    path = manifest.location
+    folder = path if path.is_dir() else path.parent
     for name in names:
-        with reading(f"{files.root}: {name} can't be read"), files.open(name) as stream:
+        with reading(f"{folder}: {name} can't be read"), (folder / name).open("rb") as stream:
             entry = entry_in(stream)
         if entry != manifest.files[name]:
-            raise DamagedCheckpoint(f"{files.root}: {name} is not what was saved (another hash)")
+            raise DamagedCheckpoint(f"{folder}: {name} is not what was saved (another hash)")

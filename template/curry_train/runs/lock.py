@@ -12,11 +12,12 @@ import json
 import os
 import socket
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .files import Files
+from .files import read, write
 from .ranks import LockedRun, RunError
 
 LOCK_FILE_NAME = "writer.lock"
@@ -26,26 +27,25 @@ HOLDER_FILE_NAME = "writer.json"
 class RunLock:
     """The writer lock of a run, from `acquire` to `release` or the end of the process."""
 
-    def __init__(self, files: Files) -> None:
-        self._files = files
+    def __init__(self, root: Path) -> None:
+        self._root = root
         self._holder: dict[str, Any] = {}
 
     def acquire(self, *, wait_seconds: float) -> None:
         """Take the lock; raise LockedRun with the name of the holder if it is taken."""
-        self._lock = FileLock(self._files.path(LOCK_FILE_NAME), thread_local=False)
+        self._lock = FileLock(self._root / LOCK_FILE_NAME, thread_local=False)
         try:
             self._lock.acquire(timeout=wait_seconds)
         except Timeout as error:
             raise LockedRun(
-                f"{self._files.root} is held by {self._named()}: end it, or give "
-                f"this run another folder"
+                f"{self._root} is held by {self._named()}: end it, or give this run another folder"
             ) from error
         self._holder = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(),
         }
-        self._files.write(HOLDER_FILE_NAME, json.dumps(self._holder).encode())
+        write(self._root / HOLDER_FILE_NAME, json.dumps(self._holder).encode())
 
     def release(self) -> None:
         # In a forked child filelock has closed the lock.
@@ -56,7 +56,7 @@ class RunLock:
         """Raise LockedRun in a forked child of the process that holds the lock."""
         if self._holder and self._holder["pid"] != os.getpid():
             raise LockedRun(
-                f"this process was forked from the process that writes to {self._files.root}: "
+                f"this process was forked from the process that writes to {self._root}: "
                 f"save in the parent process, and read in this one with a SavedRun"
             )
 
@@ -64,14 +64,14 @@ class RunLock:
         """Raise LockedRun if another process took over; call before each change that commits."""
         if self._found() not in ({}, self._holder):
             raise LockedRun(
-                f"{self._files.root} was taken over by {self._named()}: this process saves "
+                f"{self._root} was taken over by {self._named()}: this process saves "
                 f"nothing more; end it, or give this run another folder"
             )
 
     def _found(self) -> dict[str, Any]:
         """Return what the file says about the holder; empty if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError, RunError):
-            found = json.loads(self._files.read(HOLDER_FILE_NAME))
+            found = json.loads(read(self._root / HOLDER_FILE_NAME))
             if isinstance(found, dict):
                 return found
         return {}

@@ -386,7 +386,7 @@ class SavingPolicy:
         folders = [one.folder for one in self._states_from(step)]
         if ahead := [one for one in folders if one not in self.store.given_up]:
             raise RunError(
-                f"{self.store.files.root} has {ahead[0]}, but training is at step "
+                f"{self.store.root} has {ahead[0]}, but training is at step "
                 f"{step}: resume from it, or give this run a folder of its own"
             )
         self._entered = True

@@ -79,8 +79,8 @@ def load_chosen(
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
     root, candidates, damaged = Ranks().agree(lambda: choose(own, what, config=config))
-    is_own = root == own.files.root
-    chosen = own if is_own else SavedRun(root)
+    is_own = root == own.root
+    chosen = SavedRun(root)
 
     tried: dict[str, str] = {}
     for saved in candidates:
@@ -152,8 +152,8 @@ def _found(
 ) -> Choice:
     """Raise NothingSaved with what is `missing` if there is not even a damaged candidate."""
     if not candidates and not damaged:
-        raise NothingSaved(f"{run.files.root} holds {missing}; {_others(run)}")
-    return run.files.root, candidates, damaged
+        raise NothingSaved(f"{run.root} holds {missing}; {_others(run)}")
+    return run.root, candidates, damaged
 
 
 def _others(run: SavedRun) -> str:

@@ -23,12 +23,13 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy
 import torch
 
-from .files import Files
+from .files import read, write
 from .policy import number_of
 from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields
 from .ranks import Ranks, RunError, reading
@@ -175,16 +176,15 @@ class Recovery:
     attempt: int
 
 
-def read_recoveries(files: Files) -> list[Recovery]:
-    if files.kind(RECOVERIES_FILE_NAME) != "file":
+def read_recoveries(root: Path) -> list[Recovery]:
+    path = root / RECOVERIES_FILE_NAME
+    if not path.is_file():
         return []
     with reading(
-        f"{files.path(RECOVERIES_FILE_NAME)} lists the samples that are skipped, and can't be "
+        f"{path} lists the samples that are skipped, and can't be "
         "read: restore it, or remove it to train on those samples again"
     ):
-        return [
-            read_fields(Recovery, entry) for entry in json.loads(files.read(RECOVERIES_FILE_NAME))
-        ]
+        return [read_fields(Recovery, entry) for entry in json.loads(read(path))]
 
 
 # The watchdog of a run made by `saving`: judge each step, roll back, and skip the samples.
@@ -221,10 +221,10 @@ class AttachedWatch(SpikeWatchdog):
         self.ranks = Ranks.on_the_host()
         self._data = data
 
-    def begin(self, files: Files) -> None:
+    def begin(self, root: Path) -> None:
         """Read which samples the run skips."""
-        self._files = files
-        self._recoveries = read_recoveries(files)
+        self._root = root
+        self._recoveries = read_recoveries(root)
         for recovery in self._recoveries:
             self._data.skip(recovery.start, recovery.stop)
 
@@ -289,7 +289,7 @@ class AttachedWatch(SpikeWatchdog):
         self._data.skip(start, stop)
         if self.ranks.first:
             data = json.dumps([asdict(one) for one in self._recoveries]).encode()
-            self._files.write(RECOVERIES_FILE_NAME, data)
+            write(self._root / RECOVERIES_FILE_NAME, data)
             logger.warning(
                 "spike: %s. Rolled back to %s, without the data at positions %d to %d (attempt %d "
                 "of %d)",

@@ -14,8 +14,9 @@ import logging
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from .files import MOST_SMALL_BYTES, Files, StrPath
+from .files import MOST_SMALL_BYTES, StrPath, point, read, remove_folder, sync_folder, write
 from .format import (
     Contents,
     Part,
@@ -65,19 +66,22 @@ Which = SavedCheckpoint | str
 
 
 def folder_of(checkpoint: Which) -> str:
-    return checkpoint if isinstance(checkpoint, str) else checkpoint.folder
+    folder = checkpoint if isinstance(checkpoint, str) else checkpoint.folder
+    if step_of(folder) is None:
+        raise DamagedCheckpoint(f"{folder!r} is not the folder of a checkpoint")
+    return folder
 
 
 class SavedRun:
-    """The checkpoints of the run at `root`, a folder; `files` replaces the access to it."""
+    """The checkpoints of the run at `root`, a folder."""
 
-    def __init__(self, root: StrPath, *, files: Files | None = None) -> None:
+    def __init__(self, root: StrPath) -> None:
         if "://" in str(root):
             raise ValueError(
                 f"{root} is no folder: write the run to a disk, and copy its committed checkpoints "
                 f"there with fsspec"
             )
-        self.files = files or Files(root)
+        self.root = Path(root).absolute()
 
     def scan(self, *kinds: str) -> tuple[list[SavedCheckpoint], dict[str, str]]:
         """Return the checkpoints of these kinds, or all, by step, and why others are damaged.
@@ -87,10 +91,11 @@ class SavedRun:
         kinds = kinds or CHECKPOINT_KINDS
         committed = []
         damaged = {}
-        for folder in [f"{kind}/{name}" for kind in kinds for name in self.files.names(kind)]:
+        for path in [one for kind in kinds for one in sorted((self.root / kind).glob("*"))]:
+            folder = f"{path.parent.name}/{path.name}"
             if step_of(folder) is not None:
                 try:
-                    committed.append(read_manifest(self.files, folder))
+                    committed.append(read_manifest(self.root, folder))
                 except DamagedCheckpoint as error:
                     damaged[folder] = str(error)
         return sorted(committed, key=lambda one: (kinds.index(one.kind), one.step)), damaged
@@ -109,7 +114,7 @@ class SavedRun:
 
     def verify(self, checkpoint: Which) -> SavedCheckpoint:
         """Read and hash every file; raise DamagedCheckpoint with the difference."""
-        manifest = read_manifest(self.files, folder_of(checkpoint))
+        manifest = read_manifest(self.root, folder_of(checkpoint))
         verify_files(manifest, manifest.files)
         return manifest
 
@@ -125,7 +130,7 @@ class SavedRun:
         ranks = Ranks()
 
         def check() -> Contents:
-            manifest = read_manifest(self.files, folder_of(checkpoint))
+            manifest = read_manifest(self.root, folder_of(checkpoint))
             own_share = sorted(manifest.files)[ranks.rank :: ranks.size]
             verify_files(manifest, own_share)
             return self.open_content(manifest)
@@ -139,19 +144,20 @@ class SavedRun:
 
     def open_content(self, manifest: SavedCheckpoint) -> Contents:
         """Return what a verified checkpoint holds."""
-        files = Files(manifest.location)
-        with reading(f"{files.path(STATE_FILE_NAME)} can't be read"):
-            found = load_foreign(files.read(STATE_FILE_NAME, most_bytes=MOST_STATE_BYTES))
+        folder = manifest.location
+        path = folder / STATE_FILE_NAME
+        with reading(f"{path} can't be read"):
+            found = load_foreign(read(path, most_bytes=MOST_STATE_BYTES))
             values, ranks = found["values"], found["ranks"]
             if not isinstance(values, dict) or not isinstance(ranks, list):
                 raise ValueError("it does not hold the values of a state")
         if manifest.kind == BEST_KIND:
-            best = read_best(files, found.get("others"))
+            best = read_best(folder, found.get("others"))
             copy = functools.partial(copy_into, values=best)
             return Contents(best, values, ranks, copy, model_only=True)
         with reading("the index of the tensors can't be read"):
             tensors, metadata = checked_index(found.get("index"), manifest)
-        fill = functools.partial(read_tensors, files, metadata)
+        fill = functools.partial(read_tensors, folder, metadata)
         return Contents(tensors, values, ranks, fill)
 
 
@@ -171,9 +177,9 @@ class Store(SavedRun):
     given_up: Sequence[str] = ()
     _opened = False
 
-    @functools.cached_property
-    def _lock(self) -> RunLock:
-        return RunLock(self.files)
+    def __init__(self, root: StrPath) -> None:
+        super().__init__(root)
+        self._lock = RunLock(self.root)
 
     def __enter__(self) -> "Store":
         self.open()
@@ -195,21 +201,21 @@ class Store(SavedRun):
     def _open_first(self, wait_seconds: float) -> None:
         try:
             for kind in CHECKPOINT_KINDS:
-                self.files.make_folder(kind)
-            self.files.sync_folder("")
+                (self.root / kind).mkdir(parents=True, exist_ok=True)
+            sync_folder(self.root)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             raise RunError(
-                f"{self.files.root} can't be written to ({error.strerror}): give the run a "
+                f"{self.root} can't be written to ({error.strerror}): give the run a "
                 f"folder that this user may write to"
             ) from error
         self._lock.acquire(wait_seconds=wait_seconds)
         # Leftovers of interrupted saves and deletions go, and damaged checkpoints stay.
         for kind in CHECKPOINT_KINDS:
-            for name in self.files.names(kind):
-                if LEFTOVER_PATTERN.fullmatch(name):
-                    self.files.remove_folder(f"{kind}/{name}")
+            for path in [*(self.root / kind).iterdir()]:
+                if LEFTOVER_PATTERN.fullmatch(path.name):
+                    remove_folder(path)
         self._point()
 
     def close(self) -> None:
@@ -230,17 +236,16 @@ class Store(SavedRun):
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
         final = folder_name(kind, step, metric)
-        folder = ""
+        folder: Path | None = None
         try:
             # An error on one rank must reach the others before they wait for it in a collective.
             snapshot = ranks.all_do(state.snapshot)
             self.open()
-            location = str(self.files.path(final))
             named = metric and Metric(*metric)
-            saved = SavedCheckpoint(kind, step, {}, named, location=location)
+            saved = SavedCheckpoint(kind, step, {}, named, location=self.root / final)
             folder = ranks.agree(lambda: self._prepare(final))
             prepare = SafetensorsSave if kind == BEST_KIND else ShardedSave
-            return prepare(saved, snapshot, self.files, folder, ranks)
+            return prepare(saved, snapshot, folder, ranks)
         except Exception as error:
             # A user's state may raise anything, and the unfinished folder has to go.
             failed = self.failed(ranks, final, folder, error)
@@ -273,29 +278,29 @@ class Store(SavedRun):
             entries |= part.files
         saved = dataclasses.replace(writing.saved, files=entries)
         rendered = readable(saved.render(), MOST_SMALL_BYTES, "the manifest")
-        self.files.write(f"{writing.folder}/{MANIFEST_FILE_NAME}", rendered)
+        write(writing.folder / MANIFEST_FILE_NAME, rendered)
 
         given_up = self.given_up if saved.is_state else ()
         removed = [self._set_aside(folder) for folder in {saved.folder, *given_up}]
-        self.files.rename(writing.folder, saved.folder)
+        writing.folder.rename(saved.location)
         if given_up:
             self.given_up = ()
         # From here on the checkpoint is committed, and an error does not undo it.
         try:
-            self.files.sync_folder(saved.kind)
+            sync_folder(self.root / saved.kind)
             self._point()
-            for folder in removed:
-                self.files.remove_folder(folder)
+            for path in removed:
+                remove_folder(path)
         except OSError as error:
             logger.warning("%s is saved, but an error followed: %s", saved.location, error)
         return saved
 
-    def failed(self, ranks: Ranks, what: str, folder: str, error: Exception) -> SaveError:
+    def failed(self, ranks: Ranks, what: str, folder: Path | None, error: Exception) -> SaveError:
         """Remove the files of a failed save; the returned error names the newest checkpoint."""
         if ranks.first and folder:
             # The next opening removes what is left after an error.
             with contextlib.suppress(OSError):
-                self.files.remove_folder(folder)
+                remove_folder(folder)
         remaining = "nothing else is saved"
         with contextlib.suppress(OSError):
             if newest := self.latest():
@@ -303,8 +308,7 @@ class Store(SavedRun):
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remaining += "; free some space, or keep fewer checkpoints"
         return SaveError(
-            f"{what} in {self.files.root} was not saved: "
-            f"{error or type(error).__name__}; {remaining}"
+            f"{what} in {self.root} was not saved: {error or type(error).__name__}; {remaining}"
         )
 
     def discard(self, checkpoint: Which) -> None:
@@ -316,33 +320,35 @@ class Store(SavedRun):
     def _discard_first(self, folder: str) -> None:
         self._lock.require_held()
         removed = self._set_aside(folder)
-        self.files.sync_folder(folder.partition("/")[0])
-        self.files.remove_folder(removed)
+        sync_folder(removed.parent)
+        remove_folder(removed)
         self._point()
 
-    def _set_aside(self, folder: str) -> str:
+    def _set_aside(self, folder: str) -> Path:
         """Hide a folder that is to be removed, if there is one; the next opening removes it too."""
-        removed = f"{folder.replace('/', '/.')}.removed-{secrets.token_hex(8)}"
-        if self.files.kind(folder) is not None:
-            self.files.rename(folder, removed)
+        path = self.root / folder
+        removed = path.with_name(f".{path.name}.removed-{secrets.token_hex(8)}")
+        if path.exists():
+            path.rename(removed)
         return removed
 
-    def _prepare(self, final: str) -> str:
+    def _prepare(self, final: str) -> Path:
         """Make an empty folder to write into, and return it.
 
         An incomplete checkpoint of the same name, or one that was given up, stays until the new
         one is written; any other raises StepExists.
         """
         with contextlib.suppress(DamagedCheckpoint):
-            saved = read_manifest(self.files, final)
+            saved = read_manifest(self.root, final)
             if final not in self.given_up:
                 raise StepExists(
                     f"{saved.location} is saved already: if it is stale, discard it first"
                 )
-        folder = f"{final.replace('/', '/.')}.partial-{secrets.token_hex(8)}"
-        self.files.make_folder(folder)
+        path = self.root / final
+        folder = path.with_name(f".{path.name}.partial-{secrets.token_hex(8)}")
+        folder.mkdir(parents=True)
         return folder
 
     def _point(self) -> None:
         newest = self.latest()
-        self.files.point(LATEST_POINTER, None if newest is None else newest.folder)
+        point(self.root / LATEST_POINTER, None if newest is None else newest.folder)

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import Files, StrPath
+from .files import StrPath, read, sizes, sync_folder, write
 from .journal import Journal
 from .layout import (
     MANIFEST_FILE_NAME,
@@ -55,20 +55,23 @@ FOREIGN_NAME_PATTERN = re.compile(r"checkpoint[-_]\d+|.+\.ckpt")
 
 def verify_commit(commit: SavedCheckpoint) -> None:
     """Read all files; raise DamagedCheckpoint at the first that is not what was saved."""
-    if Path(commit.location).is_dir():
+    path = commit.location
+    if path.is_dir():
         check_sizes(commit)
+    elif [*commit.files] != [path.name]:
+        raise DamagedCheckpoint(f"{path}: its manifest is one of another file")
     verify_files(commit, commit.files)
 
 
 def commit_folder(folder: StrPath) -> Path:
     """Hash and sync every file below a folder, and write its manifest; replaces an older one."""
     path = Path(folder)
-    names = [name for name in sorted(Files(path).sizes("")) if name != MANIFEST_FILE_NAME]
+    names = [name for name in sorted(sizes(path)) if name != MANIFEST_FILE_NAME]
     entries = {name: entry_of(path / name) for name in names}
     for below in {(path / name).parent for name in names}:
-        Files(below).sync_folder("")
-    Files(path).write(MANIFEST_FILE_NAME, SavedCheckpoint(FOREIGN_KIND, 0, entries).render())
-    Files(path.parent).sync_folder("")
+        sync_folder(below)
+    write(path / MANIFEST_FILE_NAME, SavedCheckpoint(FOREIGN_KIND, 0, entries).render())
+    sync_folder(path.parent)
     return path
 
 
@@ -99,9 +102,9 @@ def commit_file(staged: Path, final: Path) -> None:
     with contextlib.suppress(DamagedCheckpoint, FileNotFoundError):
         before = read_commit(final)
         manifest = dataclasses.replace(manifest, before=(*before.files[final.name], before.date))
-    Files(final.parent).write(_manifest_of(final).name, manifest.render())
+    write(_manifest_of(final), manifest.render())
     staged.replace(final)
-    Files(final.parent).sync_folder("")
+    sync_folder(final.parent)
     _sweep(final)
 
 
@@ -120,7 +123,7 @@ def newest_whole(folder: StrPath) -> str | None:
             except (DamagedCheckpoint, OSError) as error:
                 logger.warning("a damaged checkpoint is passed over: %s", error)
                 continue
-            return str(_show(Path(commit.location)))
+            return str(_show(commit.location))
         return None
 
     return Ranks.on_the_host().agree(find)
@@ -142,8 +145,7 @@ def _commits(folder: Path) -> Iterator[SavedCheckpoint]:
 
 def read_commit(path: Path) -> SavedCheckpoint:
     """Read the manifest of a folder or a file; raise FileNotFoundError if it has none."""
-    key = _manifest_of(path)
-    manifest = parse_manifest(Files(key.parent).read(key.name))
+    manifest = parse_manifest(read(_manifest_of(path)))
     if manifest.kind != FOREIGN_KIND:
         raise DamagedCheckpoint(f"its manifest is one of {manifest.kind!r:.40}, not of a trainer")
     # A crash between manifest and rename leaves the file that was there before.
@@ -152,7 +154,7 @@ def read_commit(path: Path) -> SavedCheckpoint:
         if entry_of(path) == tuple(old):
             files = {path.name: FileEntry(*old)}
             manifest = dataclasses.replace(manifest, files=files, date=date)
-    return dataclasses.replace(manifest, location=str(path))
+    return dataclasses.replace(manifest, location=path)
 
 
 def _manifest_of(path: Path) -> Path:
@@ -169,7 +171,7 @@ def _show(path: Path) -> Path:
         if final.exists():
             _remove(final)
         path.rename(final)
-        Files(final.parent).sync_folder("")
+        sync_folder(final.parent)
     return final
 
 
