@@ -6,14 +6,15 @@ Proof: `python -m pytest tests/runs/test_random_state.py tests/runs/test_state.p
 """
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
 import torch
@@ -106,7 +107,19 @@ def seed_new_rank(
 BatchT = TypeVar("BatchT")
 
 
-class DataPosition:
+class Stateful:
+    """An object of whose attributes a checkpoint has those that `STATE` names."""
+
+    STATE: ClassVar[Sequence[str]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: copy.copy(getattr(self, name)) for name in self.STATE}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self).update({name: state[name] for name in self.STATE})
+
+
+class DataPosition(Stateful):
     """The position in the training data.
 
     `epoch` counts passes from 0, `batch` the batches taken in the current pass, and `position` all
@@ -115,6 +128,7 @@ class DataPosition:
 
     # Saved separately for every rank, because the generators of the ranks differ.
     of_each_rank = True
+    STATE = ("epoch", "batch", "began")
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -152,14 +166,6 @@ class DataPosition:
             batches -= not self._skips(position)
             position += 1
         return position
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "batch": self.batch, "began": self.began}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = state["epoch"]
-        self.batch = state["batch"]
-        self.began = state["began"]
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ import torch
 from .files import read, write
 from .policy import number_of
 from .policy_config import NUM_BASELINE_LOSSES, SpikeConfig, read_fields
+from .random_state import Stateful
 from .ranks import Ranks, RunError, reading
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed
 from .state import TrainingState
@@ -66,13 +66,16 @@ class Spike:
         return f"loss {self.loss:.4g} at step {self.step}{reference}{since}"
 
 
-class SpikeWatchdog:
+class SpikeWatchdog(Stateful):
     """Finds loss spikes in a sequence of losses, which has to be the same on all ranks."""
+
+    STATE = ("_accepted", "_suspects", "_began", "_reported")
 
     def __init__(self, config: SpikeConfig | None = None) -> None:
         self.config = config or SpikeConfig()
-        self._accepted: deque[tuple[int, float]] = deque(maxlen=self.config.window)
-        self._suspects: list[tuple[int, float]] = []
+        # Steps with their losses, in lists, as JSON has them.
+        self._accepted: list[Any] = []
+        self._suspects: list[Any] = []
         self._began: float | None = None
         # A loss that is not finite was reported, and no finite loss has followed yet.
         self._reported = False
@@ -92,12 +95,13 @@ class SpikeWatchdog:
 
         if math.isfinite(value) and (limit is None or value <= limit):
             self._suspects.clear()
-            self._accepted.append((step, value))
+            self._accepted.append([step, value])
+            del self._accepted[: -self.config.window]
             if self._began is None and len(self._accepted) == NUM_BASELINE_LOSSES:
                 self._began = statistics.median([accepted for _, accepted in self._accepted])
             return None
 
-        self._suspects.append((step, value))
+        self._suspects.append([step, value])
         if math.isfinite(value) and len(self._suspects) < self.config.patience:
             return None
 
@@ -124,20 +128,6 @@ class SpikeWatchdog:
         # The rise of the accepted losses over as many steps as the level covers.
         drift = max(0.0, slope) * NUM_BASELINE_LOSSES
         return level, level + drift + max(self.config.threshold * noise, least_rise)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "accepted": list(self._accepted),
-            "suspects": list(self._suspects),
-            "began": self._began,
-            "told": self._reported,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._accepted = deque(map(tuple, state["accepted"]), self.config.window)
-        self._suspects = list(map(tuple, state["suspects"]))
-        self._began = state["began"]
-        self._reported = state["told"]
 
 
 def line_through(steps: Sequence[int], losses: Sequence[float]) -> tuple[float, float]:
