@@ -4,13 +4,13 @@ python -m pytest tests/runs/test_retention.py
 """
 
 from curry_train.runs import PolicyConfig, Retention
-from curry_train.runs.layout import Metric, SavedCheckpoint
+from curry_train.runs.layout import SavedCheckpoint
 from curry_train.runs.retention import is_among_best, to_delete
 
 
 def saved(kind, step, value=None, *, name="dev_loss"):
     """Make the record of a checkpoint that exists on no disk."""
-    metric = None if value is None else Metric(name, value)
+    metric = None if value is None else (name, value)
     return SavedCheckpoint(kind, step, {}, metric)
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .format import Part, Writing
-from .layout import SavedCheckpoint
+from .format import Writing
+from .layout import Metric, SavedCheckpoint
 from .ranks import Ranks
 from .store import Savable, Store
 from .values import is_plain
@@ -114,9 +114,7 @@ class BackgroundSaver:
             # The ranks may be at different places now, so don't use collectives.
             self._release()
 
-    def save(
-        self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
-    ) -> None:
+    def save(self, kind: str, step: int, state: Savable, *, metric: Metric | None = None) -> None:
         """Begin a save and return before it is copied.
 
         Waits for the previous save, and raises its error.
@@ -149,7 +147,7 @@ class BackgroundSaver:
 
     def finish(self) -> SavedCheckpoint | None:
         """Wait for the running save, if there is one; return on every rank what it committed."""
-        return Ranks().collect(self._settle, lambda all_: all_[0])
+        return Ranks().all_do(self._settle)
 
     def close(self) -> None:
         """Finish the running save and release the buffers."""
@@ -181,7 +179,7 @@ class BackgroundSaver:
     def _run(self, writing: Writing, copied: Future[Any]) -> SavedCheckpoint:
         """Write and commit; runs on the background thread, like those of the other ranks."""
 
-        def write() -> Part:
+        def write() -> Any:
             done = copied.result()
             if done is not None:
                 done.synchronize()

@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 import math
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,15 +48,6 @@ from .values import PLAIN_DTYPES
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
 METADATA_FILE_NAME = ".metadata"
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank wrote: its files, torch's places of the tensors in them, and its own values."""
-
-    files: Mapping[str, FileEntry]
-    places: Mapping[MetadataIndex, Any]
-    values: Mapping[str, Any]
 
 
 def readable(data: bytes, most_bytes: int, what: str) -> bytes:
@@ -210,9 +201,6 @@ class PreparedSave:
                 raise
             self.entries[name] = FileEntry(stream.tell(), stream.hash.hexdigest())
 
-    def part(self, places: Mapping[MetadataIndex, Any]) -> Part:
-        return Part(self.entries, places, self.snapshot.rank_values)
-
 
 # Best-K checkpoints: the parameters as one safetensors file that other tools can read.
 
@@ -251,16 +239,16 @@ class SafetensorsSave(PreparedSave):
             else:
                 self._others[bare] = value.detach().clone()
 
-    def write(self) -> Part:
+    def write(self) -> dict[MetadataIndex, Any]:
         """Write this rank's files."""
         if self.ranks.first:
             contents = {name: _own_memory(one) for name, one in self.tensors.items()}
             path = self.folder / SAFETENSORS_FILE_NAME
             save_file(contents, path, metadata={"format": "pt"})
             self.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
-        return self.part({})
+        return {}
 
-    def join(self, parts: list[Part]) -> dict[str, Any]:
+    def join(self, places: Iterable[Any]) -> dict[str, Any]:
         """Return what the state holds of the tensors; called on the first rank."""
         return {"others": self._others}
 
@@ -322,23 +310,23 @@ class ShardedSave(PreparedSave):
         for item in self._plan.items:
             self.tensors[item.index] = planner.resolve_data(item).detach()
 
-    def write(self) -> Part:
-        """Write this rank's files."""
+    def write(self) -> dict[MetadataIndex, Any]:
+        """Write this rank's files; return the places of the tensors."""
         # All that torch's writer asks of a planner: in place of a live tensor, its copy.
         planner: Any = SimpleNamespace(resolve_data=lambda item: self.tensors[item.index])
         # The manifest has a better hash than CRC-32 sums, which take as long as the writing.
         config: Any = importlib.import_module("torch.utils.serialization.config")
         with config.patch("save.compute_crc32", False):
             written = self._writer.write_data(self._plan, planner).wait()
-        return self.part({one.index: one.storage_data for one in written})
+        return {one.index: one.storage_data for one in written}
 
-    def join(self, parts: list[Part]) -> dict[str, Any]:
-        """Write torch's index of all parts; return ours, which is read without unpickling."""
-        places = {index: place for part in parts for index, place in part.places.items()}
+    def join(self, places: Iterable[Any]) -> dict[str, Any]:
+        """Write torch's index of all ranks; return ours, which is read without unpickling."""
+        found = {index: place for one in places for index, place in one.items()}
         # The index contains no path of this machine.
         metadata = dataclasses.replace(
             self._metadata,
-            storage_data=places,
+            storage_data=found,
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
@@ -349,7 +337,7 @@ class ShardedSave(PreparedSave):
         for name, entry in metadata.state_dict_metadata.items():
             pieces = []
             for chunk in entry.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
+                place = found[MetadataIndex(name, chunk.offsets)]
                 where = [place.relative_path, place.offset, place.length]
                 pieces.append([chunk.offsets, chunk.sizes, *where])
             index[name] = [entry.properties.dtype, entry.size, pieces]

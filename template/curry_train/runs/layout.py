@@ -39,14 +39,11 @@ _FOLDER_PATTERN = re.compile(
 )
 
 
-class Metric(NamedTuple):
-    """The figure that ranks checkpoints, such as dev_loss."""
-
-    name: str
-    value: float
+# Name and value of the figure that ranks checkpoints, such as dev_loss.
+Metric = tuple[str, float]
 
 
-def folder_name(kind: str, step: int, metric: tuple[str, float] | None = None) -> str:
+def folder_name(kind: str, step: int, metric: Metric | None = None) -> str:
     """Return the folder of a checkpoint, relative to the run's folder."""
     if type(step) is not int:
         raise ValueError(f"a step is a whole number from 0, got {step!r}: pass an int")
@@ -168,7 +165,7 @@ def parse_manifest(data: bytes) -> SavedCheckpoint:
     with reading("the manifest can't be read"):
         content = json.loads(data)
         content["files"] = {name: FileEntry(*entry) for name, entry in content["files"].items()}
-        content["metric"] = content["metric"] and Metric(*content["metric"])
+        content["metric"] = content["metric"] and tuple(content["metric"])
         content["date"] = str(content["date"])
         content["before"] = tuple(content["before"])
         del content["hash"]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Snapshot
-from .layout import BEST_KIND, SavedCheckpoint
+from .layout import BEST_KIND, Metric, SavedCheckpoint
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError, StepExists
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
@@ -322,7 +322,7 @@ class SavingPolicy:
             logger.warning("step %d was not saved: %s", step, wrong)
             return False
         self.finish()
-        saves: list[tuple[str, tuple[str, float] | None]] = []
+        saves: list[tuple[str, Metric | None]] = []
         if kind is not None and not (self._last and self._last.step == step):
             self._enter_line(step)
             saves.append((kind, None))

@@ -9,7 +9,7 @@ Proof: `python -m pytest tests/runs/test_retention.py`.
 import math
 from collections.abc import Iterable, Sequence
 
-from .layout import BEST_KIND, Metric, SavedCheckpoint
+from .layout import BEST_KIND, SavedCheckpoint
 from .policy_config import PolicyConfig
 
 
@@ -40,9 +40,9 @@ def best_first(saved: Iterable[SavedCheckpoint], config: PolicyConfig) -> list[S
     """Return the best-Ks of the configured metric, best first; the earlier one of equals."""
     sign = 1 if config.best_k_direction == "minimize" else -1
     ranked = [
-        (sign * one.metric.value, one.step, number, one)
+        (sign * one.metric[1], one.step, number, one)
         for number, one in enumerate(saved)
-        if one.metric and one.metric.name == config.best_k_metric
+        if one.metric and one.metric[0] == config.best_k_metric
     ]
     return [one for *_, one in sorted(ranked)]
 
@@ -51,6 +51,6 @@ def is_among_best(
     value: float, step: int, saved: Sequence[SavedCheckpoint], config: PolicyConfig
 ) -> bool:
     """Return whether a state with this value would be among the best K; never if not finite."""
-    new = SavedCheckpoint(BEST_KIND, step, {}, Metric(config.best_k_metric, value))
+    new = SavedCheckpoint(BEST_KIND, step, {}, (config.best_k_metric, value))
     best = best_first([*saved, new], config)[: config.best_k]
     return math.isfinite(value) and new in best

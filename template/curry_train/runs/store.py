@@ -15,11 +15,11 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .files import MOST_SMALL_BYTES, StrPath, point, read, remove_folder, sync_folder, write
 from .format import (
     Contents,
-    Part,
     SafetensorsSave,
     ShardedSave,
     Snapshot,
@@ -224,14 +224,14 @@ class Store(SavedRun):
         self._opened = False
 
     def save(
-        self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
+        self, kind: str, step: int, state: Savable, *, metric: Metric | None = None
     ) -> SavedCheckpoint:
         """Write a checkpoint and commit it; after an error, nothing new is committed."""
         writing = self.begin(kind, step, state, metric=metric)
         return self.finish(writing, writing.write)
 
     def begin(
-        self, kind: str, step: int, state: Savable, *, metric: tuple[str, float] | None = None
+        self, kind: str, step: int, state: Savable, *, metric: Metric | None = None
     ) -> Writing:
         """Prepare a save on all ranks together; afterwards each rank writes its part alone."""
         ranks = Ranks()
@@ -241,8 +241,7 @@ class Store(SavedRun):
             # An error on one rank must reach the others before they wait for it in a collective.
             snapshot = ranks.all_do(state.snapshot)
             self.open()
-            named = metric and Metric(*metric)
-            saved = SavedCheckpoint(kind, step, {}, named, location=self.root / final)
+            saved = SavedCheckpoint(kind, step, {}, metric, location=self.root / final)
             folder = ranks.agree(lambda: self._prepare(final))
             prepare = SafetensorsSave if kind == BEST_KIND else ShardedSave
             return prepare(saved, snapshot, folder, ranks)
@@ -253,30 +252,37 @@ class Store(SavedRun):
                 raise failed from error
             raise
 
-    def finish(self, writing: Writing, write: Callable[[], Part]) -> SavedCheckpoint:
-        """Let each rank `write` its part, and commit the checkpoint."""
+    def finish(self, writing: Writing, write: Callable[[], Any]) -> SavedCheckpoint:
+        """Let each rank `write` its tensors, and commit the checkpoint."""
         ranks = writing.ranks
         try:
-            return ranks.collect(write, lambda parts: self.commit(writing, parts))
+            return ranks.collect(
+                lambda: (write(), writing.entries, writing.snapshot.rank_values),
+                lambda parts: self.commit(writing, *zip(*parts, strict=True)),
+            )
         except Exception as error:  # a part of the user's state may raise anything
             raise self.failed(ranks, writing.saved.folder, writing.folder, error) from error
 
-    def commit(self, writing: Writing, parts: list[Part]) -> SavedCheckpoint:
-        """Write the manifest and rename the folder; called on the first rank after all parts."""
+    def commit(
+        self, writing: Writing, places: Sequence[Any], files: Sequence[Any], values: Sequence[Any]
+    ) -> SavedCheckpoint:
+        """Write the manifest and rename the folder; called on the first rank.
+
+        The ranks have written their tensors to `places` in `files`, and have these `values`.
+        """
         # After a takeover: the new writer has removed the folder, or this raises.
         self._lock.require_held()
         content = {
             "values": writing.snapshot.values,
-            "ranks": [part.values for part in parts],
-            **writing.join(parts),
+            "ranks": [*values],
+            **writing.join(places),
         }
         data = readable(dump(content), MOST_STATE_BYTES, "the state beside its tensors")
         with writing.create_stream(STATE_FILE_NAME) as stream:
             stream.write(data)
-        entries = dict(writing.entries)
-        for part in parts:
-            entries |= part.files
-        saved = dataclasses.replace(writing.saved, files=entries)
+        for entries in files:
+            writing.entries |= entries
+        saved = dataclasses.replace(writing.saved, files=writing.entries)
         rendered = readable(saved.render(), MOST_SMALL_BYTES, "the manifest")
         write(writing.folder / MANIFEST_FILE_NAME, rendered)
 
