@@ -7,7 +7,7 @@ import contextlib
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ TECHNIQUE_ATTRIBUTE = "_technique"
 
 
 class Derived(nn.Module):
-    """Base of mixins that `derive` and `become` put before a module's own class."""
+    """Base of mixins that `become` puts before a module's own class."""
 
     # The settings of the technique that changed this module; it can have only one at a time.
     _technique: Any
@@ -36,16 +36,22 @@ class Derived(nn.Module):
         return _rebuild, type(self)._bases, self.__getstate__()
 
 
-def derive(mixin: type[Derived], module: nn.Module, technique: Any = None) -> Any:
-    """Return a module of a class led by `mixin` that shares all its state with `module`.
+class DerivedForward(Derived):
+    """Base of mixins that change a module's forward while the technique works.
 
-    What is set on one later, also by `eval()`, is set on both.
+    In eval mode and without grad mode it is that of the original module.
     """
-    refuse(module)
-    new: Any = object.__new__(type(module))
-    object.__setattr__(new, "__dict__", module.__dict__)
-    become(mixin, new, technique)
-    return new
+
+    # Whether the technique works in compiled code too.
+    _compiles = False
+
+    # Runs the original forward, with its arguments and keywords, as the technique does.
+    _run_changed: Callable[..., Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if is_active(self) and (self._compiles or not torch.compiler.is_compiling()):
+            return self._run_changed(super().forward, args, kwargs)
+        return super().forward(*args, **kwargs)
 
 
 def become(mixin: type[Derived], module: nn.Module, technique: Any = None) -> None:

@@ -19,7 +19,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import flop_registry
@@ -185,11 +184,6 @@ def with_own_code(function: Callable[..., Any], *, name: str) -> Callable[..., A
 
     call.__code__ = call.__code__.replace(co_name=name)
     return call
-
-
-def current_budget() -> float:
-    """Return the memory budget for compiling now: per thread, in torch 2.11 per process."""
-    return float(functorch_config.activation_memory_budget)
 
 
 @contextmanager

@@ -30,13 +30,12 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..core.blocks import Derived, Globs, become, find_blocks, find_modules, is_active, restore
+from ..core.blocks import DerivedForward, Globs, become, find_blocks, find_modules, restore
 from ..core.generators import seeded
 from ..core.measure import Loss, untouched
 from ..core.measure_compiled import (
     BudgetUnsafe,
     CompileFailed,
-    current_budget,
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
@@ -127,7 +126,8 @@ def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> G
 
     Every random operation is saved. Raise `BudgetUnsafe` if a random operation ends up in both.
     """
-    budget = current_budget()
+    # Per thread, in torch 2.11 per process.
+    budget = float(functorch_config.activation_memory_budget)
     # Torch restores the generator's state in regions that the user recomputes.
     drawing = [node for node in drawing_nodes(joint) if node.meta.get("recompute") is None]
     for node in drawing:
@@ -174,24 +174,16 @@ def _is_a_tuple_alone(joint: GraphModule, drawing: Sequence[Node]) -> bool:
 # Compile blocks with a memory budget: the compiler chooses which activations to recompute.
 
 
-class Budgeted(Derived):
+class Budgeted(DerivedForward):
     """A block that runs compiled with its budget in training, also inside a compiled model."""
 
     runs_compiled_code = True
-
-    @torch.compiler.disable(  # type: ignore[untyped-decorator]
-        reason="the block is compiled by itself, with its memory budget"
+    forward = torch.compiler.disable(
+        DerivedForward.forward, reason="the block is compiled by itself, with its memory budget"
     )
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_active(self):
-            return super().forward(*args, **kwargs)
-        return _compiled(_bare_forward(self), self._technique)(self, *args, **kwargs)
 
-
-def _bare_forward(block: nn.Module) -> Callable[..., Any]:
-    """Return the forward of the block's original class."""
-    forward: Any = super(Budgeted, block).forward  # type: ignore[misc]
-    return forward.__func__
+    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
+        return _compiled(run.__func__, self._technique)(self, *args, **kwargs)
 
 
 _compiled = functools.cache(Compiled)
@@ -227,7 +219,7 @@ def memory_budget(
     if (batch is None) != (loss is None):
         raise ValueError("give batch and loss both, to compile now, or neither")
 
-    found = find_blocks(model, blocks)
+    found: dict[str, Any] = find_blocks(model, blocks)
     with contextlib.ExitStack() as undo:
         for name, block in found.items():
             if not isinstance(type(block).forward, types.FunctionType):
@@ -246,7 +238,7 @@ def memory_budget(
             with untouched(model), seeded(0), warnings_of_the_compiler_ignored():
                 loss(model, batch).backward()
             for block in found.values():
-                code = _compiled(_bare_forward(block), block._technique)
+                code = _compiled(type(block)._bases[1].forward, block._technique)
                 if not code.num_graphs:
                     raise CompileFailed(
                         f"{code.budget.kind} produced no compiled graph: check that the forward "

@@ -28,12 +28,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..core.blocks import (
     CAST_NODE,
     CheckedTensor,
-    Derived,
+    DerivedForward,
     Globs,
     become,
     find_blocks,
     find_modules,
-    is_active,
     restore,
     tensors_in,
 )
@@ -366,17 +365,12 @@ ALIAS_REASON = "alias of what moved"
 OTHER_REASON = "no plain tensor of the device"
 
 
-class Offloaded(Derived):
-    """A block whose saved tensors are on the host until backward.
+class Offloaded(DerivedForward):
+    """A block whose saved tensors are on the host until backward."""
 
-    In eval mode, without grad mode and in compiled code it behaves as the original block.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_active(self) or torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
+    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
         with self._technique.hooks(self, (args, kwargs)):
-            return super().forward(*args, **kwargs)
+            return run(*args, **kwargs)
 
 
 class OffloadedCall:

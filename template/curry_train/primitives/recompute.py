@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..core.blocks import (
-    Derived,
+    DerivedForward,
     Globs,
     become,
-    derive,
     find_blocks,
     is_active,
     recomputing,
+    refuse,
     restore,
     tensors_in,
 )
@@ -78,14 +78,15 @@ class RecomputeOptions:
 second_call_contexts.add(recomputing)
 
 
-class Checkpointed(Derived):
+class Checkpointed(DerivedForward):
     """A block that runs under a checkpoint, with the options that it holds."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        options = self._technique
-        if not (options.enabled and is_active(self)):
-            return super().forward(*args, **kwargs)
-        return run_checkpointed(super().forward, (args, kwargs), modules=[self], options=options)
+    _compiles = True
+
+    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
+        if not self._technique.enabled:
+            return run(*args, **kwargs)
+        return run_checkpointed(run, (args, kwargs), modules=[self], options=self._technique)
 
 
 class Recompute(Checkpointed):
@@ -114,7 +115,12 @@ class Recompute(Checkpointed):
                 return run_checkpointed(module, (args, kwargs), modules=used, options=settings)
 
             return call
-        return derive(cls, module, settings)
+        refuse(module)
+        # What is set on one of the two later, also by `eval()`, is set on both.
+        block: Any = object.__new__(type(module))
+        object.__setattr__(block, "__dict__", module.__dict__)
+        become(cls, block, settings)
+        return block
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Do nothing: the module passed to `__new__` is initialised already."""

@@ -23,12 +23,11 @@ from torch.utils.checkpoint import get_device_states
 from ..core.blocks import (
     CAST_NODE,
     CheckedTensor,
-    Derived,
+    DerivedForward,
     Globs,
     become,
     check_unchanged,
     find_blocks,
-    is_active,
     match_names,
     recomputing,
     restore,
@@ -225,32 +224,24 @@ def _recipe(base: Tensor) -> Callable[[], Tensor] | None:
 second_call_contexts.add(recomputing)
 
 
-class Regions(Derived):
-    """A block whose cheap tensors are recomputed in backward.
+class Regions(DerivedForward):
+    """A block whose cheap tensors are recomputed in backward; the compiler does so by itself."""
 
-    In eval mode, without grad mode and in compiled code it behaves as the original block: the
-    compiler recomputes by itself.
-    """
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_active(self) or torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
+    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
         with saved_tensors_hooks(pack, lambda saved: saved.value()):
-            return super().forward(*args, **kwargs)
+            return run(*args, **kwargs)
 
 
-class Replayed(Derived):
+class Replayed(DerivedForward):
     """A norm or a named module inside a `Regions` block; it runs once more in backward.
 
     A module that the user named has its name as the technique.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_active(self) or torch.compiler.is_compiling():
-            return super().forward(*args, **kwargs)
+    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
         name = self._technique
         before = generator_states(self) if name else []
-        call = FlatCall(super().forward, (args, kwargs), modules=[self])
+        call = FlatCall(run, (args, kwargs), modules=[self])
         output = Replay(call).first()
         if name and not all(map(torch.equal, before, generator_states(self))):
             raise ValueError(
