@@ -111,10 +111,12 @@ def _resumed(
                     if run.steps == until:
                         break
                     batch = new_batch(case)
-                    weight = 1 + 0.01 * (random.random() + numpy.random.rand())
+                    # Whose states differ in each step then, as torch's does.
+                    random.random()
+                    numpy.random.rand()
                     # Blocks that drop out at random have to be the same ones on each rank.
                     with seeded(case.seed + run.steps):
-                        loss = take_user_step(case, model, optimizer, batch, weight=weight)
+                        loss = take_user_step(case, model, optimizer, batch)
                     run.step(loss=loss)
             counter = {"step": run.steps, "position": run.state.position}
             return printed_state(model, optimizer, generator=generator_digests(), counter=counter)

@@ -34,11 +34,9 @@ def new_batch(case: Case) -> Any:
     return case.place(case.workload.batch(case.batch_size))
 
 
-def take_user_step(
-    case: Case, model: nn.Module, optimizer: Optimizer, batch: Any, *, weight: float = 1.0
-) -> Tensor:
+def take_user_step(case: Case, model: nn.Module, optimizer: Optimizer, batch: Any) -> Tensor:
     """Train one step on a batch, and return its loss."""
-    loss = weight * case.workload.mean_loss(model, batch)
+    loss = case.workload.mean_loss(model, batch)
     loss.backward()
     try:
         optimizer.step()
