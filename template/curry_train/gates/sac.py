@@ -5,6 +5,7 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ..core.measure import untouched
@@ -26,28 +27,20 @@ from .same_training import (
 )
 from .verdict import Gate, NotApplicable, Outcome
 
+REGIONS = STRATEGIES["regions"].apply
+
 # The same training.
 
 
 def compare_policy(case: Case, *, apply_sac: Change = sac.apply_sac) -> Outcome:
     """Compare a training with a policy to the plain one."""
-    return _compare(case, on_blocks(apply_sac), "save_expensive")
+    return compare_strategy(case, apply=on_blocks(apply_sac), policy="save_expensive")
 
 
-def compare_count(case: Case, *, apply: Apply = STRATEGIES["sac_every_second"].apply) -> Outcome:
-    """Compare a training with a policy that counts products to the plain one."""
-    return _compare(case, apply, "every_second_matmul")
-
-
-def _compare(case: Case, apply: Apply, policy: str) -> Outcome:
+def compare_strategy(case: Case, *, apply: Apply, policy: str) -> Outcome:
+    """Compare a training with a strategy that applies a policy to the plain one."""
     with _where_ours_runs(case, policy):
         return same_training(case, apply, every_block=True)
-
-
-def compare_regions(case: Case, *, apply: Apply = STRATEGIES["regions"].apply) -> Outcome:
-    """Compare a training with regions to the plain one."""
-    why = "our own regions change nothing here: other layers may have run while bytes were counted"
-    return same_training(case, apply, known=(STRATEGIES["regions"].apply, why))
 
 
 @contextlib.contextmanager
@@ -147,8 +140,22 @@ def compare_eval_mode(
 
 GATES = (
     Gate("sac/parity-sac", compare_policy),
-    Gate("sac/parity-every-second", compare_count),
-    Gate("sac/parity-regions", compare_regions),
+    Gate(
+        "sac/parity-every-second",
+        # A policy that counts products.
+        partial(
+            compare_strategy,
+            apply=STRATEGIES["sac_every_second"].apply,
+            policy="every_second_matmul",
+        ),
+    ),
+    Gate(
+        "sac/parity-regions",
+        # Other layers may have run while bytes were counted.
+        partial(
+            same_training, apply=REGIONS, known=(REGIONS, "our own regions change nothing here")
+        ),
+    ),
     Gate("sac/products", count_recomputed),
     Gate("sac/regions", measure_regions),
     Gate("sac/off", compare_eval_mode),
