@@ -147,26 +147,25 @@ def compare_windows(
     *,
     train_window: Train = train_window,
     sizes: Sizes = (),
-    is_masked: bool = False,
     with_options: bool = False,
     scaler: torch.amp.GradScaler | None = None,
     hint: str,
 ) -> Outcome:
     """Compare windows of microbatches with large batches that are trained by hand.
 
-    Without `sizes` it is one window of four. `with_options` clips and schedules too, where the
-    implementation takes that.
+    Without `sizes` it is one window of four with equal weights; with them the loss is masked, where
+    it can be. `with_options` clips and schedules too, where the implementation takes that.
     """
     clips = with_options and takes(train_window, "clip_norm")
     is_scheduled = with_options and takes(train_window, "scheduler")
     if with_options and scaler is None and not (clips or is_scheduled):
         raise NotApplicable("the implementation takes neither clip_norm nor scheduler")
+    mask = sizes and case.workload.mask
     sizes = sizes or [[case.batch_size] * 4]
     batch = case.batch(sum(map(sum, sizes)))
-    if is_masked and case.workload.mask:
-        batch = case.workload.mask(batch)
+    if mask:
+        batch = mask(batch)
     microbatches = case.split(batch, [*itertools.chain(*sizes)])
-    module = case.build().eval()
     first = _by_hand(case, batch, sizes).steps[0]
     norm = first.gradient_norm * (CLIPPED_SHARE if clips else 1.0)
     settings: dict[str, Any] = {
@@ -178,6 +177,7 @@ def compare_windows(
     reference, tolerance = reference_by_hand(case, batch, sizes, **settings)
     accumulation = GradientAccumulation(len(sizes[0]))
     windows = accumulation.windows(microbatches, count=case.workload.count)
+    module = case.build().eval()
     observed = observe(module, windows, train_window, case.workload.loss, scaler=scaler, **settings)
     parity = observed.compare(reference, tolerance=tolerance)
     measured = f"{parity.describe()}; {observed.counts()}"
@@ -378,7 +378,6 @@ GATES = (
         partial(
             compare_windows,
             sizes=[[1, 4, 2, 3]],
-            is_masked=True,
             hint="sum each loss and divide by the window's terms; a mean of means weights terms "
             "unequally",
         ),
@@ -389,7 +388,6 @@ GATES = (
         partial(
             compare_windows,
             sizes=[[2] * 4, [2] * 2],
-            is_masked=True,
             hint="take divisor and last microbatch from the window, not from the number of steps",
         ),
     ),
@@ -399,7 +397,6 @@ GATES = (
         partial(
             compare_windows,
             sizes=[[2] * 4] * 2,
-            is_masked=True,
             with_options=True,
             hint="clip, step and schedule after the last microbatch of the window, never inside it",
         ),

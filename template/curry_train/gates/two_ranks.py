@@ -129,7 +129,6 @@ def under_both(
 
     found: dict[str, Measured] = {}
     for kind, wraps in _wraps(case, unused=bool(num_unused)).items():
-        refused = ""
         for wrap in wraps:
             make = functools.partial(_wrapped, case, wrap)
             try:
@@ -139,12 +138,10 @@ def under_both(
                 for _ in range(2):
                     case.mean_loss(wrapped, batches[0]).backward()
             except Exception as error:  # noqa: BLE001 the user's loss may raise anything here
-                refused = error_in_a_line(error)
-                continue
-            found[kind] = measure(make, kind)
-            break
-        else:
-            found[kind] = refused, None
+                found[kind] = error_in_a_line(error), None
+            else:
+                found[kind] = measure(make, kind)
+                break
     return found
 
 
