@@ -261,9 +261,8 @@ def _reverse(scores: Tensor) -> Tensor | None:
 LEAST_BYTES = 4096
 
 
-def offload_all(model: nn.Module, *, blocks: Sequence[str]) -> None:
-    """Offload these blocks, the last one too."""
-    offload_blocks(model, blocks=blocks, keep_last=0)
+# Offload the blocks that are named, the last one too.
+offload_all = partial(offload_blocks, keep_last=0)
 
 
 def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
