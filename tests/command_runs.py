@@ -52,16 +52,21 @@ def call(*words, status=0):
     return output
 
 
-def finished(*words, cwd=None, **environment):
-    """Run a program with the package on its path, in a folder and with more variables."""
+def finished(*words, cwd=None, status=0, **environment):
+    """Run a program, which has to end with this status, or with any where it is None.
+
+    The package is on its path, and `environment` has more variables.
+    """
     ours = {"PYTHONPATH": str(ROOT / "template"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
+    ended = subprocess.run(
         list(map(str, words)),
         cwd=cwd,
         env=os.environ | ours | environment,
         capture_output=True,
         text=True,
     )
+    assert status in (None, ended.returncode), (words, ended.stdout, ended.stderr)
+    return ended
 
 
 def wait_for(condition):

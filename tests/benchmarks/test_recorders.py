@@ -56,8 +56,7 @@ def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     program, *part = name.split()
     words = [*part, *words.split(), "--json", "found.json"]
     paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
-    ended = finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=paths)
-    assert ended.returncode == 0, ended.stderr
+    finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=paths)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = read_json(tmp_path / "found.json")
     for key, value in figures.items():

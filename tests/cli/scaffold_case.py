@@ -146,9 +146,7 @@ def shell(command, *, cwd=None, **variables):
     """Run what a user would type, with this Python as `python` and no path of ours."""
     # Without plugins, as for a user who has torch and pytest alone.
     ours = {"PATH": PYTHON_FIRST, "PYTHONPATH": "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = finished("sh", "-c", command, cwd=cwd, **ours, **variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+    return finished("sh", "-c", command, cwd=cwd, **ours, **variables)
 
 
 def tree(root):

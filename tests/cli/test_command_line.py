@@ -220,13 +220,11 @@ CLONED = str(ROOT / "scripts/curry_train.py")
 
 def test_a_bare_clone_runs_it_from_any_folder_whatever_the_path_holds():
     ended = finished(sys.executable, CLONED, "list", PYTHONPATH=f"{ROOT}/scripts:{ROOT}/template")
-    assert ended.returncode == 0, ended.stderr
     assert "grad-accum" in ended.stdout
 
 
 def test_a_bare_clone_names_itself_in_usage_so_that_the_line_can_be_typed():
-    unknown = finished(sys.executable, CLONED, "valdate", PYTHONPATH="")
-    assert unknown.returncode == 2
+    unknown = finished(sys.executable, CLONED, "valdate", status=2, PYTHONPATH="")
     assert "No such command 'valdate'" in unknown.stderr
     assert f"Try 'python {CLONED} --help'" in unknown.stderr
 

@@ -86,10 +86,11 @@ def run(repository, monkeypatch):
     return functools.partial(ran, "gen-tests")
 
 
-def pytest_run(root, *arguments, path):
+def pytest_run(root, *arguments, path, **more):
     """Run pytest as a user does: in another folder, without our plugins."""
     line = f"{warm_python()} -m pytest -p no:cacheprovider -p no:xdist -q"
-    return finished(*line.split(), *arguments, cwd=root, PYTHONPATH=path, PYTEST_ADDOPTS="")
+    more |= {"PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    return finished(*line.split(), *arguments, cwd=root, **more)
 
 
 LOOP = """
@@ -131,8 +132,8 @@ def outcomes(repository):
     gone = repository / "tests/test_gone.py"
     gone.write_text(gone.read_text().replace("recompute/off", "recompute/gone"))
     files = [f"test_{name}.py" for name in FILES]
-    done = pytest_run(repository / "tests", "--junitxml=found.xml", *files, path=TEMPLATE)
-    assert done.returncode == 1, done.stdout
+    words = ("--junitxml=found.xml", *files)
+    done = pytest_run(repository / "tests", *words, path=TEMPLATE, status=1)
     assert "Traceback" not in done.stdout
     found = {name: {} for name in FILES}
     for case in ElementTree.parse(repository / "tests/found.xml").iter("testcase"):
@@ -191,8 +192,7 @@ def test_the_command_in_the_header_writes_the_same_file_again(repository, run, m
     path.unlink()
     command = f"{warm_python()} {ROOT / 'scripts/curry_train.py'} "
     again = shown.strip().replace("curry-train ", command, 1)
-    ended = finished("sh", "-c", again, cwd=repository, PYTHONPATH="src")
-    assert ended.returncode == 0, ended.stderr
+    finished("sh", "-c", again, cwd=repository, PYTHONPATH="src")
     # All but the first docstring, which has the command as it was typed.
     header, _, rest = path.read_text().partition('"""\n')
     assert rest == text.partition('"""\n')[2]
@@ -266,6 +266,5 @@ def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkey
 
 def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path):
     path = os.path.relpath(ROOT / "scripts/gen_checkpoint_tests.py", tmp_path)
-    ended = finished(warm_python(), path, "--model", "mlp", "--out", "test_mlp.py")
-    assert ended.returncode == 0, ended.stderr
+    finished(warm_python(), path, "--model", "mlp", "--out", "test_mlp.py")
     assert f"    python {path} \\\n" in (tmp_path / "test_mlp.py").read_text()

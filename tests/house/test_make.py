@@ -31,8 +31,8 @@ def test_an_older_python_is_refused_in_one_line(tmp_path):
         '#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.1 && exit\n[ "$1" = -c ] && exit 1\n'
     )
     python.chmod(0o755)
-    done = finished("make", "test", cwd=tmp_path, PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
-    assert done.returncode == 2
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    done = finished("make", "test", cwd=tmp_path, status=2, PATH=path)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
     assert lines == [
         "curry-train needs Python 3.11 or newer and python3 is Python 3.10.1: "
@@ -65,4 +65,4 @@ def test_ci_fails_when_any_of_its_commands_fails(tmp_path, test, static, expecte
     shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
     (tmp_path / "test.sh").write_text(test)
     (tmp_path / "Makefile").write_text(f"test:\n\t@sh test.sh\nstatic:\n\t@{static}\n")
-    assert finished(".ci/run", cwd=tmp_path).returncode == expected
+    finished(".ci/run", cwd=tmp_path, status=expected)
