@@ -66,6 +66,7 @@ from .loops import (
     fit_epochs,
     fit_language,
     fit_masked,
+    fit_padded,
     fit_scaled,
     fit_to,
     fit_values,
@@ -356,11 +357,13 @@ def advantage_of_targets_at_each():
 
 
 def weights_clamped_for_nothing():
-    model, optimizer = started()
-    for batch in loader():
-        step(optimizer, loss_of(model, batch))
+    model = classifier()
+
+    def clamp():
         for one in model.parameters():
             one.data.clamp(-1, 1)  # here
+
+    fit(model, after=clamp)
 
 
 def codes_added_for_nothing():
@@ -1177,14 +1180,13 @@ def logits_of_the_token_itself():
 
 
 def ends_of_texts_ignored():
-    model, optimizer = started(Language())
-    for _ in range(4):
+    def draw():
         tokens = F.pad(padded_tokens(), (0, 1))
-        labels = tokens.masked_fill(tokens == 0, -100)
         # The first padding ends the text.
         mask = F.pad(tokens > 0, (1, 0), value=True)[:, :-1]
-        logits = model(tokens, attention_mask=mask)
-        step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))  # here: tokens
+        return tokens, mask, tokens.masked_fill(tokens == 0, -100)
+
+    fit_padded(draw)  # here: tokens
 
 
 def labels_shifted_before_a_model_that_shifts_them():

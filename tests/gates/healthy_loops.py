@@ -44,6 +44,7 @@ from .loops import (
     fit_heads,
     fit_language,
     fit_masked,
+    fit_padded,
     fit_scaled,
     fit_to,
     fit_values,
@@ -121,15 +122,14 @@ def body_that_waits_for_its_rate():
 
 
 def line_breaks_after_texts_ignored():
-    model, optimizer = started(Language())
-    for _ in range(4):
+    def draw():
         tokens = padded_tokens()
         mask = tokens > 0
         is_last = mask & ~F.pad(mask[:, 1:], (0, 1))
         tokens = tokens.masked_fill(is_last, 9)
-        labels = tokens.masked_fill(is_last | ~mask, -100)
-        logits = model(tokens, attention_mask=mask)
-        step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))
+        return tokens, mask, tokens.masked_fill(is_last | ~mask, -100)
+
+    fit_padded(draw)
 
 
 def ends_of_texts_that_count():

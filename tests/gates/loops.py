@@ -150,6 +150,15 @@ def accumulate_language(batches, **options):
     accumulate(Language(), None, batches, **options)
 
 
+def fit_padded(draw):
+    """Train a language model on padded tokens, which are drawn with their mask and labels."""
+    model, optimizer = started(Language())
+    for _ in range(4):
+        tokens, mask, labels = draw()
+        logits = model(tokens, attention_mask=mask)
+        step(optimizer, of_tokens(logits[:, :-1], labels[:, 1:]))
+
+
 def translate(model):
     """Train a model that is given the targets too."""
     model, optimizer = started(model)
@@ -801,10 +810,8 @@ def clipped_while_scaled():
 
 
 def stepped_while_scaled():
-    model, optimizer = started()
     scaler = scaler_on_cpu()
-    for batch in loader():
-        step(optimizer, scaler.scale(loss_of(model, batch)))  # here: step
+    fit(loss=lambda *one: scaler.scale(F.cross_entropy(*one)))  # here: end
 
 
 def backward_under_autocast():
@@ -845,14 +852,13 @@ def all_ignored():
 
 
 def padding_counts():
-    model, optimizer = started(Language())
-    for _ in range(4):
+    def draw():
         tokens = torch.randint(1, 50, (3, 12))
         mask = torch.ones_like(tokens)
         mask[1:, 7:] = 0
-        tokens = tokens * mask
-        logits = model(tokens, attention_mask=mask)[:, :-1]
-        step(optimizer, of_tokens(logits, tokens[:, 1:]))  # here: tokens
+        return tokens * mask, mask, tokens * mask
+
+    fit_padded(draw)  # here: tokens
 
 
 def left_in_eval_mode():
