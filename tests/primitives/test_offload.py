@@ -282,6 +282,16 @@ def test_no_cast_of_a_weight_stays_alive_until_backward():
     loss.backward()
 
 
+def test_the_compiler_of_a_function_in_a_block_leaves_the_hooks_alone():
+    wave = torch.compile(lambda x, weight: (x @ weight).sin(), backend="aot_eager")
+    model = Runs(lambda inner, x: wave(x, inner[0].weight), nn.Linear(32, 32))
+    # After a call under a dispatch mode torch runs the function as it is, and compiles its calls.
+    measure_memory(model, BATCH, square_sum)
+    offload_blocks(model := nn.Sequential(model), blocks="0", keep_last=0)
+    for rows in (32, 48, 40):
+        square_sum(model, BATCH[:rows]).backward()
+
+
 # Slow copies, as on CUDA.
 
 

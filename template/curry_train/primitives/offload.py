@@ -13,6 +13,7 @@ tests/benchmarks/test_cuda_branches.py tests/peers/test_peer_behaviours.py`.
 
 import functools
 import mmap
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -466,7 +467,11 @@ class Offloader:
             step = OffloadedForward(self, owned)
             self.step = weakref.ref(step)
             self.report = step.report
-        return saved_tensors_hooks(OffloadedCall(step, block, inputs).pack, step.unpack)
+        pack = OffloadedCall(step, block, inputs).pack
+        # A compiled function of the block may let the compiler loose on what it calls.
+        if "torch._dynamo" in sys.modules:
+            pack = torch.compiler.disable(pack)
+        return saved_tensors_hooks(pack, step.unpack)
 
 
 def offload_blocks(
