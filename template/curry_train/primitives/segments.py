@@ -63,7 +63,7 @@ class Segment:
         if self.outputs:
             self.passed = _stream(output, block)
             self.uses = _uses(self.passed)
-            self.generator = _generator()
+            self.generator = _generator(self.passed)
         else:
             # The forward is over, and nothing of it stays alive here.
             self.passed = None
@@ -211,9 +211,10 @@ def _uses(tensor: Any) -> tuple[int, int]:
     return (0, 0) if torch.compiler.is_compiling() else (tensor._version, tensor._use_count())
 
 
-def _generator() -> Tensor | None:
-    """Return the state of torch's generator on the CPU; compiled code can't read it."""
-    return None if torch.compiler.is_compiling() else torch.get_rng_state()
+def _generator(output: Tensor) -> Tensor | None:
+    """Return the state of torch's generator; compiled code and fake tensors can't compare it."""
+    is_plain = type(output) is Tensor and not torch.compiler.is_compiling()
+    return torch.get_rng_state() if is_plain else None
 
 
 def _stream(output: Any, block: nn.Module) -> Tensor:
