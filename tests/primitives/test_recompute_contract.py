@@ -78,6 +78,15 @@ def test_an_error_of_a_block_holds_no_tensor():
     assert held() is None
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+def test_a_block_with_a_scripted_part_trains_the_same():
+    model = nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))
+    weights = [*model.parameters()]
+    steps = (model, Recompute(model))
+    found = [torch.autograd.grad(square_sum(step, BATCH), weights) for step in steps]
+    assert all(map(torch.equal, *found))
+
+
 def test_reentrant_is_refused_if_it_would_lose_gradients():
     block = Block()
     with pytest.raises(
