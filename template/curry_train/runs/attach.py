@@ -57,6 +57,7 @@ from .resume import Resumed
 from .spike import AttachedWatch, SampleStream, Spike
 from .state import TrainingState
 from .store import Store
+from .values import Facts, Values
 
 # What the loop reports of a step, and the journal of it.
 
@@ -66,9 +67,9 @@ class StepNotes:
     """The figures that the loop reported since the last save."""
 
     # Figures that the policy may compare and save by: numbers or tensors.
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: Facts = field(default_factory=dict)
     # Figures for the journal only, which may be infinite in sound training.
-    figures: dict[str, Any] = field(default_factory=dict)
+    figures: Facts = field(default_factory=dict)
     # Whether a step was done, and not only measured.
     is_step: bool = False
     # False if a gradient scaler skipped the step.
@@ -86,7 +87,7 @@ class AttachedJournal(Journal):
         self._on = on
         self.begin_step()
         ranks = Ranks()
-        facts: dict[str, Any] = {}
+        facts: Facts = {}
         if on:
             parameter = next(run.state.model.parameters(), torch.empty(0))
             self._device = parameter.device
@@ -119,7 +120,7 @@ class AttachedJournal(Journal):
                     "a journal needs the loss of each step: "
                     "call run.step(loss=loss), or leave journal out"
                 )
-            figures: dict[str, Any] = {
+            figures: Facts = {
                 "learning_rate": self._rate,
                 "seconds": time.perf_counter() - self._since,
                 "peak_bytes": peak_bytes(self._device),
@@ -224,16 +225,16 @@ class AttachedRun:
         *,
         runs: StrPath,
         scaler: Any = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Values | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
         stream: SampleStream | None = None,
         resume: str | int | None = "latest",
         keep_settings: bool = False,
         in_background: bool = False,
         journal: bool = False,
-        config: Mapping[str, Any] | None = None,
-        spike: SpikeConfig | Mapping[str, Any] | None = None,
-        box: bool | BoxConfig | Mapping[str, Any] = False,
+        config: Values | None = None,
+        spike: SpikeConfig | Values | None = None,
+        box: bool | BoxConfig | Values = False,
         **policy: Any,
     ) -> None:
         replay = Replay.current
@@ -424,7 +425,7 @@ class AttachedRun:
         loss: Any = None,
         *,
         stepped: bool = True,
-        figures: Mapping[str, Any] | None = None,
+        figures: Values | None = None,
         **metrics: Any,
     ) -> bool:
         """Call after the optimizer's step, on every rank.

@@ -16,7 +16,6 @@ import shlex
 import shutil
 import sys
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from .ranks import Ranks, RunError, reading
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
 from .store import Store
-from .values import CollectedTensors, dump, encode, load_foreign
+from .values import CollectedTensors, Facts, Values, dump, encode, load_foreign
 
 logger = logging.getLogger(__name__)
 FOLDER = "boxes"
@@ -55,7 +54,7 @@ class BoxFacts:
     # The folder of the state that the replay begins with; None for the start of the run.
     checkpoint: str | None
     # The losses of the steps up to this one, as `float.hex` writes them.
-    losses: dict[str, Any]
+    losses: Facts
     # A digest of the parameters after the step, where the box was made right after it.
     parameters: str | None
     world_size: int
@@ -68,7 +67,7 @@ class StepStart:
     """The generators with which a step began, and the batches that it has taken."""
 
     step: int
-    generators: dict[str, Any]
+    generators: Facts
     # Each with the versions of its tensors, which count the changes in place.
     batches: list[tuple[Any, list[int]]] = field(default_factory=list)
 
@@ -163,7 +162,7 @@ class Boxes:
     def _write_rank(self, part: Path, step: int) -> None:
         # After a rollback there may be an older one of the same step.
         start = next((one for one in reversed(self._starts) if one.step == step), None)
-        content: dict[str, Any] = {"batches": None, "generators": None}
+        content: Facts = {"batches": None, "generators": None}
         try:
             if start is None:
                 raise ValueError("it began before this start of the process")
@@ -238,7 +237,7 @@ def read_facts(folder: StrPath) -> BoxFacts:
     return facts
 
 
-def read_rank(folder: StrPath, rank: int) -> Mapping[str, Any]:
+def read_rank(folder: StrPath, rank: int) -> Values:
     """Return `batches` and `generators` of a rank, None where they are not in the box."""
     with reading(f"{folder}: rank-{rank}.pt can't be read"):
         data = read(Path(folder, f"rank-{rank}.pt"), most_bytes=MOST_BATCH_BYTES)

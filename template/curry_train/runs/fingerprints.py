@@ -41,7 +41,7 @@ from .history import run_facts
 from .parameters import bare_name
 from .ranks import RunError
 from .rounding import Exchange
-from .values import floats_of
+from .values import Facts, Values, floats_of
 
 # Iterators of a DataLoader have this class, which has no public name.
 LoaderIterator = _BaseDataLoaderIter
@@ -120,7 +120,7 @@ class Recorder:
         return self.folder / f"rank-{os.environ.get('RANK', '0')}.jsonl"
 
     @contextlib.contextmanager
-    def running(self, facts: dict[str, Any]) -> Iterator[None]:
+    def running(self, facts: Facts) -> Iterator[None]:
         if self.path.exists():
             raise RunError(f"{self.path} is there already: give another folder, or remove this one")
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class Recorder:
         self.names.clear()
         self.watched.clear()
 
-    def _write(self, observation: Mapping[str, Any]) -> None:
+    def _write(self, observation: Values) -> None:
         # A line is with the kernel when this returns, so a kill of this process can't lose it.
         self.file.write(json.dumps(observation) + "\n")
         self.file.flush()
@@ -164,7 +164,7 @@ class Recorder:
         self,
         kind: str,
         path: str,
-        values: Mapping[str, Any],
+        values: Values,
         *,
         call: int | None = None,
         **facts: Any,
@@ -317,7 +317,7 @@ class Recorder:
 
     # The backward pass.
 
-    def _watch(self, values: Mapping[str, Any], path: str, number: int, *, is_output: bool) -> None:
+    def _watch(self, values: Values, path: str, number: int, *, is_output: bool) -> None:
         """Note the gradient of tensors, and which calls they are given to."""
         if not self.records_all:
             return
@@ -344,7 +344,7 @@ class Recorder:
                 flow["made_in"] = path, number
 
     def _watch_gradient(
-        self, tensor: Tensor, path: str, number: int | None, what: str, flow: Mapping[str, Any]
+        self, tensor: Tensor, path: str, number: int | None, what: str, flow: Values
     ) -> None:
         """Note each gradient of a tensor; without a number of the call they are counted."""
 
@@ -417,7 +417,7 @@ class Recorder:
         }:
             self.step -= 1
             self.last_steps[path] = self.step - 1
-        found: dict[str, Any] = {}
+        found: Facts = {}
         for number, group in enumerate(optimizer.param_groups):
             settings = {name: value for name, value in group.items() if name != "params"}
             found |= {f"{name} of group {number}": one for name, one in leaves_of(settings).items()}
@@ -495,7 +495,7 @@ class Operations(TorchDispatchMode):
         self.made_by: dict[int, tuple[tuple[str, int] | None, str]] = {}
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Any, args: Any = (), kwargs: Facts | None = None
     ) -> Any:
         recorder = self.recorder
         options = kwargs or {}
@@ -513,7 +513,7 @@ class Operations(TorchDispatchMode):
         # same bytes as another type are other values.
         is_new = func.is_view and func is not torch.ops.aten.view.dtype
         is_new |= "empty" in str(func) or func.namespace in ("c10d", "_c10d_functional", "fsdp")
-        facts: dict[str, Any] = {"name": str(func), "computes": not is_new}
+        facts: Facts = {"name": str(func), "computes": not is_new}
         if recorder.in_replay:
             # Before it runs, because an operation in place overwrites what it is given.
             facts["given"] = list(ranges_of(given).values())
@@ -556,7 +556,7 @@ class Operations(TorchDispatchMode):
 Range = tuple[float, float]
 
 
-def ranges_of(values: Mapping[str, Any]) -> dict[str, Range]:
+def ranges_of(values: Values) -> dict[str, Range]:
     return {name: ends for name, one in values.items() if (ends := value_range(one)) is not None}
 
 
@@ -576,7 +576,7 @@ def value_range(value: Any) -> Range | None:
         return float(low), float(high)
 
 
-def place_of(one: Mapping[str, Any]) -> str:
+def place_of(one: Values) -> str:
     """Return what an observation is matched by: step, phase, module path, call, and the like."""
     # Each output and input of a call has a gradient of its own.
     what = [*one["digests"], one["time"]] if one["kind"] == "gradient" else []
@@ -599,7 +599,7 @@ def users_line(outer: str = "") -> str:
     return ""
 
 
-def leaves_of(value: Any, name: str = "") -> dict[str, Any]:
+def leaves_of(value: Any, name: str = "") -> Facts:
     """Return tensors and plain values of nested containers, by the way to them."""
     if isinstance(value, str):
         value = value[:LONGEST_VALUE]
@@ -607,13 +607,13 @@ def leaves_of(value: Any, name: str = "") -> dict[str, Any]:
         return {name or "0": value}
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
-    found: dict[str, Any] = {}
+    found: Facts = {}
     for key, one in value.items() if isinstance(value, Mapping) else ():
         found |= leaves_of(one, f"{name}.{key}" if name else str(key))
     return found
 
 
-def _rows(values: Mapping[str, Any]) -> list[str]:
+def _rows(values: Values) -> list[str]:
     """Return a digest of each sample of a batch, whose tensors have a row for each."""
     tensors = [one for one in values.values() if isinstance(one, Tensor) and one.dim()]
     if not tensors or not 1 < len(tensors[0]) <= MOST_ROWS:
@@ -622,7 +622,7 @@ def _rows(values: Mapping[str, Any]) -> list[str]:
     return [hash_of("".join(row).encode()) for row in zip(*filter(None, digests), strict=True)]
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
+def _settings(module: nn.Module) -> Facts:
     """Return the class of a module and its attributes that are plain values."""
     attributes = {
         name: value
@@ -640,7 +640,7 @@ def _drawing_alike(stack: contextlib.ExitStack, compile: Any, *args: Any, **opti
     return compile(*args, **options)
 
 
-def _switches() -> dict[str, Any]:
+def _switches() -> Facts:
     """Return what a program may have set, and what it computes by."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     found = {
@@ -660,7 +660,7 @@ def _switches() -> dict[str, Any]:
     return {f"switch {name}": value for name, value in found.items()}
 
 
-def _environment() -> dict[str, Any]:
+def _environment() -> Facts:
     """Return versions and variables that may change what torch computes."""
     device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     variables = {name: os.environ[name] for name in os.environ if name.startswith(VARIABLES)}
@@ -669,7 +669,7 @@ def _environment() -> dict[str, Any]:
     return {**facts, "variables": variables}
 
 
-def read_fingerprints(folder: StrPath, rank: int = 0) -> list[dict[str, Any]]:
+def read_fingerprints(folder: StrPath, rank: int = 0) -> list[Facts]:
     """Return the observations of a rank, without a last line that a kill has cut off."""
     path = Path(folder, f"rank-{rank}.jsonl")
     if not path.is_file():

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 from .files import StrPath, create
 from .layout import FileEntry, SavedCheckpoint, entry_of
 from .ranks import HostileCheckpoint, Ranks, SaveError, reading
-from .values import PLAIN_DTYPES
+from .values import PLAIN_DTYPES, Facts, Values
 
 # Write torch distributed checkpoints to any `Files`, hashing every file on the way.
 
@@ -71,7 +71,7 @@ def checked_index(index: Any, manifest: SavedCheckpoint) -> tuple[dict[str, Tens
     The tensors take no more bytes than the files hold.
     """
     shapes: dict[str, Tensor] = {}
-    tensors: dict[str, Any] = {}
+    tensors: Facts = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     left = {name: entry.bytes for name, entry in manifest.files.items()}
     for name, (dtype, whole_shape, pieces) in index.items():
@@ -141,9 +141,9 @@ class Snapshot:
     # The live tensors. A name that exists on several ranks holds equal values or shards.
     tensors: Mapping[str, Tensor]
     # The values of the first rank.
-    values: Mapping[str, Any]
+    values: Values
     # The values of each rank.
-    rank_values: Mapping[str, Any]
+    rank_values: Values
     # What tensors hold that are saved among the values.
     inline: Mapping[str, Tensor]
     # Only these change the tensors: a copy in the background has to end before their next step.
@@ -162,8 +162,8 @@ class Contents:
 
     # Only their shapes and dtypes count.
     tensors: Mapping[str, Tensor]
-    values: Mapping[str, Any]
-    rank_values: Sequence[Mapping[str, Any]]
+    values: Values
+    rank_values: Sequence[Values]
     # Fills tensors with the saved values.
     fill: Callable[[Mapping[str, Tensor]], None]
     # True for a best-K.
@@ -248,7 +248,7 @@ class SafetensorsSave(PreparedSave):
             self.entries[SAFETENSORS_FILE_NAME] = entry_of(path)
         return {}
 
-    def join(self, places: Iterable[Any]) -> dict[str, Any]:
+    def join(self, places: Iterable[Any]) -> Facts:
         """Return what the state holds of the tensors; called on the first rank."""
         return {"others": self._others}
 
@@ -267,7 +267,7 @@ def read_best(folder: Path, others: Any) -> dict[str, Tensor]:
         return {MODEL_PREFIX + name: tensor.detach() for name, tensor in found.items()}
 
 
-def copy_into(targets: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+def copy_into(targets: Values, values: Mapping[str, Tensor]) -> None:
     """Fill the targets, sharded or not."""
     for name, target in targets.items():
         value = values[name]
@@ -320,7 +320,7 @@ class ShardedSave(PreparedSave):
             written = self._writer.write_data(self._plan, planner).wait()
         return {one.index: one.storage_data for one in written}
 
-    def join(self, places: Iterable[Any]) -> dict[str, Any]:
+    def join(self, places: Iterable[Any]) -> Facts:
         """Write torch's index of all ranks; return ours, which is read without unpickling."""
         found = {index: place for one in places for index, place in one.items()}
         # The index contains no path of this machine.

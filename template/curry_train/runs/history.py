@@ -31,6 +31,7 @@ from ..core.wording import provenance
 from .files import StrPath
 from .journal import JOURNAL_FILE_NAME, OPENING_EVENT_KINDS, Event, event_number, read_events
 from .layout import find_run, split_request
+from .values import Facts, Values
 
 # Read the history of a run from its journal: attempts, steps and other events.
 
@@ -86,7 +87,7 @@ class Attempt:
     number: int
     # start, resume, rollback, or lost if the opening event is missing.
     kind: str
-    facts: dict[str, Any]
+    facts: Facts
     last_step: int = 0
     # The reason of its stop event. None without such an event: killed, or still running.
     ended: str | None = None
@@ -105,7 +106,7 @@ class History:
     # The other events, by kind.
     events: dict[str, list[Event]] = field(default_factory=dict)
     # Configuration, code, environment and command, each of the newest attempt that records it.
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)
     # The numbers of the lines that are no event.
     damaged: list[int] = field(default_factory=list)
 
@@ -177,7 +178,7 @@ def read_history(run: StrPath, *, root: StrPath = "") -> History:
 ABSENT_VALUE = "(none)"
 
 
-def changes(a: Any, b: Any, *, name: str = "") -> list[dict[str, Any]]:
+def changes(a: Any, b: Any, *, name: str = "") -> list[Facts]:
     """List the differing leaves; a mapping that only one side has counts as one leaf."""
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         found = []
@@ -195,9 +196,7 @@ def changes(a: Any, b: Any, *, name: str = "") -> list[dict[str, Any]]:
 GIT_SECONDS = 10.0
 
 
-def run_facts(
-    config: Mapping[str, Any], *, device: torch.device, world_size: int = 1
-) -> dict[str, Any]:
+def run_facts(config: Values, *, device: torch.device, world_size: int = 1) -> Facts:
     """Collect the facts of a run whose code is in the working directory."""
     known = provenance(device)
     environment = {
@@ -239,7 +238,7 @@ def package_versions() -> dict[str, str]:
     return {str(one.metadata["Name"]).lower().replace("_", "-"): one.version for one in found}
 
 
-def git_state(folder: Path) -> dict[str, Any]:
+def git_state(folder: Path) -> Facts:
     """Return the git revision and a digest of uncommitted code, or why there is no revision.
 
     Uncommitted code is the changes to tracked files, and Python files that git does not track.

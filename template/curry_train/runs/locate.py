@@ -21,8 +21,9 @@ from typing import Any
 from ..core.wording import some_of
 from .fingerprints import place_of
 from .rounding import epsilon_of, is_rounding, num_elements
+from .values import Facts, Values
 
-Observation = Mapping[str, Any]
+Observation = Values
 # The observations of one rank, or some of them, in the order of execution.
 Record = Sequence[Observation]
 # Operations, from the first one that differs, that are aligned between the two runs.
@@ -54,7 +55,7 @@ class Located:
 
     headline: str
     # Where it is: step, phase, module path and number of the call. Empty where all is equal.
-    place: dict[str, Any] = field(default_factory=dict)
+    place: Facts = field(default_factory=dict)
     # What differs before it, and settings of the place.
     notes: list[str] = field(default_factory=list)
     num_compared: int = 0
@@ -67,7 +68,7 @@ class Located:
     def is_equal(self) -> bool:
         return not self.place
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Facts:
         return asdict(self) | {"equal": self.is_equal}
 
 
@@ -79,9 +80,9 @@ def locate(a: Record, b: Record, noises: Sequence[Record] = ()) -> Located:
     return Comparison(a, b, noises).run()
 
 
-def expected_values(a: Record, b: Record, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def expected_values(a: Record, b: Record, step: int) -> tuple[Facts, Facts]:
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
-    found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+    found: tuple[Facts, Facts] = {}, {}
     for one, other in Comparison(a, b).pairs():
         own = other["own"]
         for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
@@ -416,7 +417,7 @@ def _call(one: Observation) -> str:
     )
 
 
-def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str = "") -> Iterator[str]:
+def _changes(a: Values, b: Values, owner: str = "") -> Iterator[str]:
     of_owner = f" of {owner}" if owner else ""
     for name in {**a, **b}:
         # As text: 1 and 1.0 are other arguments of an operation, and nan is not equal to itself.
@@ -424,7 +425,7 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any], owner: str = "") -> Ite
             yield f"{name}{of_owner} is {a.get(name, 'unset')} in A and {b.get(name, 'unset')} in B"
 
 
-def settings_of(observations: Record) -> dict[str, Any]:
+def settings_of(observations: Record) -> Facts:
     """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
     start = observations[0]
     kind, owner, *arguments = start["program"] or ["script", None]
@@ -510,7 +511,7 @@ def _names_of(observations: Record) -> set[str]:
     return set().union(*(it["digests"] for it in observations if it["kind"] in ("state", "step")))
 
 
-def _settings_of(observations: Record) -> dict[str, dict[str, Any]]:
+def _settings_of(observations: Record) -> dict[str, Facts]:
     return {
         path: settings for one in observations for path, settings in one.get("settings", {}).items()
     }

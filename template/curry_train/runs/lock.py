@@ -13,12 +13,12 @@ import os
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
 from .files import read, write
 from .ranks import LockedRun, RunError
+from .values import Facts
 
 LOCK_FILE_NAME = "writer.lock"
 HOLDER_FILE_NAME = "writer.json"
@@ -29,7 +29,7 @@ class RunLock:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._holder: dict[str, Any] = {}
+        self._holder: Facts = {}
 
     def acquire(self, *, wait_seconds: float) -> None:
         """Take the lock; raise LockedRun with the name of the holder if it is taken."""
@@ -68,7 +68,7 @@ class RunLock:
                 f"nothing more; end it, or give this run another folder"
             )
 
-    def _found(self) -> dict[str, Any]:
+    def _found(self) -> Facts:
         """Return what the file says about the holder; empty if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError, RunError):
             found = json.loads(read(self._root / HOLDER_FILE_NAME))

@@ -6,12 +6,12 @@ into a model that is wrapped differently, or not at all.
 Proof: `python -m pytest tests/runs/test_state.py`.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ..core.blocks import PARALLEL_WRAPPERS, WRAPPED_ATTRIBUTES
+from .values import Facts, Values
 
 # Tensor names without the prefixes of wrappers such as DDP and `torch.compile`.
 
@@ -29,7 +29,7 @@ def bare_name(model: nn.Module, name: str) -> str:
     return ".".join(kept)
 
 
-def bare_names(model: nn.Module, names: Mapping[str, Any]) -> dict[str, Any]:
+def bare_names(model: nn.Module, names: Values) -> Facts:
     """Return the same mapping with bare names as keys."""
     renamed = {bare_name(model, name): value for name, value in names.items()}
     if len(renamed) != len(names):

@@ -36,7 +36,7 @@ from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
 from .retention import is_among_best, to_delete
 from .state import TrainingState
 from .store import Savable, Store
-from .values import floats_of
+from .values import Values, floats_of
 
 # Decide when to save: every N steps, or within a bound on the overhead of saving.
 
@@ -271,9 +271,7 @@ class SavingPolicy:
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
 
-    def after_step(
-        self, step: int, state: Savable, metrics: Mapping[str, Any]
-    ) -> list[SavedCheckpoint]:
+    def after_step(self, step: int, state: Savable, metrics: Values) -> list[SavedCheckpoint]:
         """Save what is due after `step` steps; nothing of a state with NaN.
 
         `metrics` holds figures of this step, numbers or tensors; they are read only where a save is
@@ -308,9 +306,7 @@ class SavingPolicy:
         """Return the states from a step on that are not given up, newest first."""
         return [saved for saved in Ranks().agree(self.store.states) if saved.step >= step]
 
-    def _save_due(
-        self, step: int, state: Savable, kind: str | None, metrics: Mapping[str, Any]
-    ) -> bool:
+    def _save_due(self, step: int, state: Savable, kind: str | None, metrics: Values) -> bool:
         """Save a state as this kind and as a best-K, unless one of the ranks has damage in it.
 
         Returns whether a save was begun.
@@ -343,7 +339,7 @@ class SavingPolicy:
                 has_begun = True
         return has_begun
 
-    def _what_is_wrong(self, snapshot: Snapshot, metrics: Mapping[str, Any]) -> str | None:
+    def _what_is_wrong(self, snapshot: Snapshot, metrics: Values) -> str | None:
         """Describe the first metric or tensor that makes a state unfit to be saved."""
         for name, value in metrics.items():
             number = 0.0 if value is None else number_of(value)

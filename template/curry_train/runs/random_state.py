@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from ..core.digest import hash_of
 from ..core.generators import generator_states, seed_generators, set_generator_states
 from .ranks import reading
+from .values import Facts, Values
 
 # Random state of torch, CUDA, Python, numpy and the user's own generators; number of threads.
 
@@ -31,14 +32,14 @@ logger = logging.getLogger(__name__)
 DATA_PREFIX = "data-"
 
 
-def take_random_state(generators: Mapping[str, torch.Generator] = {}) -> dict[str, Any]:
+def take_random_state(generators: Mapping[str, torch.Generator] = {}) -> Facts:
     """Return the current state of every generator, by name."""
     own = {f"generator-{name}": one.get_state() for name, one in generators.items()}
     return generator_states() | own
 
 
 def restore_random_state(
-    states: Mapping[str, Any], generators: Mapping[str, torch.Generator] = {}
+    states: Values, generators: Mapping[str, torch.Generator] = {}
 ) -> list[str]:
     """Restore every generator; return a note for each one that could not be restored.
 
@@ -88,9 +89,7 @@ def restore_threads(saved: int, *, may_restore: bool = True) -> str:
     return note
 
 
-def seed_new_rank(
-    states: Mapping[str, Any], rank: int, generators: Mapping[str, torch.Generator]
-) -> None:
+def seed_new_rank(states: Values, rank: int, generators: Mapping[str, torch.Generator]) -> None:
     """Seed the generators of a rank that did not exist at the save.
 
     The seed comes from the state of the first rank and this rank's number.
@@ -112,10 +111,10 @@ class Stateful:
 
     STATE: ClassVar[Sequence[str]]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Facts:
         return {name: copy.copy(getattr(self, name)) for name in self.STATE}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Values) -> None:
         vars(self).update({name: state[name] for name in self.STATE})
 
 
@@ -134,7 +133,7 @@ class DataPosition(Stateful):
         self.epoch = 0
         self.batch = 0
         # The generators' states where the pass began.
-        self.began: dict[str, Any] | None = None
+        self.began: Facts | None = None
         self.position = 0
         # The batches that the last optimizer step took, and those taken since then.
         self._window = 1

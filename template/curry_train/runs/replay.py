@@ -36,6 +36,7 @@ from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
 from .spike import RECOVERIES_FILE_NAME
 from .state import TrainingState
+from .values import Facts
 
 # Options of `saving` in a replay.
 NOTHING_SAVED = {"rollback_every": None, "recovery_every": None, "best_k": 0}
@@ -59,7 +60,7 @@ class Replay:
         until: int,
         root: Path,
         record: str | None,
-        end: Callable[[dict[str, Any]], NoReturn],
+        end: Callable[[Facts], NoReturn],
     ) -> None:
         self.facts: BoxFacts = read_facts(box)
         self.root = root
@@ -70,7 +71,7 @@ class Replay:
         self._is_recorded = record is not None
         self._recorder = Recorder(Path(record or root), in_replay=True)
         self._recording = contextlib.ExitStack()
-        self.found: dict[str, Any] = {
+        self.found: Facts = {
             "steps": {},
             "notes": [],
             "not finite": None,
@@ -165,7 +166,7 @@ def _digests(batch: Any) -> list[str]:
 # What was recorded.
 
 
-def examine(record: Record) -> dict[str, Any]:
+def examine(record: Record) -> Facts:
     """Return the operations of the last step, and what is the first to be not finite or has grown.
 
     What makes NaN or infinity in the step before, too, does so by design, as a mask.
@@ -196,9 +197,9 @@ def _module(path: str) -> str:
     return path.removeprefix("model").removeprefix(".")
 
 
-def _sources(step: Record) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _sources(step: Record) -> dict[tuple[Any, ...], Facts]:
     """Return what makes NaN or infinity of finite values, in order, by a key for its place."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    found: dict[tuple[Any, ...], Facts] = {}
     counts = Counter[tuple[str, ...]]()
     for place, one in enumerate(step):
         ranges = one.get("ranges", {}).items()
@@ -254,7 +255,7 @@ def _ratios(before: Mapping[str, float], now: Mapping[str, float]) -> dict[str, 
     return {name: now[name] / one if one else 1.0 for name, one in before.items() if name in now}
 
 
-def growth(good: Record, bad: Record) -> dict[str, Any]:
+def growth(good: Record, bad: Record) -> Facts:
     """Name the module whose outputs have grown most against its inputs, and the largest gradient.
 
     Modules that hold this one grow as it does, so the innermost of those is named that have at

@@ -30,7 +30,9 @@ from .random_state import restore_random_state, restore_threads, seed_new_rank, 
 from .ranks import PARTIAL_LOAD_ADVICE, Ranks, StateMismatch, reading
 from .values import (
     CollectedTensors,
+    Facts,
     Stored,
+    Values,
     decode,
     each_once,
     elements_of,
@@ -67,8 +69,8 @@ class TrainingState:
         scheduler: Any = None,
         scaler: Any = None,
         *,
-        config: Mapping[str, Any] | None = None,
-        extra: Mapping[str, Any] | None = None,
+        config: Values | None = None,
+        extra: Values | None = None,
         generators: Mapping[str, torch.Generator] | None = None,
     ) -> None:
         self.model = model
@@ -91,7 +93,7 @@ class TrainingState:
         self.step = 0
         self.position = 0
         # The loaded states of the generators, and whether they are those of another rank.
-        self.loaded_random: tuple[Mapping[str, Any], bool] = ({}, False)
+        self.loaded_random: tuple[Values, bool] = ({}, False)
 
     def require_schedule(self) -> None:
         """Raise if an optimizer has a learning rate scheduler that would not be saved.
@@ -156,7 +158,7 @@ class TrainingState:
         }
         return Snapshot(taken, values, of_rank, tensors.inline, self.optimizers, parameters)
 
-    def content(self, parts: Collection[str]) -> dict[str, Any]:
+    def content(self, parts: Collection[str]) -> Facts:
         """Return what is saved of the model, the optimizers and these parts, by its names."""
         named = bare_names(self.model, self.model.state_dict())
         found = {MODEL_PREFIX + name: _once(value) for name, value in named.items()}
@@ -165,7 +167,7 @@ class TrainingState:
             found |= _of_optimizer(optimizer, names, f"{OPTIMIZER_PREFIX}{number}")
         return found | self._of_parts(parts)
 
-    def _of_parts(self, names: Collection[str]) -> dict[str, Any]:
+    def _of_parts(self, names: Collection[str]) -> Facts:
         return {PART_PREFIX + name: self.parts[name].state_dict() for name in sorted(names)}
 
     def restore_random(self) -> list[str]:
@@ -181,7 +183,7 @@ class TrainingState:
         return restore_random_state(state, self.generators)
 
 
-def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> dict[str, Any]:
+def _of_optimizer(optimizer: Optimizer, names: Mapping[Any, str], place: str) -> Facts:
     """Return an optimizer's groups by `place`, and its state of a parameter by the name of that."""
     kind = type(optimizer).__name__
     if additional := set(optimizer.state_dict()) - {"state", "param_groups"}:
@@ -275,7 +277,7 @@ class Load:
             self._match(current, strict=strict)
             self._choose_tensors()
 
-    def _match(self, current: Mapping[str, Any], *, strict: bool) -> None:
+    def _match(self, current: Values, *, strict: bool) -> None:
         """Compare what is saved with the current state; raise StateMismatch, or note the rest."""
         was = self._descriptions(self._saved, self._contents.tensors)
         now = self._descriptions(current, self._own)
@@ -301,9 +303,7 @@ class Load:
         if self._model_only:
             self._saved = {name: self._saved[name] for name in fitting}
 
-    def _descriptions(
-        self, content: Mapping[str, Any], tensors: Mapping[str, Any]
-    ) -> dict[str, str]:
+    def _descriptions(self, content: Values, tensors: Values) -> dict[str, str]:
         """Describe what has to be equal: shapes, dtypes, ties, groups and parts."""
         found: dict[str, str] = {}
         for name, item in content.items():
@@ -354,7 +354,7 @@ class Load:
                 if own_name in self._contents.tensors:
                     self.targets[own_name] = self.targets.pop(name)
 
-    def _with_state(self) -> Iterator[tuple[Optimizer, Mapping[str, Any], Tensor, str, str]]:
+    def _with_state(self) -> Iterator[tuple[Optimizer, Values, Tensor, str, str]]:
         """Yield the parameters that have saved state, with their optimizer and group.
 
         The last two are the names of the parameter and of its state.
@@ -402,7 +402,7 @@ class Load:
         state.loaded_random = (found["random"], self._is_new_rank)
         notes += state.restore_random()
 
-    def _finish_model(self, found: Mapping[str, Any]) -> None:
+    def _finish_model(self, found: Values) -> None:
         """Load what was not filled in the model's own memory."""
         model = self._state.model
         late = {}
@@ -442,7 +442,7 @@ class Load:
         return notes
 
 
-def _description(name: str, item: Any, tensors: Mapping[str, Any]) -> str:
+def _description(name: str, item: Any, tensors: Values) -> str:
     """Describe what has to be equal of an entry: a shape and dtype, or a tie."""
     if name.endswith(EXTRA_STATE_SUFFIX):
         # It may have another form at each save.

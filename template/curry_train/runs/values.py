@@ -32,6 +32,10 @@ from ..core.measure import dense_parts
 from ..core.unpickle import PickleReader
 from .ranks import reading
 
+# Values by their names, to read, and facts that may be added to, as in JSON.
+Values = Mapping[str, Any]
+Facts = dict[str, Any]
+
 # Where a value is, and the tensors that were found in values.
 
 # Longer integers are refused by torch.load.
@@ -194,9 +198,7 @@ _SIMPLE_TYPES = frozenset(
 )
 
 
-def encode(
-    content: Mapping[str, Any], tensors: CollectedTensors, *, prefix: str = ""
-) -> dict[str, Any]:
+def encode(content: Values, tensors: CollectedTensors, *, prefix: str = "") -> Facts:
     """Return a copy of named values that `dump` can write; their tensors go into `tensors`.
 
     The names of tensors begin with `prefix`. Raises ValueError, with the path, for a value that
