@@ -438,13 +438,14 @@ def _large_layers(
             with contextlib.suppress(NoBlocks):
                 blocks = choose_blocks(model, batch, loss).blocks
         layers = profile_layers(model, batch, loss, blocks, num_runs=config.profile_num_runs)
-    large = {
+    names = _filtered(config, [layer.name for layer in layers])
+    return [
         layer.name
         for layer in layers
-        if layer.bytes / 2**20 >= config.memory_threshold_mb and layer.saving_bytes > 0
-    }
-    names = _filtered(config, [layer.name for layer in layers])
-    return [name for name in names if name in large]
+        if layer.name in names
+        and layer.bytes / 2**20 >= config.memory_threshold_mb
+        and layer.saving_bytes > 0
+    ]
 
 
 def _filtered(config: CheckpointConfig, names: list[str]) -> list[str]:
