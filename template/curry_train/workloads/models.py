@@ -30,17 +30,16 @@ from torch.nn import functional as F
 from .. import primitives
 from ..core.generators import seeded
 from ..core.wording import did_you_mean
-from ..primitives.cross_entropy import IGNORED_TARGET
 from .from_script import ScriptFailed, module_of, script_workload
 from .from_trainer import take_training
 from .optimizers import stepped_on_host
 from .shrink import split_shrink
 from .workload import (
+    LabelCount,
     OutputLoss,
     Workload,
     WorkloadError,
     default_workload,
-    mask_tails,
     token_loss,
     undivided,
     with_values,
@@ -176,13 +175,14 @@ def transformer(*, vocabulary: int = 512, length: int = 64, **sizes: Any) -> Wor
         tokens = torch.randint(vocabulary, (size, length + 1))
         return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
+    count = LabelCount(key="targets")
     return Workload(
         name="transformer",
         build=lambda: Transformer(vocabulary=vocabulary, length=length, **sizes),
         batch=batch,
         loss=lambda module, batch: token_loss(module(batch["tokens"]), batch["targets"]),
-        count=lambda batch: int((batch["targets"] != IGNORED_TARGET).sum()),
-        mask=lambda batch: {**batch, "targets": mask_tails(batch["targets"])},
+        count=count,
+        mask=count.mask,
     )
 
 

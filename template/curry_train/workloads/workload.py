@@ -606,8 +606,11 @@ class LabelCount:
 
     shifts: bool = False
 
+    # The entry of the batch that holds the targets.
+    key: str = "labels"
+
     def __call__(self, batch: Any) -> int:
-        labels = batch["labels"]
+        labels = batch[self.key]
         if "shift_labels" in batch:
             labels = batch["shift_labels"]
         elif self.shifts:
@@ -616,7 +619,7 @@ class LabelCount:
 
     def mask(self, batch: Any) -> Any:
         """Ignore a part of the targets of each row, for gates that need uneven rows."""
-        return {**batch, "labels": mask_tails(batch["labels"])}
+        return {**batch, self.key: mask_tails(batch[self.key])}
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
