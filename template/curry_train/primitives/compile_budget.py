@@ -39,6 +39,7 @@ from ..core.measure_compiled import (
     warnings_of_the_compiler_ignored,
     with_own_code,
 )
+from ..core.wording import error_in_a_line
 from .sac import EXPENSIVE_OPERATIONS, draws
 
 # Compile functions under an activation memory budget, recomputing no random operation.
@@ -86,10 +87,9 @@ class Compiled:
             cause = getattr(failure, "inner_exception", failure)
             if isinstance(cause, BudgetUnsafe):
                 raise cause from failure
-            first_line = (str(cause).strip().splitlines() or ["no message"])[0]
             raise CompileFailed(
                 f"{self.budget.backend} can't compile {self.budget.kind}: "
-                f"{type(cause).__name__}: {first_line}; leave the block out with blocks=, or use "
+                f"{error_in_a_line(cause)}; leave the block out with blocks=, or use "
                 "recompute_blocks, which needs no compiler"
             ) from failure
 
