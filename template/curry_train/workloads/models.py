@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-# Loads snn_timesteps when the loop over time runs.
-from .. import primitives
 from ..core.generators import seeded
 from ..core.wording import did_you_mean
+from ..primitives.snn_timesteps import run_timesteps
 from .from_script import ScriptFailed, module_of, script_workload
 from .from_trainer import take_training
 from .optimizers import stepped_on_host
@@ -256,6 +255,9 @@ class SpikingLayer(nn.Module):
 class SpikingNetwork(nn.Module):
     """Layers of spiking neurons unrolled over (batch, timesteps, features)."""
 
+    # The loop over timesteps; a method, so that a derived class can replace it.
+    unroll = staticmethod(run_timesteps)
+
     def __init__(self, width: int, depth: int):
         super().__init__()
         self.layers = nn.ModuleList(SpikingLayer(width) for _ in range(depth))
@@ -270,10 +272,6 @@ class SpikingNetwork(nn.Module):
             x, potential = layer(x, potential)
             potentials.append(potential)
         return x, tuple(potentials)
-
-    def unroll(self, step: Any, inputs: Any, state: Any, **options: Any) -> Any:
-        """Run the loop over timesteps; one method, so that a derived class can replace it."""
-        return primitives.run_timesteps(step, inputs, state, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         rate, _ = self.unroll(self.step, x, self.initial_state(x), time_dim=1, outputs="mean")
