@@ -174,8 +174,8 @@ class Sums:
     def __init__(self, names: Iterable[str], model: nn.Module) -> None:
         self.place = {name: index for index, name in enumerate(names)}
         # Where parts of the model are on the CPU, the device of the others.
-        devices = [parameter.device for parameter in model.parameters()]
-        device = next((one for one in devices if one.type != "cpu"), torch.device("cpu"))
+        others = (one.device for one in model.parameters() if one.device.type != "cpu")
+        device = next(others, torch.device("cpu"))
         # Made now, so that the bytes that a step holds do not grow.
         shape = len(self.place), CHANGE + 1, NUM_SUMS
         self.table = torch.zeros(shape, dtype=exact_on(device), device=device)

@@ -329,9 +329,7 @@ class OffloadedTensor:
         moved.step.order.append(weakref.ref(self))
         self.dtype = tensor.dtype
         self.view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        self.original: Callable[[], Tensor | None] = lambda: None
-        if not tensor.requires_grad:
-            self.original = weakref.ref(tensor)
+        self.original = (lambda: None) if tensor.requires_grad else weakref.ref(tensor)
 
     def value(self) -> Tensor:
         self.moved.witness.value()

@@ -214,7 +214,7 @@ def optimizers_together(
         own = {*parameters_of(one)}
         if not own <= called or not trained.isdisjoint(own):
             continue
-        if is_in_backward or any(held.grad is not None for held in parameters_of(one)):
+        if is_in_backward or any(held.grad is not None for held in own):
             found.append(one)
             trained |= own
         else:
