@@ -249,9 +249,8 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
     with _case_to_measure(spec, asked, on_shapes=on_shapes) as (case, why):
         workload = case.workload
         module = case.build()
-        batch = case.batch()
+        batch, loss = case.batch_and_loss
         case, choice = settle_blocks(case)
-        loss = workload.mean_loss
         optimizer = make_optimizer(workload.optimizer or "adamw", module)
         profile = MemoryProfiler(module).profile(batch, loss=loss, blocks=case.blocks)
         lives = record_step_storages(

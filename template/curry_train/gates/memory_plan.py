@@ -370,8 +370,7 @@ def measured_peak(
     change(module)
     return measure_timeline(
         module,
-        case.batch(),
-        case.workload.mean_loss,
+        *case.batch_and_loss,
         optimizer=steps,
         accumulated=accumulated,
         keeps_output=case.device.type == "cuda" and case.workload.output_until != "loss",

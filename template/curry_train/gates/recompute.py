@@ -131,8 +131,7 @@ def compare_training(case: Case, *, recompute_blocks: Change = recompute_blocks)
 def compare_segments(case: Case) -> Outcome:
     """Compare a short training in segments, as many as have the lowest peak, to the plain one."""
     # Measured on another model, because some count their calls.
-    loss = case.workload.mean_loss
-    count = choose_segments(case.build(), case.batch(), loss, blocks=case.blocks)
+    count = choose_segments(case.build(), *case.batch_and_loss, blocks=case.blocks)
 
     def apply(module: nn.Module, sample: Sample) -> list[str]:
         return recompute_segments(module, count, blocks=sample.blocks)
@@ -407,8 +406,7 @@ def compare_budget(case: Case) -> Outcome:
 
 def _step_and_bytes(case: Case, module: nn.Module) -> tuple[StepRecord, int]:
     step = step_of(case, module)
-    loss = case.workload.mean_loss
-    return step, measure_allocated(module, case.batch(), loss).held_bytes
+    return step, measure_allocated(module, *case.batch_and_loss).held_bytes
 
 
 # Recompute under DDP and FSDP2.

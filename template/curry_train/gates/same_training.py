@@ -64,7 +64,7 @@ REFUSALS = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionE
 
 def sample_of(case: Case) -> Sample:
     """Make the sample that a strategy gets for a case."""
-    return Sample(case.batch(), case.workload.mean_loss, case.blocks)
+    return Sample(*case.batch_and_loss, case.blocks)
 
 
 def step_of(case: Case, module: nn.Module, batch: Any = None, **options: Any) -> StepRecord:
@@ -85,7 +85,7 @@ def large_enough(case: Case, *, times: int) -> tuple[Case, Memory]:
     module = case.build()
     wanted = min(times * sum(one.nbytes for one in module.parameters()), ENOUGH_BYTES)
     while True:
-        plain = measure_memory(module, case.batch(), case.workload.mean_loss)
+        plain = measure_memory(module, *case.batch_and_loss)
         if plain.held_bytes >= wanted:
             return case, plain
         growth = max(2, wanted // max(1, plain.held_bytes))
@@ -185,7 +185,7 @@ def changed(case: Case, apply: Apply) -> nn.Module:
 
 def memory_of(case: Case, apply: Apply) -> Memory:
     """Measure a step of the model with a strategy."""
-    return measure_memory(changed(case, apply), case.batch(), case.workload.mean_loss)
+    return measure_memory(changed(case, apply), *case.batch_and_loss)
 
 
 def flops_of_blocks(case: Case) -> int:
@@ -206,13 +206,12 @@ def flops_of_blocks(case: Case) -> int:
 
 def flops_again(case: Case, module: nn.Module) -> list[int]:
     """Count the FLOPs that a step of a changed module recomputes, and those with early stop."""
-    loss = case.workload.mean_loss
     found = []
     for early_stop in (False, True):
         with set_checkpoint_early_stop(early_stop):
             # The model may checkpoint by itself.
-            plain = count_flops(case.build(), case.batch(), loss)
-            found.append(count_flops(module, case.batch(), loss).backward - plain.backward)
+            plain = count_flops(case.build(), *case.batch_and_loss)
+            found.append(count_flops(module, *case.batch_and_loss).backward - plain.backward)
     return found
 
 
@@ -340,7 +339,8 @@ def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activ
                 course = TrainingCourse(autocast=False, left_out=(f"without autocast: {why}",))
             else:
                 raise
-    check_comparable(replace(reference[0], loss=reference[0].loss.sum()))
+    # The first step has one loss.
+    check_comparable(reference[0])
     again, _, _ = _train(case, PLAIN, course)
     step, found = _first_difference(reference, again, 0.0)
     if not found.bit_equal:

@@ -107,7 +107,7 @@ def measure_peak(case: Case, *, checkpoint_timesteps: Loop = our_loop) -> Outcom
 
     def peak_through(loop: Loop) -> float:
         """Return the peak as a share of the plain one."""
-        memory = measure_memory(_changed(case, loop), case.batch(), case.workload.mean_loss)
+        memory = measure_memory(_changed(case, loop), *case.batch_and_loss)
         return memory.peak_bytes / plain.peak_bytes
 
     even = peak_through(in_even_chunks)

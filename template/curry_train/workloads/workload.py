@@ -292,6 +292,11 @@ class Case:
         with seeded(self.seed + 1):
             return self.place(self.workload.batch(self.batch_size if size is None else size))
 
+    @property
+    def batch_and_loss(self) -> tuple[Batch, Loss]:
+        """The batch and the mean loss, which measurements take after the module."""
+        return self.batch(), self.workload.mean_loss
+
     def mean_loss(self, module: nn.Module, batch: Batch = None) -> Tensor:
         """Return the mean loss of a batch, or of the case's own, with the same random numbers."""
         with seeded(self.seed):
@@ -326,8 +331,7 @@ class Case:
 
         Blocks that are given stay. Raises `NoBlocks` if there are none.
         """
-        loss = self.workload.mean_loss
-        choice = choose_blocks(self.build(), self.batch(), loss, blocks=self.blocks)
+        choice = choose_blocks(self.build(), *self.batch_and_loss, blocks=self.blocks)
         return replace(self, blocks=choice.blocks), choice
 
     def split(self, batch: Batch, sizes: Sequence[int]) -> list[Batch]:
