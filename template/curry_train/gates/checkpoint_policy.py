@@ -8,6 +8,7 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_checkpoint_p
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def compare_resumed(case: Case, *, attach: Callable[..., Any] = saving) -> Outco
     """Stop a training, resume it in new objects, and compare it with one that was not stopped."""
 
     def make(resumes: bool) -> tuple[nn.Module, Optimizer]:
-        return new_training(case, seed=case.seed + resumes)
+        return new_training(replace(case, seed=case.seed + resumes))
 
     with tempfile.TemporaryDirectory(prefix="checkpoint-gate-") as folder:
         train, expected, wrong = _resumed(case, make, attach, Path(folder), seed=case.seed)

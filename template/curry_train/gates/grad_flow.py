@@ -18,7 +18,7 @@ NUM_STEPS = 2
 def _train(case: Case, *, is_probed: bool) -> tuple[int, dict[str, str]]:
     """Train two steps; return the number of steps probed, and the losses and the state by name."""
     with seeded(case.seed):
-        model, optimizer = new_training(case, seed=case.seed)
+        model, optimizer = new_training(case)
         try:
             probe = GradFlow(model, optimizer, every=1)
         except ValueError as error:  # such as `DataParallel`

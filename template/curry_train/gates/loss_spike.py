@@ -34,7 +34,7 @@ def find_spikes(
         f"all within {WATCHDOG_CONFIG.patience} steps, NaN and infinity at once, and nothing else"
     )
     with seeded(case.seed):
-        model, optimizer = new_training(case, seed=case.seed)
+        model, optimizer = new_training(case)
         losses = [
             float(take_user_step(case, model, optimizer, new_batch(case)))
             for _ in range(HEALTHY_STEPS)

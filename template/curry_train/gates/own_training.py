@@ -4,7 +4,6 @@ Proof: `python -m pytest tests/gates/test_gates.py tests/gates/test_checkpoint_p
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,9 +18,9 @@ from .same_training import REFUSALS
 from .verdict import NotApplicable, error_in_a_line
 
 
-def new_training(case: Case, *, seed: int) -> tuple[nn.Module, Optimizer]:
-    """Build the model with the values of a seed, and the user's optimizer or AdamW."""
-    model = replace(case, seed=seed).build()
+def new_training(case: Case) -> tuple[nn.Module, Optimizer]:
+    """Build the model, and the user's optimizer or AdamW."""
+    model = case.build()
     optimizer = make_optimizer(case.workload.optimizer or "adamw", model)
     for group in optimizer.param_groups:
         # Left by a schedule, which no gate steps.
