@@ -371,20 +371,16 @@ def _train(
     module = case.build()
     names = apply(module, sample_of(case))
     rate = LEARNING_RATE if case.dtype.itemsize > 2 else LEARNING_RATE_IN_HALF
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = (
-        torch.optim.AdamW(trained, lr=rate, foreach=False)
-        if trained and not course.tolerance
-        else None
-    )
+    if course.tolerance:
+        rate = 0.0
+    optimizer = torch.optim.AdamW(module.parameters(), lr=rate, foreach=False)
     records = []
     with seeded(case.seed):
         for step in range(NUM_STEPS):
             module.zero_grad(set_to_none=True)
             losses = _accumulated(case, module, step, course)
             records.append(record(module, losses))
-            if optimizer is not None:
-                optimizer.step()
+            optimizer.step()
     del optimizer
     return records, activity_of(case, module), names
 
