@@ -12,14 +12,13 @@ from curry_train.gates import discover
 from curry_train.gates.first_look import explained, look
 from curry_train.workloads import Case, load_workload
 
-from ..saboteurs.saboteurs import gates
+from ..saboteurs.saboteurs import gates, require
 from .constructs import counted_in_python
 
 
 def test_what_the_model_keeps_outside_of_its_state_is_found():
     verdict = gates()["checkpoint-policy/bitwise"].run(Case(counted_in_python()))
-    assert verdict.passed is False
-    assert "not in its state_dict()" in verdict.hint
+    require(verdict, False, "not in its state_dict()")
 
 
 def scheduled(model):
@@ -30,8 +29,7 @@ def scheduled(model):
 
 def test_an_optimizer_with_a_schedule_is_judged_without_it():
     workload = replace(load_workload("mlp"), optimizer=scheduled)
-    verdict = gates()["checkpoint-policy/bitwise"].run(Case(workload))
-    assert verdict.passed, verdict
+    require(gates()["checkpoint-policy/bitwise"].run(Case(workload)), True)
 
 
 class Function(nn.Linear):
@@ -55,6 +53,4 @@ def test_a_state_that_no_checkpoint_holds_does_not_apply_with_the_cause():
     case = Case(load_workload(f"{__file__}:function"))
     findings = look(case)
     for gate in discover(["checkpoint-policy"]):
-        verdict = explained(gate.run(case), findings)
-        assert verdict.passed is None, verdict
-        assert "_extra_state" in verdict.hint
+        require(explained(gate.run(case), findings), None, "_extra_state")

@@ -11,7 +11,7 @@ from curry_train.primitives import chunked_cross_entropy, chunked_loss
 from curry_train.workloads import Case, load_workload
 
 from ..plan_models import ROUTED
-from ..saboteurs.saboteurs import case_of, gates
+from ..saboteurs.saboteurs import case_of, gates, require
 
 
 def leave_out_a_token(rows, weight, targets, **options):
@@ -20,24 +20,20 @@ def leave_out_a_token(rows, weight, targets, **options):
 
 def test_float32_may_round_the_gradients_of_sure_predictions_and_no_more(monkeypatch):
     for seed in range(4):
-        verdict = gates()["memory-plan/chunked-loss"].run(
-            Case(load_workload("tests.gates.constructs:tied_words"), seed=seed)
-        )
-        assert verdict.passed, verdict
+        case = Case(load_workload("tests.gates.constructs:tied_words"), seed=seed)
+        require(gates()["memory-plan/chunked-loss"].run(case), True)
     monkeypatch.setattr(chunked_loss, "chunked_cross_entropy", leave_out_a_token)
-    verdict = gates()["memory-plan/chunked-loss"].run(case_of("tests.gates.constructs:tied_words"))
-    assert verdict.passed is False, verdict
+    case = case_of("tests.gates.constructs:tied_words")
+    require(gates()["memory-plan/chunked-loss"].run(case), False)
 
 
 def test_an_optimizer_that_needs_a_closure_has_no_estimate():
     workload = replace(load_workload("mlp"), optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
     verdict = gates()["memory-plan/estimate"].run(Case(workload))
-    assert verdict.passed is None
-    assert "LBFGS needs a closure" in verdict.hint
+    require(verdict, None, "LBFGS needs a closure")
 
 
 def test_a_model_whose_shapes_need_values_has_no_estimate():
     verdict = gates()["memory-plan/estimate"].run(Case(ROUTED))
-    assert verdict.passed is None
-    assert "nonzero" in verdict.hint
+    require(verdict, None, "nonzero")
     assert "Runs" in verdict.hint

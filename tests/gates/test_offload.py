@@ -13,7 +13,7 @@ from curry_train.workloads.models import transformer
 
 from ..compiled_models import TRACING, build, hidden, loss, rows
 from ..plan_models import squares
-from ..saboteurs.saboteurs import case_of, verdict_of
+from ..saboteurs.saboteurs import case_of, require, verdict_of
 
 pytestmark = TRACING
 CHECKS = (compare_offload, compare_freed_bytes)
@@ -32,17 +32,13 @@ def saved_outside():
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_offload_of_what_is_saved_outside_of_the_blocks_too_is_not_applicable(check):
-    verdict = verdict_of(check, Case(squares(saved_outside, 32), blocks="[024]", batch_size=40))
-    assert verdict.passed is None
-    assert "saved outside of them too" in verdict.hint
+    case = Case(squares(saved_outside, 32), blocks="[024]", batch_size=40)
+    require(verdict_of(check, case), None, "saved outside of them too")
 
 
 def test_a_budget_does_not_apply_where_nothing_can_be_compiled():
-    verdict = verdict_of(
-        compare_budget, Case(Workload("hidden", lambda: build(hidden()), rows, loss))
-    )
-    assert verdict.passed is None, verdict
-    assert "nothing of them is compiled" in verdict.hint
+    case = Case(Workload("hidden", lambda: build(hidden()), rows, loss))
+    require(verdict_of(compare_budget, case), None, "nothing of them is compiled")
 
 
 def test_an_error_of_a_budget_alone_stays_one(monkeypatch):

@@ -18,7 +18,7 @@ from curry_train.gates import Gate, two_ranks
 from curry_train.gates.two_ranks import GradientSyncs
 
 from ..rank_calls import run_on_ranks
-from ..saboteurs.saboteurs import case_of, verdict_of
+from ..saboteurs.saboteurs import case_of, require, verdict_of
 
 
 @pytest.fixture
@@ -73,9 +73,8 @@ def is_killed():
 
 def test_a_rank_that_the_system_kills_leaves_its_gate_unchecked():
     gate = Gate("recompute/two-ranks", lambda case: run_on_ranks(f"{__file__}:is_killed"))
-    verdict = gate.run(case_of("mlp"))
-    assert verdict.passed is None
-    assert "memory ran out (the system ended one of 2 ranks)" in verdict.hint
+    words = "memory ran out (the system ended one of 2 ranks)"
+    require(gate.run(case_of("mlp")), None, words)
 
 
 def test_a_gpu_without_memory_leaves_a_gate_unchecked():

@@ -18,7 +18,7 @@ from curry_train.primitives import recompute_blocks
 from curry_train.workloads import Case
 
 from ..plan_models import Runs, squares
-from ..saboteurs.saboteurs import verdict_of
+from ..saboteurs.saboteurs import require, verdict_of
 from ..toy_steps import activated, feed_forward, square_sum, stacked
 from . import foreign_recompute as foreign
 
@@ -50,14 +50,10 @@ def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
 
     case = Case(squares(build, 16), batch_size=256)
     verdict = verdict_of(recompute.compare_memory, case)
-    assert verdict.passed is None, verdict
-    assert "what one block needs while it runs owns the peak" in verdict.hint
+    require(verdict, None, "what one block needs while it runs owns the peak")
     verdict = verdict_of(recompute.compare_memory, case, recompute_blocks=keep_gradients)
-    assert verdict.passed is False
-    assert "under torch's own checkpoint" in verdict.hint
-    assert (
-        verdict_of(recompute.compare_memory, case, recompute_blocks=foreign.nothing).passed is False
-    )
+    require(verdict, False, "under torch's own checkpoint")
+    require(verdict_of(recompute.compare_memory, case, recompute_blocks=foreign.nothing), False)
 
 
 # Blocks in which nothing would run again, and blocks that do not run.
@@ -79,8 +75,7 @@ def test_gates_do_not_apply_to_blocks_of_a_single_layer(change):
     case = Case(list_of(lambda: nn.Linear(8, 8)), blocks="inner.*")
     assert verdict_of(recompute.compare_selection, case).passed is None
     verdict = verdict_of(recompute.compare_training, case, recompute_blocks=change)
-    assert verdict.passed is None, verdict
-    assert "checkpoint of each block frees nothing" in verdict.hint
+    require(verdict, None, "checkpoint of each block frees nothing")
 
 
 def past_the_block(layer, x):
@@ -109,8 +104,7 @@ def test_a_no_op_fails_if_recompute_would_free_memory_or_the_block_never_runs(wo
     verdict = verdict_of(
         recompute.compare_training, case, recompute_blocks=change or recompute_blocks
     )
-    assert verdict.passed is False, verdict
-    assert "nothing ran twice or was freed" in verdict.hint
+    require(verdict, False, "nothing ran twice or was freed")
 
 
 # Models that are right without recompute, and wrong with it.
@@ -157,8 +151,7 @@ def all_but_the_unfit(model, *, blocks):
 
 def test_a_block_that_torch_can_not_recompute_either_may_be_left_out():
     case = Case(disturbed(growing_cache))
-    verdict = verdict_of(recompute.compare_training, case, recompute_blocks=all_but_the_unfit)
-    assert verdict.passed, verdict
+    require(verdict_of(recompute.compare_training, case, recompute_blocks=all_but_the_unfit), True)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +171,7 @@ def test_parity_names_the_block_that_is_unfit(disturb, in_hint, change):
     verdict = verdict_of(
         recompute.compare_training, Case(disturbed(disturb)), recompute_blocks=change
     )
-    assert verdict.passed is False, verdict
-    assert in_hint in verdict.hint
+    require(verdict, False, in_hint)
 
 
 @pytest.mark.parametrize("why", ["does not repeat itself under it", "raises RuntimeError"])

@@ -11,7 +11,7 @@ import torch
 from curry_train.gates.implementation import load_implementation
 from curry_train.workloads import Case, load_workload
 
-from ..saboteurs.saboteurs import case_of, gates
+from ..saboteurs.saboteurs import case_of, gates, require
 
 GATES = ("recompute/two-ranks", "checkpoint-policy/two-ranks")
 
@@ -26,8 +26,7 @@ def test_gates_hold_in_half_precision(gate):
 @pytest.mark.parametrize("gate", GATES)
 def test_a_workload_without_a_name_is_not_applicable(gate):
     verdict = gates()[gate].run(Case(replace(load_workload("mlp"), spec="")))
-    assert verdict.passed is None
-    assert "by which other processes could load it" in verdict.hint
+    require(verdict, None, "by which other processes could load it")
 
 
 def test_a_workload_is_loaded_as_without_a_launcher(tmp_path):
@@ -39,8 +38,8 @@ def test_a_workload_is_loaded_as_without_a_launcher(tmp_path):
         "    layers = [torch.nn.Linear(4, 4) for _ in range(2)]\n"
         "    return torch.nn.Sequential(*layers), torch.ones(8, 4) * part\n"
     )
-    verdict = gates()["checkpoint-policy/two-ranks"].run(case_of(f"{tmp_path}/launched.py:build"))
-    assert verdict.passed, verdict
+    case = case_of(f"{tmp_path}/launched.py:build")
+    require(gates()["checkpoint-policy/two-ranks"].run(case), True)
 
 
 def test_an_error_on_the_ranks_is_one_line_and_names_the_users_own(tmp_path):

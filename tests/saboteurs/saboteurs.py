@@ -72,6 +72,12 @@ def verdict_of(check, case, **options):
     return Gate("a/gate", functools.partial(check, **options)).run(case)
 
 
+def require(verdict, passed, words=""):
+    """Fail unless a gate held, failed or did not apply (None), with these words in its hint."""
+    assert verdict.passed is passed, verdict
+    assert words in verdict.hint, verdict
+
+
 @functools.cache
 def gates():
     return {gate.name: gate for gate in discover()}
