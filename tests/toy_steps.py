@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from curry_train.core.parity import compare, record_step
+
 
 def activated(width, activation=nn.GELU):
     return nn.Sequential(nn.Linear(width, width), activation())
@@ -40,3 +42,9 @@ def all_equal(tensors, others):
 
 def square_sum(model, batch):
     return model(batch).square().sum()
+
+
+def require_same_step(plain, changed, batch, loss=square_sum):
+    """Fail unless a step of both models has the same results, to the bit."""
+    found = compare(*(record_step(model, batch, loss) for model in (plain, changed)))
+    assert found.bit_equal, found.describe()

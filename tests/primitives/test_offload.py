@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from curry_train.core.measure import LiveStorages, measure_memory
-from curry_train.core.parity import compare, record_step
 from curry_train.primitives import offload, offload_blocks, offload_report, recompute_blocks
 from curry_train.primitives.offload import OffloadReport
 
 from ..plan_models import Runs
-from ..toy_steps import activated, drawn, seeded_stack, square_sum
+from ..toy_steps import activated, drawn, require_same_step, seeded_stack, square_sum
 
 
 def block():
@@ -33,10 +32,6 @@ def twins(block, depth=3, **options):
     plain, model = (seeded_stack(block, depth) for _ in range(2))
     offload_blocks(model, **{"keep_last": 0} | options)
     return plain, model
-
-
-def require_same_step(plain, model, loss=square_sum, batch=BATCH):
-    assert compare(record_step(plain, batch, loss), record_step(model, batch, loss)).bit_equal
 
 
 # Tensors that move, and tensors that stay.
@@ -166,7 +161,7 @@ def test_autocast_has_the_same_gradients_and_moves_no_cast_of_a_weight(block):
             return square_sum(model, batch).float()
 
     plain, model = twins(block, min_bytes=256)
-    require_same_step(plain, model, loss)
+    require_same_step(plain, model, BATCH, loss)
     assert offload_report(model).skipped["cast of a parameter"][0] > 0
     loss(model, BATCH).backward(create_graph=False)
 
@@ -176,7 +171,7 @@ def test_offload_works_with_recompute_of_inner_blocks():
     model = copy.deepcopy(plain)
     offload_blocks(model, blocks="[01]", keep_last=0)
     recompute_blocks(model, blocks=["0.*", "1.*"], preserve_rng_state=False)
-    require_same_step(plain, model)
+    require_same_step(plain, model, BATCH)
     assert offload_report(model).num_moved == 4  # the inputs of the recomputed blocks
 
 
@@ -300,7 +295,7 @@ def test_copies_on_cuda_run_beside_the_computation_into_pinned_memory():
     plain, model = (one.cuda() for one in twins(block, 6, keep_last=1))
     batch = BATCH.cuda().repeat(64, 1)
     for _ in range(3):
-        require_same_step(plain, model, batch=batch)
+        require_same_step(plain, model, batch)
     copies = model[0]._technique.copies(batch.device)
     assert copies.stream not in (None, torch.cuda.current_stream())
     before, after = (measure_memory(module, batch, square_sum) for module in (plain, model))
