@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from curry_train.runs import TrainingState
+from curry_train.runs import SavedRun, TrainingState
 from curry_train.runs.files import HashingStream
 
 WIDTH = 8
@@ -96,10 +96,20 @@ def alike(first, second):
     return equal(tensors_of(first), tensors_of(second))
 
 
+def newest_step(folder):
+    """Return the step of the newest checkpoint of a run."""
+    return SavedRun(folder).latest().step
+
+
+def save_best(store, step, state, value=1.0):
+    """Save the parameters of a state as the best, with this dev loss."""
+    return store.save("best-k", step, state, metric=("dev_loss", value))
+
+
 def save_both(store, step, state):
     """Save a state as a rollback, and its parameters as the best."""
     store.save("rollback", step, state)
-    store.save("best-k", step, state, metric=("dev_loss", 0.5))
+    save_best(store, step, state)
 
 
 class Holder:

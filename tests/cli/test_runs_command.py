@@ -9,7 +9,7 @@ from curry_train.runs import Journal, Store
 
 from ..command_runs import call, flat, read_json
 from ..journals import plant
-from ..store_models import flip, new_state, train
+from ..store_models import flip, new_state, save_best, train
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def runs(tmp_path):
             train(state, 1)
             store.save("rollback", step, state)
         store.save("recovery", 200, state)
-        store.save("best-k", 200, state, metric=("dev_loss", 0.25))
+        save_best(store, 200, state, 0.25)
     (tmp_path / "runs/empty").mkdir()
     return tmp_path / "runs"
 

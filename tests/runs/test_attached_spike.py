@@ -94,8 +94,7 @@ def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path
     assert recovery["stop"] > BAD[2]
     (tmp_path / "never").mkdir()
     shutil.copy(tmp_path / "spiked/recoveries.json", tmp_path / "never")
-    never = train(tmp_path / "never", **how)
-    assert ended == never
+    assert ended == train(tmp_path / "never", **how)
     assert ended != train(tmp_path / "trained-through", **how | {"spike": None})
 
 

@@ -102,8 +102,7 @@ def test_the_newest_boxes_are_kept_within_their_number_and_size(tmp_path, caplog
 
 
 def test_a_step_before_the_first_save_is_kept_without_a_state(tmp_path):
-    box = train(tmp_path, [2], box=True) / "step-00000002"
-    assert read_facts(box).checkpoint is None
+    assert read_facts(train(tmp_path, [2], box=True) / "step-00000002").checkpoint is None
 
 
 @pytest.mark.parametrize(

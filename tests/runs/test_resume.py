@@ -18,7 +18,7 @@ from curry_train.runs import (
 )
 from curry_train.runs.resume import NothingSaved, choose, load_chosen
 
-from ..store_models import equal, flip, new_state, tensors_of, train
+from ..store_models import equal, flip, new_state, save_best, tensors_of, train
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,8 @@ def saved_run(tmp_path_factory):
             for kind, steps in (("rollback", (9, 10, 100)), ("recovery", (10, 50))):
                 if step in steps:
                     store.save(kind, step, state)
-        store.save("best-k", 9, state, metric=("dev_loss", 0.5))
-        store.save("best-k", 50, state, metric=("dev_loss", 0.25))
+        save_best(store, 9, state, 0.5)
+        save_best(store, 50, state, 0.25)
     return folder, held
 
 

@@ -18,7 +18,7 @@ from curry_train.runs import (
     load_chosen,
 )
 
-from ..store_models import new_state, train
+from ..store_models import new_state, newest_step, train
 
 OFTEN = PolicyConfig(rollback_every=2, recovery_every=6, best_k=2, retention=Retention(3, 2))
 
@@ -40,8 +40,7 @@ def train_on(policy, state, until, *, dev=None):
 
 def test_cadences_retention_and_what_after_step_returns(store, tmp_path):
     state = new_state()
-    policy = SavingPolicy(store, OFTEN)
-    saved = train_on(policy, state, 20)
+    saved = train_on(SavingPolicy(store, OFTEN), state, 20)
     assert [(one.kind, one.step) for one in saved[:4]] == [
         ("rollback", 2),
         ("rollback", 4),
@@ -50,7 +49,7 @@ def test_cadences_retention_and_what_after_step_returns(store, tmp_path):
     ]
     assert steps(tmp_path, "rollback") == [16, 20]
     assert steps(tmp_path, "recovery") == [12, 18]
-    assert SavedRun(tmp_path).latest().step == 20
+    assert newest_step(tmp_path) == 20
 
 
 def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
@@ -58,14 +57,14 @@ def test_turning_back_gives_up_later_checkpoints(store, tmp_path):
     policy = SavingPolicy(store, OFTEN)
     train_on(policy, state, 20, dev={19: 0.1})
     assert policy.resume(state, "before-17").saved.step == state.step == 16
-    assert SavedRun(tmp_path).latest().step == 16
+    assert newest_step(tmp_path) == 16
     train_on(policy, state, 20)
-    assert SavedRun(tmp_path).latest().step == 20
+    assert newest_step(tmp_path) == 20
     policy.resume(state, "before-19")
     assert steps(tmp_path, "rollback")[-1] == 16
-    assert SavedRun(tmp_path).latest().step == 18
+    assert newest_step(tmp_path) == 18
     train_on(policy, state, 20)
-    assert SavedRun(tmp_path).latest().step == 20
+    assert newest_step(tmp_path) == 20
     assert steps(tmp_path, "best-k") == [19]
 
 
@@ -115,7 +114,7 @@ def test_a_new_line_keeps_the_old_one_until_it_has_saved_a_state(tmp_path, in_ba
         train_on(policy, state, 12)
         policy.finish()
     assert steps(tmp_path, "rollback") == [8, 10]
-    assert SavedRun(tmp_path).latest().step == 12
+    assert newest_step(tmp_path) == 12
 
 
 def test_the_last_step_is_saved_once(tmp_path):

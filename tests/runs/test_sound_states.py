@@ -93,7 +93,6 @@ def test_a_state_that_can_not_be_saved_yet_is_reported_before_the_first_step(sto
 def test_an_infinite_side_metric_does_not_keep_a_state_from_being_saved(
     store, caplog, metrics, wrong
 ):
-    policy = SavingPolicy(store, EACH_STEP)
-    saved = policy.after_step(1, new_state(), metrics)
+    saved = SavingPolicy(store, EACH_STEP).after_step(1, new_state(), metrics)
     assert ("rollback" in [one.kind for one in saved]) == (wrong is None)
     assert caplog.messages == ([f"step 1 was not saved: {wrong}"] if wrong else [])

@@ -13,7 +13,7 @@ from curry_train.primitives import recompute_blocks
 from curry_train.runs import StateMismatch, TrainingState
 from curry_train.runs.parameters import bare_name
 
-from ..store_models import WIDTH, alike, equal, network, new_state, tensors_of, train
+from ..store_models import WIDTH, alike, equal, network, new_state, save_best, tensors_of, train
 
 
 def goes_on_alike(store, make, *, steps=2):
@@ -98,7 +98,7 @@ def test_no_wrapper_is_in_a_name(store, kind):
     store.load(saved, plain)
     assert alike(plain, state)
     store.load(saved, new_state(seed=1, build=wrapped(kind)))
-    store.load(store.save("best-k", 1, state, metric=("dev_loss", 1.0)), new_state(seed=1))
+    store.load(save_best(store, 1, state), new_state(seed=1))
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated")

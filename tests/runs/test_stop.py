@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from curry_train.runs import BackgroundSaver, RunError, SavedRun, Store, saving
 from curry_train.runs.attach import STOP_SIGNALS, Stop
 
-from ..store_models import linear_training
+from ..store_models import linear_training, newest_step
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_signal_during_the_last_save_in_the_background_does_not_end_it(
 
     monkeypatch.setattr(BackgroundSaver, "close", close_late)
     assert train(run_of(tmp_path, in_background=True), batches()) == 0
-    assert SavedRun(tmp_path).latest().step == 6
+    assert newest_step(tmp_path) == 6
     assert later == []
     signal.raise_signal(signal.SIGTERM)
     assert later == [signal.SIGTERM]
@@ -167,7 +167,7 @@ def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):
             signal.raise_signal(signal.SIGTERM)
 
     assert train(run, batches(), after_step=stop) == 128 + signal.SIGTERM
-    assert SavedRun(tmp_path).latest().step == 3
+    assert newest_step(tmp_path) == 3
     assert "SIGTERM after step 3: saved at step 3, in " in caplog.text
     assert "start again to go on" in caplog.text
     assert threading.active_count() <= before

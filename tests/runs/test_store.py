@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from curry_train.runs import DamagedCheckpoint, StepExists, Store, load_chosen
 
-from ..store_models import equal, new_state, tensors_of, train
+from ..store_models import equal, new_state, save_best, tensors_of, train
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,7 @@ def test_invalid_kinds_steps_and_metrics_are_refused(store, arguments):
 
 
 def test_a_valid_checkpoint_is_never_written_into(store):
-    state = new_state()
-    saved = store.save("rollback", 1, state)
+    saved = store.save("rollback", 1, new_state())
     assert {*store.committed()} == {saved}
     before = store.verify(saved)
     with pytest.raises(StepExists, match="discard it first"):
@@ -58,7 +57,7 @@ def test_a_damaged_checkpoint_in_the_way_is_replaced(store, tmp_path):
 def test_latest_follows_what_is_saved_and_discarded(store, tmp_path):
     state = new_state()
     first, second = store.save("rollback", 1, state), store.save("recovery", 2, state)
-    store.save("best-k", 3, state, metric=("dev_loss", 1.0))
+    save_best(store, 3, state)
     assert str((tmp_path / "latest").readlink()) == second.folder  # a best-k can't be resumed from
     store.discard(second)
     assert str((tmp_path / "latest").readlink()) == first.folder

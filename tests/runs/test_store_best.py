@@ -11,7 +11,7 @@ from torch import nn
 from curry_train.runs.format import NOT_IN_SAFETENSORS
 from curry_train.runs.values import PLAIN_DTYPES
 
-from ..store_models import new_state
+from ..store_models import new_state, save_best
 
 
 def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
@@ -29,7 +29,7 @@ def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)
     state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), module))
-    saved = store.save("best-k", 1, state, metric=("dev_loss", 0.25))
+    saved = save_best(store, 1, state)
     path = tmp_path / saved.folder / "model.safetensors"
     found = load_file(path)
     assert found.keys() == {"0.weight", "0.bias", *(f"1.{name}" for name in tensors)}

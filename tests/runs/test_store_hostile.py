@@ -19,7 +19,7 @@ from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.values import Stored, dump, load
 from torture_shapes import Call
 
-from ..store_models import alike, equal, new_state, tensors_of
+from ..store_models import alike, equal, new_state, save_best, tensors_of
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_wrong_values_are_refused(store, saved, name):
 
 
 def test_a_best_checkpoint_with_a_false_header_is_damage(store):
-    found = store.save("best-k", 1, new_state(), metric=("dev_loss", 1.0))
+    found = save_best(store, 1, new_state())
     data = (found.location / "model.safetensors").read_bytes()
     for forged in (
         (2**40).to_bytes(8, "little") + data[8:],

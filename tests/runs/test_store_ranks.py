@@ -24,6 +24,7 @@ from ..store_models import (
     fail,
     network,
     new_state,
+    save_best,
     save_both,
     tensors_of,
     train,
@@ -85,9 +86,8 @@ def in_background(folder):
         saver.save("rollback", 2, state)
         train(state, 2)
         store.load(saver.finish(), other)
-        saver.save("best-k", 3, state, metric=("dev_loss", 1.0))
-        best = saver.finish()
-        store.verify(best)
+        save_best(saver, 3, state)
+        store.verify(saver.finish())
     left = threading.active_count() - num_threads
     return {"exact": equal(tensors_of(other), before), "threads left": left}
 
@@ -152,7 +152,7 @@ def on_a_disk_that_fails(folder):
     with Store(folder) as store:
         for step in (1, 2):
             store.save("rollback", step, state)
-            store.save("best-k", step, state, metric=("dev_loss", 3.0 - step))
+            save_best(store, step, state, 3.0 - step)
     return {
         f"{kind} {rank} {after}": unreadable(folder, kind, rank, after)
         for kind in ("rollback", "best-k")
