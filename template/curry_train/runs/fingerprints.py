@@ -599,17 +599,27 @@ def users_line(outer: str = "") -> str:
     return ""
 
 
-def leaves_of(value: Any, name: str = "") -> Facts:
-    """Return tensors and plain values of nested containers, by the way to them."""
+def leaves_of(value: Any, name: str = "", seen: set[int] | None = None) -> Facts:
+    """Return tensors and plain values of nested containers and objects, by the way to them.
+
+    An object that refers to itself, or is there twice, is looked at once.
+    """
+    seen = set() if seen is None else seen
     if isinstance(value, str):
         value = value[:LONGEST_VALUE]
     if isinstance(value, (Tensor, *PLAIN_TYPES)):
         return {name or "0": value}
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
+    elif not isinstance(value, Mapping):
+        # Such as a dataclass, or a batch of graphs.
+        if isinstance(value, type | nn.Module) or id(value) in seen:
+            return {}
+        seen.add(id(value))
+        value = getattr(value, "__dict__", {})
     found: Facts = {}
-    for key, one in value.items() if isinstance(value, Mapping) else ():
-        found |= leaves_of(one, f"{name}.{key}" if name else str(key))
+    for key, one in value.items():
+        found |= leaves_of(one, f"{name}.{key}" if name else str(key), seen)
     return found
 
 
