@@ -46,6 +46,8 @@ class Block(nn.Module):
         if self.fault == "backward":
             hidden = WrongBackward.apply(hidden)
         hidden = F.gelu(hidden, approximate="tanh" if self.fault == "kernel" else "none")
+        if self.fault == "moved":
+            return x + self.down(self.drop(hidden))
         return x + self.drop(self.down(hidden))
 
 

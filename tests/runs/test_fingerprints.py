@@ -4,9 +4,11 @@ Run: `python -m pytest tests/runs/test_fingerprints.py`.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from curry_train.runs import RunError, fingerprints, record_run
 from curry_train.runs.fingerprints import read_fingerprints, users_line
@@ -112,6 +114,19 @@ def test_a_module_in_a_transform_and_one_without_values_run_as_they_do(tmp_path)
         torch.nn.Linear(4, 2, device="meta")(given.to("meta"))
     assert slopes.equal(model.weight.expand(2, -1))
     assert entered(read_fingerprints(tmp_path / "a")) == ["model"]
+
+
+def test_workers_of_a_loader_note_operations_alone(tmp_path):
+    def collate(rows):
+        return SimpleNamespace(values=torch.nn.Tanh()(rows[0]))
+
+    with record_run(tmp_path / "a", operations_in_step=1):
+        [_] = DataLoader(torch.ones(1, 2), num_workers=1, collate_fn=collate)
+    record = read_fingerprints(tmp_path / "a")
+    assert kinds(record) == {"start", "batch", "operation"}
+    assert "aten.tanh.default" in {one["name"] for one in record if one.get("worker") == 0}
+    [batch] = [one for one in record if one["kind"] == "batch"]
+    assert [*batch["digests"]] == ["values"]
 
 
 def test_compiled_models_are_recorded_from_outside(tmp_path):

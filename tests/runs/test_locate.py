@@ -388,6 +388,7 @@ flipped weight | with aten.bitwise_xor_.Scalar
 clipped   | (recorded_training.py:
 weight    | aten.add_.Tensor (recorded_training.py:
 drawn     | aten.bernoulli_.float (recorded_training.py:
+moved     | aten.bernoulli_.float (recorded_training.py:
 tied      | no operation differs there: an assignment
 """
 

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..core.blocks import in_transform, inside_wrappers
@@ -127,6 +128,8 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
             self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
+            # Workers of a loader would write what they call in between, in any order.
+            os.register_at_fork(after_in_child=self._end)
             # A generator that has another digest later was drawn from.
             self.undrawn = generator_digests().items()
             calls: list[tuple[Any, str, Any]] = [
@@ -499,8 +502,10 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         recorder = self.recorder
         options = kwargs or {}
+        worker = get_worker_info()
         is_asked = recorder.in_replay or recorder.step == recorder.operations_in_step
-        if not recorder.is_on or not is_asked:
+        # A worker has made its batches before their step.
+        if not (recorder.operations_in_step if worker else recorder.is_on and is_asked):
             output = func(*args, **options)
             if recorder.is_on and recorder.exchange is not None:
                 recorder.exchange.add_noise(func, output)
@@ -538,6 +543,7 @@ class Operations(TorchDispatchMode):
             phase=phase,
             within=within,
             line=line,
+            worker=worker.id if worker else -1,
         )
         return output
 

@@ -14,7 +14,7 @@ Proof: `python -m pytest tests/runs/test_locate.py`.
 import difflib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -450,8 +450,24 @@ def first_operation(a: Record, b: Record, found: Located) -> str:
     # What came after the difference did not make it.
     both = Comparison(a, b)
     one, other = [*both.pairs()][found.num_compared - 1]
-    ends = (both.a, one), (both.b, other)
-    runs = [_operations_at(run[: run.index(end)], found) for run, end in ends]
+    before = [run[: run.index(end)] for run, end in ((both.a, one), (both.b, other))]
+    calls = [
+        {
+            (it["path"], it["call"])
+            for it in run
+            if (it["kind"], it.get("step")) == ("enter", one["step"])
+        }
+        for run in before
+    ]
+    # A module that is called in one run alone, or later in the other one.
+    alone = calls[0] ^ calls[1]
+    by_worker = [_operations_at(run, found, alone) for run in before]
+    runs: list[list[Observation]] = [[], []]
+    for worker in sorted({it["worker"] for run in by_worker for it in run}, reverse=True):
+        pair = [[it for it in run if it["worker"] == worker] for run in by_worker]
+        # Workers of a loader may have gone on with later batches.
+        end = min(map(len, pair)) if worker >= 0 else None
+        runs = [run + more[:end] for run, more in zip(runs, pair, strict=True)]
     same = [_outcome(one) == _outcome(other) for one, other in zip(*runs, strict=False)]
     begin = len(list(itertools.takewhile(bool, same)))
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
@@ -481,8 +497,13 @@ def _outcome(operation: Observation) -> tuple[Any, ...]:
     return operation["name"], repr(operation["values"]), operation["digests"]
 
 
-def _operations_at(run: Record, found: Located) -> list[Observation]:
-    """Return the operations, in order, that may have made the difference."""
+def _operations_at(
+    run: Record, found: Located, alone: Container[tuple[str, int]]
+) -> list[Observation]:
+    """Return the operations, in order, that may have made the difference.
+
+    Those of calls that one run has made `alone` may have made it too.
+    """
     place = found.place
     within = None
     phases = ["forward"]
@@ -497,9 +518,14 @@ def _operations_at(run: Record, found: Located) -> list[Observation]:
     return [
         one
         for one in run
-        if (one["kind"], one.get("step")) == ("operation", place["step"])
+        if one["kind"] == "operation"
+        and (one["step"] == place["step"] if one["worker"] < 0 else place["phase"] == "data")
         and one["phase"] in phases
-        and (one["phase"] != "forward" or one["within"] == within)
+        and (
+            one["phase"] != "forward"
+            or one["within"] == within
+            or tuple(one["within"] or ()) in alone
+        )
     ]
 
 
