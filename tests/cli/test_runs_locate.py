@@ -280,6 +280,7 @@ def test_equal_records_end_with_status_0(folder):
     recorded(folder / "B")
     ended = locate("A B")
     assert ended.stdout.startswith("equal: ")
+    assert "A is a record: compare two" in flat(ran("runs diff A B", status=2).output)
     # A difference on one rank alone is found.
     recorded(folder / "C", "epsilon")
     for name, other in (("A", "B"), ("B", "C")):

@@ -68,6 +68,8 @@ def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Pa
     for place in (Path(root, given), Path(given)):
         if is_run(place):
             return place
+    if any(Path(given).glob("rank-*.jsonl")):
+        raise ValueError(f"{given} is a record: compare two of them by `curry-train runs locate`")
     # A path is searched for in its own parent folder.
     folder = Path(given).parent if Path(given).parent.name else Path(root)
     runs = sorted(place.name for place in folder.glob("*/") if is_run(place))
