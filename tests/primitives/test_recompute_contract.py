@@ -85,6 +85,9 @@ def test_a_block_with_a_scripted_part_trains_the_same():
     steps = (model, Recompute(model))
     found = [torch.autograd.grad(square_sum(step, BATCH), weights) for step in steps]
     assert all(map(torch.equal, *found))
+    assert MemoryProfiler(model).profile(BATCH, 1, loss=square_sum).layers
+    with pytest.raises(ValueError, match="RecursiveScriptModule is scripted"):
+        Recompute(model[1])
 
 
 def test_reentrant_is_refused_if_it_would_lose_gradients():

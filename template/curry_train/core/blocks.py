@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_iter
 
 
 TECHNIQUE_ATTRIBUTE = "_technique"
+# A module that takes no hooks; torch's stubs leave it out.
+SCRIPTED: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 
 class Derived(nn.Module):
@@ -81,6 +83,8 @@ def refuse(module: nn.Module) -> None:
         raise ValueError(f"a module is needed, got {type(module).__name__}")
     name = type(module).__name__
     attributes = module.__dict__
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{name} is scripted: change the module before torch.jit scripts it")
     if isinstance(module, Derived):
         raise ValueError(
             f"{name} is wrapped already, and a second wrapper would run its forward three times; "
@@ -263,7 +267,7 @@ def _is_own_layer(module: nn.Module) -> bool:
     Recurrent layers do not count, because they save every step.
     """
     is_torch = type(module).__module__.startswith("torch.nn.")
-    return is_torch and not [*module.children()] and not isinstance(module, nn.RNNBase)
+    return is_torch and not module._modules and not isinstance(module, nn.RNNBase)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
@@ -324,10 +328,9 @@ def in_transform() -> bool:
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Return the module that wrappers such as DDP and `torch.compile` hold."""
-    inner: Any = module
-    while inner is not None:
-        module = inner
-        names = ("module",) if isinstance(module, PARALLEL_WRAPPERS) else WRAPPED_ATTRIBUTES
-        held = [getattr(module, name, None) for name in names]
-        inner = next((one for one in held if isinstance(one, nn.Module)), None)
+    names = ("module",) if isinstance(module, PARALLEL_WRAPPERS) else WRAPPED_ATTRIBUTES
+    for name in names:
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module):
+            return inside_wrappers(inner)
     return module

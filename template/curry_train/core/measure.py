@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
-from .blocks import Globs, blocks_if_any
+from .blocks import SCRIPTED, Globs, blocks_if_any
 from .blocks import tensors_in as tensors_in
 from .generators import generators_kept, seeded
 
@@ -477,11 +477,10 @@ class RunningLayers:
     belongs to the layer that holds it too, while that one runs.
     """
 
-    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.current = REST_LAYER
         self.latest = REST_LAYER
         self.calls: Counter[str] = Counter()
-        self._model = model
         self._own: dict[nn.Module, str] = {}
         self._inside: dict[nn.Module, str] = {}
         self._layers = layers
@@ -493,8 +492,8 @@ class RunningLayers:
         self._hooks = contextlib.ExitStack()
 
     def __enter__(self) -> "RunningLayers":
-        for module in self._model.modules():
-            if module in self._inside:
+        for module in self._inside:
+            if not isinstance(module, SCRIPTED):
                 self._hooks.enter_context(
                     module.register_forward_pre_hook(self._enter, with_kwargs=True)
                 )
@@ -551,7 +550,7 @@ class Boundaries(RunningLayers):
     """Record which storages go into and out of each layer, without keeping them alive."""
 
     def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-        super().__init__(model, layers)
+        super().__init__(layers)
         self.storages = LiveStorages(owner=lambda: self.current, device=_device(model))
         self._inputs: dict[str, set[Life]] = defaultdict(set)
         self._outputs: dict[str, set[Life]] = defaultdict(set)

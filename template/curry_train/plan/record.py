@@ -172,7 +172,7 @@ class StepLayers(RunningLayers):
     """Follow the layers of a step: what goes into and out of each, and whose backward runs."""
 
     def __init__(self, record: "StepLives", layers: Mapping[str, nn.Module]) -> None:
-        super().__init__(record.module, layers)
+        super().__init__(layers)
         # The layer whose input a storage is first; none yet for an output.
         self.holders: dict[Life, str] = {}
         # The numbers of autograd's nodes from which on they are of a layer, or of none.

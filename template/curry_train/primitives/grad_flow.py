@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.blocks import Globs, in_transform, inside_wrappers, tensors_in
+from ..core.blocks import SCRIPTED, Globs, in_transform, inside_wrappers, tensors_in
 from .grad_flow_probe import (
     AT_STEP,
     CHANGE,
@@ -273,7 +273,7 @@ class GradFlow:
         # Also if forward raises, so that later calls are not attributed to it.
         yield model.register_forward_hook(ProbeHook(model, self._leave), always_call=True)
         for layer in self._layers:
-            if layer.module not in compiled:
+            if layer.module not in compiled and not isinstance(layer.module, SCRIPTED):
                 add = functools.partial(self._add, layer.name)
                 yield layer.module.register_forward_hook(ProbeHook(layer.module, add))
 
