@@ -169,8 +169,7 @@ def ticking(*seconds):
 
 
 def test_mfu_counts_the_models_flops_once_and_hfu_all_that_ran():
-    found = figures(Case(SMALL), "full", peak=1e9, clock=ticking(0.5))
-    plain, full = found.rows
+    plain, full = figures(Case(SMALL), "full", peak=1e9, clock=ticking(0.5)).rows
     assert plain.mfu == plain.hfu == plain.model_flops / 0.5 / 1e9
     assert full.mfu == plain.mfu
     assert full.hfu == full.executed_flops / 0.5 / 1e9 > full.mfu
@@ -271,8 +270,7 @@ def test_a_lever_that_skips_work_is_found_by_its_loss():
 
 
 def test_unreliable_times_get_a_note():
-    found = figures(Case(ROWS), "full", rounds=6, clock=ticking(1.0))
-    assert found.notes == []
+    assert figures(Case(ROWS), "full", rounds=6, clock=ticking(1.0)).notes == []
     spread = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 2.0, 3.0))
     assert any("all steps spread over more than 25%" in note for note in spread.notes)
 

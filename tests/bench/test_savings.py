@@ -302,5 +302,4 @@ def test_command_takes_a_factory_and_a_limit_and_writes_pure_json(run, tmp_path)
 def test_a_strategy_that_changes_the_training_ends_with_status_1(run, monkeypatch):
     register(monkeypatch, "planted", detach)
     monkeypatch.setattr(command, "load_that_fits", lambda spec, make_case: make_case(CHAIN))
-    ended = run("--strategy planted", status=1)
-    assert "planted" in ended.output
+    assert "planted" in run("--strategy planted", status=1).output

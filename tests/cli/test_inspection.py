@@ -312,8 +312,7 @@ def test_links_pipes_and_paths_out_of_the_folder_are_not_followed(checkpoints, t
 
 def test_what_holds_no_tensors_is_no_whole_checkpoint(tmp_path):
     (tmp_path / "text").write_text("hello, this is no checkpoint at all")
-    found = inspect(tmp_path / "text")
-    assert found.whole is False
+    assert inspect(tmp_path / "text").whole is False
     (tmp_path / "empty").mkdir()
     assert inspect(tmp_path / "empty").whole is False
 

@@ -128,5 +128,4 @@ def test_train_names_a_full_device(monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("curry_train.cli.train.open_named_run", fill)
-    full = ran("train --device cpu", status=1)
-    assert full.stderr == "Error: CUDA out of memory\n"
+    assert ran("train --device cpu", status=1).stderr == "Error: CUDA out of memory\n"

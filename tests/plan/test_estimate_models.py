@@ -130,5 +130,4 @@ def on_codes():
 
 
 def test_a_base_of_codes_with_a_table_that_keeps_its_values_is_estimated_from_shapes():
-    workload = squares(lambda: stacked(on_codes, 2), 16)
-    assert check_workload(workload) is None
+    assert check_workload(squares(lambda: stacked(on_codes, 2), 16)) is None

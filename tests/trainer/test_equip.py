@@ -15,6 +15,7 @@ from curry_train.runs import SpikeConfig, newest_whole
 
 from ..journals import column, lines_of
 from ..library_trainers import Model, hugging_face, lightning, weights
+from ..toy_steps import drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 WIDTH = 8
@@ -44,8 +45,7 @@ def model():
 
 
 def samples():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(16, WIDTH, generator=generator)
+    return drawn(16, WIDTH)
 
 
 def rows():
@@ -190,8 +190,7 @@ def test_accelerate_journal_has_the_loss_norm_and_rate_of_each_step(tmp_path):
 
 
 def test_a_spike_is_in_the_journal_of_a_trainer_that_is_watched(tmp_path):
-    trained = Trained(tmp_path, journal=tmp_path / "run", watch=SpikeConfig())
-    trained.accelerate(rate=1e30)
+    Trained(tmp_path, journal=tmp_path / "run", watch=SpikeConfig()).accelerate(rate=1e30)
     assert column(tmp_path / "run", "spike", "step")
 
 

@@ -21,6 +21,8 @@ from curry_train.workloads.optimizers import OptimizerLike
 from ..command_runs import flat, ran, read_json, results
 from ..plan_models import measured
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 # Tests of the whole: real trainers of a small training, in a module as a user would write it.
 THEIRS = """
 import warnings
@@ -208,7 +210,6 @@ TRAIN = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["_bf16", ""])
 @pytest.mark.parametrize("library", TRAIN)
 def test_a_step_of_what_is_read_is_the_trainers_own_first_step(theirs, library, precision):
@@ -233,7 +234,6 @@ def first_tensor(batch):
     return next(iter(batch.values())) if hasattr(batch, "values") else batch[0]
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("library", [f"{one}_bf16" for one in TRAIN])
 def test_a_plan_of_it_predicts_the_measured_peak(theirs, library):
     """The precision is part of the estimate, which runs on shapes after the trainer was read."""
@@ -253,7 +253,6 @@ def test_parts_in_eval_mode_stay_so_while_a_loss_is_tried():
     assert [part.training for part in model.modules()] == [True, False, True]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_commands_take_a_trainer_in_place_of_a_model(theirs):
     source = "--trainer their_trainers:hugging_face_bf16"
     output = flat(ran("memory", source).output)
@@ -262,7 +261,6 @@ def test_commands_take_a_trainer_in_place_of_a_model(theirs):
     ran("validate", source, "--gate recompute/parity-full")
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_commands_use_the_trainers_optimizer_and_step(theirs, tmp_path):
     source = "--trainer their_trainers:accelerator"
     ended = ran("bench", source, "--steps 1 --warmup 0")
@@ -275,7 +273,6 @@ def test_commands_use_the_trainers_optimizer_and_step(theirs, tmp_path):
     assert results("grad-flow", source, "--steps 1")["learning_rate"] == 0.1
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_generated_gates_load_the_trainer(theirs, tmp_path, monkeypatch):
     out = tmp_path / "test_gates.py"
     line = "gen-tests --trainer their_trainers:accelerator --gate recompute"
@@ -306,7 +303,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", REFUSED)
 def test_what_can_not_be_read_is_said(tmp_path, source):
     file = tmp_path / f"theirs_{abs(hash(source))}.py"
