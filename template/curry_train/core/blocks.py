@@ -6,6 +6,7 @@ Proof: `python -m pytest tests/primitives/test_recompute_contract.py tests/core/
 import contextlib
 import fnmatch
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -319,6 +320,11 @@ class CheckedTensor:
 
 WRAPPED_ATTRIBUTES = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 PARALLEL_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+def loaded_compiler() -> Any:
+    """Return torch's compiler, or None: compiling anything imports it, which takes seconds."""
+    return sys.modules.get("torch._dynamo")
 
 
 def in_transform() -> bool:

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/core/test_allocated.py`.
 
 import gc
 import os
-import sys
 import warnings
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -23,6 +22,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import flop_registry
 
+from .blocks import loaded_compiler
 from .measure import ATTENTION, FlopCount, Flops, Loss, Memory, measure_memory, untouched
 
 # Memory and FLOPs of compiled steps, from profiler events.
@@ -162,8 +162,7 @@ def holds_compiled_code(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # Compiling anything imports this module.
-    dynamo = sys.modules.get("torch._dynamo")
+    dynamo = loaded_compiler()
     return (
         getattr(type(module), "runs_compiled_code", False)
         or module.__dict__.get("_compiled_call_impl") is not None

@@ -13,7 +13,6 @@ tests/benchmarks/test_cuda_branches.py tests/peers/test_peer_behaviours.py`.
 
 import functools
 import mmap
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from ..core.blocks import (
     become,
     find_blocks,
     find_modules,
+    loaded_compiler,
     restore,
     tensors_in,
 )
@@ -467,7 +467,7 @@ class Offloader:
             self.report = step.report
         pack = OffloadedCall(step, block, inputs).pack
         # A compiled function of the block may let the compiler loose on what it calls.
-        if "torch._dynamo" in sys.modules:
+        if loaded_compiler() is not None:
             pack = torch.compiler.disable(pack)
         return saved_tensors_hooks(pack, step.unpack)
 
