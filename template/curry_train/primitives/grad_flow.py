@@ -258,10 +258,10 @@ class GradFlow:
         # Whether the end of a backward is awaited.
         self._waiting = False
         # The parameters that had a gradient when gradients were last read, and when that was.
-        self._read: set[str] | None = None
+        self._read: set[str] = set()
         self._read_at = ""
-        # The optimizers whose step began, and their weights before it.
-        self._began: set[Any] = set()
+        # Whether the step of an optimizer has begun, and the weights before it.
+        self._began = False
         self._copies: dict[str, Tensor] = {}
         self._overflowed: list[Tensor] = []
 
@@ -363,7 +363,7 @@ class GradFlow:
 
     def _read_at_the_step(self, scale: Tensor | None = None) -> None:
         """Read the gradients unless each that is there now was there at the last backward."""
-        if self._read is None or not self._with_gradient() <= self._read:
+        if not (self._read_at and self._with_gradient() <= self._read):
             self._read_gradients(AT_THE_STEP, scale)
 
     @torch.no_grad()
@@ -384,7 +384,7 @@ class GradFlow:
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         if not self._probing:
             return
-        self._began.add(optimizer)
+        self._began = True
         # A scaler leaves the division by the scale to a fused optimizer.
         scale = getattr(optimizer, "grad_scale", None)
         # With a closure, the optimizer runs the model inside of its step.
@@ -399,7 +399,6 @@ class GradFlow:
     @torch.no_grad()
     def _after_step(self, optimizer: Any, arguments: Any, keywords: Any) -> None:
         self._ended.add(optimizer)
-        is_last = len(self._ended) == len(self.optimizers)
         if self._probing:
             self._read_at_the_step()
             for name, parameter in self._held_by(optimizer):
@@ -412,7 +411,7 @@ class GradFlow:
             overflowed = getattr(optimizer, "found_inf", None)
             if overflowed is not None:
                 self._overflowed.append(overflowed)
-        if is_last:
+        if len(self._ended) == len(self.optimizers):
             self._next()
 
     def _close(self, *, stepped: bool) -> None:
@@ -420,7 +419,6 @@ class GradFlow:
         layer_names = [layer.name for layer in self._layers]
         total = self._sums.over_ranks(layer_names, self._ranks, self._named)
         calls = self._calls
-        read = self._read or set()
         # A fused optimizer's step is always called, and does nothing if the scaler found overflow.
         stepped = stepped and not any(found.item() for found in self._overflowed)
 
@@ -433,7 +431,7 @@ class GradFlow:
                 update=(
                     Update(weights.norm, change.norm) if stepped and weights and change else None
                 ),
-                without_gradient=tuple(name for name in layer.parameters if name not in read),
+                without_gradient=tuple(name for name in layer.parameters if name not in self._read),
                 tied=tuple(layer.tied),
                 frozen=tuple(layer.frozen),
                 is_block=layer.is_block,
