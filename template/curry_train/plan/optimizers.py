@@ -28,7 +28,7 @@ from torch.optim.optimizer import (
 from ..core.wording import did_you_mean
 from ..primitives.grad_accum import StepInBackward
 from ..primitives.rerun import function_modes, function_modes_as
-from ..workloads.models import import_callable
+from ..workloads.models import call_factory, import_callable
 from ..workloads.optimizers import SteppedOnHost, stepped_on_host
 from .profiler import trained_parameters
 
@@ -241,7 +241,7 @@ def _of_factory(
     """Make the user's optimizer; where it leaves `foreach` open, take CUDA's default for it."""
     make = import_callable(factory)
     with stepped_on_host():
-        optimizer = make(module)
+        optimizer = call_factory(make, factory, module)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             f"the optimizer's factory returned {type(optimizer).__name__}: return a "

@@ -361,11 +361,7 @@ def load_workload(spec: str | Workload) -> Workload:
     if builtin or is_taken(spec):
         found = builtin() if builtin else _taken_workload(spec, Path.cwd())
         return replace(found if shrink is None else shrink.workload(found), spec=text)
-    if ":" not in spec:
-        if "." in spec or "/" in spec:
-            raise WorkloadError(
-                f"{spec} names no function: add the one that returns the model, as in {spec}:build"
-            )
+    if not {":", ".", "/"} & {*spec}:
         others = f"use one of {', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory"
         raise WorkloadError(
             f"no workload is called {spec!r}; "
@@ -378,12 +374,12 @@ def load_workload(spec: str | Workload) -> Workload:
 
     # The factory may draw an example batch, which must be the same in every process.
     with seeded(0):
-        made = _call(factory, spec)
+        made = call_factory(factory, spec)
         if isinstance(made, Workload):
             return replace(made, spec=spec, build=lambda: without_cache(made.build()))
 
         def build() -> nn.Module:
-            again = _call(factory, spec)
+            again = call_factory(factory, spec)
             return without_cache(again if isinstance(again, nn.Module) else again[0])
 
         try:
@@ -472,7 +468,7 @@ def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
 
 def load_object(spec: str) -> Any:
     """Return what the user's `pkg.module:factory` returns, such as a dataset."""
-    return _call(import_callable(spec), spec)
+    return call_factory(import_callable(spec), spec)
 
 
 def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -483,6 +479,8 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(spec, str):
         return spec
     source, _, attribute = spec.rpartition(":")
+    if not (source and attribute):
+        raise WorkloadError(f"{spec} names no function: add one, as in {spec.strip(':')}:build")
     file = Path(source).expanduser().resolve() if source.endswith(".py") else None
     if file is not None and not file.is_file():
         raise WorkloadError(f"{spec}: there is no file {file}")
@@ -493,7 +491,7 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
 
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            module = importlib.import_module(module_name)
+            module: Any = importlib.import_module(module_name)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module may raise anything, or end Python
@@ -513,9 +511,8 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
             "another name"
         )
 
-    factory: Any = module
-    for part in attribute.split("."):
-        factory = getattr(factory, part, None)
+    names = attribute.split(".")
+    factory = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
     if not callable(factory):
         found = sorted(
             name
@@ -529,12 +526,13 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     return factory
 
 
-def _call(factory: Callable[[], Any], spec: str) -> Any:
+def call_factory(factory: Callable[..., Any], spec: object, *arguments: Any) -> Any:
+    """Call the user's function, which the error names if it raises one."""
     try:
         # What the user's code prints is no result of a command.
         with contextlib.redirect_stdout(sys.stderr):
-            return factory()
-    except KeyboardInterrupt:
+            return factory(*arguments)
+    except (KeyboardInterrupt, WorkloadError):
         raise
     except BaseException as error:
         # The user's code may raise anything, or end Python. The error names it as theirs and keeps
