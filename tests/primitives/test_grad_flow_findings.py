@@ -174,6 +174,8 @@ def probe(options, *, rate=1e-3, clip=None, loss=lambda x: x.square().mean()):
         # The derivative of this loss is infinite.
         ({}, {"loss": lambda x: (x * 0).abs().sqrt().sum()}, [("nonfinite", "inner.3.0", 1.0)]),
         ({"broken": 2}, {}, [("nonfinite", "inner.2.0", 1.0)]),
+        # The optimizer alone makes them so.
+        ({}, {"rate": math.inf}, [("nonfinite", "inner.0.0", None)]),
         ({"gradient": 0.05}, {}, [("vanishing", "inner.0", 0.05**3)]),
         ({"gradient": 20.0}, {}, [("exploding", "inner.0", 20.0**3)]),
         (

@@ -60,6 +60,11 @@ class Update:
     distance: float  # norm of the change
 
     @property
+    def nonfinite(self) -> bool:
+        """Return whether this step made weights inf or nan."""
+        return math.isfinite(self.weight_norm) and not math.isfinite(self.distance)
+
+    @property
     def ratio(self) -> float | None:
         """Return the relative change, or None if all weights were 0, as in a new bias."""
         return self.distance / self.weight_norm if self.weight_norm else None
@@ -96,10 +101,10 @@ class StepFlow:
 
     @property
     def nonfinite(self) -> bool:
-        """Return whether any activation or gradient was inf or nan."""
-        spreads = [self.gradient]
+        """Return whether any activation, gradient or update was inf or nan."""
+        spreads: list[ValueSpread | Update | None] = [self.gradient]
         for layer in self.layers.values():
-            spreads += [layer.activation, layer.gradient]
+            spreads += [layer.activation, layer.gradient, layer.update]
         return any(spread is not None and spread.nonfinite for spread in spreads)
 
 

@@ -77,8 +77,19 @@ def _nonfinite(records: Records) -> Iterator[Finding]:
             message = f"{share} of its {kind}s are inf or nan, {position}{_of_weights(record)}"
             yield Finding("nonfinite", (name,), record.step, spread.bad, message)
             return
+    broken = [
+        name
+        for name, layer in record.layers.items()
+        if layer.update
+        and not math.isfinite(layer.update.distance)
+        and not _holds_another(name, record)
+    ]
     message = "a gradient outside of the probed layers is inf or nan"
-    yield Finding("nonfinite", (), record.step, math.nan, message)
+    if broken:
+        message = (
+            "the optimizer made its weights inf or nan; all activations and gradients were finite"
+        )
+    yield Finding("nonfinite", tuple(broken[:1]), record.step, math.nan, message)
 
 
 def _of_weights(record: StepFlow) -> str:
