@@ -99,6 +99,7 @@ bench --model mlp --factory f.py            | --factory writes what --script has
 grad-flow --model mlpp                      | no workload is called 'mlpp'
 grad-flow --model mlp --layers blocks.*     | layers 'blocks.*' matches no module; there are 0, 0.0
 grad-flow --model mlp --blocks 9.*          | pattern '9.*' matches no module
+grad-flow --model mlp --learning-rate inf   | inf is not a finite number
 grad-flow --model mlp --steps 0             | Invalid value for '--steps'
 grad-flow --model mlp --plot nowhere/f.png  | create it first
 train stpes=3                               | Error: stpes is no key; did you mean 'steps'?
@@ -106,6 +107,7 @@ train --config none.yaml                    | can't read the configuration none.
 train --resume latest                       | has a saved state to resume from
 train parallel=ddp                          | this is a single process: start it with torchrun --nproc-per-node 2
 train parallel=fsdp2 ranks=8 batch_size=128 | torchrun --nproc-per-node 8 train.py parallel=fsdp2
+train data.source=workload model=mlp microbatch=8 batch_size=8 runs=made.py/runs | Not a directory
 train model=mlp                             | this one takes a tuple: use data.source=workload
 train model=tests.training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
 train model=tests.training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
@@ -117,8 +119,11 @@ train model=tests.training_models:tiny 'recompute={strategy: selective, memory_t
 memory                                      | give either --model or --snapshot
 memory --model bert                         | use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory
 memory --model transfomer                   | no workload is called 'transfomer'; did you mean 'transformer'?
-memory --model net/model.py                 | net/model.py names no function: add the one that returns the model, as in net/model.py:build
+memory --model net/model.py                 | net/model.py names no function: add one, as in net/model.py:build
 memory --model net.model                    | as in net.model:build
+memory --model made.py:                     | made.py: names no function: add one, as in made.py:build
+memory --trainer made                       | made names no function: add one, as in made:build
+validate --model made.py:blocks --shrink 5  | Error: --shrink 5: Sequential has no
 memory --model absent_module:build          | can't import absent_module. Run from the folder that holds it
 memory --model mlp --blocks layers.*        | the pattern 'layers.*' matches no module
 memory --model mlp --plot absent/step.png   | create it first
@@ -127,7 +132,9 @@ memory --snapshot made.py --dtype bfloat16  | --dtype is of a model
 memory --snapshot made.py                   | is no CUDA memory snapshot
 memory --model made.py:exits                | the factory raised SystemExit: 3 (made.py:37)
 memory --model made.py:strange              | the factory raised Strange: no weights (made.py:43)
-preflight --trainer made.py:strange         | no weights (made.py:43): correct your
+preflight --trainer made.py:strange         | Error: made.py:strange: the factory raised Strange: no weights (made.py:43)
+preflight --trainer absent:make             | Error: absent:make: can't import absent. Run
+preflight --trainer made.py:blocks          | Error: Sequential has no loop: give its script by --script
 memory --model made.py:lines                | the factory raised RuntimeError: no weights in two lines (made.py:46)
 memory --model made.py:exits_in_forward     | a forward on the batch raised SystemExit: in forward (made.py:50)
 plan --model mlp                            | a plan needs a --budget
@@ -157,11 +164,13 @@ PLAN --parallel hsdp --ranks 4              | hsdp has a mesh of 2 dimensions, s
 PLAN --parallel fsdp2 --ranks 3 --mesh dp=2 | the mesh has 2 ranks, and ranks is 3
 PLAN --parallel fsdp2 --mesh dp:8           | 'dp:8' is no mesh: write its dimensions as dp=8,tp=8
 PLAN --optimizer adam-8bit                  | did you mean 'adamw-8bit'
+PLAN --optimizer made.py:blocks             | the factory raised TypeError: blocks() takes 0 positional arguments
 PLAN --optimizer adam                       | no optimizer is called 'adam'; did you mean 'adamw'?
 PLAN --blocks nothing*                      | the pattern 'nothing*' matches no module
 PLAN --out missing/plan.json                | does not exist: create it first
 PLAN --json missing/plan.json               | does not exist: create it first
 PLAN --chunked-loss                         | has no output layer
+PLAN --margin nan                           | nan is not a finite number
 PLAN --without half                         | is not one of
 PLAN --parallel a:b --mesh pp=2             | stages of a pipeline are not planned
 PLAN --link fast                            | fast
@@ -202,6 +211,7 @@ runs diff nowhere other                     | there is no run nowhere; runs has 
 runs diff folder other                      | folder is no run
 runs estimate                               | Missing option '--parameters'
 runs estimate --parameters 0                | 0
+runs estimate --parameters nan              | nan is not a finite number
 runs estimate --parameters 7e9 retention.rollback=1 | checkpoint.retention.rollback is no key
 runs estimate --parameters 7e9 best_k       | sets nothing: write key=value
 runs estimate --parameters 7e9 rollback_every=[1 | rollback_every=[1 is not a YAML value

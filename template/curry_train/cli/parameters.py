@@ -15,6 +15,7 @@ Proof: `python -m pytest tests/cli/test_command_line.py`.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
@@ -64,6 +65,9 @@ def option(
     """Declare an option; a ValueError of `parse`, which reads its text, is wrong usage."""
 
     def read(context: click.Context, option: click.Parameter, value: Any) -> Any:
+        # No range of click leaves out nan, and few leave out inf.
+        if isinstance(value, float) and not math.isfinite(value):
+            raise click.BadParameter(f"{value} is not a finite number")
         if parse is None or value is None:
             return value
         try:

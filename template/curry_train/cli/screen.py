@@ -87,6 +87,8 @@ class UnusableInput(click.ClickException):
     exit_code = 2
 
 
+# The error of a group without arguments prints the help; click before 8.2 has none.
+NO_ARGUMENTS_ERROR = getattr(click.exceptions, "NoArgsIsHelpError", ())
 # The results for --json, and the exit status, or an error to raise once they are written.
 Ended = tuple[Mapping[str, Any], bool | int | UnusableInput]
 
@@ -101,6 +103,8 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
         click.echo("\ninterrupted", err=True)
         raise click.exceptions.Exit(128 + signal.SIGINT) from None
     except click.ClickException as raised:
+        if isinstance(raised, NO_ARGUMENTS_ERROR):
+            raise
         error = raised
         if isinstance(error, click.NoSuchOption) and error.possibilities:
             del error.possibilities[1:]  # the first is the closest

@@ -185,7 +185,7 @@ def train_command(
                 run = opened.enter_context(open_named_run(config, resume=resume))
             except torch.OutOfMemoryError:
                 raise
-            except (ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 raise UnusableInput(str(error)) from error
             trained = train_run(run, watch=watch)
     except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:

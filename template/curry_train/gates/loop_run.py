@@ -31,6 +31,7 @@ from uuid import uuid4
 import click
 import safetensors.torch
 import torch
+from torch import nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -38,6 +39,7 @@ from ..core.measure import is_out_of_memory
 from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
+from ..workloads.workload import WorkloadError
 from .loop import DEFAULT_STEPS, judge, verdict_of
 from .loop_events import Trace, world_size
 from .loop_ranks import REQUIRED, faults_of_ranks, rank_facts
@@ -187,8 +189,12 @@ def loop_verdicts(spec: str) -> list[Verdict]:
         return [not_applicable("loop/run", str(error))]
 
 
-# The code of the process. `python -m` would import this module twice, under two names.
-RUN_JOB = f"import sys; from {__name__} import run_job; run_job(sys.argv[1])"
+# The code of the process. `python -m` would import this module twice, under two names. Ctrl-C
+# (signal 2) ends it without a traceback of its imports; its parent prints a line.
+RUN_JOB = (
+    "import signal, sys; signal.signal(2, signal.SIG_DFL); "
+    f"from {__name__} import run_job; run_job(sys.argv[1])"
+)
 
 
 def run_job(result: str) -> NoReturn:
@@ -229,8 +235,9 @@ def run_job(result: str) -> NoReturn:
     except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
         is_memory = isinstance(error, MemoryError) or is_out_of_memory(error)
         failure = f"{error_in_a_line(error)}: {SMALLER if is_memory else where_to_look(error)}"
-        # A command's own refusal says what to change.
-        end({"error": error.message if isinstance(error, click.ClickException) else failure})
+        # Our own refusals say what to change.
+        is_ours = isinstance(error, click.ClickException | WorkloadError)
+        end({"error": str(error) if is_ours else failure})
 
 
 def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -> None:
@@ -294,10 +301,10 @@ def train_by(spec: str, *, resume_from: Callable[[], Path | None] | None = None)
     if hasattr(trainer, "fit"):
         more = {"ckpt_path": resume_from()} if resume_from else {}
         trainer.fit(*[one for one in rest if one is not None], **more)
-    elif hasattr(trainer, "train"):
+    elif hasattr(trainer, "train") and not isinstance(trainer, nn.Module):
         trainer.train(**({"resume_from_checkpoint": True} if resume_from else {}))
     else:
-        raise ValueError(f"{type(trainer).__name__} has no loop: give its script by --script")
+        raise WorkloadError(f"{type(trainer).__name__} has no loop: give its script by --script")
 
 
 @contextlib.contextmanager
