@@ -62,6 +62,8 @@ def test_the_command_prints_the_result_and_keeps_the_runs(checked):
     names = {"recovered", "without", "through"}
     assert found["dev_losses"].keys() == names
     assert {path.name for path in (folder / "kept").iterdir()} == {f"{name}-001" for name in names}
+    # The box of a planted step could not be replayed.
+    assert not list(folder.glob("kept/*/boxes"))
 
 
 def test_a_rollback_that_restores_no_weights_is_caught(tmp_path, monkeypatch):
@@ -91,11 +93,11 @@ def test_a_training_that_was_stopped_gives_no_result(tmp_path, monkeypatch):
 
     def stopped(run, *, watch):
         trained = original(run, watch=watch)
-        return replace(trained, report=replace(trained.report, ended_by="SIGINT"))
+        return replace(trained, report=replace(trained.report, ended_by="data"))
 
     monkeypatch.setattr(check, "train_run", stopped)
     with pytest.raises(
         RunError,
-        match="recovered-001 was ended after step 44 of 44 by SIGINT, so nothing was checked",
+        match="recovered-001 was ended after step 44 of 44 by data, so nothing was checked",
     ):
         spike_check(tmp_path, TINY, **SIZES)

@@ -90,7 +90,8 @@ def spike_check(
 
     The samples of `num_windows` windows are bad, from that of step `at` on.
     """
-    given = ["spike.action=rollback", *words, f"steps={steps}", f"runs={folder}"]
+    # A replay could not plant the samples of a box.
+    given = ["spike.action=rollback", "box.keep=0", *words, f"steps={steps}", f"runs={folder}"]
     spike = check_settings(load_config(config, given), at=at, num_windows=num_windows)
 
     def train_as(name: str, *more_words: str) -> History:
@@ -165,10 +166,15 @@ def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None
         trained = train_run(run, watch=[show_steps])
     report = trained.report
     if not report.finished:
-        raise RunError(
+        text = (
             f"the training of {trained.folder.name} was ended after step {report.step} of "
             f"{config.steps} by {report.ended_by}, so nothing was checked"
         )
+        if not run.attached.exit_status:
+            raise RunError(text)
+        # By a signal.
+        echo_lines(text, indent="")
+        raise click.exceptions.Exit(run.attached.exit_status)
 
 
 def _dev_loss(run: History) -> float | None:
