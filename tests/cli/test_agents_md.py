@@ -5,12 +5,13 @@ python -m pytest tests/cli/test_agents_md.py
 
 import re
 import shlex
+import sys
 
 import pytest
 
 from curry_train.cli.agents_md import LINES
 
-from ..command_runs import ran
+from ..command_runs import finished, ran
 
 TEXTS = {
     "a line": b"# Rules\nBe brief.\n",
@@ -89,3 +90,10 @@ def test_each_command_has_the_options_that_the_lines_name(command):
     names = words[:2] if words[0] == "runs" else words[:1]
     page = ran(*names, "--help")
     assert all(option in page.output for option in options)
+
+
+def test_a_full_disk_leaves_the_file_of_the_user(tmp_path):
+    (tmp_path / "AGENTS.md").write_text("mine\n" * 400)
+    command = f"ulimit -f 1; {sys.executable} -m curry_train agents-md"
+    assert "too large" in finished("sh", "-c", command).stderr
+    assert (tmp_path / "AGENTS.md").read_text() == "mine\n" * 400

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from .merge import Change, write_changes
 from .parameters import argument, option
 from .screen import UnusableInput, screen_command
 
@@ -48,13 +49,13 @@ def agents_md_command(
         after = re.sub(ADDED, b"", before, count=1)
     elif not num_found:
         after = before + (newline if before else b"") + lines + newline
+    # Staged next to it: a full disk must not cost the user's own lines.
+    place = file.resolve()
+    write_changes(place.parent, [Change(place.name, "write", before or None, after or None)])
     if after == before:
         click.echo(f"{file} has {'no lines of curry-train' if remove else 'the lines already'}")
     elif not after:
-        file.unlink()
         click.echo(f"removed {file}, which had nothing else")
     else:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(after)
         done = f"wrote {len(LINES.splitlines())} lines; --remove takes them out again"
         click.echo(f"{file}: {'removed the lines of curry-train' if remove else done}")
