@@ -14,6 +14,7 @@ Proof: `python -m pytest tests/primitives/test_grad_flow_layers.py`.
 
 import contextlib
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
