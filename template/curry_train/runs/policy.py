@@ -251,9 +251,7 @@ class SavingPolicy:
         else:
             if resumed.is_own and resumed.saved.is_state:
                 self._last = resumed.saved
-                later = []
-                if what != "latest":
-                    later = self._states_from(resumed.saved.step + 1)
+                later = self._states_from(resumed.saved.step + 1)
                 # The next state that is saved replaces these.
                 self.store.given_up = [*resumed.damaged, *(one.folder for one in later)]
                 for one in later if str(what).startswith(BEFORE_PREFIX) else ():
