@@ -107,7 +107,7 @@ BatchT = TypeVar("BatchT")
 
 
 class Stateful:
-    """An object of whose attributes a checkpoint has those that `STATE` names."""
+    """Save and load the attributes that `STATE` names."""
 
     STATE: ClassVar[Sequence[str]]
 

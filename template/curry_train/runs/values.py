@@ -32,7 +32,7 @@ from ..core.measure import dense_parts
 from ..core.unpickle import PickleReader
 from .ranks import reading
 
-# Values by their names, to read, and facts that may be added to, as in JSON.
+# Mappings from names to any values: one to read from, and one to write to.
 Values = Mapping[str, Any]
 Facts = dict[str, Any]
 
