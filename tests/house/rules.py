@@ -25,7 +25,7 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 BUDGETS = {
     f"{PACKAGE}/core": 13,
     f"{PACKAGE}/primitives": 38,
-    f"{PACKAGE}/runs": 48,
+    f"{PACKAGE}/runs": 46,
     f"{PACKAGE}/workloads": 18,
     f"{PACKAGE}/plan": 46,
     f"{PACKAGE}/bench": 5,

@@ -301,7 +301,7 @@ class SavingPolicy:
         return self._committed
 
     def _states_from(self, step: int) -> list[SavedCheckpoint]:
-        """Return the states from a step on that are not given up, newest first."""
+        """Return the states from a step on, newest first."""
         return [saved for saved in Ranks().agree(self.store.states) if saved.step >= step]
 
     def _save_due(self, step: int, state: Savable, kind: str | None, metrics: Values) -> bool:
@@ -327,14 +327,15 @@ class SavingPolicy:
         ):
             saves.append((BEST_KIND, (config.best_k_metric, value)))
         has_begun = False
-        for this, metric in saves:
+        for due_kind, metric in saves:
             self.finish()
             try:
-                self._record((self.saver or self.store).save(this, step, taken, metric=metric))
+                saved = (self.saver or self.store).save(due_kind, step, taken, metric=metric)
             except StepExists as error:
                 logger.warning("%s", error)
             else:
                 has_begun = True
+                self._after_commit(saved)
         return has_begun
 
     def _what_is_wrong(self, snapshot: Snapshot, metrics: Values) -> str | None:
@@ -352,9 +353,9 @@ class SavingPolicy:
     def finish(self) -> None:
         """Wait for the save in the background."""
         if self.saver is not None:
-            self._record(self.saver.finish())
+            self._after_commit(self.saver.finish())
 
-    def _record(self, saved: SavedCheckpoint | None) -> None:
+    def _after_commit(self, saved: SavedCheckpoint | None) -> None:
         """Record what was committed, if anything, and delete what retention no longer keeps."""
         if saved is None:
             return
