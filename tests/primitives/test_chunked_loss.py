@@ -230,7 +230,7 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     expected = bare(TOKENS)
     assert type(model.train()(TOKENS)) is LazyLogits
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other.head._technique[0] == 5
+        assert other.head._technique.chunk_tokens == 5
         with torch.no_grad():
             assert type(other(TOKENS)) is torch.Tensor
         assert torch.equal(other.eval()(TOKENS), expected)

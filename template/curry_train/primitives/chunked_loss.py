@@ -48,6 +48,9 @@ HALF_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
 class LossUse:
     """Uses of a head's logits since its last forward in training."""
 
+    # Tokens in a chunk; None to choose their number.
+    chunk_tokens: int | None
+
     # Losses that ran in chunks.
     num_chunked: int = 0
 
@@ -74,7 +77,6 @@ class Product:
     inputs: list[Tensor]
     versions: list[int]
     autocast: Autocast
-    chunk_tokens: int | None
     use: LossUse
     derived: "weakref.WeakSet[Logits]" = field(default_factory=weakref.WeakSet)
 
@@ -172,7 +174,7 @@ class Logits:
                 targets,
                 bias=product.bias,
                 softcap=self.cap,
-                chunk_tokens=product.chunk_tokens,
+                chunk_tokens=product.use.chunk_tokens,
                 **options,
             )
         product.use.num_chunked += 1
@@ -463,7 +465,7 @@ def _name(function: Any) -> str:
 class ChunkedHead(Derived):
     """A Linear whose training output is computed only when it is read.
 
-    Its technique is the number of tokens in a chunk, and what became of the latest logits.
+    Its technique is the `LossUse` of the latest logits.
     It behaves as the plain Linear in eval mode, without grad mode and while `torch.compile` traces
     it.
     """
@@ -477,9 +479,7 @@ class ChunkedHead(Derived):
         if not trains or not any(tensor.requires_grad for tensor in inputs):
             return super().forward(hidden)
 
-        chunk_tokens, _ = self._technique
-        use = LossUse()
-        self._technique = chunk_tokens, use
+        use = self._technique = LossUse(self._technique.chunk_tokens)
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
             return super().forward(hidden)
@@ -489,7 +489,6 @@ class ChunkedHead(Derived):
             inputs,
             [tensor._version for tensor in inputs],
             autocast_now(),
-            chunk_tokens,
             use,
         )
         logits = Logits(product, hidden, product_dtype(hidden), hidden.dim() - 1)
@@ -510,7 +509,7 @@ def apply_chunked_loss(
     check_chunk_size(chunk_tokens)
     found = _find_heads(model, head)
     for module in found.values():
-        become(ChunkedHead, module, (chunk_tokens, LossUse()))
+        become(ChunkedHead, module, LossUse(chunk_tokens))
     return list(found)
 
 
@@ -524,7 +523,7 @@ def chunked_loss_report(model: nn.Module) -> dict[str, LossUse]:
 
     The counts start anew at each forward of the head in training.
     """
-    return {name: module._technique[1] for name, module in find_modules(model, ChunkedHead).items()}
+    return {name: module._technique for name, module in find_modules(model, ChunkedHead).items()}
 
 
 class UnsuitableHead(Unsuitable):
