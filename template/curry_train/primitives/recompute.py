@@ -84,8 +84,6 @@ class Checkpointed(DerivedForward):
     _compiles = True
 
     def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
-        if not self._technique.enabled:
-            return run(*args, **kwargs)
         return run_checkpointed(run, (args, kwargs), modules=[self], options=self._technique)
 
 
@@ -167,7 +165,7 @@ def run_checkpointed(
 ) -> Any:
     """Call `run(*args, **kwargs)`, saving only its inputs; `modules` are those that `run` calls."""
     args, kwargs = inputs
-    if options.use_reentrant and not _gradients_flow(run, modules, inputs):
+    if not options.enabled or (options.use_reentrant and not _gradients_flow(run, modules, inputs)):
         return run(*args, **kwargs)
 
     names = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
