@@ -112,7 +112,7 @@ def _resumed(
                     if run.steps == until:
                         break
                     batch = new_batch(case)
-                    # Whose states differ in each step then, as torch's does.
+                    # These generators move in each step too, and a checkpoint has to hold how far.
                     random.random()
                     numpy.random.rand()
                     # Blocks that drop out at random have to be the same ones on each rank.

@@ -169,7 +169,7 @@ def compare_windows(
     first = _by_hand(case, batch, sizes).steps[0]
     norm = first.gradient_norm * (CLIPPED_SHARE if clips else 1.0)
     settings: dict[str, Any] = {
-        # At which the first step changes the weights by a tenth at most.
+        # The first step changes the weights by a tenth at most.
         "rate": MOST_LEARNING_RATE * min(1.0, first.parameter_norm / (norm or 1.0)),
         "clip_norm": norm if clips else None,
         "is_scheduled": is_scheduled,

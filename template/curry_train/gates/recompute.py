@@ -260,13 +260,13 @@ def _reverse(scores: Tensor) -> Tensor | None:
 LEAST_BYTES = 4096
 
 
-# Offload the blocks that are named, the last one too.
+# Offloads all blocks that are named, the last one too.
 offload_all = partial(offload_blocks, keep_last=0)
 
 
 def compare_offload(case: Case, *, offload_blocks: Change = offload_all) -> Outcome:
     """Compare a short training with offload to the plain one."""
-    # Backward needs the tensors of the last block at once.
+    # The last block is left out, because backward needs its tensors at once.
     apply, best = (on_blocks(change, keep_last=1) for change in (offload_blocks, move_all))
     with _host_apart(case, offload_blocks):
         return same_training(case, apply, known=(best, NOTHING_TO_FREE), same_as=best)

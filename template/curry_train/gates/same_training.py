@@ -339,7 +339,7 @@ def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activ
                 course = TrainingCourse(autocast=False, left_out=(f"without autocast: {why}",))
             else:
                 raise
-    # The first step has one loss.
+    # Its loss is a single number, because the first step has one microbatch.
     check_comparable(reference[0])
     again, _, _ = _train(case, PLAIN, course)
     step, found = _first_difference(reference, again, 0.0)
@@ -371,6 +371,7 @@ def _train(
     module = case.build()
     names = apply(module, sample_of(case))
     rate = LEARNING_RATE if case.dtype.itemsize > 2 else LEARNING_RATE_IN_HALF
+    # The weights stay as they are where each step is compared with a tolerance.
     if course.tolerance:
         rate = 0.0
     optimizer = torch.optim.AdamW(module.parameters(), lr=rate, foreach=False)
