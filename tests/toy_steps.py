@@ -1,9 +1,14 @@
 """Models, inputs and a loss for small training steps, and comparisons of what they leave."""
 
+import pytest
 import torch
 from torch import nn
 
 from curry_train.core.parity import compare, record_step
+
+ON_DEVICES = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+)
 
 
 def activated(width, activation=nn.GELU):

@@ -15,6 +15,7 @@ from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 from ..saboteurs.faulty_routing import ROUTED
 from ..saboteurs.saboteurs import CASES, case_of, faults, gates
+from ..toy_steps import ON_DEVICES
 
 # Gates that need not apply, by model.
 NOT_ON = {
@@ -47,7 +48,7 @@ SLOW_GATES += ("memory-plan/parity-plan",)
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@ON_DEVICES
 @pytest.mark.parametrize("length", ["short", "long"])
 def test_no_gate_fails_with_dropout_in_half_precision(device, technique, length):
     case = Case(CASES["dropout"], device=torch.device(device), dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
 from ..plan_models import Runs, built
-from ..toy_steps import activated, stacked
+from ..toy_steps import ON_DEVICES, activated, stacked
 from ..unchanged import unchanged
 
 MIB = 2**20
@@ -80,7 +80,7 @@ def test_held_bytes_of_every_layer_by_hand():
     assert report.layers[0].bytes == 384
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@ON_DEVICES
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_the_layers_add_up_to_what_the_model_holds_and_repeat(name, device):
     size = 4 if device == "cpu" else 32

@@ -36,6 +36,7 @@ from ..compiled_models import (
     rows,
     step,
 )
+from ..toy_steps import ON_DEVICES
 from ..warm_python import warm_python
 
 pytestmark = TRACING
@@ -217,7 +218,7 @@ needs_cpp = pytest.mark.skipif(
 
 
 @needs_cpp
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@ON_DEVICES
 def test_inductor_draws_once_at_zero_and_torchs_own_setting_draws_again(device):
     block = block_class(dropout)
     models = [build(block).to(device) for _ in range(2)]

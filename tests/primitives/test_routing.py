@@ -22,7 +22,7 @@ from curry_train.primitives import (
 )
 from curry_train.primitives.routing import Choices, has_router
 
-from ..saboteurs.faulty_routing import EXPERTS, WIDTH, Experts
+from ..saboteurs.faulty_routing import EXPERTS, WIDTH, Experts, Router
 from ..toy_steps import activated, all_equal, drawn, gradients_of, square_sum, stacked
 
 TOKENS = 12
@@ -49,12 +49,8 @@ class OtherKernel:
         cls.seed = None
 
 
-class SharpRouter(nn.Module):
+class SharpRouter(Router):
     """Choose two experts by the largest scores themselves."""
-
-    def __init__(self):
-        super().__init__()
-        self.score = nn.Linear(WIDTH, EXPERTS, bias=False)
 
     def forward(self, x):
         return torch.topk(OtherKernel.round(torch.softmax(self.score(x), -1)), 2, dim=-1)
