@@ -37,6 +37,11 @@ def read_json(path):
     return json.loads(Path(path).read_text())
 
 
+def require_narrow(text):
+    """Fail unless each line fits a screen of 80 columns."""
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def flat(text):
     """Return a text without the places where its lines break."""
     return " ".join(text.split())

@@ -21,7 +21,7 @@ from curry_train.core.timing import Ratio, Spread
 from curry_train.primitives import STRATEGIES, Strategy, recompute_blocks
 from curry_train.workloads import Case, WorkloadError
 
-from ..command_runs import ran
+from ..command_runs import ran, require_narrow
 from ..plan_models import squares
 from ..toy_steps import all_equal, feed_forward, stacked
 
@@ -226,7 +226,7 @@ fits: the largest batch whose step, parameters included, fits 1.00 GiB"""
     )
     short = savings_table(rows)
     assert "fits" not in short
-    assert max(map(len, short.splitlines())) <= 80
+    require_narrow(short)
 
 
 # The command.
@@ -256,7 +256,7 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
         "--model mlp --depth 2,3 --batch-size 1 --batch-size 4",
         "--strategy full --strategy planted",
     )
-    assert max(map(len, ended.output.splitlines())) <= 80
+    require_narrow(ended.output)
     assert "mlp, depth 3, batch size 4 (MiB; a step of none takes" in ended.output
     data = json.loads((tmp_path / "out" / "savings.json").read_text())
     assert {"command", "device", "dtype", "seed", "repeats"} <= set(data)

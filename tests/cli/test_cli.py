@@ -13,7 +13,7 @@ from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
 from curry_train.gates.verdict import Gate, NotApplicable
 
-from ..command_runs import finished, flat, ran, read_json, results
+from ..command_runs import finished, flat, ran, read_json, require_narrow, results
 from ..warm_python import warm_python
 
 QUICK = "--model mlp --gate grad-accum/equal --gate grad-accum/uneven"
@@ -25,7 +25,7 @@ def test_gates_that_hold_end_with_0_a_table_of_80_columns_and_json_of_their_orig
     assert "  grad-accum/uneven           held on model + loss: worst" in ended.stderr
     assert "2 held, 0 failed, 0 not applicable" in ended.stderr
     assert "2 gates ran your model, 2 its loss" in ended.stderr
-    assert max(map(len, ended.stderr.splitlines())) <= 80
+    require_narrow(ended.stderr)
     data = json.loads(ended.stdout)
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
     found = [(row["gate"], row["passed"], row["workload"]) for row in data["results"]]
@@ -121,7 +121,7 @@ def test_gates_are_listed_without_being_run():
 
 def test_the_list_with_figures_tells_how_each_implementation_is_called():
     listed = run("--list --figures").output
-    assert max(map(len, listed.partition("What --impl takes")[2].splitlines())) <= 80
+    require_narrow(listed.partition("What --impl takes")[2])
     for name, contract in CONTRACTS.items():
         assert f"\n  {name}{inspect.signature(contract.call)}\n" in listed
     only_accum = run("--list --figures --gate grad-accum").output

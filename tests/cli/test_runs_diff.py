@@ -15,7 +15,7 @@ from curry_train.cli.runs_diff import describe, difference
 from curry_train.runs import Journal
 from curry_train.runs.history import changes, read_history
 
-from ..command_runs import flat, ran
+from ..command_runs import flat, ran, require_narrow
 from ..journals import clock, facts, loss_of, plant, plant_eventful, train
 
 
@@ -153,7 +153,7 @@ def test_long_names_and_values_keep_to_80_columns(tmp_path):
     long = "n" * 100
     plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
     plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step)
-    assert max(map(len, run(f"{long} b").output.splitlines())) <= 80
+    require_narrow(run(f"{long} b").output)
 
 
 def test_json_is_complete_and_alone_on_standard_output(tmp_path):

@@ -14,6 +14,8 @@ from curry_train.plan.fewest import CHANGES, fewest_gpus, floor_of
 from curry_train.primitives import apply_chunked_loss, recompute_blocks
 from curry_train.workloads.models import mlp, transformer
 
+from ..command_runs import require_narrow
+
 MIB = 2**20
 BATCH = 2
 MODEL = mlp(depth=3, width=4096)
@@ -52,7 +54,7 @@ def test_the_fewest_gpus_are_those_of_a_search_through_all_numbers_and_changes(l
     assert alone.margin_bytes == least_peaks[2] - least_peaks[1] < 0
     assert not alone.is_hopeless
     table = found.table()
-    assert all(len(line) <= 80 for line in table.splitlines())
+    require_narrow(table)
     assert "2 GPUs" in table
     assert "With 1, " in " ".join(table.split())
     assert "NCCL" in table

@@ -7,6 +7,8 @@ import pytest
 
 from curry_train.plan import LayerMemory, ProfileReport
 
+from ..command_runs import require_narrow
+
 MIB = 2**20
 
 
@@ -54,7 +56,7 @@ def test_the_table_fits_80_columns_with_any_names():
         for index in range(40)
     ]
     text = report_of(*layers).table()
-    assert max(map(len, text.splitlines())) <= 80
+    require_narrow(text)
     assert "transformer.layers.7 " in text
     assert "21 smaller layers" in text
     assert report_of(("holds nothing", 0, 0), rest=0).table()

@@ -16,7 +16,7 @@ from curry_train.plan import measure_timeline
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
-from ..command_runs import ran
+from ..command_runs import ran, require_narrow
 from ..peers.peer_table import torch_checkpoints
 from ..plan_models import built
 from ..toy_steps import square_sum
@@ -197,5 +197,5 @@ def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path)
         "optimizer state",
     ):
         assert message in ended.stderr
-    assert max(map(len, ended.stderr.splitlines())) <= 80
+    require_narrow(ended.stderr)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
