@@ -67,6 +67,9 @@ class ModuleCall:
     # which recomputes by itself.
     hides: bool = False
 
+    # Whether it calls other modules.
+    has_inner: bool = False
+
     def is_inside(self, names: Collection[str]) -> bool:
         """Return whether a call of one of these modules encloses this one."""
         return any(caller.name in names for caller in self.around)
@@ -148,7 +151,10 @@ class ForwardRecord:
             if not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
                 for outer in around:
                     outer.hides = True
-            self.calls.setdefault(name, []).append(call)
+            for outer in around[-1:]:
+                outer.has_inner = True
+            calls = self.calls.setdefault(name, [])
+            calls.append(call)
             self._running = (*around, call)
             try:
                 return forward(*args, **kwargs)
@@ -156,6 +162,11 @@ class ForwardRecord:
                 self._running = around
                 call.end = len(self.log)
                 call.writes_input = any(tensor._version != before for tensor, before in versions)
+                # As if it had not run: it skips what it holds, as in stochastic depth.
+                if trains and call.start == call.end and module._modules and not call.has_inner:
+                    calls.pop()
+                    if not calls:
+                        del self.calls[name]
 
         return run
 
