@@ -217,6 +217,7 @@ def make_policy(policy: Any) -> Policy:
 
 # Selective activation checkpointing (SAC): a policy chooses which operations to recompute.
 
+READ_VALUE = torch.ops.aten._local_scalar_dense.default
 CAST_OPERATION = torch.ops.aten._to_copy.default
 # A policy may save this share of the outputs of cheap operations: for a few, such as those of a
 # router, there may be a reason.
@@ -276,7 +277,11 @@ class _BlockForward:
 
     def check(self) -> None:
         """Refuse, after a run, a policy that saved nothing or only cheap outputs."""
-        if not any(map(any, self.kept.values())):
+        # A call that skips the block, as in stochastic depth, computes nothing: it runs no
+        # operation, or it chose by a value.
+        computes = self.kept and READ_VALUE not in self.kept
+        skips = not computes and EXPENSIVE_OPERATIONS.isdisjoint(self.kept)
+        if not skips and not any(map(any, self.kept.values())):
             names = {str(operation).removesuffix(".default") for operation in self.kept}
             raise PolicyError(
                 f"policy {self.policy.name!r} saves no output of {self.block}, so the block would "
