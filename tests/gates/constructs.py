@@ -156,6 +156,13 @@ class Counts(Block):
         return super().forward(x) * (1 + self.share * self.calls)
 
 
+class Skips(Block):
+    """Returns its input instead of running, at random."""
+
+    def forward(self, x):
+        return x if self.training and torch.rand(()) < 0.2 else super().forward(x)
+
+
 class OwnGenerator(Block):
     """Draws from a generator of its own."""
 
@@ -428,6 +435,7 @@ CONSTRUCTS = {
     "counts_in_buffer": [of_block(Counts, torch.tensor(0))],
     "counted_in_buffer": [of_block(Counts, torch.tensor(0), share=0.1)],
     "counted_in_python": [of_block(Counts, 0, share=0.1)],
+    "skips": [of_block(Skips)],
     "own_generator": [of_block(OwnGenerator)],
     "spectral": [of_block(Spectral)],
     "differentiates": [of_block(Differentiates)],

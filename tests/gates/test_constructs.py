@@ -38,6 +38,7 @@ NEED_NOT_APPLY = {
         "layers.0: the model recomputes these by itself",
     ),
     "drops_layers": (["memory-plan/*", "recompute/budget"], ""),
+    "skips": (["memory-plan/*", "recompute/budget", "recompute/parity-selective"], ""),
     "keeps_last": ([], "last: tensors of a step stay alive"),
     "keeps_in_closure": (
         ["recompute/memory"],

@@ -144,6 +144,7 @@ def same_training(
     if not ours.differs_from(plain):
         if known is not None and not _train(case, known[0], course)[1].differs_from(plain):
             raise NotApplicable(known[1])
+        check_equal_steps(case)
         hint = (
             f"nothing ran twice or was freed of the {len(names)} modules to change: "
             "is the wrapper in the forward?"
