@@ -1691,6 +1691,24 @@ def adapted_without_statistics():
     fit(model, SGD(norm.parameters(), 0.1))
 
 
+def trainings_that_begin_alike():
+    for _ in range(2):
+        torch.manual_seed(0)
+        data, (model, optimizer) = loader().dataset, started()
+        for _ in range(2):
+            for rows in torch.randperm(64).split(16):
+                step(optimizer, loss_of(model, data[rows]))
+
+
+def codes_computed_again():
+    encoder, judge = nn.Linear(8, 4), nn.Linear(4, 1)
+    first, second = adamw(encoder), adamw(judge)
+    for inputs, _ in loader():
+        codes = encoder(inputs)
+        step(first, F.softplus(judge(encoder(inputs))).mean())
+        step(second, F.softplus(-judge(codes.detach())).mean())
+
+
 HEALTHY = [
     one
     for one in list(globals().values())

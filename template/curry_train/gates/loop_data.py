@@ -251,15 +251,16 @@ def data(trace: Trace) -> Faults:
 
 def same_order(trace: Trace) -> Faults:
     """Find epochs of one order that the loop draws anew by itself."""
-    order = [one.digests for one in trace.trained_forwards]
-    length = next((n for n in range(1, len(order)) if order[n] == order[0]), len(order))
-    again = order[length : 2 * length]
-    shuffles = trace.of(Shuffle)
-    if not trace.of(Fetch) and len(again) > 2 and again == order[: len(again)]:
-        begun = trace.of(Step)[0].at
-        late = [one for one in shuffles if one.at > begun]
-        # In each step random numbers serve another purpose.
-        if late and len(late) < len(trace.windows) - 1:
+    begun = trace.of(Step)[0].at
+    late = [one for one in trace.of(Shuffle) if one.at > begun]
+    # In each step random numbers serve another purpose.
+    is_known = late and len(late) < len(trace.windows) - 1 and not trace.of(Fetch)
+    # Several trainings may begin alike, each with a model of its own.
+    for forwards in grouped(trace.trained_forwards, "module") if is_known else ():
+        order = [one.digests for one in forwards]
+        length = 1 + [*order[1:], order[0]].index(order[0])
+        again = order[length : 2 * length]
+        if len(again) > 2 and again == order[: len(again)]:
             hint = "make and seed the generator once, before the loop"
             yield late[0], "two epochs have the same order", hint
 
@@ -282,7 +283,8 @@ def same_views(trace: Trace) -> Faults:
     again = []
     for window in trace.windows:
         trained = [one for one in window.forwards if one.num_samples > 1]
-        for first, *others in grouped(trained, "module", "digests", "returned"):
+        # What another model is trained through is no view of the data.
+        for first, *others in grouped(trained, "module", "digests", "returned", "behind"):
             again += [one for one in others if {*first.addresses}.isdisjoint(one.addresses)]
     if len({one.digests for one in again}) >= FEWEST_STEPS:
         yield again[0], "two views of a batch are the same", "draw a random view for each pass"
