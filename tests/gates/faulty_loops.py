@@ -31,6 +31,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     TensorDataset,
     WeightedRandomSampler,
     random_split,
@@ -496,6 +497,18 @@ def same_order_by_hand():
 
 def same_order_of_numpy():
     in_order_of(lambda: torch.from_numpy(numpy.random.default_rng(0).permutation(64)))  # here
+
+
+def stream_in_one_order():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            generator = torch.Generator().manual_seed(0)
+            yield from (rows[one] for one in torch.randperm(40, generator=generator))
+
+    rows, (model, optimizer) = [*loader(40).dataset], started()
+    batches = DataLoader(Stream(), 8)
+    for _ in range(8):
+        fit(model, optimizer, batches)  # here: fetch
 
 
 def softmax_over_the_batch():
@@ -1805,6 +1818,7 @@ FAULTY = {
         state_of_other_samples, targets_of_another_shuffling,
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, loader_seeded_in_each_epoch, sampler_without_its_epoch,
+        stream_in_one_order,
         views_that_are_the_same,
         one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,

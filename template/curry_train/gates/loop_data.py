@@ -10,7 +10,7 @@ from operator import attrgetter, length_hint
 from typing import Any
 
 from torch import nn
-from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from .loop_events import (
     FEWEST_STEPS,
@@ -218,7 +218,7 @@ def data(trace: Trace) -> Faults:
     for several in grouped(fetches, "dataset" if len(trace.by_optimizer) == 1 else "loader"):
         # Inputs that the loop has augmented are known by their targets.
         if any(fetch.is_used or fetch in trace.trained_fetches for fetch in several):
-            yield from _epochs(several, trace.of(Seeding))
+            yield from _epochs(several, trace)
         # A part whose labels are used means that the whole dataset is read without its labels.
         parts = {
             id(getattr(one.loader.dataset, "dataset", None)): one.is_used
@@ -338,7 +338,7 @@ def shuffled_apart(trace: Trace) -> Faults:
             yield kept[0], "a state of other samples is kept, as the data is shuffled", hint
 
 
-def _epochs(fetches: Sequence[Fetch], seeds: Sequence[Seeding]) -> Faults:
+def _epochs(fetches: Sequence[Fetch], trace: Trace) -> Faults:
     """Find batches that repeat within an epoch, and epochs of the same order."""
     full = [fetch for fetch in fetches if fetch.digests]
     epochs = [[one.digests for one in epoch] for epoch in grouped(full, "epoch")]
@@ -350,19 +350,20 @@ def _epochs(fetches: Sequence[Fetch], seeds: Sequence[Seeding]) -> Faults:
                 "give each worker its own seed and its own part of the data",
             )
     sampler = fetches[0].loader.sampler
-    is_shuffled = isinstance(sampler, RandomSampler) or (
-        isinstance(sampler, DistributedSampler) and sampler.shuffle
-    )
     for first, second in itertools.pairwise(epochs):
         width = min(len(first), len(second))
+        begin = full[len(first)]
+        # A sampler, or a dataset that is iterated over, shuffles at the begin of an epoch.
+        events = reversed(trace.events[: begin.at])
+        before = (one for one in events if not isinstance(one, Seeding))
         if (
-            is_shuffled
+            isinstance(next(before, None), Shuffle)
+            and not isinstance(sampler, SequentialSampler)
             and width > 1
-            and length_hint(sampler) > 4
+            and length_hint(sampler, 5) > 4
             and first[:width] == second[:width]
         ):
-            begin = full[len(first)]
-            within = [one for one in seeds if full[0].at < one.at < begin.at]
+            within = [one for one in trace.of(Seeding) if full[0].at < one.at < begin.at]
             hint = "call sampler.set_epoch(epoch)"
             if within or begin.loader is not full[0].loader:
                 hint = "set seeds once, before the loop"
