@@ -1414,6 +1414,17 @@ def optimizer_that_never_steps():
     fit(lambda one: head(encoder(one).relu()), adamw(head), after=of_encoder.zero_grad)
 
 
+def optimizer_of_its_own_loss_that_never_steps():
+    weights = nn.Parameter(torch.ones(2))
+    Adam([weights])  # here
+    fit(before=lambda: weights.square().sum().backward())
+
+
+def layer_grown_but_not_added():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    fit(lambda one: second(first(one).relu()), adamw(first))  # here: made
+
+
 def average_of_itself():
     model = classifier()
     keep_average(model, model, 0.1)  # here: average
@@ -1749,6 +1760,7 @@ FAULTY = {
         one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
         tensor_in_no_optimizer,
         network_in_no_optimizer, head_in_no_optimizer, never_stepped, optimizer_that_never_steps,
+        optimizer_of_its_own_loss_that_never_steps, layer_grown_but_not_added,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
     "moves": [

@@ -199,7 +199,8 @@ def _missing(trace: Trace) -> set[Tensor]:
         for one in module.parameters(recurse=False)
     }
     found = set[Tensor]()
-    shapes = {one.shape for first, *_ in trace.by_optimizer for one in first.own}
+    # A copy of the weights does not run itself.
+    shapes = {one.shape for one in trace.held - trace.names.keys()}
     known = trace.held & trace.names.keys()
     for root in trace.roots:
         own = {one for one in root.parameters() if one.requires_grad} & trace.with_gradient
@@ -227,7 +228,7 @@ def never_steps(trace: Trace) -> Faults:
     others = frozenset[Tensor]().union(*(one.own for one in trace.of(Stepping)))
     for one in trace.optimizers:
         own = {*parameters_of(one)} - others
-        windows = [[call.reached & own for call in window.all_calls] for window in trace.windows]
+        windows = [[call.reached & own for call in window.of(Backward)] for window in trace.windows]
         windows = windows or [[call.reached & own] for call in trace.of(Backward)]
         if one in trace.made and len(windows) >= FEWEST_STEPS and all(map(any, windows)):
             yield (
