@@ -173,7 +173,7 @@ def variational(weight, spread=lambda variance: (variance / 2).exp()):
     def loss(code, inputs):
         mean, variance = code.chunk(2, 1)
         drawn = mean + torch.randn(mean.shape) * spread(variance)  # drawn
-        divergence = (1 + variance - mean.square() - variance.exp()).sum(1).mean()
+        divergence = (1 + variance - mean.square() - variance.exp()).sum(1).clamp(max=-0.01).mean()
         return F.mse_loss(decode(drawn), inputs) + weight * divergence  # divergence
 
     inputs = [(one, one) for one, _ in loader()]

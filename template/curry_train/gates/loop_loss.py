@@ -392,7 +392,7 @@ def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
     while left:
         node, factor = left.pop()
         inner = _inside(node)
-        if operation(node) in ("Sum", "Mean"):
+        if operation(node) in ("Sum", "Mean", "Clamp"):
             inner = inner or [(node.next_functions[0][0], 1.0)]
         weights[node] += factor
         left += [(one, factor * times) for one, times in inner or ()]
