@@ -583,6 +583,13 @@ def average_with_new_statistics():
     fit(model, after=update)
 
 
+def average_with_new_statistics_once():
+    model = normed()
+    average = copy.deepcopy(model).requires_grad_(False).eval()
+    fit(model, after=lambda: follow(average, model, 0.1))
+    average(torch.randn(8, 8))  # here
+
+
 def seeded_in_each_epoch():
     model, optimizer = started()
     data = loader(40)
@@ -1824,6 +1831,7 @@ FAULTY = {
         dropout_of_channels_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
         dropout_made_in_forward, average_with_new_statistics, statistics_that_never_move,
+        average_with_new_statistics_once,
         teacher_inside_set_to_training_mode,
     ],
     "data": [

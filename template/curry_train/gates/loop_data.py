@@ -181,9 +181,12 @@ def without_statistics(trace: Trace) -> Faults:
     for forwards in grouped(trace.of(Forward), "module"):
         buffers = forwards[0].module.named_buffers()
         means = [one for name, one in buffers if name.endswith("running_mean")]
+        # Weights that are made and loaded have changed in place a few times.
+        changed = (one for one in forwards[0].module.parameters() if not one.is_inference())
+        most = max((one._version for one in changed), default=0)
         if (
             means
-            and len({one.weights for one in forwards}) > 1
+            and (len({one.weights for one in forwards}) > 1 or most > 2 * FEWEST_STEPS)
             and not any(one.training or one.is_trained_on for one in forwards)
             and not any(one.any() for one in means)
         ):
