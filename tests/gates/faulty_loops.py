@@ -1609,10 +1609,21 @@ def model_as_its_own_reference():
 def pairs_of_equals():
     def loss(scores, _):
         better, worse = scores.chunk(2)
-        return -F.logsigmoid(better - worse).mean()
+        return -F.logsigmoid(better - worse).mean()  # here
 
     batches = ((torch.randn(4, 8).repeat(2, 1), None) for _ in range(8))
-    fit(classifier(classes=1), None, batches, loss=loss)  # here: sample
+    fit(classifier(classes=1), None, batches, loss=loss)
+
+
+def weights_compared_with_themselves():
+    model = classifier()
+    first = model[3].weight
+
+    def loss(logits, labels):
+        moved = model[3].weight - first  # here
+        return F.cross_entropy(logits, labels) + moved.square().sum()
+
+    fit(model, loss=loss)
 
 
 def decay_of_groups_made_equal():
@@ -1781,7 +1792,7 @@ FAULTY = {
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
         model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,
-        one_layer_many_times, best_weights_without_a_copy,
+        one_layer_many_times, best_weights_without_a_copy, weights_compared_with_themselves,
     ],
     "schedule": [
         cycle_of_batches_by_epochs,

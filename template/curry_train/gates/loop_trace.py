@@ -436,6 +436,16 @@ class Observer(Trace):
             self._note_crossed(*both)
         # `first` has no gradient, if one of them has none.
         first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
+        is_difference = name == "__sub__" and len(both) > 1 and first.requires_grad
+        is_known = is_difference and is_plain(value) and value.shape[:1].numel() > 1
+        if is_known and first.any() and not value.any():
+            self.fault(
+                "moves",
+                "two values that are equal are subtracted, each with a gradient",
+                "compare other data, or take one from before: clone() weights that are kept, detach() "
+                "old probabilities",
+                value=self.num_made.total(),
+            )
         if name in SCALING:
             self._note_weighed(value, first, other)
         elif value.numel() == 1 and value.grad_fn is not None and value.is_floating_point():
