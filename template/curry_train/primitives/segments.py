@@ -153,8 +153,9 @@ def recompute_segments(
     A chain is the blocks of one container. It is split into `num_segments` segments, and all but
     the last are recomputed. `blocks` is a glob over module names, or several. Each block must take
     the previous block's output as its first argument, which no operation in between may save for
-    its backward, and the other arguments must be the same for all; otherwise the forward raises
-    `ChainBroken`. The options are those of `Recompute`, except `use_reentrant`.
+    its backward, no random number may be drawn in between, and the other arguments must be the same
+    for all; otherwise the forward raises `ChainBroken`. The options are those of `Recompute`,
+    except `use_reentrant`.
     """
     settings = RecomputeOptions(**options)
     if settings.use_reentrant:
