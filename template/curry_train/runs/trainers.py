@@ -270,16 +270,12 @@ class _HuggingFaceCommits:
     def __init__(self, trainer: Any) -> None:
         if trainer.args.save_on_each_node:
             raise ValueError("save_on_each_node writes folders that the first rank can't commit")
+        self._trainer = trainer
         self._limit: int | None = None
         self._ranks = Ranks.on_the_host()
         replace_calls(trainer, save_model=self._save_model)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # The Trainer would delete older checkpoints before the new one is committed.
-        # None is what an earlier training of this process left, if it ended with an error.
-        if args.save_total_limit is not None:
-            self._limit = args.save_total_limit
-        args.save_total_limit = None
         step = state.global_step
         if step >= state.max_steps > 0 and state.is_world_process_zero:
             logger.warning(
@@ -290,9 +286,6 @@ class _HuggingFaceCommits:
                 step + 1,
             )
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        args.save_total_limit = self._limit
-
     def _save_model(
         self, save: Any, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
@@ -300,6 +293,12 @@ class _HuggingFaceCommits:
         if _internal_call and output_dir is not None:
             # A kill in the middle of the save must leave the older one.
             self._ranks.agree(lambda: _hide(Path(output_dir)))
+            # The Trainer would delete older checkpoints before the new one is committed.
+            # None is what an earlier save has left, if it ended with an error.
+            args = self._trainer.args
+            if args.save_total_limit is not None:
+                self._limit = args.save_total_limit
+            args.save_total_limit = None
         save(output_dir, _internal_call)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -310,6 +309,7 @@ class _HuggingFaceCommits:
         self._ranks.collect(
             lambda: None, lambda _: _commit_in_place(path, "checkpoint-*", self._limit, keep)
         )
+        args.save_total_limit = self._limit
 
 
 def _hide(path: Path) -> None:
