@@ -33,29 +33,18 @@ def is_plain(tensor: Tensor) -> bool:
     return has_values and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def elements_of(tensor: Tensor) -> Tensor:
-    """Return a tensor of a class that only adds methods as a plain one, with the same memory."""
-    if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return tensor
-    return tensor.as_subclass(Tensor)
-
-
 @torch.no_grad()
 def digest(tensor: Tensor) -> str:
     """Return dtype, shape and 64 bits that depend on each bit of a tensor and on its position.
 
     A tensor of several ranks is gathered, so all of them have to call this. Of tensors without
-    values, and of classes with operations of their own, the digest is their type alone.
+    values, and of subclasses, the digest is their type alone.
     """
     with unwatched():
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
         elif tensor.is_sparse:
             tensor = tensor.to_dense()
-        elif tensor.is_nested:
-            # Its shape counts the nested tensors that the process has made.
-            tensor = tensor.values()
-        tensor = elements_of(tensor)
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         if not is_plain(tensor) or tensor.is_quantized:
             return f"{kind}:{type(tensor).__name__}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..core.digest import elements_of, is_plain
+from ..core.digest import is_plain
 from ..core.generators import unwatched
 
 # Largest difference of the elements with this binary exponent. A smaller value has a smaller
@@ -79,8 +79,8 @@ class Exchange:
         distances: dict[str, Distances] = {}
         values: dict[str, Tensor] = {}
         with unwatched(), torch.no_grad():
-            for name, own in tensors.items():
-                if not is_plain(tensor := elements_of(own)):
+            for name, tensor in tensors.items():
+                if not is_plain(tensor):
                     continue
                 if self.expected is None:
                     self.folder.mkdir(parents=True, exist_ok=True)

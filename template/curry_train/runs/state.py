@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..core.digest import elements_of
 from ..core.wording import some_of
 from .format import MODEL_PREFIX, Contents, Snapshot
 from .history import ABSENT_VALUE, changes
@@ -36,6 +35,7 @@ from .values import (
     Values,
     decode,
     each_once,
+    elements_of,
     encode,
     is_plain,
     memory_of,

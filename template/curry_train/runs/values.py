@@ -156,6 +156,13 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
+def elements_of(tensor: Tensor) -> Tensor:
+    """Return a tensor of a class that only adds methods as a plain one, with the same memory."""
+    if type(tensor) is Tensor or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor
+    return tensor.as_subclass(Tensor)
+
+
 def each_once(tensor: Tensor) -> Tensor:
     """Return a view with each element in memory once: the first along dimensions of stride 0."""
     strides = tensor.stride()
