@@ -61,7 +61,7 @@ def test_signs_of_every_other_element_are_seen():
 
 
 def test_swaps_between_the_pieces_of_a_large_tensor_are_seen(monkeypatch):
-    monkeypatch.setattr(digest_module, "PIECE_WORDS", {"cpu": 16})
+    monkeypatch.setattr(digest_module, "PIECE_WORDS", 16)
     tensor = some(torch.float32, 64, 32)
     swapped = tensor.roll(1, 0)
     assert len({digest(tensor), digest(swapped), digest(flipped(tensor, 63, 16447))}) == 3
@@ -79,9 +79,15 @@ def test_a_digest_is_the_same_on_every_machine():
     assert digest(torch.arange(6, dtype=torch.float32)) == "float32[6]:3db5f98d71d43461"
 
 
-def test_sparse_and_meta_tensors_have_digests():
+class Named(torch.Tensor):
+    pass
+
+
+def test_tensors_of_other_layouts_and_classes_have_digests():
     dense = torch.eye(3)
-    assert digest(dense.to_sparse()) == digest(dense)
+    nested = torch.nested.nested_tensor([dense, dense], layout=torch.jagged)
+    assert digest(nested) == digest(torch.cat([dense, dense]))
+    assert digest(dense.to_sparse()) == digest(dense.as_subclass(Named)) == digest(dense)
     assert digest(torch.empty(3, device="meta")) == "float32[3]:Tensor"
 
 

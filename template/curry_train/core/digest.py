@@ -20,7 +20,7 @@ from .generators import generator_states, unwatched
 
 WORD_BYTES = 8
 # Words that are multiplied at once. On the CPU they and their weights stay in the cache.
-PIECE_WORDS = {"cpu": 2**16}
+PIECE_WORDS = 2**16
 PIECE_WORDS_ELSEWHERE = 2**22
 # Odd constants that spread the bits of a position (of SplitMix64, as signed numbers).
 SPREAD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
@@ -28,9 +28,12 @@ SPREAD = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor has values of its own in one storage."""
-    is_known = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    has_values = is_known and not tensor.is_meta
-    return has_values and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 @torch.no_grad()
@@ -38,24 +41,30 @@ def digest(tensor: Tensor) -> str:
     """Return dtype, shape and 64 bits that depend on each bit of a tensor and on its position.
 
     A tensor of several ranks is gathered, so all of them have to call this. Of tensors without
-    values, and of subclasses, the digest is their type alone.
+    values, and of classes with operations of their own, the digest is their type alone.
     """
     with unwatched():
         if hasattr(tensor, "full_tensor"):
             tensor = tensor.full_tensor()
         elif tensor.is_sparse:
             tensor = tensor.to_dense()
+        elif tensor.is_nested:
+            # Its shape counts the nested tensors that the process has made.
+            tensor = tensor.values()
+        # A class that only adds methods.
+        if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            tensor = tensor.as_subclass(Tensor)
         kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
         if not is_plain(tensor) or tensor.is_quantized:
             return f"{kind}:{type(tensor).__name__}"
-        return f"{kind}:{_hash_bits(tensor.detach())}"
+        return f"{kind}:{_hash_bits(tensor)}"
 
 
 @torch.no_grad()
 def digest_rows(tensor: Tensor) -> list[str]:
     """Return a digest for each entry of the first dimension, as for the samples of a batch."""
     with unwatched():
-        return [_hash_bits(row) for row in tensor.detach()] if is_plain(tensor) else []
+        return [_hash_bits(row) for row in tensor] if is_plain(tensor) else []
 
 
 def _hash_bits(tensor: Tensor) -> str:
@@ -83,10 +92,10 @@ def _sums(words: Tensor) -> list[Tensor]:
     The sum of the words can't see two flips of highest bits, which cancel. The second sum, of the
     upper halves as signed numbers, does.
     """
-    size = PIECE_WORDS.get(words.device.type, PIECE_WORDS_ELSEWHERE)
+    size = PIECE_WORDS if words.is_cpu else PIECE_WORDS_ELSEWHERE
     weights = _weights(size, words.device)
     sums = []
-    for piece in words.split(size) if len(words) > size else (words,):
+    for piece in words.split(size):
         weight = weights[: len(piece)]
         for part in (piece, piece >> 32):
             # torch has no dot product of integers on CUDA; on the CPU it needs no memory.

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..core.digest import is_plain
 from ..core.generators import unwatched
+from .values import elements_of
 
 # Largest difference of the elements with this binary exponent. A smaller value has a smaller
 # rounding error in some modules, and not in others.
@@ -79,8 +80,8 @@ class Exchange:
         distances: dict[str, Distances] = {}
         values: dict[str, Tensor] = {}
         with unwatched(), torch.no_grad():
-            for name, tensor in tensors.items():
-                if not is_plain(tensor):
+            for name, own in tensors.items():
+                if not is_plain(tensor := elements_of(own)):
                     continue
                 if self.expected is None:
                     self.folder.mkdir(parents=True, exist_ok=True)
