@@ -49,8 +49,8 @@ def digest(tensor: Tensor) -> str:
         elif tensor.is_sparse:
             tensor = tensor.to_dense()
         elif tensor.is_nested:
-            # Its shape counts the nested tensors that the process has made.
-            tensor = tensor.values()
+            # Its own shape counts the nested tensors that the process has made.
+            tensor = tensor.to_padded_tensor(0)
         # A class that only adds methods.
         if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
             tensor = tensor.as_subclass(Tensor)
