@@ -627,20 +627,15 @@ CHANGING = """\
 import os
 import time
 
-import torch
-
 os.remove("log.txt")
 os.mkdir("made")
 open("train.py", "w").close()
 os.rename("train.py", "moved.py")
-optimizer = torch.optim.SGD([torch.ones(1)])
-for _ in range(60):
-    time.sleep(5)
-    optimizer.step()
+time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
     Path("changing.py").write_text(CHANGING)
     before = files(folder)
@@ -656,10 +651,6 @@ def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
         time.sleep(0.05)
     process.send_signal(number)
     assert process.wait(timeout=60)
-    # After SIGKILL the training puts them back itself, at its next step.
-    while number == signal.SIGKILL and files(folder) != before:
-        assert time.monotonic() < until
-        time.sleep(0.05)
     assert files(folder) == before
 
 

@@ -216,19 +216,10 @@ def run_job(result: str) -> NoReturn:
             one.kill()
         os._exit(0)
 
-    command = os.getppid()
-
-    def stepped(*_: Any) -> None:
-        # For those who wait.
-        Path(result).with_suffix(".progress").touch()
-        if os.getppid() != command:
-            # It was killed by SIGKILL, so nobody waits.
-            put_back(files.folder)
-            end({})
-
     run = _script if kind == "script" else train_by
     try:
-        register_optimizer_step_post_hook(stepped)
+        # For those who wait.
+        register_optimizer_step_post_hook(lambda *_: Path(result).with_suffix(".progress").touch())
         with files.noticed(), _saving(saves=saves):
             job(lambda: run(*words), end)
         raise RuntimeError("it was watched to its end without a result")
