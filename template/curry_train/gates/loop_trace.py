@@ -442,8 +442,8 @@ class Observer(Trace):
             self.fault(
                 "moves",
                 "two values that are equal are subtracted, each with a gradient",
-                "compare other data, or take one from before: clone() weights that are kept, "
-                "detach() old probabilities",
+                "compare other data, or take one from before: clone() kept weights, detach() old "
+                "probabilities",
                 value=self.num_made.total(),
             )
         if name in SCALING:
