@@ -63,7 +63,7 @@ def test_the_command_prints_the_result_and_keeps_the_runs(checked):
     assert found["dev_losses"].keys() == names
     assert {path.name for path in (folder / "kept").iterdir()} == {f"{name}-001" for name in names}
     # The box of a planted step could not be replayed.
-    assert not list(folder.glob("kept/*/boxes"))
+    assert "box" not in done.stderr
 
 
 def test_a_rollback_that_restores_no_weights_is_caught(tmp_path, monkeypatch):

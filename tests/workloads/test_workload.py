@@ -125,14 +125,6 @@ def test_loading_twice_gives_the_same_batch_as_ranks_rely_on(factory):
     assert torch.equal(first, second)
 
 
-def test_what_a_factory_prints_is_no_result_of_a_command(factory, capsys):
-    source = "print('imported')\ndef build():\n    print('built')\n    return nn.Linear(4, 1)"
-    load_workload(factory(source)).build()
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.splitlines() == ["imported", *["built"] * 3]
-
-
 NESTED = """
 from pathlib import Path
 def inner():
