@@ -344,31 +344,32 @@ def shuffled_apart(trace: Trace) -> Faults:
 def _epochs(fetches: Sequence[Fetch], trace: Trace) -> Faults:
     """Find batches that repeat within an epoch, and epochs of the same order."""
     full = [fetch for fetch in fetches if fetch.digests]
-    epochs = [[one.digests for one in epoch] for epoch in grouped(full, "epoch")]
+    epochs = grouped(full, "epoch")
     for epoch in epochs:
-        if len(epoch) > 2 and len(set(epoch)) * 2 <= len(epoch):
+        num_different = len({one.digests for one in epoch})
+        if len(epoch) > 2 and num_different * 2 <= len(epoch):
             yield (
-                full[0],
-                f"{len(epoch)} batches of an epoch are only {len(set(epoch))} different ones",
+                epoch[0],
+                f"{len(epoch)} batches of an epoch are only {num_different} different ones",
                 "give each worker its own seed and its own part of the data",
             )
     sampler = fetches[0].loader.sampler
     for first, second in itertools.pairwise(epochs):
-        width = min(len(first), len(second))
-        begin = full[len(first)]
+        begin = second[0]
+        pairs = [*zip(first, second, strict=False)]
         # A sampler, or a dataset that is iterated over, shuffles at the begin of an epoch.
         events = reversed(trace.events[: begin.at])
         before = (one for one in events if not isinstance(one, Seeding))
         if (
             isinstance(next(before, None), Shuffle)
             and not isinstance(sampler, SequentialSampler)
-            and width > 1
+            and len(pairs) > 1
             and length_hint(sampler, 5) > 4
-            and first[:width] == second[:width]
+            and all(one.digests == other.digests for one, other in pairs)
         ):
-            within = [one for one in trace.of(Seeding) if full[0].at < one.at < begin.at]
+            within = [one for one in trace.of(Seeding) if first[0].at < one.at < begin.at]
             hint = "call sampler.set_epoch(epoch)"
-            if within or begin.loader is not full[0].loader:
+            if within or begin.loader is not first[0].loader:
                 hint = "set seeds once, before the loop"
             yield [begin, *within][-1], "two epochs have the same order", hint
 
