@@ -5,6 +5,7 @@ python -m pytest tests/primitives/test_chunked_loss.py"""
 import copy
 import itertools
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
 
 from ..gates.constructs import word_model
 from ..plan_models import Called
-from ..toy_steps import all_equal
+from ..toy_steps import all_equal, drawn
 
 CLASSES = 256
 # Half precision rounds each product once.
@@ -40,7 +41,7 @@ TOLERANCE = {torch.float64: 1e-14, torch.bfloat16: 1e-2}
 TOKENS = torch.randint(CLASSES, (4, 33), generator=torch.Generator().manual_seed(0))
 
 
-def both(loss, *, dtype=torch.float64, tolerance=None, **options):
+def both(use, *, dtype=torch.float64, tolerance=None, **options):
     """Compare a plain step with a changed one, and return what became of the logits."""
     records = []
     for apply in (lambda model: None, lambda model: apply_chunked_loss(model, chunk_tokens=20)):
@@ -48,7 +49,7 @@ def both(loss, *, dtype=torch.float64, tolerance=None, **options):
         model = word_model(**options).to(dtype).train()
         model.norm = nn.Linear(16, 16, dtype=dtype)
         apply(model)
-        records.append(record_step(model, TOKENS, loss))
+        records.append(record_step(model, TOKENS, lambda model, tokens: use(model(tokens), tokens)))
     # This compares dtypes as well.
     found = compare(*records, tolerance=tolerance or TOLERANCE[dtype])
     assert found.holds, found.describe()
@@ -56,7 +57,11 @@ def both(loss, *, dtype=torch.float64, tolerance=None, **options):
 
 
 def flat_loss(logits, tokens):
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+    return F.cross_entropy(logits.flatten(0, -2), tokens.flatten())
+
+
+def viewed_loss(logits, tokens):
+    return F.cross_entropy(logits.view(-1, CLASSES), tokens.view(-1))
 
 
 class Custom(torch.autograd.Function):
@@ -73,80 +78,59 @@ class Custom(torch.autograd.Function):
         return gradient * 2 * logits
 
 
+TABLE = torch.tensor([[[3, 1, 1]]])
 STAYS = {
-    "view": lambda m, t: F.cross_entropy(m(t).to("cpu").view(-1, CLASSES), t.view(-1)),
-    "reshape": lambda m, t: F.cross_entropy(
-        m(t)[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)
-    ),
-    "mask": lambda m, t: F.cross_entropy(m(t)[t > 9], t[t > 9]),
-    "transpose": lambda m, t: F.cross_entropy(
-        m(t).transpose(1, 2).contiguous(memory_format=torch.contiguous_format),
+    "view": lambda y, t: viewed_loss(y.to("cpu"), t),
+    "reshape": lambda y, t: F.cross_entropy(y[:, :-1].reshape(-1, CLASSES), t[:, 1:].reshape(-1)),
+    "mask": lambda y, t: F.cross_entropy(y[t > 9], t[t > 9]),
+    "a table of rows": lambda y, t: flat_loss(y[TABLE], t[TABLE]),
+    "mask of rows": lambda y, t: flat_loss(y[t[:, 0] > 99], t[t[:, 0] > 99]),
+    "transpose": lambda y, t: F.cross_entropy(
+        y.transpose(1, 2).contiguous(memory_format=torch.contiguous_format),
         t,
         label_smoothing=0.1,
     ),
-    "reduction none of classes in dimension 1": lambda m, t: (
-        F.cross_entropy(m(t).transpose(1, 2), t, reduction="none")[:, 1:].square().sum()
+    "reduction none of classes in dimension 1": lambda y, t: (
+        F.cross_entropy(y.transpose(1, 2), t, reduction="none")[:, 1:].square().sum()
     ),
-    "two losses": lambda m, t: (lambda y: sum(flat_loss(y[:, i::2], t[:, i::2]) for i in (0, 1)))(
-        m(t)
-    ),
-}
-MADE = {
-    "cross_entropy with targets that are no indices": lambda m, t: F.cross_entropy(
-        m(t).flatten(0, 1), F.one_hot(t.flatten(), CLASSES).double()
-    ),
-    "cross_entropy with scaled logits of a head with a bias": lambda m, t: F.cross_entropy(
-        m(t).flatten(0, 1) / 2, t.flatten()
-    ),
-    "__setitem__": lambda m, t: (lambda y: (y.__setitem__((..., 0), -9.0), flat_loss(y, t))[1])(
-        m(t)
-    ),
-    "__getitem__": lambda m, t: F.cross_entropy(
-        m(t)[..., 1:].flatten(0, 1), t.flatten().clamp(max=9)
-    ),
-    "mul": lambda m, t: flat_loss(m(t).mul(other=2), t),
-    "square": lambda m, t: (lambda y: flat_loss(y, t) + y.square().mean())(m(t)),
-    "cross_entropy with classes that are not in dimension 1": lambda m, t: F.cross_entropy(
-        m(t), torch.zeros(4, CLASSES).long()
-    ),
-    "Function on a view": lambda m, t: Custom.apply(m(t)[:, 1:].flatten(0, 1)),
 }
 
 
 @pytest.mark.parametrize("way", STAYS)
 def test_loss_runs_in_chunks_behind(way):
-    use = both(STAYS[way])
-    assert str(use) == ("2 losses in chunks" if way == "two losses" else "1 loss in chunks")
+    assert str(both(STAYS[way])) == "1 loss in chunks"
 
 
-@pytest.mark.parametrize("way", MADE)
-def test_logits_are_made_for(way):
-    use = both(MADE[way])
-    assert use.whole, use
-    if "Function" not in way:
-        assert use.whole == [way]
+def test_two_losses_of_the_same_logits_run_in_chunks():
+    use = both(lambda y, t: flat_loss(y[:, ::2], t[:, ::2]) + flat_loss(y[:, 1::2], t[:, 1::2]))
+    assert str(use) == "2 losses in chunks"
 
 
-ROWS = torch.tensor([3, 1, 1])
-INDICES = {
-    "a table of rows": (ROWS[None, None], True),
-    "mask of rows": (torch.tensor([True, False, True, True]), True),
-    "mask and all classes": ((TOKENS > 9, slice(None)), False),
-}
-
-
-@pytest.mark.parametrize("name", INDICES)
-def test_an_index_picks_the_same_logits_and_terms(name):
-    where, is_chunked = INDICES[name]
-
-    def loss(model, tokens):
-        logits = model(tokens)[where]
-        targets = tokens[where[0] if isinstance(where, tuple) else where]
-        return F.cross_entropy(logits.reshape(-1, CLASSES), targets.reshape(-1))
-
-    use = both(loss)
-    assert bool(use.num_chunked) is is_chunked
-    assert bool(use.whole) is not is_chunked
+@pytest.mark.parametrize(
+    ("operation", "use"),
+    [
+        (
+            "cross_entropy with targets that are no indices",
+            lambda y, t: F.cross_entropy(y.flatten(0, 1), F.one_hot(t.flatten(), CLASSES).double()),
+        ),
+        (
+            "cross_entropy with scaled logits of a head with a bias",
+            lambda y, t: flat_loss(y / 2, t),
+        ),
+        ("__setitem__", lambda y, t: (y.__setitem__((..., 0), -9.0), flat_loss(y, t))[1]),
+        ("__getitem__", lambda y, t: flat_loss(y[..., 1:], t.clamp(max=9))),
+        ("__getitem__", lambda y, t: F.cross_entropy(y[t > 9, :], t[t > 9])),
+        ("mul", lambda y, t: flat_loss(y.mul(other=2), t)),
+        ("square", lambda y, t: flat_loss(y, t) + y.square().mean()),
+        (
+            "cross_entropy with classes that are not in dimension 1",
+            lambda y, t: F.cross_entropy(y, torch.zeros(4, CLASSES).long()),
+        ),
+        ("square", lambda y, t: Custom.apply(y[:, 1:].flatten(0, 1))),
+    ],
+)
+def test_logits_are_made_for(operation, use):
+    assert both(use).whole == [operation]
 
 
 def test_a_chunk_has_as_many_tokens_as_asked_for():
@@ -173,32 +157,25 @@ def test_hooks_on_the_node_of_the_logits_run_in_backward():
     assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
 
 
+@pytest.mark.parametrize("use", [viewed_loss, lambda y, t: viewed_loss(y.float(), t)])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("upcast", [False, True])
-def test_loss_of_half_precision_has_the_dtype_of_torchs(tied, upcast):
-    def loss(model, tokens):
-        logits = model(tokens).float() if upcast else model(tokens)
-        return F.cross_entropy(logits.view(-1, CLASSES), tokens.view(-1))
-
-    assert both(loss, dtype=torch.bfloat16, is_tied=tied).num_chunked == 1
-
-
-@pytest.mark.parametrize("scale", [2.0, 1 / 30, 3e-8, 1e-13])
-def test_scaled_logits_keep_every_digit_of_the_scale(scale):
-    def loss(model, tokens):
-        return F.cross_entropy(scale * model(tokens).flatten(0, 1), tokens.flatten())
-
-    assert both(loss, tolerance=1e-12, is_tied=True).num_chunked == 1
+def test_loss_of_half_precision_has_the_dtype_of_torchs(use, tied):
+    assert both(use, dtype=torch.bfloat16, is_tied=tied).num_chunked == 1
 
 
 def test_written_logits_and_their_views_stay_in_step():
-    def loss(model, tokens):
-        logits = model(tokens)
+    def use(logits, tokens):
         flat, wide = logits.flatten(end_dim=1), logits.float()
         logits.mul_(2)
         return F.cross_entropy(flat.float(), tokens.flatten()) + flat_loss(wide, tokens)
 
-    both(loss, dtype=torch.bfloat16)
+    both(use, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("scale", [2.0, 1 / 30, 3e-8, 1e-13])
+def test_scaled_logits_keep_every_digit_of_the_scale(scale):
+    use = both(lambda y, t: flat_loss(scale * y, t), tolerance=1e-12, is_tied=True)
+    assert use.num_chunked == 1
 
 
 def test_logits_asked_for_after_the_weight_changed_are_refused():
@@ -223,9 +200,6 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     model = copy.deepcopy(bare)
     assert apply_chunked_loss(model, head="he*", chunk_tokens=5) == ["head"]
     assert list(model.state_dict()) == list(bare.state_dict())
-    assert [name for name, _ in model.named_parameters()] == [
-        name for name, _ in bare.named_parameters()
-    ]
     assert isinstance(model.head, nn.Linear)
     expected = bare(TOKENS)
     assert type(model.train()(TOKENS)) is LazyLogits
@@ -315,52 +289,67 @@ def test_the_head_is_the_output_layer_or_the_one_that_is_named(build, head, expe
 
 
 IGNORED = -100
+UNWEIGHTED = torch.ones(1)
 
 
-def reference(hidden, weight, targets, *, bias, options):
+def reference(
+    hidden,
+    weight,
+    targets,
+    *,
+    bias,
+    softcap=None,
+    class_weights=UNWEIGHTED,
+    label_smoothing=0.0,
+    z_loss=0.0,
+    token_weights=UNWEIGHTED,
+    reduction="mean",
+):
     """The same loss from whole logits and torch's own function."""
     kept = targets != IGNORED
     logits = F.linear(hidden, weight, bias)
-    if options.get("softcap"):
-        logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    classes = options.get("class_weights", torch.ones(len(weight))).to(logits.dtype)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    classes = class_weights.to(logits.dtype).expand(len(weight))
 
     def each(**more):
         return F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), reduction="none", **more
         ).view_as(targets)
 
-    losses = each(weight=classes, label_smoothing=options.get("label_smoothing", 0.0))
-    losses = losses + options.get("z_loss", 0.0) * logits.logsumexp(-1).square()
-    token_weights = options.get("token_weights", torch.ones(()))
+    losses = each(weight=classes, label_smoothing=label_smoothing)
+    losses = losses + z_loss * logits.logsumexp(-1).square()
     if isinstance(token_weights, str):
         token_weights = (-each()).exp().detach()
     losses = (losses * token_weights.to(losses.dtype)).where(kept, 0.0)
-    if options.get("reduction") == "none":
+    if reduction == "none":
         return losses
-    if options.get("reduction") == "sum":
+    if reduction == "sum":
         return losses.sum()
     return losses.sum() / (classes[targets.clamp(min=0)] * kept).sum()
 
 
 def make(seed, *, tokens, width, classes, ignored, biased, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(2, tokens, width, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(classes, width, generator=generator).to(dtype).requires_grad_()
-    bias = torch.randn(classes, generator=generator).to(dtype).requires_grad_() if biased else None
+
+    def leaf(*shape):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    leaves = leaf(2, tokens, width), leaf(classes, width), leaf(classes) if biased else None
     targets = torch.randint(classes, (2, tokens), generator=generator)
     drop = torch.rand(2, tokens, generator=generator) < ignored
-    return hidden, weight, bias, targets.masked_fill(drop, IGNORED)
+    return *leaves, targets.masked_fill(drop, IGNORED)
 
 
-def outcome(loss, tensors, incoming):
+def outcome(loss, tensors, targets, options):
     """The loss and the gradients of an uneven combination of its elements, of a graph kept once."""
-    value = loss()
+    hidden, weight, bias = tensors
+    value = loss(hidden, weight, targets, bias=bias, **options)
     leaves = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
     assert value.requires_grad is bool(leaves)
     if not leaves:
         return [value]
-    weights = incoming if value.dim() else torch.tensor(0.7)
+    weights = drawn(*targets.shape) if value.dim() else torch.tensor(0.7)
     total = (value * weights.to(value)).sum()
     first = torch.autograd.grad(total, leaves, retain_graph=True)
     gradients = torch.autograd.grad(total, leaves)
@@ -382,25 +371,14 @@ def worst(found, expected):
 
 
 def compared(tensors, options, *, chunk_tokens=5):
-    hidden, weight, bias, targets = tensors
-    generator = torch.Generator().manual_seed(1)
-    incoming = torch.randn(targets.shape, dtype=torch.float64, generator=generator)
+    *leaves, targets = tensors
     exact = [
         None if tensor is None else tensor.detach().double().requires_grad_(tensor.requires_grad)
-        for tensor in (hidden, weight, bias)
+        for tensor in leaves
     ]
-    found = outcome(
-        lambda: chunked_cross_entropy(
-            hidden, weight, targets, bias=bias, chunk_tokens=chunk_tokens, **options
-        ),
-        (hidden, weight, bias),
-        incoming,
-    )
-    expected = outcome(
-        lambda: reference(exact[0], exact[1], targets, bias=exact[2], options=options),
-        exact,
-        incoming,
-    )
+    ours = partial(chunked_cross_entropy, chunk_tokens=chunk_tokens)
+    found = outcome(ours, leaves, targets, options)
+    expected = outcome(reference, exact, targets, options)
     if options.get("reduction", "mean") == "mean" and not (targets != IGNORED).any():
         # 0 / 0 is the loss of both. Ours has gradients of 0, as F.cross_entropy has.
         assert all(gradient.count_nonzero() == 0 for gradient in found[1:])
@@ -444,9 +422,9 @@ ONE = {"seed": 0, "tokens": 1, "width": 1, "classes": 1, "ignored": 0.0, "biased
     st.tuples(*[st.booleans()] * 3),
 )
 def test_every_combination_of_options_is_the_reference(
-    options, weighted, drawn, chunk_tokens, needs
+    options, weighted, made, chunk_tokens, needs
 ):
-    tensors = make(**drawn)
+    tensors = make(**made)
     for tensor, need in zip(tensors[:3], needs, strict=True):
         if tensor is not None:
             tensor.requires_grad_(need)
@@ -487,10 +465,8 @@ def add_weights(options, weighted, tensors):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
     hidden, weight, _, targets = make(5, tokens=40, width=6, classes=30, ignored=0.6, biased=False)
-    counted = int((targets != IGNORED).sum())
-    spoiled = hidden.detach().clone()
-    spoiled[targets == IGNORED] = float("nan")
-    spoiled.requires_grad_()
+    ignored = targets == IGNORED
+    spoiled = hidden.detach().masked_fill(ignored[..., None], float("nan")).requires_grad_()
     outcomes = []
     for inputs in (hidden, spoiled):
         with FlopCount() as counter:
@@ -499,7 +475,7 @@ def test_ignored_tokens_cost_no_product_and_may_hold_anything(reduction):
             ).sum()
             outcomes.append([loss, *torch.autograd.grad(loss, (inputs, weight))])
         products = 3 if reduction == "mean" else 4
-        assert counter.flops == 2 * counted * 6 * 30 * products
+        assert counter.flops == 2 * (~ignored).sum() * 6 * 30 * products
     assert all_equal(*outcomes)
 
 

@@ -63,10 +63,11 @@ def test_steps_that_were_skipped_do_not_hide_those_before():
 
 def test_similar_layers_share_a_line():
     dead = spread("activation", zeros=95)
-    (found,) = flow_findings([record(at_1=dead, at_2=dead, at_3=dead)])
+    steps = [record(at_1=dead, at_2=dead, at_3=dead)]
+    (found,) = flow_findings(steps)
     assert found.layers == ("layers.1", "layers.2", "layers.3")
     assert "the same in 2 more layers" in found.message
-    assert flow_table([record(at_1=dead, at_2=dead, at_3=dead)]).count("dead  ") == 1
+    assert flow_table(steps).count("dead  ") == 1
 
 
 def rows_of(**layers):
@@ -81,12 +82,6 @@ def test_the_table_has_each_figure_of_a_layer_or_why_it_has_none():
         gradient=ValueSpread(1000, 125, 600, 9.0),
         update=Update(1.0, 3e-4),
     )
-    without_figures = rows_of(
-        at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
-        at_1=replace(GOOD, gradient=None, tied=("w",)),
-        at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
-        at_3=replace(GOOD, gradient=None, update=None),
-    )
     assert (
         rows_of(at_1=mixed)
         == """\
@@ -98,7 +93,12 @@ layers.2                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03
 layers.3                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03"""
     )
     assert (
-        without_figures
+        rows_of(
+            at_0=replace(GOOD, activation=None, gradient=None, update=None, frozen=("w",)),
+            at_1=replace(GOOD, gradient=None, tied=("w",)),
+            at_2=replace(GOOD, gradient=None, without_gradient=("w",), update=Update(0.0, 1.0)),
+            at_3=replace(GOOD, gradient=None, update=None),
+        )
         == """\
 layer                                    activation           gradient   update
                                      rms  zero  bad     norm  zero bad    ratio

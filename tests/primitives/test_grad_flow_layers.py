@@ -6,6 +6,7 @@ python -m pytest tests/primitives/test_grad_flow_layers.py
 import contextlib
 import copy
 import gc
+import math
 import pickle
 import weakref
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_tabl
 from curry_train.primitives.grad_flow_probe import compiled_modules
 
 from ..plan_models import Runs
-from ..toy_steps import activated, drawn, seeded_stack
+from ..toy_steps import activated, drawn, gradients_of, seeded_stack
 
 
 @contextlib.contextmanager
@@ -46,9 +47,8 @@ def test_tied_weights_are_counted_once():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
     model[1].weight = model[0].weight
     record = probe(model, torch.arange(8), loss=lambda out: out.square().sum())
-    norm = model[0].weight.grad.double().norm().item()
-    assert record.gradient.norm == pytest.approx(norm)
-    assert record.layers["0"].gradient.norm == pytest.approx(norm)
+    assert record.gradient.norm == pytest.approx(norm(model))
+    assert record.layers["0"].gradient == record.gradient
     assert record.layers["1"].gradient is None
     assert record.layers["1"].tied == ("0.weight",)
     assert record.layers["1"].calls == 1
@@ -129,7 +129,7 @@ def test_outputs_of_every_structure_are_counted_once():
     ],
 )
 def test_wrong_input_is_refused(make, message):
-    with pytest.raises(ValueError, match=message.replace("*", "[*]")):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -154,28 +154,21 @@ def batch(rows=4, width=8):
 
 
 def norm(model):
-    return (
-        torch.cat([parameter.grad.flatten().double() for parameter in model.parameters()])
-        .norm()
-        .item()
-    )
+    return math.hypot(*(gradient.double().norm() for gradient in gradients_of(model)))
 
 
 def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
-    model, x = build(), batch()
-    outputs = []
-    model[0][0].register_forward_hook(
-        lambda layer, inputs, output: outputs.append(output.detach().double())
-    )
+    model, parts = build(), batch().split([1, 3])
+    outputs = torch.cat([model[0][0](part) for part in parts])
     with probed(model) as flow:
-        for part in x.split([1, 3]):
+        for part in parts:
             model(part).square().sum().backward()
         expected = norm(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), expected / 4)
     (record,) = flow.records
     activation = record.layers["0.0"].activation
     assert activation.elements == 32
-    assert activation.norm == pytest.approx(torch.cat(outputs).norm().item(), rel=1e-12)
+    assert activation.norm == pytest.approx(outputs.double().norm().item(), rel=1e-12)
     assert record.gradient.norm == pytest.approx(expected, rel=1e-12)
     assert record.gradients_read == "after backward"
     assert record.scaled == pytest.approx(0.25, rel=1e-5)
@@ -184,12 +177,10 @@ def test_microbatches_are_pooled_and_the_last_unclipped_gradient_counts():
 
 def test_nothing_of_a_step_stays_alive():
     model = build()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    with GradFlow(model, optimizer, every=1):
+    with probed(model):
         out = model(batch())
         node, seen = out.grad_fn, weakref.ref(out)
         out.sum().backward()
-        optimizer.step()
         del out, node
         gc.collect()
         assert seen() is None
@@ -257,9 +248,7 @@ def test_the_scale_of_a_scaler_is_removed_and_an_unnamed_scaler_is_reported(fuse
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_optimizers_end_a_step_together(order):
     model = build()
-    first = SGD(model[0].parameters(), lr=0.1)
-    second = AdamW([*model[1].parameters(), *model[2].parameters()], lr=0.1)
-    optimizers = [first, second]
+    optimizers = [SGD(model[0].parameters(), lr=0.1), AdamW(model[1:].parameters(), lr=0.1)]
     with GradFlow(model, optimizers, every=2) as flow:
         for _ in range(3):
             model(batch()).sum().backward()
@@ -337,10 +326,9 @@ def test_a_layer_that_is_called_outside_of_a_forward_counts_where_it_trains(arou
 
 
 def validate(model):
-    with torch.no_grad():
-        model(batch(rows=100))
-    with torch.inference_mode():
-        model(batch(rows=100))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            model(batch(rows=100))
 
 
 def train_copies(model):
@@ -362,9 +350,7 @@ def test_compiled_layers_are_reported_as_unprobed():
     model = build()
     compiled = torch.compile(model, backend="eager")
     compiled(batch())
-    with probed(compiled) as flow:
-        compiled(batch()).sum().backward()
-    (record,) = flow.records
+    record = probe(compiled, batch())
     assert record.layers["0.0"].activation is None
     assert record.gradient.norm == pytest.approx(norm(model))
-    assert "compiled code runs no hooks" in flow_table(flow.records)
+    assert "compiled code runs no hooks" in flow_table([record])
