@@ -3,6 +3,8 @@
 python -m pytest tests/plan/test_optimizers.py
 """
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -222,9 +224,7 @@ LARGE = 64 * 64
 def test_a_step_on_the_host_leaves_its_state_there(offload_gradients):
     """Of torchao's class: copies, gradients and state of what has at least 4,096 elements."""
 
-    def make(module):
-        return on_host(module, lr=1e-3, offload_gradients=offload_gradients)
-
+    make = functools.partial(on_host, lr=1e-3, offload_gradients=offload_gradients)
     sketch, step = predicted(make)
     require_equal(step.timeline, measured(WORKLOAD, 4, optimizer=make))
 
@@ -243,9 +243,7 @@ def test_a_step_on_the_host_leaves_its_state_there(offload_gradients):
 
 
 def test_gradients_that_are_moved_away_are_not_added_up():
-    def make(module):
-        return on_host(module, offload_gradients=True)
-
+    make = functools.partial(on_host, offload_gradients=True)
     with pytest.raises(ValueError, match="offload_gradients"):
         estimated(WORKLOAD, 4, accumulated=True, optimizer=make)
 

@@ -24,15 +24,13 @@ from ..plan_models import Runs, measured, net, squares
 from ..toy_steps import stacked
 from ..tree import ROOT
 
-MICRO = 8
-
-
 WORKLOADS = {
     "transformer": lambda: transformer(depth=2, dim=64),
     "mlp": lambda: mlp(depth=4, width=32),
     "two kinds": lambda: net(64, 256, 64, 256),
     "frozen": lambda: net(64, 64, 64, 64, frozen=(0, 1)),
-    "loop": lambda: net(64, 64, times=3),
+    "twice": lambda: net(128, 128, 128, times=2),
+    "six times": lambda: net(128, 128, times=6),
 }
 WITHOUT = {"transformer": ("sac",)}  # takes a second per set
 MANY = {"mlp": 512}
@@ -40,29 +38,30 @@ MANY = {"mlp": 512}
 
 def peak_of(workload, found):
     """Measure the peak of a real step of the plan."""
-    optimizer = found.settings["optimizer"]
-    real = measured(
+    return measured(
         workload,
         found.microbatch,
-        optimizer=optimizer,
+        optimizer=found.settings["optimizer"],
         change=found.apply,
         accumulated=found.steps > 1,
-    )
-    return real.peak.bytes_alive
+    ).peak.bytes_alive
 
 
 @functools.cache
 def plans(name, steps=1):
     """Make the workload, its plain and least peaks, and plans for budgets between them."""
-    workload, size = WORKLOADS[name](), MANY.get(name, MICRO)
+    workload, size = WORKLOADS[name](), MANY.get(name, 8)
     with Planner(workload, without=WITHOUT.get(name, ()), chunked_loss=False) as planner:
         make = functools.partial(planner.plan, global_batch=size * steps, microbatch=size)
         plain = make(2**40)
         with pytest.raises(Infeasible) as error:
             make(1)
         least = error.value.least_bytes
-        budgets = [least + round(share * (plain.peak_bytes - least)) for share in (0.0, 0.5)]
-        return workload, plain, least, [make(budget) for budget in budgets]
+        found = []
+        for share in (0.0, 0.5):
+            planner.whole_steps.known.clear()
+            found.append(make(least + round(share * (plain.peak_bytes - least))))
+        return workload, plain, least, found
 
 
 # No plan is above its budget, and the measured peak is the predicted one.
@@ -76,9 +75,7 @@ def test_the_measured_peak_of_a_plan_is_the_predicted_one_within_the_budget(name
     for one in [plain, *found]:
         assert peak_of(workload, one) == one.peak_bytes <= one.budget_bytes
     assert plain.step_seconds < found[0].step_seconds
-    assert [one.step_seconds for one in found] == sorted(
-        (one.step_seconds for one in found), reverse=True
-    )
+    assert found[1].step_seconds <= found[0].step_seconds
 
 
 def test_accumulated_gradients_count_from_the_start():
@@ -93,7 +90,7 @@ def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
         plain = planner.plan(2**40, global_batch=8)
         found = planner.plan(round(0.8 * plain.own.peak_bytes), global_batch=8)
     assert (found.own.microbatch, found.own.steps) == (2, 4)
-    assert (plain.own.step_seconds, found.own.step_seconds) == (plain.own.step_seconds, None)
+    assert found.own.step_seconds is None
     as_it_is = replace(plain, options={}, chunk_tokens=None, microbatch=2, steps=4)
     assert peak_of(workload, as_it_is) == found.own.peak_bytes
     rows = found.explain().split("microbatch  steps")[1].splitlines()
@@ -172,11 +169,8 @@ def normalized():
     return Runs(lambda inner, x: x + torch.tanh(inner[1](inner[0](x))), norm, layer)
 
 
-NORMALIZED = squares(lambda: stacked(normalized, 3), 16)
-
-
 def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
-    with Planner(NORMALIZED) as planner:
+    with Planner(squares(lambda: stacked(normalized, 3), 16)) as planner:
         found = planner.plan(2**40, global_batch=4)
         assert {candidate.microbatch for candidate in found.candidates} == {2, 4}
         for microbatch in (None, 4):
@@ -184,24 +178,6 @@ def test_microbatches_that_a_norm_over_the_batch_refuses_are_left_out():
                 planner.plan(1, global_batch=4, microbatch=microbatch)
         with pytest.raises(ValueError, match="does not train on a microbatch of 1 sample"):
             planner.plan(2**40, global_batch=4, microbatch=1)
-
-
-# What fits is planned.
-
-
-FITTED = {"twice": lambda: net(128, 128, 128, times=2), "six times": lambda: net(128, 128, times=6)}
-
-
-@pytest.mark.parametrize("name", FITTED)
-def test_the_least_peak_that_is_named_and_all_above_it_are_planned(name):
-    made = {"global_batch": MICRO, "microbatch": MICRO}
-    with Planner(FITTED[name](), without=("sac",)) as planner:
-        with pytest.raises(Infeasible) as error:
-            planner.plan(1, **made)
-        least = error.value.least_bytes
-        for ratio in (1.2, 1.0):
-            planner.whole_steps.known.clear()
-            assert least <= planner.plan(round(least * ratio), **made).peak_bytes <= least * ratio
 
 
 # The way of a workload.

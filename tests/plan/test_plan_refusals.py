@@ -80,10 +80,8 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
     ],
 )
 def test_each_field_of_a_plan_file_is_checked(name, value, message):
-    data = json.loads(json.dumps(half().to_json()))
-    assert Plan.from_json(data)
     with pytest.raises(ValueError, match=message):
-        Plan.from_json({**data, name: value})
+        Plan.from_json({**half().to_json(), name: value})
 
 
 def recomputed(model):
@@ -94,13 +92,13 @@ def recomputed(model):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: net(64, 256, 64).build(), r"a block blocks\.3, which Net does not have"),
+        (net(64, 256, 64).build, r"a block blocks\.3, which Net does not have"),
         (
-            lambda: net(64, 256, 64, 256, 64).build(),
+            net(64, 256, 64, 256, 64).build,
             r"Net has a block blocks\.4, which the plan does not have",
         ),
         (
-            lambda: net(64, 256, 128, 256).build(),
+            net(64, 256, 128, 256).build,
             r"block blocks\.2 has .*up.weight\[128, 32\], and .* for .*up.weight\[64, 32\]",
         ),
         (
@@ -114,12 +112,11 @@ def recomputed(model):
     ],
 )
 def test_another_model_is_refused_with_the_first_difference_and_not_changed(make, message):
-    found = half()
     model = make()
-    before = {name: type(module) for name, module in model.named_modules()}
+    before = [*map(type, model.modules())]
     with pytest.raises(PlanMismatch, match=message):
-        found.apply(model)
-    assert {name: type(module) for name, module in model.named_modules()} == before
+        half().apply(model)
+    assert [*map(type, model.modules())] == before
     assert any(isinstance(module, Derived) for module in model.modules()) == ("changed" in message)
 
 
@@ -130,18 +127,18 @@ def infeasible(budget, **settings):
     with pytest.raises(Infeasible) as error:
         plan(net(64, 64), budget, global_batch=8, without=("sac", "regions"), **settings)
     require_narrow(str(error.value))
-    return " ".join(str(error.value).split()), error.value
+    return " ".join(str(error.value).split())
 
 
 def test_the_message_has_the_missing_bytes_and_what_would_help():
-    alone, _ = infeasible(10_000, microbatch=8, chunked_loss=False)
+    alone = infeasible(10_000, microbatch=8, chunked_loss=False)
     assert "that alone is over the budget, so no choice for activations helps" in alone
     assert "the loss in chunks, which was not tried" in alone
-    card, _ = infeasible(500 * 2**20, microbatch=8, device="h100", context_bytes=2**29, margin=0.25)
+    card = infeasible(500 * 2**20, microbatch=8, device="h100", context_bytes=2**29, margin=0.25)
     assert "nothing fits 400 MiB (with a margin of 25.0%): the least peak is" in card
     assert "is in use: parameters and optimizer state, and the context of the process" in card
     assert "that alone is over the budget" in card
-    message, error = infeasible(200_000, microbatch=8)
+    message = infeasible(200_000, microbatch=8)
     assert "nothing fits 195 KiB: the least peak is" in message
     assert "too much, with microbatch 8" in message
     assert "before any activation" in message
@@ -151,10 +148,6 @@ def test_the_message_has_the_missing_bytes_and_what_would_help():
         "optimizer state of 2 bytes per parameter: a peak of",
     ):
         assert lever in message
-    assert error.least_bytes > 200_000
-    assert plan(
-        net(64, 64), error.least_bytes, global_batch=8, microbatch=8, without=("sac", "regions")
-    )
 
 
 # Several ranks.
@@ -175,6 +168,11 @@ class NeedsValues(Net):
         return super().forward(x)
 
 
+def offers_offload(planner):
+    """Return whether the menus offer it, as a set."""
+    return {Option("offload") in menu for menu in planner.whole_steps.menus.values()}
+
+
 def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_offload():
     # Tensors of blocks have segments of their own in CUDA's allocator, of 16 MiB and more.
     own = squares(lambda: NeedsValues((64, 64, 64)), 16384, 8)
@@ -182,16 +180,14 @@ def test_a_model_whose_shapes_need_values_is_measured_for_real_and_offers_no_off
     settings = {"without": ("sac",), "chunked_loss": False, "context_bytes": 0}
     with Planner(own, device=h100, **settings) as planner:
         plain = planner.plan(2**40, global_batch=4, microbatch=4)
-        kinds = {option.kind for menu in planner.whole_steps.menus.values() for option in menu}
+        assert offers_offload(planner) == {False}
         found = planner.plan(round(0.8 * plain.peak_bytes), global_batch=4, microbatch=4)
     assert "needs values" in found.settings["why_real"]
-    assert "offload" not in kinds
     assert plain.own in plain.candidates
     assert found.peak_bytes <= found.budget_bytes
     with Planner(net(64, 64), device=h100, **settings) as planner:
         planner.plan(2**40, global_batch=4, microbatch=4)
-        (menu, _) = planner.whole_steps.menus.values()
-    assert "offload" in {option.kind for option in menu}
+    assert offers_offload(planner) == {True}
 
 
 @pytest.mark.parametrize(
