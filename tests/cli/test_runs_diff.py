@@ -93,7 +93,7 @@ def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
 )
 def test_the_first_and_the_largest_difference_of_losses_are_found(tmp_path, a, b, first, largest):
     for name, losses in (("one", a), ("two", b)):
-        plant(tmp_path / name, last=3, loss=lambda step, losses=losses: losses[step - 1])
+        plant(tmp_path / name, last=3, loss=dict(enumerate(losses, 1)).get)
     found = compare(tmp_path / "one", tmp_path / "two")["losses"]
     assert [found[one] and found[one]["step"] for one in ("first", "largest")] == [first, largest]
 
@@ -105,18 +105,16 @@ def test_numbers_are_equal_by_value_and_a_truth_value_is_no_number():
 
 
 def test_code_environment_and_costs_that_differ_are_named(tmp_path):
-    for name, more in (("one", {}), ("two", {"dirty": True, "changes": "0f"})):
+    other = facts()
+    other["code"] |= {"dirty": True, "changes": "0f"}
+    other["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
+    other["command"] = "python train.py"
+    for name, new_facts, seconds in (("one", facts(), 0.5), ("two", other, 1.25)):
         (tmp_path / name).mkdir()
-        new_facts = facts()
-        new_facts["code"] |= more
-        if name == "two":
-            new_facts["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
-            new_facts["command"] = "python train.py"
         with Journal(tmp_path / name, facts=new_facts, clock=clock()) as journal:
             for step in range(1, 6):
-                slow = 60.0 if step == 1 else 0.5 if name == "one" else 1.25
                 figures = {"loss": 1.0, "learning_rate": 1e-3, "peak_bytes": 2**30}
-                journal.write("step", step=step, seconds=slow, **figures)
+                journal.write("step", step=step, seconds=60.0 if step == 1 else seconds, **figures)
     found = compare(tmp_path / "one", tmp_path / "two")
     assert {one["name"]: one["b"] for one in found["changes"]} == {
         "run": "B",
