@@ -75,20 +75,21 @@ SAVING_LINES = (
 TECHNIQUES = (
     Technique(
         "memory-plan",
-        "Who owns the peak of GPU memory, and the fastest plan that fits.",
+        "Who owns the peak of GPU memory, the fastest plan that fits, the command that checks a "
+        "loop.",
         "plan/planner.py",
         ("curry-train plan --model your_package.module:factory --budget 24GiB",),
     ),
     Technique(
         "recompute",
         "Activation (gradient) checkpointing: recomputes layers, blocks or segments in backward; "
-        "offload to CPU, compile memory budget.",
+        "CPU offload, compile budget.",
         "primitives/recompute.py",
     ),
     Technique(
         "sac",
-        "Selective activation checkpointing (SAC): a policy of which ops in a block keep outputs "
-        "and which recompute.",
+        "Selective activation checkpointing (SAC): a policy of which ops keep outputs and which "
+        "recompute.",
         "primitives/sac.py",
     ),
     Technique(
@@ -113,33 +114,31 @@ TECHNIQUES = (
     ),
     Technique(
         "grad-accum",
-        "Gradient accumulation: a large effective batch from micro batches with exactly its "
-        "gradients.",
+        "Gradient accumulation: exact gradients of a large batch from micro batches.",
         "primitives/grad_accum.py",
     ),
     Technique(
         "grad-flow",
-        "Finds the layer or module with NaN, inf, vanishing, exploding, dead or frozen values.",
+        "Finds the layer with NaN, inf, vanishing, exploding, dead or frozen values.",
         "primitives/grad_flow.py",
     ),
     Technique(
         "checkpoint-policy",
-        "Saves, keeps, deletes and loads checkpoints, and resumes exactly.",
+        "Saves, keeps and loads checkpoints, resumes exactly.",
         "runs/attach.py",
         tuple(line.replace("{more}", "") for line in SAVING_LINES),
         SAVING_ROOMS,
     ),
     Technique(
         "loss-spike",
-        "Detects loss spikes, rolls back to an earlier checkpoint and skips bad batches or "
-        "samples.",
+        "Detects loss spikes, rolls back to a checkpoint and skips bad batches.",
         "runs/spike.py",
         tuple(line.replace("{more}", ", spike={'action': 'rollback'}") for line in SAVING_LINES),
         SAVING_ROOMS,
     ),
     Technique(
         "bench",
-        "Times training steps: tokens per second, throughput, MFU (FLOPs utilization).",
+        "Times training steps: throughput, MFU (FLOPs utilization).",
         "benchmark.py",
         ("curry-train bench --model your_package.module:factory",),
     ),

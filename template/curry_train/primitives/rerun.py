@@ -1,6 +1,4 @@
-"""What a second call in the backward must find as the first one left it.
-
-Function modes, and the state that a block reads beside its inputs.
+"""Restore for a second call, in the backward, the function modes and the state of the first one.
 
 Proof: `python -m pytest tests/primitives/test_recompute_options.py
 tests/primitives/test_regions.py tests/peers/test_peer_behaviours.py`.
@@ -22,8 +20,6 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
-# Function modes, and what a checkpointed call returns.
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -103,8 +99,6 @@ def _used_by(function: Any) -> Iterator[Any]:
         if getattr(value, "__globals__", function.__globals__) is function.__globals__:
             yield value
 
-
-# Modules and what they hold, at the first call and at the second.
 
 # Attributes that torch keeps on every module. Only `training` is part of a call.
 TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
@@ -321,7 +315,6 @@ class FlatCall:
             with self.state, self.second:
                 return self.run(*args, **kwargs)
         except RuntimeError as error:
-            # Torch ends the second call by an error without text. Of one that is raised in
-            # TorchScript the text is left; torch checks then what was recomputed.
+            # Torch ends the second call by an error without text, which TorchScript adds to.
             if not str(error).endswith("RuntimeError: \n"):
                 raise
