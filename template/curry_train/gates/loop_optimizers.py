@@ -199,9 +199,9 @@ def _missing(trace: Trace) -> set[Tensor]:
         for one in module.parameters(recurse=False)
     }
     found = set[Tensor]()
-    # A copy of the weights does not run itself.
-    shapes = {one.shape for one in trace.held - trace.names.keys()}
     known = trace.held & trace.names.keys()
+    # A copy of the weights does not run itself.
+    shapes = {one.shape for first, *_ in trace.by_optimizer for one in first.own - known}
     for root in trace.roots:
         own = {one for one in root.parameters() if one.requires_grad} & trace.with_gradient
         calls = [one for one in trace.trained_forwards if one.module is root]
