@@ -172,7 +172,7 @@ def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None
         )
         if not run.attached.exit_status:
             raise RunError(text)
-        # By a signal.
+        # A signal ended it.
         echo_lines(text, indent="")
         raise click.exceptions.Exit(run.attached.exit_status)
 

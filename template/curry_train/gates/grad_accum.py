@@ -48,7 +48,7 @@ ROUNDING_FACTOR = 4
 # Where a model does not run in float64, a difference above this is no rounding.
 COUPLED_DIFFERENCE = 1e-3
 MOST_LEARNING_RATE = 0.1
-# Of the first window's gradient norm, so that every model is clipped.
+# Gradients are clipped to this share of the first window's norm, so that every model is clipped.
 CLIPPED_SHARE = 0.5
 
 # A `train_window`: ours, the user's, or one by hand.

@@ -466,7 +466,7 @@ class Offloader:
             self.step = weakref.ref(step)
             self.report = step.report
         pack = OffloadedCall(step, block, inputs).pack
-        # A compiled function of the block may let the compiler loose on what it calls.
+        # Where a block calls a compiled function, the compiler would trace this hook too.
         if loaded_compiler() is not None:
             pack = torch.compiler.disable(pack)
         return saved_tensors_hooks(pack, step.unpack)

@@ -162,7 +162,7 @@ class ForwardRecord:
                 self._running = around
                 call.end = len(self.log)
                 call.writes_input = any(tensor._version != before for tensor, before in versions)
-                # As if it had not run: it skips what it holds, as in stochastic depth.
+                # The call is forgotten, because it skips what it holds, as in stochastic depth.
                 if trains and call.start == call.end and module._modules and not call.has_inner:
                     calls.pop()
                     if not calls:

@@ -618,7 +618,7 @@ def leaves_of(value: Any, name: str = "", seen: set[int] | None = None) -> Facts
     if isinstance(value, list | tuple):
         value = dict(enumerate(value))
     elif not isinstance(value, Mapping):
-        # Such as a dataclass, or a batch of graphs.
+        # It may be a dataclass, or a batch of graphs.
         if isinstance(value, type | nn.Module) or id(value) in seen:
             return {}
         seen.add(id(value))
