@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_iter
 
 
 TECHNIQUE_ATTRIBUTE = "_technique"
-# A module that takes no hooks; torch's stubs leave it out.
+# The class of scripted modules, which take no hooks; traced ones do. Torch's types leave it out,
+# so that mypy does not know it.
 SCRIPTED: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
 
 

@@ -286,7 +286,7 @@ def same_views(trace: Trace) -> Faults:
     again = []
     for window in trace.windows:
         trained = [one for one in window.forwards if one.num_samples > 1]
-        # What another model is trained through is no view of the data.
+        # A pass through which another model is trained too is no view of the data.
         for first, *others in grouped(trained, "module", "digests", "returned", "behind"):
             again += [one for one in others if {*first.addresses}.isdisjoint(one.addresses)]
     if len({one.digests for one in again}) >= FEWEST_STEPS:

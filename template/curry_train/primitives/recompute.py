@@ -114,7 +114,7 @@ class Recompute(Checkpointed):
 
             return call
         refuse(module)
-        # What is set on one of the two later, also by `eval()`, is set on both.
+        # Both share one state: what `eval()` or an assignment changes in one is changed in both.
         block: Any = object.__new__(type(module))
         object.__setattr__(block, "__dict__", module.__dict__)
         become(cls, block, settings)

@@ -225,7 +225,7 @@ class SavingPolicy:
         self.record: Callable[..., None] = lambda kind, **facts: None
         self._last: SavedCheckpoint | None = None
         self._entered = False
-        # What was committed since the last call of `after_step`.
+        # The checkpoints that were committed since `after_step` was called last.
         self._committed: list[SavedCheckpoint] = []
         # Tensors that are unsound already before the run trains.
         self._by_design: set[str] = set()
