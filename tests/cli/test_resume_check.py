@@ -116,7 +116,7 @@ def test_the_whole_resume_of_a_script_is_equal_and_each_of_six_parts_is_missed(c
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_script_that_does_not_restore_a_part_fails_by_its_name(part, checked):
-    lines, found = checked(PLAIN, part, status=1)
+    lines, found = checked(PLAIN, repr(part), status=1)
     assert set(found["differences"]) == {part}
     assert lines[1].startswith(f"NOT equal, {part}: ")
     if part == "generators":
