@@ -151,7 +151,7 @@ def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
     line = "ranks/boxes/step-00000008 --script=ranks.py --times=2"
     output = replay(monkeypatch, tmp_path, line)
     assert "repeats to the bit: 3 losses of the run are equal, and the parameters" in output
-    assert "step 8, forward: aten.log.default in the model itself, ranks.py:23" in output
+    assert "step 8, forward: aten.log.default in the model itself, ranks.py:22" in output
     assert "is the first with NaN (rank 1)" in output
     assert "the operations are those of a repeat without it" in output
 

@@ -79,7 +79,8 @@ def load_chosen(
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
     root, candidates, damaged = Ranks().agree(lambda: choose(own, what, config=config))
-    is_own = root == own.root
+    # Ranks may reach the run by different paths.
+    is_own = Ranks().agree(lambda: root == own.root)
     chosen = SavedRun(root)
 
     tried: dict[str, str] = {}
