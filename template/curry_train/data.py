@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from .primitives.cross_entropy import IGNORED_TARGET
+from .runs.random_state import Range, SkippedPositions
 
 # The dataset interface: a length, and batches of chosen samples.
 
@@ -174,11 +175,8 @@ def _permutation(size: int, seed: int, epoch: int) -> NDArray[numpy.int64]:
 
 # The stream of microbatches on one rank, which resumes from one integer position.
 
-# The positions from the first one up to, but not including, the second.
-Range = tuple[int, int]
 
-
-class Stream:
+class Stream(SkippedPositions):
     """An endless iterable over the microbatches of one rank.
 
     Ranks take the microbatches of a window in turns, so another number of ranks trains on the same
@@ -210,7 +208,8 @@ class Stream:
         self.microbatch = microbatch
         self.rank = rank
         self.ranks = ranks
-        self.skipped = _merged(skipped)
+        for start, stop in skipped:
+            self.skip(start, stop)
         self.position = position
         # What `saving(..., box=True)` does with each microbatch; it returns the one to use.
         self.on_batch: Callable[[Any], Any] | None = None
@@ -225,62 +224,22 @@ class Stream:
         """The number of passes over the data so far."""
         return self.position / len(self.dataset)
 
-    def window(self, position: int) -> tuple[NDArray[numpy.int64], int]:
-        """Return the positions in the window at `position`, and the start of the next window.
-
-        The positions are those of all ranks.
-        """
-        stretches: list[NDArray[numpy.int64]] = []
-        missing = self.batch_size
-        for start, stop in [*self.skipped, (None, None)]:
-            if stop is not None and stop <= position:
-                continue
-            length = missing if start is None else max(0, min(missing, start - position))
-            stretches.append(numpy.arange(position, position + length))
-            missing -= length
-            position += length
-            if not missing:
-                break
-            if stop is not None:
-                position = max(position, stop)
-        return numpy.concatenate(stretches), position
-
     def after(self, position: int, *, windows: int) -> int:
         """Return the start of the window that is `windows` windows after the one at `position`."""
-        for _ in range(windows):
-            position = self.window(position)[1]
-        return position
-
-    def skip(self, start: int, stop: int) -> None:
-        """Leave out the positions from `start` up to `stop`, from the next window on."""
-        self.skipped = _merged([*self.skipped, (start, stop)])
+        if not windows:
+            return position
+        return int(self.positions(position, windows * self.batch_size)[-1]) + 1
 
     def __iter__(self) -> Iterator[Any]:
         """Yield microbatches without end; `position` moves with the last one of a window."""
         while True:
-            positions, after = self.window(self.position)
+            positions = self.positions(self.position, self.batch_size)
             mine = self.order(positions).reshape(-1, self.ranks, self.microbatch)[:, self.rank]
             for number, samples in enumerate(mine, start=1):
                 batch = self.dataset.batch(samples)
                 if number == len(mine):
-                    self.position = after
+                    self.position = int(positions[-1]) + 1
                 yield batch if self.on_batch is None else self.on_batch(batch)
-
-
-def _merged(ranges: Sequence[Range]) -> tuple[Range, ...]:
-    """Return the ranges in order, with adjacent and overlapping ones merged."""
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if not 0 <= start < stop:
-            raise ValueError(
-                f"can't skip positions {start} to {stop}: the first must be at least 0 and below "
-                f"the second"
-            )
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
 
 
 # Token datasets: fixed-length stretches of text, from memory or files.

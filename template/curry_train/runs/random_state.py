@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 from unittest import mock
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from ..core.digest import hash_of
@@ -118,7 +120,35 @@ class Stateful:
         vars(self).update({name: state[name] for name in self.STATE})
 
 
-class DataPosition(Stateful):
+# The positions from the first one up to, but not including, the second.
+Range = tuple[int, int]
+
+
+class SkippedPositions:
+    """Ranges of positions in the data that are left out; the others keep their numbers."""
+
+    skipped: Sequence[Range] = ()
+
+    def skip(self, start: int, stop: int) -> None:
+        """Leave out the positions from `start` up to `stop`, from now on."""
+        if not 0 <= start < stop:
+            raise ValueError(
+                f"can't skip positions {start} to {stop}: the first must be at least 0 and below "
+                f"the second"
+            )
+        self.skipped = sorted([*self.skipped, (start, stop)])
+
+    def positions(self, position: int, count: int) -> NDArray[numpy.int64]:
+        """Return the next `count` positions from `position` on that are not left out."""
+        found = numpy.arange(position, position + count)
+        for start, stop in self.skipped:
+            # A view of those that follow `start`, of which the first becomes `stop`.
+            later = found[numpy.searchsorted(found, start) :]
+            later += stop - later.min(initial=stop)
+        return found
+
+
+class DataPosition(Stateful, SkippedPositions):
     """The position in the training data.
 
     `epoch` counts passes from 0, `batch` the batches taken in the current pass, and `position` all
@@ -138,11 +168,10 @@ class DataPosition(Stateful):
         # The batches that the last optimizer step took, and those taken since then.
         self._window = 1
         self._taken = 0
-        self._skipped: list[range] = []
 
     def advance(self) -> bool:
         """Count a batch; return whether to train on it."""
-        is_taken = not self._skips(self.position)
+        is_taken = bool(self.positions(self.position, 1) == self.position)
         self.batch += 1
         self.position += 1
         self._taken += is_taken
@@ -152,19 +181,9 @@ class DataPosition(Stateful):
         self._window = max(1, self._taken)
         self._taken = 0
 
-    def skip(self, start: int, stop: int) -> None:
-        self._skipped.append(range(start, stop))
-
-    def _skips(self, position: int) -> bool:
-        return any(position in one for one in self._skipped)
-
     def after(self, position: int, *, windows: int) -> int:
         """Return the position that lies so many steps after `position`."""
-        batches = windows * self._window
-        while batches or self._skips(position):
-            batches -= not self._skips(position)
-            position += 1
-        return position
+        return int(self.positions(position, windows * self._window + 1)[-1])
 
     def begin_epoch(self, epoch: int) -> None:
         self.epoch = epoch
