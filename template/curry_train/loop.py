@@ -34,7 +34,7 @@ from .core.generators import generators_kept
 from .core.measure import as_trained
 from .core.memory_recorder import memory_record
 from .data import Dataset
-from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, train_window
+from .primitives.grad_accum import GradientAccumulation, NonFiniteWindow, WindowResult, train_window
 from .runs.attach import AttachedRun
 from .runs.layout import SavedCheckpoint
 from .runs.policy import SavingPolicy
@@ -51,8 +51,8 @@ from .runs.trainers import (
 MOST_SKIPPED = 25  # after this many halvings the loss scale is not the cause of the overflow
 
 
-@dataclass(frozen=True)
-class StepReport:
+@dataclass(frozen=True, kw_only=True)
+class StepReport(WindowResult):
     """Figures of one step, passed to the hooks; `step` counts from 1.
 
     All figures except `seconds` are the same on every rank.
@@ -60,12 +60,8 @@ class StepReport:
 
     step: int
     steps: int
-    loss: float
-    grad_norm: float
-    num_terms: int
     learning_rate: float
     seconds: float
-    stepped: bool = True
     dev_loss: float | None = None
 
 
@@ -117,18 +113,13 @@ def run_training_steps(
     if evaluate_every is not None and (evaluate is None or evaluate_every < 1):
         wanted = "at least 1" if evaluate is not None else "None without evaluate="
         raise ValueError(f"evaluate_every must be {wanted}, got {evaluate_every}")
-    for group in optimizer.param_groups:
-        # Not torch's `initial_lr`, by which a forgotten scheduler is found.
-        group.setdefault("base_lr", group.get("initial_lr", group["lr"]))
 
     accumulation = accumulation or GradientAccumulation()
     windows = accumulation.windows(microbatches, count=count)
-    train = functools.partial(
-        train_window, model, loss=loss, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler
-    )
-    stepper = _Stepper(train, optimizer, steps, schedule, scaler)
     attached = run or _RunAlone()
     report = None
+    # The steps in a row that a scaler has skipped.
+    num_skipped = 0
     # After a rollback steps are done again.
     while attached.continues(until=steps):
         began = time.perf_counter()
@@ -136,14 +127,36 @@ def run_training_steps(
         if window is None:
             attached.ended_by = "data"
             break
+        step = attached.steps + 1
+        factor = 1.0 if schedule is None else schedule(step - 1)
+        for group in optimizer.param_groups:
+            # Not torch's `initial_lr`, by which a forgotten scheduler is found.
+            base = group.setdefault("base_lr", group.get("initial_lr", group["lr"]))
+            group["lr"] = base * factor
         try:
-            report = stepper.step(window, attached.steps, began)
+            result = train_window(
+                model, window, loss, optimizer, clip_norm=clip_norm, scaler=scaler
+            )
+            num_skipped = 0 if result.stepped else num_skipped + 1
+            if scaler is not None and num_skipped == MOST_SKIPPED:
+                raise NonFiniteWindow(
+                    f"{num_skipped} steps in a row were skipped because a gradient was not finite; "
+                    f"the loss scale is now {scaler.get_scale():g} and no longer the cause. Lower "
+                    "the learning rate, or use bfloat16"
+                )
         except NonFiniteWindow as error:
-            attached.not_finite(error)
+            attached.not_finite(NonFiniteWindow(f"step {step}: {error}"))
             continue
 
+        report = StepReport(
+            **vars(result),
+            step=step,
+            steps=steps,
+            learning_rate=optimizer.param_groups[0]["lr"],
+            seconds=time.perf_counter() - began,
+        )
         metrics = {}
-        is_due = evaluate_every and (report.step % evaluate_every == 0 or report.step == steps)
+        is_due = evaluate_every and (step % evaluate_every == 0 or step == steps)
         if evaluate is not None and is_due:
             report = replace(report, dev_loss=evaluate())
             metrics["dev_loss"] = report.dev_loss
@@ -174,46 +187,6 @@ class _RunAlone:
 
     def step(self, **_: Any) -> None:
         self.steps += 1
-
-
-@dataclass
-class _Stepper:
-    """Makes the steps of `run_training_steps`, and counts those skipped in a row."""
-
-    train: Callable[..., Any]  # `train_window`, given a window
-    optimizer: torch.optim.Optimizer
-    steps: int
-    schedule: Callable[[int], float] | None
-    scaler: torch.amp.GradScaler | None
-    num_skipped: int = 0
-
-    def step(self, window: Any, done: int, began: float) -> StepReport:
-        """Train one window with its learning rate; `done` steps were done before it."""
-        factor = 1.0 if self.schedule is None else self.schedule(done)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        try:
-            result = self.train(window)
-        except NonFiniteWindow as error:
-            raise NonFiniteWindow(f"step {done + 1}: {error}") from error
-
-        self.num_skipped = 0 if result.stepped else self.num_skipped + 1
-        if self.scaler is not None and self.num_skipped == MOST_SKIPPED:
-            raise NonFiniteWindow(
-                f"step {done + 1}: {self.num_skipped} steps in a row were skipped because a "
-                f"gradient was not finite; the loss scale is now {self.scaler.get_scale():g} and "
-                "no longer the cause. Lower the learning rate, or use bfloat16"
-            )
-        return StepReport(
-            step=done + 1,
-            steps=self.steps,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            num_terms=result.num_terms,
-            learning_rate=self.optimizer.param_groups[0]["lr"],
-            seconds=time.perf_counter() - began,
-            stepped=result.stepped,
-        )
 
 
 def save_checkpoint(policy: SavingPolicy, state: TrainingState) -> list[SavedCheckpoint]:
@@ -393,14 +366,7 @@ CHANGE_BY_LIBRARY: dict[str, Callable[[Any, Change, CheckSize], None]] = {
 
 
 def _record_hugging_face(trainer: Any, path: Path) -> None:
-    train = trainer.train
-
-    @functools.wraps(train)
-    def recorded(*args: Any, **options: Any) -> Any:
-        with memory_record(path):
-            return train(*args, **options)
-
-    trainer.train = recorded
+    trainer.train = memory_record(path)(trainer.train)
 
 
 class _LightningMemory:
