@@ -41,12 +41,10 @@ from .primitives import apply_config
 from .primitives.grad_accum import GradientAccumulation
 from .runs.attach import AttachedRun, saving
 from .runs.layout import (
-    BEST_KIND,
     CHECKPOINT_KINDS,
     SavedCheckpoint,
     find_run,
     split_request,
-    step_of,
 )
 from .runs.ranks import Ranks
 
@@ -283,19 +281,16 @@ def how_to_continue(run: AttachedRun, folder: Path, config: str, words: Sequence
     return f"{when}: {start} train.py {shlex.join(['--resume', folder.name, *words, *file])}"
 
 
-def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
-    """Return the folder of the run to resume, and which of its states to load.
+def run_folder(config: Config, resume: str | None) -> tuple[Path, str | None]:
+    """Return the folder of a run, and which state to load.
 
     `resume` is `latest` of the runs of this name, a run by name or path, a step of it as RUN@500,
-    or the path of a checkpoint. RUN@best holds parameters only and starts a new run: the folder is
-    None.
+    or the path of a checkpoint. Without it the run is new, and with RUN@best too, which holds
+    parameters only.
     """
+    if resume is None:
+        return new_run(config), None
     root = Path(config.runs)
-    path = Path(resume)
-    kind = path.parent.name
-    step = step_of(f"{kind}/{path.name}")
-    if step is not None:
-        return (None, resume) if kind == BEST_KIND else (path.parent.parent, str(step))
     place, inside = split_request(resume, root=root)
     if place == "latest":
         runs = [path for _, path in sorted(_runs_of(root, config.name)) if _is_run(path)]
@@ -304,7 +299,9 @@ def run_to_resume(config: Config, resume: str) -> tuple[Path | None, str]:
         folder = runs[-1]
     else:
         folder = find_run(place, root=root, is_run=_is_run)
-    return (None, f"{folder}@best") if inside == "best" else (folder, inside or "latest")
+    if inside.startswith("best"):
+        return new_run(config), resume if "/" in inside else f"{folder}@best"
+    return folder, inside or "latest"
 
 
 def _is_run(folder: Path) -> bool:
@@ -446,9 +443,7 @@ def open_run(
     scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
     seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
 
-    folder, state = (None, None) if resume is None else run_to_resume(config, resume)
-    if folder is None:
-        folder = ranks.agree(lambda: new_run(config))
+    folder, state = ranks.agree(lambda: run_folder(config, resume))
     options = saving_options(config, folder)
     attached = saving(model, optimizer, scaler=scaler, stream=stream, resume=state, **options)
     with attached:

@@ -103,9 +103,7 @@ def build_training(config: Config, ranks: Ranks, device: torch.device) -> Traini
 def open_run(training: Training, resume: str | None) -> tuple[Path, AttachedRun]:
     """Open the folder of a new run, or of the run to resume, with everything that is saved."""
     config = training.config
-    folder, state = (None, None) if resume is None else trainer.run_to_resume(config, resume)
-    if folder is None:
-        folder = training.ranks.agree(lambda: trainer.new_run(config))
+    folder, state = training.ranks.agree(lambda: trainer.run_folder(config, resume))
     run = saving(
         training.model,
         training.optimizer,

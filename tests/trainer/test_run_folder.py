@@ -7,7 +7,7 @@ import torch
 
 from curry_train.config import load_config
 from curry_train.runs import Store, TrainingState
-from curry_train.trainer import new_run, run_to_resume
+from curry_train.trainer import new_run, run_folder
 
 
 def config(tmp_path, *words):
@@ -42,12 +42,13 @@ def test_latest_is_the_newest_run_of_the_name_that_has_a_state(tmp_path):
         str(runs[0]): (runs[0], "latest"),
         "o@ther-001": (other, "latest"),
         f"{runs[0]}@90": (runs[0], "90"),
-        str(runs[1] / "recovery/step-00000100.dcp"): (runs[1], "100"),
+        str(runs[1] / "recovery/step-00000100.dcp"): (runs[1], "recovery/step-00000100.dcp"),
     }.items():
-        assert run_to_resume(config(tmp_path), text) == found
+        assert run_folder(config(tmp_path), text) == found
 
 
 def test_resuming_from_the_best_parameters_starts_a_new_run(tmp_path):
     folder = new_run(config(tmp_path))
     saved(folder, 1)
-    assert run_to_resume(config(tmp_path), "run-001@best") == (None, f"{folder}@best")
+    wanted = folder.with_name("run-002"), f"{folder}@best"
+    assert run_folder(config(tmp_path), "run-001@best") == wanted

@@ -233,8 +233,8 @@ def _open(run: str) -> SavedRun:
 
 def _chosen(run: SavedRun, what: str) -> tuple[SavedRun, str]:
     """Return the folder of the checkpoint that is asked for, damaged or not, and its run."""
-    root, candidates, damaged = choose(run, what)
-    return SavedRun(root), [*(one.folder for one in candidates), *damaged][0]
+    root, folders = choose(run, what)
+    return SavedRun(root), folders[0]
 
 
 def is_run(path: Path) -> bool:

@@ -81,9 +81,16 @@ def find_run(given: str, *, root: StrPath, is_run: Callable[[Path], bool]) -> Pa
 
 
 def split_request(text: str, *, root: StrPath = "") -> tuple[str, str]:
-    """Return the path and the request of `runs/x@best`; a path or name may have an @ of its own."""
+    """Return the path and the request of `runs/x@best`, or of the path of a checkpoint in a run.
+
+    A path or name may have an @ of its own.
+    """
+    path = Path(text)
+    folder = f"{path.parent.name}/{path.name}"
+    if step_of(folder) is not None:
+        return str(path.parent.parent), folder
     place, _, inside = text.rpartition("@")
-    exists = Path(text).exists() or Path(root, text).exists()
+    exists = path.exists() or Path(root, text).exists()
     is_whole = not place or "/" in inside or exists
     return (text, "") if is_whole else (place, inside)
 

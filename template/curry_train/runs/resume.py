@@ -20,26 +20,22 @@ from .layout import (
     CHECKPOINT_KINDS,
     RESUMABLE_KINDS,
     SavedCheckpoint,
+    read_manifest,
     split_request,
     step_of,
 )
 from .policy_config import PolicyConfig
 from .ranks import DamagedCheckpoint, HostileCheckpoint, Ranks
-from .retention import best_first, newest_first
+from .retention import best_first
 from .state import TrainingState
 from .store import SavedRun
 
 BEFORE_PREFIX = "before-"
-MOST_STEPS = 10**18
 logger = logging.getLogger(__name__)
 
 
 class NothingSaved(DamagedCheckpoint):
     """The run has no such checkpoint, not even a damaged one."""
-
-
-# The folder of a run, its checkpoints in the order to try them, and why others are damaged.
-Choice = tuple[Path, Sequence[SavedCheckpoint], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
@@ -78,83 +74,66 @@ def load_chosen(
     together. Raises DamagedCheckpoint, which names every candidate, if none of them is intact.
     """
     own = run if isinstance(run, SavedRun) else SavedRun(run)
-    root, candidates, damaged = Ranks().agree(lambda: choose(own, what, config=config))
+    root, folders = Ranks().agree(lambda: choose(own, what, config=config))
     # Ranks may reach the run by different paths.
     is_own = Ranks().agree(lambda: root == own.root)
     chosen = SavedRun(root)
 
-    tried: dict[str, str] = {}
-    for saved in candidates:
+    damaged: dict[str, str] = {}
+    for folder in folders:
         try:
-            notes = chosen.load(saved, state, strict=strict)
+            notes = chosen.load(folder, state, strict=strict)
         except HostileCheckpoint:
             raise
         except DamagedCheckpoint as error:
-            tried[saved.folder] = str(error)
+            damaged[folder] = str(error)
             logger.warning("skipped a damaged checkpoint: %s", error)
         else:
-            newer = {
-                folder: reason
-                for folder, reason in damaged.items()
-                if (step_of(folder) or 0) >= saved.step
-            }
-            return Resumed(saved, notes, newer | tried, is_own)
+            return Resumed(read_manifest(root, folder), notes, damaged, is_own)
     raise DamagedCheckpoint(
-        f"no requested checkpoint is intact: {'; '.join((tried | dict(damaged)).values())}; "
-        f"{_others(chosen)}"
+        f"no requested checkpoint is intact: {'; '.join(damaged.values())}; {_others(chosen)}"
     )
 
 
-def choose(run: SavedRun, what: str | int, *, config: PolicyConfig | None = None) -> Choice:
-    """Return the checkpoints that `what` may mean, in the order to try them.
+def choose(
+    run: SavedRun, what: str | int, *, config: PolicyConfig | None = None
+) -> tuple[Path, list[str]]:
+    """Return a run's folder, and the checkpoints in it that `what` may mean, in order.
 
-    A run's folder may be followed by a request of its own: `runs/x@best`.
+    They may be damaged. A run's folder may be followed by a request of its own: `runs/x@best`.
     """
-    config = config or PolicyConfig()
     text = str(what).strip()
     before = text.removeprefix(BEFORE_PREFIX)
-    if text == "best":
-        best = best_first(run.committed(BEST_KIND), config)
-        return _found(run, best, {}, f"no best-K checkpoint for {config.best_k_metric}")
+    steps = run.steps(*RESUMABLE_KINDS)
+    # The newest first; a recovery before a rollback.
+    found = sorted(steps, key=lambda folder: (-steps[folder], folder))
     if text == "latest":
-        return _states(run, range(MOST_STEPS), "nothing to resume from: start the run anew")
-    if text.isdecimal():
-        return _states(run, range(int(text), int(text) + 1), f"no step {text}")
-    if text != before and before.isdecimal():
-        return _states(run, range(int(before)), f"no state from before step {before}")
-
-    place, inside = split_request(text)
-    path = Path(place)
-    folder = f"{path.parent.name}/{path.name}"
-    if step_of(folder) is not None:
-        other = run if place == folder else SavedRun(path.parent.parent)
-        committed, damaged = other.scan(path.parent.name)
-        candidates = [saved for saved in committed if saved.folder == folder]
-        damaged = {folder: damaged[folder]} if folder in damaged else {}
-        return _found(other, candidates, damaged, f"no {folder}")
-    if any((path / kind).is_dir() for kind in CHECKPOINT_KINDS):
-        return choose(SavedRun(place), inside or "latest", config=config)
-    raise ValueError(
-        f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as 500, "
-        f"before-500, a run's folder, or RUN@STEP; {_others(run)}"
-    )
-
-
-def _states(run: SavedRun, steps: range, missing: str) -> Choice:
-    """Return the states of these steps, and those that are damaged."""
-    committed, damaged = run.scan(*RESUMABLE_KINDS)
-    states = [saved for saved in newest_first(committed) if saved.step in steps]
-    damaged = {folder: why for folder, why in damaged.items() if step_of(folder) in steps}
-    return _found(run, states, damaged, missing)
-
-
-def _found(
-    run: SavedRun, candidates: Sequence[SavedCheckpoint], damaged: Mapping[str, str], missing: str
-) -> Choice:
-    """Raise NothingSaved with what is `missing` if there is not even a damaged candidate."""
-    if not candidates and not damaged:
+        missing = "nothing to resume from: start the run anew"
+    elif text == "best":
+        config = config or PolicyConfig()
+        found = [one.folder for one in best_first(run.committed(BEST_KIND), config)]
+        missing = f"no best-K checkpoint for {config.best_k_metric}"
+    elif text.isdecimal():
+        found = [folder for folder in found if steps[folder] == int(text)]
+        missing = f"no step {text}"
+    elif text != before and before.isdecimal():
+        found = [folder for folder in found if steps[folder] < int(before)]
+        missing = f"no state from before step {before}"
+    elif step_of(text) is not None:
+        found = [text] if (run.root / text).exists() else []
+        missing = f"no {text}"
+    else:
+        place, inside = split_request(text)
+        other = SavedRun(place)
+        if not inside and not any((other.root / kind).is_dir() for kind in CHECKPOINT_KINDS):
+            raise ValueError(
+                f"{text!r} is neither a checkpoint nor a run: give latest, best, a step such as "
+                f"500, before-500, a run's folder, or RUN@STEP; {_others(run)}"
+            )
+        return choose(other, inside or "latest", config=config)
+    if not found:
         raise NothingSaved(f"{run.root} holds {missing}; {_others(run)}")
-    return run.root, candidates, damaged
+    return run.root, found
 
 
 def _others(run: SavedRun) -> str:

@@ -83,6 +83,15 @@ class SavedRun:
             )
         self.root = Path(root).absolute()
 
+    def steps(self, *kinds: str) -> dict[str, int]:
+        """Return the step of each folder of a checkpoint of these kinds, damaged or not."""
+        found = {}
+        for path in [one for kind in kinds for one in sorted((self.root / kind).glob("*"))]:
+            folder = f"{path.parent.name}/{path.name}"
+            if (step := step_of(folder)) is not None:
+                found[folder] = step
+        return found
+
     def scan(self, *kinds: str) -> tuple[list[SavedCheckpoint], dict[str, str]]:
         """Return the checkpoints of these kinds, or all, by step, and why others are damaged.
 
@@ -91,13 +100,11 @@ class SavedRun:
         kinds = kinds or CHECKPOINT_KINDS
         committed = []
         damaged = {}
-        for path in [one for kind in kinds for one in sorted((self.root / kind).glob("*"))]:
-            folder = f"{path.parent.name}/{path.name}"
-            if step_of(folder) is not None:
-                try:
-                    committed.append(read_manifest(self.root, folder))
-                except DamagedCheckpoint as error:
-                    damaged[folder] = str(error)
+        for folder in self.steps(*kinds):
+            try:
+                committed.append(read_manifest(self.root, folder))
+            except DamagedCheckpoint as error:
+                damaged[folder] = str(error)
         return sorted(committed, key=lambda one: (kinds.index(one.kind), one.step)), damaged
 
     def committed(self, *kinds: str) -> list[SavedCheckpoint]:
