@@ -48,7 +48,7 @@ class DataConfig:
     # Fraction of the samples, at the end, that is never trained on.
     dev_fraction: float = 0.05
     # Ranges of data positions to skip, as pairs (start, stop).
-    skip: tuple[tuple[int, ...], ...] = ()
+    skip: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         is_known = self.source in ("text", "tokens", "workload") or ":" in self.source

@@ -178,7 +178,7 @@ def training_stream(config: Config, dataset: Dataset, ranks: Ranks) -> Stream:
         shuffle=config.data.shuffle,
         rank=ranks.rank,
         ranks=ranks.size,
-        skipped=[(start, stop) for start, stop in config.data.skip],
+        skipped=config.data.skip,
     )
 
 
@@ -197,18 +197,13 @@ def training_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim
 
 def apply_recompute(
     config: Config,
-    module: nn.Module,
-    loss: Loss,
-    count: Callable[[Any], int],
+    task: TrainingTask,
     *,
-    draw: Callable[[], Any],
-    name: str = "the model",
     load_plan: Callable[[str], LoadedPlan] | None = None,
 ) -> list[str]:
     """Apply the configured recompute and return the names of the changed modules.
 
-    `loss` is summed over the terms that `count` counts. `draw` returns a microbatch, on
-    which strategies measure. `load_plan` reads the file of strategy `plan`.
+    Strategies measure on the first microbatch. `load_plan` reads the file of strategy `plan`.
     """
     wanted = config.recomputation()
     if not wanted.enabled:
@@ -226,13 +221,14 @@ def apply_recompute(
             )
 
     def mean(module: nn.Module, batch: Any) -> Tensor:
-        return loss(module, batch) / count(batch)
+        return task.loss(module, batch) / task.count(batch)
 
-    changed = apply_config(module, wanted, batch=draw(), loss=mean, apply_plan=apply_plan)
+    batch = task.place(task.dataset.batch(range(config.microbatch)))
+    changed = apply_config(task.module, wanted, batch=batch, loss=mean, apply_plan=apply_plan)
     # A plan may change nothing, where everything fits without recompute.
     if not changed and wanted.strategy not in ("none", "plan"):
         raise ValueError(
-            f"recompute.strategy={wanted.strategy} changes no layer of {name}: lower "
+            f"recompute.strategy={wanted.strategy} changes no layer of {task.name}: lower "
             "recompute.memory_threshold_mb, name layers with recompute.include_patterns, or use "
             "another strategy"
         )
@@ -334,13 +330,8 @@ class TrainingRun:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     stream: Stream
-    num_parameters: int
     changed: Sequence[str]
     attached: AttachedRun
-
-    @property
-    def first_step(self) -> int:
-        return self.attached.steps
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the loss summed over the terms of a microbatch, in the configured precision."""
@@ -384,14 +375,9 @@ def train(
     watch: Sequence[Watch] = (),
     load_plan: Callable[[str], LoadedPlan] | None = None,
 ) -> Trained:
-    """Train a new run or a resumed one in this process; `open_run` also takes several ranks."""
-    started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
-    with started as (ranks, device):
-        opened = open_run(
-            config, task, ranks=ranks, device=device, resume=resume, load_plan=load_plan
-        )
-        with opened as run:
-            return train_run(run, watch=watch)
+    """Train a new run or a resumed one to its end; `open_run` describes the options."""
+    with open_run(config, lambda device: task, resume=resume, load_plan=load_plan) as run:
+        return train_run(run, watch=watch)
 
 
 def saving_options(config: Config, folder: Path) -> dict[str, Any]:
@@ -412,55 +398,46 @@ def saving_options(config: Config, folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def open_run(
     config: Config,
-    task: TrainingTask,
+    make_task: Callable[[torch.device], TrainingTask],
     *,
-    ranks: Ranks,
-    device: torch.device,
     resume: str | None = None,
     load_plan: Callable[[str], LoadedPlan] | None = None,
 ) -> Iterator[TrainingRun]:
-    """Build a new run, or resume one; `start_ranks` gives the ranks and the device.
+    """Join the ranks, and build a new run or resume one; `make_task` gets this rank's device.
 
     `resume` is `latest`, the name of a run, or a saved state. Recompute is applied before the model
     is wrapped for several ranks; `load_plan` reads the file of strategy `plan`.
     """
-    stream = training_stream(config, task.dataset, ranks)
-    if config.data.length is not None:
-        _check_length(task, config.data.length)
-    num_parameters = sum(parameter.numel() for parameter in task.module.parameters())
-    changed = apply_recompute(
-        config,
-        task.module,
-        task.loss,
-        task.count,
-        draw=lambda: task.place(task.dataset.batch(range(config.microbatch))),
-        name=task.name,
-        load_plan=load_plan,
-    )
-    precision = TRAINING_DTYPES[config.precision]
-    model = share(task.module, device, parallel=config.parallel, precision=precision)
-    optimizer = training_optimizer(config.optimizer, model)
-    scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
-    seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
+    started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
+    with started as (ranks, device):
+        task = make_task(device)
+        stream = training_stream(config, task.dataset, ranks)
+        if config.data.length is not None:
+            _check_length(task, config.data.length)
+        changed = apply_recompute(config, task, load_plan=load_plan)
+        precision = TRAINING_DTYPES[config.precision]
+        model = share(task.module, device, parallel=config.parallel, precision=precision)
+        optimizer = training_optimizer(config.optimizer, model)
+        scaler = torch.amp.GradScaler(device.type) if config.precision == "float16" else None
+        seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
 
-    folder, state = ranks.agree(lambda: run_folder(config, resume))
-    options = saving_options(config, folder)
-    attached = saving(model, optimizer, scaler=scaler, stream=stream, resume=state, **options)
-    with attached:
-        yield TrainingRun(
-            folder,
-            config,
-            task,
-            ranks,
-            device,
-            model,
-            optimizer,
-            scaler,
-            stream,
-            num_parameters,
-            changed,
-            attached,
-        )
+        folder, state = ranks.agree(lambda: run_folder(config, resume))
+        options = saving_options(config, folder)
+        attached = saving(model, optimizer, scaler=scaler, stream=stream, resume=state, **options)
+        with attached:
+            yield TrainingRun(
+                folder,
+                config,
+                task,
+                ranks,
+                device,
+                model,
+                optimizer,
+                scaler,
+                stream,
+                changed,
+                attached,
+            )
 
 
 def train_run(run: TrainingRun, *, watch: Sequence[Watch] = ()) -> Trained:

@@ -77,14 +77,8 @@ def build_training(config: Config, ranks: Ranks, device: torch.device) -> Traini
     # The same weights on every rank. Recompute comes before DDP or FSDP2.
     with seeded(config.seed):
         module = build().to(device, trainer.TRAINING_DTYPES[config.dtype])
-    changed = trainer.apply_recompute(
-        config,
-        module,
-        loss,
-        num_tokens,
-        draw=lambda: dataset.batch(range(config.microbatch)),
-        load_plan=load_plan,
-    )
+    task = trainer.TrainingTask("the model", module, loss, num_tokens, dataset)
+    changed = trainer.apply_recompute(config, task, load_plan=load_plan)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     if ranks.first:
         print(

@@ -47,7 +47,6 @@ from ..trainer import (
     Watch,
     leave,
     open_run,
-    start_ranks,
     train_run,
 )
 from ..workloads.models import load_object, load_workload
@@ -76,27 +75,22 @@ class DrawnSamples:
         return replace(self.case, seed=self.case.seed + first).batch(len(samples))
 
 
-@contextlib.contextmanager
-def open_named_run(config: Config, *, resume: str | None = None) -> Iterator[TrainingRun]:
+def open_named_run(
+    config: Config, *, resume: str | None = None
+) -> contextlib.AbstractContextManager[TrainingRun]:
     """Join the ranks and open the run of a configuration that names its model and its data.
 
     `resume` is `latest`, the name of a run, or a saved state.
     """
-    started = start_ranks(parallel=config.parallel, device=config.device, ranks=config.ranks)
-    with started as (ranks, device):
-        workload = load_workload(config.model)
-        dtype = TRAINING_DTYPES[config.dtype]
-        case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
-        task = named_task(config, case)
-        with open_run(
-            config, task, ranks=ranks, device=device, resume=resume, load_plan=Plan.load
-        ) as run:
-            yield run
+    make_task = functools.partial(named_task, config)
+    return open_run(config, make_task, resume=resume, load_plan=Plan.load)
 
 
-def named_task(config: Config, case: Case) -> TrainingTask:
-    """Build the model of a workload, and open the configured data for it."""
-    workload = case.workload
+def named_task(config: Config, device: torch.device) -> TrainingTask:
+    """Build the configured model on a device, and open the data for it."""
+    workload = load_workload(config.model)
+    dtype = TRAINING_DTYPES[config.dtype]
+    case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
     module = case.build()
     sizes = (one.num_embeddings for one in module.modules() if isinstance(one, nn.Embedding))
     # Of the model's first embedding.
@@ -231,7 +225,7 @@ def _results(device: torch.device, trained: Trained, start: list[str]) -> dict[s
 def show_progress(run: TrainingRun, *, every: int = 10) -> Iterator[Hook]:
     """Print a line every `every` steps, and for the first step, the last one and each dev loss."""
     click.echo(describe_training(run))
-    first = run.first_step + 1
+    first = run.attached.steps + 1
     after_first = 0.0
 
     def line(report: StepReport) -> None:
@@ -279,7 +273,9 @@ def require_tensorboard() -> Any:
 def describe_training(run: TrainingRun) -> str:
     """Describe model, data and settings, and what a resume passed over or does differently."""
     config = run.config
-    started = f", from step {run.first_step}" if run.first_step else ""
+    steps = run.attached.steps
+    started = f", from step {steps}" if steps else ""
+    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     ranks = ""
     if run.ranks.size > 1:
         ranks = f" on each of {run.ranks.size} ranks ({config.parallel})"
@@ -291,7 +287,7 @@ def describe_training(run: TrainingRun) -> str:
     if resumed and (resumed.damaged or resumed.notes):
         noted = f"\n{resumed.words}"
     return (
-        f"{run.folder}: {run.task.name}, {run.num_parameters / 1e6:.2f}M parameters, "
+        f"{run.folder}: {run.task.name}, {num_parameters / 1e6:.2f}M parameters, "
         f"{len(run.stream.dataset):,} samples{started}\n"
         f"{run.stream.microbatches_per_window} x {config.microbatch} samples a step{ranks}, "
         f"{config.precision} on {run.device.type}{recompute}{noted}"
