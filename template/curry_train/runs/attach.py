@@ -249,7 +249,6 @@ class AttachedRun:
         self.data: SampleStream = DataPosition() if stream is None else stream
         # A loop over a DataLoader can't be sent back or ended from here: the process ends instead.
         self._has_loader = stream is None
-        self._keep_settings = keep_settings
         self._watch = AttachedWatch(spike, self.data)
         self._ranks = self._watch.ranks
         self._notes = StepNotes()
@@ -268,6 +267,7 @@ class AttachedRun:
             extra=saved_objects,
             generators=generators,
         )
+        self.state.keeps_settings = keep_settings
         self.state.require_schedule()
         # Ctrl-C interrupts a loop over a DataLoader as before.
         self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
@@ -529,16 +529,7 @@ class AttachedRun:
 
     def _load(self, what: str | int) -> Resumed | None:
         """Load a saved state into the training, and its position into the data."""
-        settings = [
-            (group, dict(group))
-            for optimizer in self.state.optimizers
-            for group in optimizer.param_groups
-        ]
         resumed = self.policy.resume(self.state, what)
-        if self._keep_settings:
-            for group, before in settings:
-                group.clear()
-                group.update(before)
         self.data.position = self.state.position
         return resumed
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .background import BackgroundSaver
 from .format import MODEL_PREFIX, Snapshot
-from .layout import BEST_KIND, Metric, SavedCheckpoint
+from .layout import BEST_KIND, RESUMABLE_KINDS, Metric, SavedCheckpoint
 from .policy_config import AUTO_INTERVAL, PolicyConfig
 from .ranks import Ranks, RunError, StepExists
 from .resume import BEFORE_PREFIX, NothingSaved, Resumed, load_chosen
@@ -251,11 +251,11 @@ class SavingPolicy:
         else:
             if resumed.is_own and resumed.saved.is_state:
                 self._last = resumed.saved
-                later = self._states_from(resumed.saved.step + 1)
                 # The next state that is saved replaces these.
-                self.store.given_up = [*resumed.damaged, *(one.folder for one in later)]
-                for one in later if str(what).startswith(BEFORE_PREFIX) else ():
-                    self.store.discard(one)
+                self.store.given_up = self._folders_from(resumed.saved.step + 1)
+                if str(what).startswith(BEFORE_PREFIX):
+                    for folder in self.store.given_up:
+                        self.store.discard(folder)
             logger.info("%s", resumed.words)
         self.begin(state)
         return resumed
@@ -300,9 +300,10 @@ class SavingPolicy:
         self.finish()
         return self._committed
 
-    def _states_from(self, step: int) -> list[SavedCheckpoint]:
-        """Return the states from a step on, newest first."""
-        return [saved for saved in Ranks().agree(self.store.states) if saved.step >= step]
+    def _folders_from(self, step: int) -> list[str]:
+        """Return the folders of the states from a step on, damaged or not."""
+        steps = Ranks().agree(lambda: self.store.steps(*RESUMABLE_KINDS))
+        return [folder for folder in steps if steps[folder] >= step]
 
     def _save_due(self, step: int, state: Savable, kind: str | None, metrics: Values) -> bool:
         """Save a state as this kind and as a best-K, unless one of the ranks has damage in it.
@@ -378,10 +379,9 @@ class SavingPolicy:
         if self._entered:
             return
         self.store.open()
-        folders = [one.folder for one in self._states_from(step)]
-        if ahead := [one for one in folders if one not in self.store.given_up]:
+        if ahead := {*self._folders_from(step)} - {*self.store.given_up}:
             raise RunError(
-                f"{self.store.root} has {ahead[0]}, but training is at step "
+                f"{self.store.root} has {max(ahead)}, but training is at step "
                 f"{step}: resume from it, or give this run a folder of its own"
             )
         self._entered = True

@@ -214,7 +214,7 @@ class AttachedWatch(SpikeWatchdog):
     def begin(self, root: Path) -> None:
         """Read which samples the run skips."""
         self._root = root
-        self._recoveries = read_recoveries(root)
+        self._recoveries = self.ranks.agree(lambda: read_recoveries(root))
         for recovery in self._recoveries:
             self._data.skip(recovery.start, recovery.stop)
 

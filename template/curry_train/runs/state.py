@@ -59,8 +59,11 @@ class TrainingState:
     The loop sets two counters: `position` counts the samples consumed, `step` the optimizer's
     steps. Gradients are not saved: save between two steps. `extra` holds any other objects
     with `state_dict` and `load_state_dict`, by name. The first rank's state is saved; with an
-    attribute `of_each_rank = True`, the state of every rank.
+    attribute `of_each_rank = True`, the state of every rank. With `keeps_settings` a load leaves
+    the settings of the optimizers' groups as they are.
     """
+
+    keeps_settings = False
 
     def __init__(
         self,
@@ -383,7 +386,8 @@ class Load:
                 optimizer.state.clear()
                 optimizer.state.update(saved["others"])
                 for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
-                    group.update({**was, "params": group["params"]})
+                    if not state.keeps_settings:
+                        group.update({**was, "params": group["params"]})
             for optimizer, _, parameter, _, place in self._with_state():
                 optimizer.state[parameter] = {**found[place]}
         for parameter in state.model.parameters():
