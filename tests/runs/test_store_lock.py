@@ -114,7 +114,7 @@ def test_a_lock_is_waited_for(tmp_path):
 def test_a_damaged_lock_file_stops_nobody(store, tmp_path):
     # Cut off, deeper than the parser goes, and longer than the file may be.
     for damaged in ("{", "[" * 4000, "\0" * 10_000_000):
-        (tmp_path / "writer.json").write_text(damaged)
+        (tmp_path / "writer.txt").write_text(damaged)
         with pytest.raises(LockedRun, match="another process that just started: end it, or"):
             Store(tmp_path).open()
     store.save("rollback", 1, new_state())
@@ -122,7 +122,7 @@ def test_a_damaged_lock_file_stops_nobody(store, tmp_path):
 
 def test_a_lock_file_that_is_deleted_does_not_let_two_processes_commit(store, tmp_path):
     store.save("rollback", 1, new_state())
-    (tmp_path / "writer.json").unlink()
+    (tmp_path / "writer.txt").unlink()
     store.save("rollback", 2, new_state())
     (tmp_path / "writer.lock").unlink()
     with Store(tmp_path) as other:

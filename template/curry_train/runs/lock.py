@@ -8,8 +8,8 @@ Proof: `python -m pytest tests/runs/test_store_lock.py`.
 """
 
 import contextlib
-import json
 import os
+import re
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +18,10 @@ from filelock import FileLock, Timeout
 
 from .files import read, write
 from .ranks import LockedRun, RunError
-from .values import Facts
 
 LOCK_FILE_NAME = "writer.lock"
-HOLDER_FILE_NAME = "writer.json"
+HOLDER_FILE_NAME = "writer.txt"
+_HOLDER_PATTERN = re.compile(r"process \d{1,20} on [\w.-]{1,255} since [\d:T.+-]{1,40}")
 
 
 class RunLock:
@@ -29,7 +29,9 @@ class RunLock:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._holder: Facts = {}
+        # The process that took the lock, and its name in the file.
+        self._process = 0
+        self._name = ""
 
     def acquire(self, *, wait_seconds: float) -> None:
         """Take the lock; raise LockedRun with the name of the holder if it is taken."""
@@ -37,24 +39,23 @@ class RunLock:
         try:
             self._lock.acquire(timeout=wait_seconds)
         except Timeout as error:
+            holder = self._holder() or "another process that just started"
             raise LockedRun(
-                f"{self._root} is held by {self._named()}: end it, or give this run another folder"
+                f"{self._root} is held by {holder}: end it, or give this run another folder"
             ) from error
-        self._holder = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "since": datetime.now(UTC).isoformat(),
-        }
-        write(self._root / HOLDER_FILE_NAME, json.dumps(self._holder).encode())
+        self._process = os.getpid()
+        now = datetime.now(UTC).isoformat()
+        self._name = f"process {self._process} on {socket.gethostname()} since {now}"
+        write(self._root / HOLDER_FILE_NAME, self._name.encode())
 
     def release(self) -> None:
         # In a forked child filelock has closed the lock.
-        if self._holder.get("pid") == os.getpid():
+        if self._process == os.getpid():
             self._lock.release()
 
     def require_own(self) -> None:
         """Raise LockedRun in a forked child of the process that holds the lock."""
-        if self._holder and self._holder["pid"] != os.getpid():
+        if self._process not in (0, os.getpid()):
             raise LockedRun(
                 f"this process was forked from the process that writes to {self._root}: "
                 f"save in the parent process, and read in this one with a SavedRun"
@@ -62,25 +63,17 @@ class RunLock:
 
     def require_held(self) -> None:
         """Raise LockedRun if another process took over; call before each change that commits."""
-        if self._found() not in ({}, self._holder):
+        holder = self._holder()
+        if holder not in ("", self._name):
             raise LockedRun(
-                f"{self._root} was taken over by {self._named()}: this process saves "
+                f"{self._root} was taken over by {holder}: this process saves "
                 f"nothing more; end it, or give this run another folder"
             )
 
-    def _found(self) -> Facts:
-        """Return what the file says about the holder; empty if it is missing or damaged."""
-        with contextlib.suppress(OSError, ValueError, RecursionError, RunError):
-            found = json.loads(read(self._root / HOLDER_FILE_NAME))
-            if isinstance(found, dict):
-                return found
-        return {}
-
-    def _named(self) -> str:
-        found = self._found()
-        if not found:
-            return "another process that just started"
-        return (
-            f"process {found.get('pid')!s:.20} on {found.get('host')!s:.200} "
-            f"since {found.get('since')!s:.40}"
-        )
+    def _holder(self) -> str:
+        """Return the name in the file; nothing if the file is missing or damaged."""
+        with contextlib.suppress(OSError, UnicodeDecodeError, RunError):
+            name = read(self._root / HOLDER_FILE_NAME).decode()
+            if _HOLDER_PATTERN.fullmatch(name):
+                return name
+        return ""
