@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from curry_train.gates.loop_run import End
 from curry_train.runs import record_run
-from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.fingerprints import Observation, read_fingerprints
 from locate_models import BATCH_SIZE, LOOPS, MICROBATCHES, MODELS, STEPS, plain, quietly
 
 HERE = "locate_faults.py"
@@ -151,7 +151,7 @@ def record(
     *,
     seed: int = 0,
     **options,
-) -> list[dict[str, Any]]:
+) -> list[Observation]:
     """Record a training of a model, and return its observations."""
     folder = tempfile.mkdtemp()
     with fault.mode, record_run(folder, steps=STEPS, **options):
@@ -191,7 +191,7 @@ class Planter:
         self.operations = operations
         self.random = Random(seed)
         self.step = self.random.randint(1, STEPS)
-        self.model = next(one["settings"] for one in reference if one["kind"] == "settings")
+        self.model = next(one.settings for one in reference if one.kind == "settings")
 
     def draw(self, kind: str) -> Fault | None:
         """Return a fault, or None where the training has nothing for one."""
@@ -209,17 +209,21 @@ class Planter:
 
     def _observed(self, kind: str, **asked) -> list[Any]:
         facts = {"kind": kind, **asked}
-        return [one for one in self.reference if all(one.get(k) == v for k, v in facts.items())]
+        return [
+            one
+            for one in self.reference
+            if all(getattr(one, k, None) == v for k, v in facts.items())
+        ]
 
     def _calls(self, **asked) -> list[Any]:
         exits = self._observed("exit", phase="forward", **asked)
-        return [one for one in exits if one["digests"].get("0", "float").startswith("float")]
+        return [one for one in exits if one.digests.get("0", "float").startswith("float")]
 
     def _parameter(self, prefix: str) -> str:
         return self._one(self._parameters("update", prefix))
 
     def _parameters(self, kind: str, prefix: str) -> list[str]:
-        found = self._observed(kind, step=2)[0]["digests"]
+        found = self._observed(kind, step=2)[0].digests
         return [one.removeprefix(prefix) for one in found if one.startswith(prefix)]
 
     def _of_class(self, *words: str) -> list[str]:
@@ -259,8 +263,8 @@ class Planter:
         )
 
     def stale_buffer(self) -> Fault:
-        parameters = self._observed("step", step=1)[0]["digests"]
-        before, after = (self._observed("state", step=step)[0]["digests"] for step in (1, 2))
+        parameters = self._observed("step", step=1)[0].digests
+        before, after = (self._observed("state", step=step)[0].digests for step in (1, 2))
         path = self._one(
             [
                 one
@@ -281,7 +285,7 @@ class Planter:
         return self._at_call(call, "forward", stale)
 
     def _at_call(self, call, phase: str, change: Callable[..., Any]) -> Fault:
-        place = call["path"], call["call"]
+        place = call.path, call.call
         return Fault(
             self.step,
             phase,
@@ -311,20 +315,20 @@ class Planter:
         inside = [
             one
             for one in self.operations
-            if one["kind"] == "operation" and one["phase"] == "forward"
-            if one["within"] and one["within"][0] not in containers
+            if one.kind == "operation" and one.phase == "forward"
+            if one.within and one.within[0] not in containers
         ]
         operation = self._one(
             [
                 one
                 for one in inside
-                if any("float" in it for it in one["digests"].values()) and _is_new(one["name"])
+                if any("float" in it for it in one.digests.values()) and _is_new(one.name)
             ]
         )
-        path, call = operation["within"]
-        same = [one for one in inside if all(one[k] == operation[k] for k in ("within", "name"))]
+        path, call = operation.within
+        same = [one for one in inside if (one.within, one.name) == ([path, call], operation.name)]
         number = same.index(operation)
-        mode = FlipResult(operation["name"], *self._where())
+        mode = FlipResult(operation.name, *self._where())
 
         def change(forward, *args, **options):
             mode.remaining = number
@@ -355,7 +359,7 @@ class Planter:
         calls = [
             one
             for one in self._observed("exit", phase="forward", step=self.step)
-            if self._observed("gradient", step=self.step, path=one["path"], call=one["call"])
+            if self._observed("gradient", step=self.step, path=one.path, call=one.call)
         ]
         return self._flipped(calls, "backward")
 
@@ -413,17 +417,17 @@ class Planter:
         """One more number from the generator, between two steps."""
         step = self.random.randint(2, STEPS)
         enters = {
-            (one["path"], one["call"]): one["generator"]
+            (one.path, one.call): one.generator
             for one in self._observed("enter", step=step, phase="forward")
         }
         exits = self._observed("exit", step=step, phase="forward")
-        drawing = [it for it in exits if enters[it["path"], it["call"]] != it["generator"]]
+        drawing = [it for it in exits if enters[it.path, it.call] != it.generator]
         one = self._one(drawing[:1])
         return Fault(
             step,
             "forward",
-            one["path"],
-            one["call"],
+            one.path,
+            one.call,
             lambda training: torch.rand(1),
             operations=(),
             before=step,
@@ -467,7 +471,7 @@ class Planter:
 
     def dropout_moved(self) -> Fault:
         path = self._one(self._of_class("Dropout"))
-        floats = [one["path"] for one in self._calls(step=1, call=0)]
+        floats = [one.path for one in self._calls(step=1, call=0)]
         other = self._one([one for one in floats if one != path])
         first = next(one for one in floats if one in (path, other))
 
@@ -499,7 +503,7 @@ class Planter:
     def _data(self, first: int, change: Callable[[list[Any]], None]) -> Fault:
         """A fault from the sample of this number on."""
         batch = self._observed("batch")[first // BATCH_SIZE]
-        place = batch["step"], "data", batch["path"], batch["call"]
+        place = batch.step, "data", batch.path, batch.call
         return Fault(*place, lambda training: change(training.samples), ())
 
     def data(self) -> Fault:

@@ -208,8 +208,9 @@ def test_the_setting_that_makes_the_difference_is_found(folder):
 
 def record_as(folder, fault, **variables):
     """Record a training here as one that was started with these variables."""
-    start, *rest = recorded(folder, fault)
-    lines = map(json.dumps, [start | {"variables": variables}, *rest])
+    observed = recorded(folder, fault)
+    observed[0].variables = variables
+    lines = map(json.dumps, map(vars, observed))
     (folder / "rank-0.jsonl").write_text("\n".join([*lines, ""]))
 
 

@@ -18,11 +18,11 @@ from .recorded_training import Model, recorded, train
 
 
 def kinds(record):
-    return {one["kind"] for one in record}
+    return {one.kind for one in record}
 
 
 def entered(record):
-    return [one["path"] for one in record if one["kind"] == "enter"]
+    return [one.path for one in record if one.kind == "enter"]
 
 
 def test_recording_changes_nothing(tmp_path):
@@ -30,7 +30,7 @@ def test_recording_changes_nothing(tmp_path):
     with record_run(tmp_path / "a", steps=9):
         assert train() == plain
         # A kill would lose nothing.
-        assert read_fingerprints(tmp_path / "a")[-1]["kind"] == "step"
+        assert read_fingerprints(tmp_path / "a")[-1].kind == "step"
     assert train() == plain
 
 
@@ -38,11 +38,11 @@ def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     record = recorded(tmp_path / "a")
     before = {"start", "settings", "batch", "state", "enter", "exit", "loss"}
     assert kinds(record) == before | {"gradient", "gradients", "update", "step", "end"}
-    assert {one["step"] for one in record[1:]} == {1, 2, 3}
-    update = next(one for one in record if one["kind"] == "update" and one["step"] == 2)
-    assert {"gradient of model.head.bias", "exp_avg of model.head.bias"} <= update["digests"].keys()
-    assert update["values"]["lr of group 0"] == 1e-3
-    assert record[0]["environment"]["torch"] == torch.__version__
+    assert {one.step for one in record[1:]} == {1, 2, 3}
+    update = next(one for one in record if one.kind == "update" and one.step == 2)
+    assert {"gradient of model.head.bias", "exp_avg of model.head.bias"} <= update.digests.keys()
+    assert update.values["lr of group 0"] == 1e-3
+    assert record[0].environment["torch"] == torch.__version__
     # A version is one setting, so that `--bisect` changes it in one place.
     assert settings_of(record)["torch"] == torch.__version__
     assert "package torch" not in settings_of(record)
@@ -51,8 +51,8 @@ def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
 def test_level_modules_has_calls_alone(tmp_path):
     record = recorded(tmp_path / "a", level="modules")
     assert "gradient" not in kinds(record)
-    assert all(not one["digests"] for one in record if one["kind"] in ("state", "step"))
-    assert sum(one["kind"] == "exit" for one in record) > 40
+    assert all(not one.digests for one in record if one.kind in ("state", "step"))
+    assert sum(one.kind == "exit" for one in record) > 40
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
@@ -95,7 +95,7 @@ def test_wrappers_leave_no_trace_in_the_names(tmp_path):
     with record_run(tmp_path / "a"):
         model(torch.randn(2, 16))
         # While the training runs the lines are in the file.
-        assert read_fingerprints(tmp_path / "a")[-1]["kind"] == "exit"
+        assert read_fingerprints(tmp_path / "a")[-1].kind == "exit"
     assert entered(read_fingerprints(tmp_path / "a"))[:2] == ["model", "model.h.0"]
 
 
@@ -124,9 +124,9 @@ def test_workers_of_a_loader_note_operations_alone(tmp_path):
         [_] = DataLoader(torch.ones(1, 2), num_workers=1, collate_fn=collate)
     record = read_fingerprints(tmp_path / "a")
     assert kinds(record) == {"start", "batch", "operation"}
-    assert "aten.tanh.default" in {one["name"] for one in record if one.get("worker") == 0}
-    [batch] = [one for one in record if one["kind"] == "batch"]
-    assert [*batch["digests"]] == ["values"]
+    assert "aten.tanh.default" in {one.name for one in record if vars(one).get("worker") == 0}
+    [batch] = [one for one in record if one.kind == "batch"]
+    assert [*batch.digests] == ["values"]
 
 
 def test_compiled_models_are_recorded_from_outside(tmp_path):

@@ -4,7 +4,6 @@ Run: `python -m pytest tests/runs/test_locate.py`.
 """
 
 import copy
-import json
 import random
 
 import pytest
@@ -183,7 +182,7 @@ def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, pat
     place = found.place
     assert (place["phase"], place["path"], place["call"]) == (phase, path, 0), found
     assert text in found.headline
-    assert sum(one["kind"] == "loss" for one in first) == 6
+    assert sum(one.kind == "loss" for one in first) == 6
     assert locate(first, again).is_equal
 
 
@@ -357,9 +356,9 @@ def test_an_optimizer_that_steps_now_and_then_shifts_no_step_and_ends_no_recordi
             if number in made:
                 second.step()
     record = read_fingerprints(tmp_path / "run")
-    assert [one["step"] for one in record if one["kind"] == "update"] == expected
-    assert [one["step"] for one in record if one["kind"] == "loss"] == [1, 2, 3, 4]
-    assert record[-1]["kind"] == "end"
+    assert [one.step for one in record if one.kind == "update"] == expected
+    assert [one.step for one in record if one.kind == "loss"] == [1, 2, 3, 4]
+    assert record[-1].kind == "end"
 
 
 def run_deep(name):
@@ -403,14 +402,16 @@ def test_the_operation_is_named(tmp_path, fault, text):
     found, (a, b) = located(tmp_path, fault, operations_in_step=step)
     operation = first_operation(a, b, found)
     assert text in operation
-    renamed = json.loads(json.dumps(b).replace("model.h.1", "model.other.1"))
+    path = tmp_path / "b/rank-0.jsonl"
+    path.write_text(path.read_text().replace("model.h.1", "model.other.1"))
+    renamed = read_fingerprints(path.parent)
     assert first_operation(a, renamed, locate(a, renamed)) == operation
 
 
 def test_operations_change_nothing_else(tmp_path):
     plain = recorded(tmp_path / "plain")
     watched = recorded(tmp_path / "watched", operations_in_step=2)
-    in_place = [one["digests"] for one in watched if "_foreach_" in one.get("name", "")]
+    in_place = [one.digests for one in watched if "_foreach_" in vars(one).get("name", "")]
     assert in_place
     assert all(in_place)
     assert locate(plain, watched).is_equal

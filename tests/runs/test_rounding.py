@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from curry_train.runs import record_run
-from curry_train.runs.fingerprints import read_fingerprints
+from curry_train.runs.fingerprints import Observation, read_fingerprints
 from curry_train.runs.locate import expected_values, locate
 from curry_train.runs.rounding import Exchange, distances_of, is_rounding
 from locate import in_two_sums
@@ -136,13 +136,14 @@ def test_noise_of_far_larger_elements_excuses_none():
 @pytest.mark.parametrize("name", ["parameter", "buffer running_var", "0"])
 def test_a_sum_over_the_batch_may_differ_by_more(name):
     """As many terms as the largest tensor has elements may be in it."""
-    start = {"kind": "start", "environment": {"world_size": 1}}
-    start |= {"program": None, "code": {}, "variables": {}}
+    settings = {"environment": {"world_size": 1}, "program": None, "code": {}, "variables": {}}
+    start = Observation(kind="start", **settings)
 
     def run(distance):
         digests = {"1": "float32[1024]:0", name: f"float32[1]:{distance}"}
         call = {"kind": "exit", "step": 1, "phase": "forward", "path": "model", "call": 0}
-        return [start, call | {"digests": digests, "distances": {name: {"1": distance}}}]
+        distances = {name: {"1": distance}}
+        return [start, Observation(**call, digests=digests, distances=distances)]
 
     noise = run(5e-7)
     # Partial sums may be far larger than the terms and their sum, and so is their rounding.

@@ -19,7 +19,7 @@ from unittest import mock
 import click
 
 from ..gates.loop_run import End, run_ranks
-from ..runs.fingerprints import LEVELS, VARIABLES, read_fingerprints, record_run
+from ..runs.fingerprints import LEVELS, VARIABLES, Record, read_fingerprints, record_run
 from ..runs.locate import Located, expected_values, first_operation, locate, settings_of
 from ..runs.rounding import NUM_NOISES, Exchange
 from .options import RANKS_OPTION, program_option, steps_option
@@ -63,7 +63,7 @@ def _record(out: str, program: Sequence[str], num_ranks: int, **options: Any) ->
     job = functools.partial(_watch, out, program, options)
     try:
         run_ranks(job, program, num_ranks=num_ranks, ignored=[out])
-        made = [one["step"] for one in read_fingerprints(out) if one["kind"] == "update"]
+        made = [one.step for one in read_fingerprints(out) if one.kind == "update"]
     finally:
         # A record without a step is in the way of the next one.
         if not any('"update"' in one.read_text() for one in Path(out).glob("*.jsonl")):
@@ -89,8 +89,7 @@ def _watch(
     end({"ended": True})
 
 
-Run = list[dict[str, Any]]
-Pair = tuple[Run, Run]
+Pair = tuple[Record, Record]
 
 
 @screen_command("locate", example="A B --op")
@@ -163,21 +162,21 @@ class Again:
     # How B's run is compared on equal inputs, once the tolerance was measured.
     exchange: dict[str, Any] | None = None
 
-    def _record(self, which: str, name: str, **options: Any) -> list[Run]:
+    def _record(self, which: str, name: str, **options: Any) -> list[Record]:
         start = self.runs[0]["AB".index(which)][0]
-        if not start["program"]:
+        if not start.program:
             raise ValueError(
                 f"{which} was recorded in a loop: --op and --tolerance need `runs record`"
             )
         # A script's own files may be named from the folder in which it was recorded.
-        cwd = start["folder"] if Path(start["folder"]).is_dir() else "."
-        with contextlib.chdir(cwd), _variables(start["variables"]), messages_on_screen() as show:
+        cwd = start.folder if Path(start.folder).is_dir() else "."
+        with contextlib.chdir(cwd), _variables(start.variables), messages_on_screen() as show:
             show(f"{which} runs again ({name})")
-            out, num_ranks = str(self.folder / name), start["environment"]["world_size"]
-            _record(out, start["program"], num_ranks, level=start["level"], **options)
+            out, num_ranks = str(self.folder / name), start.environment["world_size"]
+            _record(out, start.program, num_ranks, level=start.level, **options)
         return [read_fingerprints(out, rank) for rank in range(len(self.runs))]
 
-    def _repeat(self, which: str, name: str, **options: Any) -> list[Run]:
+    def _repeat(self, which: str, name: str, **options: Any) -> list[Record]:
         """Run a program again, and require that it makes its record again."""
         again = self._record(which, name, **options)
         for pair, one in zip(self.runs, again, strict=True):
@@ -191,7 +190,7 @@ class Again:
 
     def with_tolerance(self, found: Located) -> list[Located]:
         """Compare again where noise of the size of rounding errors is no difference."""
-        steps = self.runs[0][0][-1]["step"]
+        steps = self.runs[0][0][-1].step
         # In the folder of this record, in which its processes may write.
         values: dict[str, Any] = {"folder": str(self.folder / "kept" / "values")}
         kept = self._repeat("A", "kept", steps=steps, exchange=values)

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TextIO
 from unittest import mock
 
@@ -60,6 +61,28 @@ FLOW_KEY = "curry_train_flow"
 ENGINE = "_engine_run_backward"
 # Variables of the environment that may change what torch computes.
 VARIABLES = ("CUBLAS", "CUDA", "CUDNN", "KMP", "MKL", "NCCL", "NVIDIA", "OMP", "PYTORCH_", "TORCH_")
+
+
+class Observation(SimpleNamespace):
+    """A line of a record, with the fields of its kind; some kinds lack those that are named here.
+
+    Matching observations of two runs have equal step, phase, path and number of the call.
+    """
+
+    step = 0
+    phase: Any = None
+    path = ""
+    # Path and number of the call of a module inside of which it is.
+    within: Any = None
+    generator: str | None = None
+    rows: Sequence[str] = ()
+    # Values by their names: tensors, modules, generators.
+    digests: Values = MappingProxyType({})
+    shards = distances = ranges = generators = settings = digests
+
+
+# The observations of one rank, or some of them, in the order of execution.
+Record = Sequence[Observation]
 
 
 def record_run(
@@ -127,7 +150,7 @@ class Recorder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             self.file: TextIO = stack.enter_context(self.path.open("w", encoding="utf-8"))
-            self._write({"kind": "start", "version": FORMAT_VERSION, **facts, **_environment()})
+            self._write(kind="start", version=FORMAT_VERSION, **facts, **_environment())
             # Workers of a loader would write what they call in between, in any order.
             os.register_at_fork(after_in_child=self._end)
             # A generator that has another digest later was drawn from.
@@ -158,9 +181,9 @@ class Recorder:
         self.names.clear()
         self.watched.clear()
 
-    def _write(self, observation: Values) -> None:
+    def _write(self, **fields: Any) -> None:
         # A line is with the kernel when this returns, so a kill of this process can't lose it.
-        self.file.write(json.dumps(observation) + "\n")
+        self.file.write(json.dumps(fields) + "\n")
         self.file.flush()
 
     def _note(
@@ -177,14 +200,8 @@ class Recorder:
         Without the number of a call the observations of this kind and path are counted.
         """
         call = self._count(kind, path) if call is None else call
-        one = {
-            "kind": kind,
-            "step": self.step,
-            "path": path,
-            "call": call,
-            "within": self.within,
-            **facts,
-        }
+        facts = {"within": self.within} | facts
+        one = Observation(kind=kind, step=self.step, path=path, call=call, **facts)
         tensors = {name: it for name, it in values.items() if isinstance(it, Tensor)}
         replaced: dict[str, Tensor] = {}
         # What is computed for a record is no part of the training.
@@ -192,9 +209,9 @@ class Recorder:
         self.is_on = False
         try:
             digests = {name: digest(it) for name, it in tensors.items()}
-            one["digests"] = digests
+            one.digests = digests
             # All ranks see what differs in a whole tensor, and one of them in its own part.
-            one["shards"] = {
+            one.shards = {
                 name: digest(it.to_local())
                 for name, it in tensors.items()
                 if isinstance(it, DTensor)
@@ -202,15 +219,15 @@ class Recorder:
             if kind in ("enter", "exit"):
                 states = generator_states().values()
                 bits = [state.numpy().tobytes() for state in states if isinstance(state, Tensor)]
-                one["generator"] = hash_of(b"".join(bits))
+                one.generator = hash_of(b"".join(bits))
             elif kind == "state" and not self.stepping:
-                one["generators"] = dict(generator_digests().items() - self.undrawn)
+                one.generators = dict(generator_digests().items() - self.undrawn)
             if self.in_replay:
-                one["ranges"] = ranges_of(tensors)
+                one.ranges = ranges_of(tensors)
             if kind == "batch" or (kind == "enter" and self.within is None):
-                one["rows"] = _rows(values)
+                one.rows = _rows(values)
             if self.exchange is not None and kind != "operation":
-                one["distances"], replaced = self.exchange.meet(place_of(one), tensors, digests)
+                one.distances, replaced = self.exchange.meet(place_of(one), tensors, digests)
                 for name in replaced if kind != "gradient" else ():
                     # Memory that several elements share can't be written to.
                     if 0 not in tensors[name].stride():
@@ -218,7 +235,7 @@ class Recorder:
         finally:
             self.is_on = was_on
         others = {name: it for name, it in values.items() if name not in digests}
-        self._write({**one, "values": others})
+        self._write(**vars(one), values=others)
         return replaced
 
     def _count(self, kind: str, path: str) -> int:
@@ -302,14 +319,7 @@ class Recorder:
                 if is_new and parameter.requires_grad and self.records_all:
                     self.watched[bare] = parameter
                     self._watch_gradient(parameter, bare, None, "parameter", {})
-            self._write(
-                {
-                    "kind": "settings",
-                    "step": self.step,
-                    "settings": settings,
-                    "switches": _switches(),
-                }
-            )
+            self._write(kind="settings", step=self.step, settings=settings, switches=_switches())
         path = self.names[root]
         if self.in_backward or self.counts["state", path]:
             return
@@ -450,7 +460,7 @@ class Recorder:
             self.counts.clear()
         # An optimizer that seldom steps must not keep the recording open.
         if min(self.last_steps.values()) >= self.num_steps or self.step > 2 * self.num_steps:
-            self._write({"kind": "end", "step": self.step - 1})
+            self._write(kind="end", step=self.step - 1)
             self._end()
             self.when_enough()
 
@@ -582,11 +592,11 @@ def value_range(value: Any) -> Range | None:
         return float(low), float(high)
 
 
-def place_of(one: Values) -> str:
+def place_of(one: Observation) -> str:
     """Return what an observation is matched by: step, phase, module path, call, and the like."""
     # Each output and input of a call has a gradient of its own.
-    what = [*one["digests"], one["time"]] if one["kind"] == "gradient" else []
-    known = one["kind"], one["step"], one.get("phase"), one["path"], one["call"]
+    what = [*one.digests, one.time] if one.kind == "gradient" else []
+    known = one.kind, one.step, one.phase, one.path, one.call
     return json.dumps([*known, *what])
 
 
@@ -685,16 +695,16 @@ def _environment() -> Facts:
     return {**facts, "variables": variables}
 
 
-def read_fingerprints(folder: StrPath, rank: int = 0) -> list[Facts]:
+def read_fingerprints(folder: StrPath, rank: int = 0) -> list[Observation]:
     """Return the observations of a rank, without a last line that a kill has cut off."""
     path = Path(folder, f"rank-{rank}.jsonl")
     if not path.is_file():
         raise RunError(f"there is no {path}: record a run by `curry-train runs record`")
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
-        found = [json.loads(line) for line in lines[:-1]]
-    except ValueError as error:
+        found = [Observation(**json.loads(line)) for line in lines[:-1]]
+    except (TypeError, ValueError) as error:
         raise RunError(f"{path} is damaged, record it again: {error}") from error
-    if not found or found[0].get("version") != FORMAT_VERSION:
+    if not found or vars(found[0]).get("version") != FORMAT_VERSION:
         raise RunError(f"{path} is empty, or was recorded by another version; record it again")
     return found

@@ -19,13 +19,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..core.wording import some_of
-from .fingerprints import place_of
+from .fingerprints import Observation, Record, place_of
 from .rounding import epsilon_of, is_rounding, num_elements
 from .values import Facts, Values
 
-Observation = Values
-# The observations of one rank, or some of them, in the order of execution.
-Record = Sequence[Observation]
 # Operations, from the first one that differs, that are aligned between the two runs.
 LONGEST_ALIGNED = 500
 # Kinds of observations with digests.
@@ -77,17 +74,21 @@ def locate(a: Record, b: Record, noises: Sequence[Record] = ()) -> Located:
 
     With runs of A's program with noise, differences that rounding explains are none.
     """
-    return Comparison(a, b, noises).run()
+    comparison = Comparison(a, b, noises)
+    found = comparison.run()
+    found.notes = list(dict.fromkeys([*found.notes, *comparison.of_the_runs()]))
+    found.num_compared = comparison.num_compared
+    return found
 
 
 def expected_values(a: Record, b: Record, step: int) -> tuple[Facts, Facts]:
     """Return A's digests from a step on, and their precision, by the places in A and in B."""
     found: tuple[Facts, Facts] = {}, {}
     for one, other in Comparison(a, b).pairs():
-        own = other["own"]
-        for name, name_in_b in zip(other["digests"], own["digests"], strict=True):
-            if one["step"] >= step and (value := one["digests"].get(name)):
-                kept = value, epsilon_of(value, other["digests"][name])
+        own = other.own
+        for name, name_in_b in zip(other.digests, own.digests, strict=True):
+            if one.step >= step and (value := one.digests.get(name)):
+                kept = value, epsilon_of(value, other.digests[name])
                 found[0].setdefault(place_of(one), {})[name] = kept
                 found[1].setdefault(place_of(own), {})[name_in_b] = kept
     return found
@@ -107,30 +108,25 @@ class Comparison:
         b: Record,
         noises: Sequence[Record] = (),
     ) -> None:
-        self.a = a
         self.noises = [_by_place(noise) for noise in noises]
-        digests = [digest for one in a for digest in one.get("digests", {}).values()]
+        digests = [digest for one in a for digest in one.digests.values()]
         # So many terms may be summed up to one value.
         self.most_terms = max(map(num_elements, digests), default=0)
         self.renamed = _renamed(a, b)
-        self.b = _in_names_of_a(b, self.renamed)
-        self.in_b = _by_place(self.b)
+        self.runs = a, _in_names_of_a(b, self.renamed)
         # What both runs have, though one of their optimizers may lack it.
-        self.known = _names_of(a) & _names_of(self.b)
+        self.known = set.intersection(*map(_names_of, self.runs))
         # Steps and names of parameters whose gradients were made in one run alone.
         self.made_alone = set.symmetric_difference(
-            *(
-                {(it["step"], it["path"]) for it in run if "parameter" in it.get("digests", ())}
-                for run in (a, self.b)
-            )
+            *({(it.step, it.path) for it in run if "parameter" in it.digests} for run in self.runs)
         )
         # Step of the last observation, and whether the record is whole.
-        self.ends = [(run[-1].get("step", 0), run[-1]["kind"] == "end") for run in (a, b)]
+        self.ends = [(run[-1].step, run[-1].kind == "end") for run in self.runs]
         # Where a record ended early, its last step may lack that of an optimizer.
         self.end = min(self.ends)[0] + ({*self.ends} == {(self.ends[0][0], True)})
         self.num_compared = 0
         # The last one that was equal, other than states.
-        self.last: Observation = {"kind": "start", "path": "the run"}
+        self.last = Observation(kind="start", path="the run")
         # The random generators that were equal once, and where they differ for the first time.
         self.seen_equal: set[str] = set()
         self.drawn: dict[str, str] = {}
@@ -139,44 +135,45 @@ class Comparison:
 
     def pairs(self) -> Iterator[Pair]:
         """Yield the observations of A that B has too, with those of B."""
+        a, b = map(_by_place, self.runs)
         # Initial weights come first: they are noted at the first call of their model.
-        for one in sorted(self.a, key=lambda one: one["kind"] != "state" or one["step"] > 1):
-            if other := self.in_b.get(place_of(one)) if one["kind"] in COMPARED else None:
-                yield one, other
+        for place in sorted(a, key=lambda place: a[place].kind != "state" or a[place].step > 1):
+            if place in b:
+                yield a[place], b[place]
 
     def _is_rounding(self, one: Observation, other: Observation, name: str) -> bool:
         if not self.noises:
             return False
         # Without a distance A's value was not kept, as of a sharded tensor.
-        found = other["distances"].get(name, {})
+        found = other.distances.get(name, {})
         # Initial values are drawn or loaded, nothing is computed between two steps, and sums of
         # equal gradients are equal, except those of several ranks.
-        is_alone = all(run[0]["environment"]["world_size"] == 1 for run in (self.a, self.b))
-        is_sum = one["kind"] == "gradients" and is_alone
-        is_kept = one["kind"] == "update" and "gradient" not in name
-        if one["kind"] == "state" or is_sum or is_kept:
+        is_alone = all(run[0].environment["world_size"] == 1 for run in self.runs)
+        is_sum = one.kind == "gradients" and is_alone
+        is_kept = one.kind == "update" and "gradient" not in name
+        if one.kind == "state" or is_sum or is_kept:
             return not found
         noises = [
-            run.get(place_of(one), {}).get("distances", {}).get(name, {}) for run in self.noises
+            run.get(place_of(one), Observation()).distances.get(name, {}) for run in self.noises
         ]
-        over_batch = one["kind"] == "loss" or name.startswith(("parameter", "buffer "))
-        terms = self.most_terms / max(1, num_elements(one["digests"][name])) if over_batch else 1
-        epsilon = epsilon_of(one["digests"][name], other["digests"].get(name, ""))
+        over_batch = one.kind == "loss" or name.startswith(("parameter", "buffer "))
+        terms = self.most_terms / max(1, num_elements(one.digests[name])) if over_batch else 1
+        epsilon = epsilon_of(one.digests[name], other.digests.get(name, ""))
         return is_rounding(found, noises, epsilon, terms)
 
     def _alone(self, one: Observation, other: Observation) -> list[str]:
         """Return the gradients, parameters and states that one run alone has there."""
-        names = sorted(one["digests"].keys() ^ other["digests"].keys())
-        if one["kind"] == "gradients":
-            return [name for name in names if (one["step"], name) in self.made_alone]
-        names = names if one["kind"] == "update" else []
+        names = sorted(one.digests.keys() ^ other.digests.keys())
+        if one.kind == "gradients":
+            return [name for name in names if (one.step, name) in self.made_alone]
+        names = names if one.kind == "update" else []
         return [name for name in names if name.removeprefix("gradient of ") in self.known]
 
     def _is_of_another_loader(self, one: Observation, other: Observation) -> bool:
         """Return whether one run asks another loader first, so that their names are exchanged."""
-        return one["kind"] == "batch" and any(
-            it["kind"] == "batch" and it["digests"] == own["digests"] and it["path"] != one["path"]
-            for own, run in ((one, self.b), (other, self.a))
+        return one.kind == "batch" and any(
+            it.kind == "batch" and it.digests == own.digests and it.path != one.path
+            for own, run in zip((other, one), self.runs, strict=True)
             for it in run
         )
 
@@ -185,177 +182,174 @@ class Comparison:
         for one, other in self.pairs():
             self.num_compared += 1
             self._note_generators(one, other)
-            if one["kind"] in ("enter", "update"):
-                self.given[one["path"], one["call"]] = one, other
-            digests = other["digests"]
+            if one.kind in ("enter", "update"):
+                self.given[one.path, one.call] = one, other
+            digests = other.digests
             others = [
-                name for name, value in one["digests"].items() if digests.get(name, value) != value
+                name for name, value in one.digests.items() if digests.get(name, value) != value
             ]
             names = [name for name in others if not self._is_rounding(one, other, name)]
             names = [*self._alone(one, other), *names]
             if names and not self._is_of_another_loader(one, other):
-                shards = one.get("shards")
                 located = self._more_steps(
-                    one["step"] + (one["kind"] in ("loss", "update"))
-                ) or self._describe(one, other, names)
-                located.is_of_another_rank = bool(shards) and shards == other["shards"]
+                    one.step + (one.kind in ("loss", "update"))
+                ) or self._describe((one, other), names)
+                located.is_of_another_rank = bool(one.shards) and one.shards == other.shards
                 return located
             num_rounded += bool(others)
-            if one["kind"] != "state":
+            if one.kind != "state":
                 self.last = one
-        if self.last["kind"] == "start":
+        if self.last.kind == "start":
             return Located("the records have nothing in common", {"phase": "nothing"})
         if found := self._more_steps(self.end):
             return found
-        text = f"equal: {self.num_compared} observations in {self.last['step']} steps"
+        text = f"equal: {self.num_compared} observations in {self.last.step} steps"
         if num_rounded:
             text += f", of which {num_rounded} differ by rounding alone"
         if self.ends[0] != self.ends[1]:
             ends = [f"{'after' if is_whole else 'in'} step {step}" for step, is_whole in self.ends]
             text += f"; A ends {ends[0]}, and B ends {ends[1]}"
-        return Located(text, {}, list(self._of_the_runs()), self.num_compared)
+        return Located(text)
 
     def _more_steps(self, end: int) -> Located | None:
         """Name what one run does more often in a step before `end`: steps, or backward calls."""
-        end = min(end, self.end)
-        steps = [
-            Counter((it["step"], it["path"]) for it in run if it["kind"] in ("loss", "update"))
-            for run in (self.a, self.b)
-        ]
-        paths = [{path for _, path in of_run} for of_run in steps]
+        a, b = (
+            Counter((it.step, it.path) for it in run if it.kind in ("loss", "update"))
+            for run in self.runs
+        )
         # Without optimizers that one run alone has under this name.
-        most = (steps[0] | steps[1]).items()
-        for (step, path), _ in sorted(most, key=lambda it: (it[0][0], it[0][1] == "loss", -it[1])):
-            more = steps[1][step, path] - steps[0][step, path]
-            if more and step < end and path in paths[0] & paths[1]:
-                runs = "B than in A" if more > 0 else "A than in B"
-                phase, text = "optimizer", f"{path} makes more steps"
-                if path == "loss":
-                    phase, text = "backward", "there are more backward calls"
-                return Located(
-                    f"step {step}, {phase}: {text} in {runs}",
-                    {"step": step, "phase": phase, "path": path},
-                    list(self._of_the_runs()),
-                    self.num_compared,
-                )
-        return None
+        common = {path for _, path in a} & {path for _, path in b}
+        found = [
+            (step, path == "loss", -(a | b)[step, path], path, runs)
+            for runs, more in (("A than in B", a - b), ("B than in A", b - a))
+            for step, path in more
+            if step < min(end, self.end) and path in common
+        ]
+        if not found:
+            return None
+        step, is_backward, _, path, runs = min(found)
+        phase, text = "optimizer", f"{path} makes more steps"
+        if is_backward:
+            phase, text = "backward", "there are more backward calls"
+        place = {"step": step, "phase": phase, "path": path}
+        return Located(f"step {step}, {phase}: {text} in {runs}", place)
 
     # The description of the first difference.
 
-    def _describe(self, one: Observation, other: Observation, names: Sequence[str]) -> Located:
-        kind = "in_state" if one["kind"] in IN_STATE else one["kind"]
-        phase, path, call, text = getattr(self, f"_{kind}")((one, other), names)
-        place = {"step": one["step"], "phase": phase, "path": path, "call": call}
-        a, b = (_settings_of(run).get(path, {}) for run in (self.a, self.b))
-        notes = [*_changes(a, b, path)]
-        what = {"enter": "input ", "exit": "output "}.get(one["kind"], "") + names[0]
-        if names[0] in one["digests"].keys() & other["digests"].keys():
-            a, b = (it["digests"][names[0]].partition(":")[0] for it in (one, other))
+    def _describe(self, pair: Pair, names: Sequence[str]) -> Located:
+        one, other = pair
+        kind = "in_state" if one.kind in IN_STATE else one.kind
+        phase, path, call, text = getattr(self, f"_{kind}")(pair, names)
+        place = {"step": one.step, "phase": phase, "path": path, "call": call}
+        settings = [_settings_of(run).get(path, {}) for run in self.runs]
+        notes = [*_changes(*settings, owner=path)]
+        what = {"enter": "input ", "exit": "output "}.get(one.kind, "") + names[0]
+        if names[0] in one.digests.keys() & other.digests.keys():
+            a, b = (it.digests[names[0]].partition(":")[0] for it in (one, other))
             notes += _changes({f"type of {what}": a}, {f"type of {what}": b})
-        if pair := self.given.get((one["path"], one["call"])):
-            notes += _changes(pair[0]["values"], pair[1]["values"], one["path"])
-        notes += [*self.drawn.values(), *self._of_the_runs()]
-        headline = f"step {one['step']}, {phase}: {text}"
-        return Located(headline, place, list(dict.fromkeys(notes)), self.num_compared, one["kind"])
+        if given := self.given.get((one.path, one.call)):
+            notes += _changes(given[0].values, given[1].values, owner=one.path)
+        notes += self.drawn.values()
+        return Located(f"step {one.step}, {phase}: {text}", place, notes, kind=one.kind)
 
     def _batch(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
-        entries = f" in {some_of(names)}" if len(names) < len(one["digests"]) else ""
-        text = f"batch {one['call']} of {one['path']} {self._rows(pair)}{entries}"
-        return "data", one["path"], one["call"], text
+        entries = f" in {some_of(names)}" if len(names) < len(one.digests) else ""
+        text = f"batch {one.call} of {one.path} {self._rows(pair)}{entries}"
+        return "data", one.path, one.call, text
 
     def _rows(self, pair: Pair) -> str:
         """Describe how the samples of a batch differ."""
-        rows = [one.get("rows") or [] for one in pair]
-        if rows[0] == rows[1]:
+        own, other = pair
+        if own.rows == other.rows:
             return "differs"
-        if sorted(rows[0]) == sorted(rows[1]):
+        if sorted(own.rows) == sorted(other.rows):
             return "has the same samples in another order"
-        for one in self.a if rows[1] else ():
-            if (one["kind"], one.get("rows")) == (pair[0]["kind"], rows[1]):
-                which = "batch" if one["kind"] == "batch" else "call"
-                return f"has in B the samples of {which} {one['call']} of A, in step {one['step']}"
+        for one in self.runs[0] if other.rows else ():
+            if (one.kind, one.rows) == (own.kind, other.rows):
+                which = "batch" if one.kind == "batch" else "call"
+                return f"has in B the samples of {which} {one.call} of A, in step {one.step}"
         return "has other samples"
 
     def _enter(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
-        if one["within"] is not None:
-            path, call = one["within"]
+        if one.within is not None:
+            path, call = one.within
             own = f"{path}, call {call}, in its own code{self._after(path)}"
             if alone := self._given_alone(path, call):
                 own = f"{path}, call {call}, {alone}"
-            return one["phase"], path, call, f"{own}: another input {names[0]} of {_call(one)}"
+            return one.phase, path, call, f"{own}: another input {names[0]} of {_call(one)}"
         # Data has no gradient.
-        if names[0] in one["made"]:
+        if names[0] in one.made:
             text = f"the loop's own code after {_call(self.last)}: another input of {_call(one)}"
             return "loop", "loop", 0, text
         text = f"the loop gives other data: input {names[0]} of {_call(one)} {self._rows(pair)}"
-        return "data", "loop", one["call"], text
+        return "data", "loop", one.call, text
 
     def _given_alone(self, path: str, call: int) -> str:
         """Say what a call was given in one run alone, if anything."""
         pair = self.given.get((path, call))
-        alone = sorted(pair[0]["digests"].keys() ^ pair[1]["digests"].keys()) if pair else []
+        alone = sorted(pair[0].digests.keys() ^ pair[1].digests.keys()) if pair else []
         return f"is given input {some_of(alone, 1)} in one run alone" if alone else ""
 
     def _after(self, path: str) -> str:
         """Name the last call inside of a module, if there was one."""
         last = self.last
-        if last["kind"] != "exit" or not last["within"]:
+        if last.kind != "exit" or not last.within:
             return ""
-        return f" after {_call(last)}" if last["within"][0] == path else ""
+        return f" after {_call(last)}" if last.within[0] == path else ""
 
     def _exit(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
-        after = self._after(one["path"])
+        after = self._after(one.path)
         own = f", in its own code{after}," if after else ""
-        given = self.given.get((one["path"], one["call"]))
+        given = self.given.get((one.path, one.call))
         what = "has equal inputs"
-        if given and given[0]["generator"] not in (given[1]["generator"], one["generator"]):
+        if given and given[0].generator not in (given[1].generator, one.generator):
             what += ", draws from a random generator that differs,"
-        what = self._given_alone(one["path"], one["call"]) or what
+        what = self._given_alone(one.path, one.call) or what
         text = f"{_call(one)}{own} {what} and another output {some_of(names, 1)}"
-        return one["phase"], one["path"], one["call"], text
+        return one.phase, one.path, one.call, text
 
     def _loss(self, pair: Pair, names: Sequence[str]) -> Place:
-        values = [one["values"].get("value of loss") for one in pair]
+        values = [one.values.get("value of loss") for one in pair]
         code = f"the loop's own code after {_call(self.last)}"
         text = f"{code}: the loss is {values[0]} in A and {values[1]} in B"
-        return "loss", "loop", pair[0]["call"], text
+        return "loss", "loop", pair[0].call, text
 
     def _gradient(self, pair: Pair, names: Sequence[str]) -> Place:
         one = pair[0]
         if names[0] == "parameter":
-            owner = one["path"]
+            owner = one.path
             called = [path for path, _ in self.given]
             # Attention uses the weights of a module inside of it without a call of that.
             while owner and owner not in called:
                 owner = owner.rpartition(".")[0]
             num_calls = called.count(owner)
             # A module that was called more often than backward has the sum of these calls.
-            call = one["call"] if num_calls == one["call"] + 1 else None
-            return "backward", owner, call, f"{owner}: another gradient of {one['path']}"
-        users = [tuple(user) for user in one["consumers"]]
+            call = one.call if num_calls == one.call + 1 else None
+            return "backward", owner, call, f"{owner}: another gradient of {one.path}"
+        users = [tuple(user) for user in one.consumers]
         # Of a module and one inside of it, the inner one.
         users = [user for user in users if not any(it[0].startswith(f"{user[0]}.") for it in users)]
         # In B code between the modules may have got the right gradient from them.
         sound = [
-            (it["path"], it["call"])
-            for it in self.in_b.values()
-            if (it["kind"], it["step"]) == ("gradient", one["step"])
-            and one["digests"][names[0]] in it["digests"].values()
+            (it.path, it.call)
+            for it in self.runs[1]
+            if (it.kind, it.step) == ("gradient", one.step)
+            and one.digests[names[0]] in it.digests.values()
         ]
         users = [user for user in users if user not in sound]
-        made_in = one["made_in"]
+        made_in = one.made_in
         # A later output of the call may be computed from it, if the loss depends on that one too.
         others = [
             it
-            for it in self.a
-            if (it["kind"], it.get("step")) == ("gradient", one["step"])
+            for it in self.runs[0]
+            if (it.kind, it.step) == ("gradient", one.step)
             and _call(it) == _call(one)
-            and it["digests"].keys() != one["digests"].keys()
+            and it.digests.keys() != one.digests.keys()
         ]
-        if not others and made_in == [one["path"], one["call"]]:
+        if not others and made_in == [one.path, one.call]:
             made_in = None
         place = [*users, made_in or ("loop", 0)]
         names_of_users = ", ".join(f"{path}, call {call}" for path, call in users)
@@ -366,58 +360,58 @@ class Comparison:
     def _in_state(self, pair: Pair, names: Sequence[str]) -> Place:
         """Describe a difference of parameters, gradients or an optimizer's state."""
         one, other = pair
-        phase, text = IN_STATE[one["kind"]]
+        phase, text = IN_STATE[one.kind]
         what, _, path = names[0].rpartition(" of ")
         if what == "gradient":
             phase, text = GRADIENT_AT_STEP
         for run, without in ("A", other), ("B", one):
-            if names[0] not in without["digests"]:
+            if names[0] not in without.digests:
                 text = f"in {run} alone: {{what}}"
-                names = [name for name in names if name not in without["digests"]]
-        when = "before the first step" if one["step"] == 1 else "since the step before"
+                names = [name for name in names if name not in without.digests]
+        when = "before the first step" if one.step == 1 else "since the step before"
         # Its modules have begun with equal parameters.
         when = when if what or phase != "optimizer" else "since the forward pass"
-        named = "gradient of " * (one["kind"] == "gradients") + some_of(names, 1)
-        text = text.format(what=named, when=when, path=one["path"])
-        return phase, path, one["call"], text
+        named = "gradient of " * (one.kind == "gradients") + some_of(names, 1)
+        text = text.format(what=named, when=when, path=one.path)
+        return phase, path, one.call, text
 
     # What differs besides.
 
     def _note_generators(self, one: Observation, other: Observation) -> None:
-        a, b = (it.get("generators", {"torch": it.get("generator")}) for it in (one, other))
+        a, b = (
+            it.generators if it.kind == "state" else {"torch": it.generator} for it in (one, other)
+        )
         for name in sorted({**a, **b}):
             if a.get(name) == b.get(name):
                 self.seen_equal.add(name)
                 continue
             where = "from the start"
             if name in self.seen_equal:
-                where = f"after {_call(self.last)}, at {_call(one)} of step {one['step']}"
+                where = f"after {_call(self.last)}, at {_call(one)} of step {one.step}"
             self.drawn.setdefault(name, f"the random generator of {name} differs {where}")
 
-    def _of_the_runs(self) -> Iterator[str]:
+    def of_the_runs(self) -> Iterator[str]:
         """Yield modules that only one run calls, those with other names, and other settings."""
-        a, b = ([path for path, *_ in _calls(run)] for run in (self.a, self.b))
+        a, b = ([path for path, *_ in _calls(run)] for run in self.runs)
         for name, own, other in (("A", a, b), ("B", b, a)):
             if alone := [path for path in own if path not in other]:
                 yield f"called in {name} alone: {some_of(alone)}"
         names = [f"{a} is {b} in B" for b, a in self.renamed.items() if not a.endswith(" of B")]
         if names:
             yield f"renamed: {some_of(names)}"
-        yield from _changes(settings_of(self.a), settings_of(self.b))
+        yield from _changes(*map(settings_of, self.runs))
 
 
 def _by_place(observations: Record) -> dict[str, Observation]:
-    return {place_of(one): one for one in observations if one["kind"] in COMPARED}
+    return {place_of(one): one for one in observations if one.kind in COMPARED}
 
 
 def _call(one: Observation) -> str:
-    is_call = one["kind"] in ("enter", "exit", "gradient")
-    return (
-        f"{one['path']}, call {one['call']}" if is_call else f"the {one['kind']} of {one['path']}"
-    )
+    is_call = one.kind in ("enter", "exit", "gradient")
+    return f"{one.path}, call {one.call}" if is_call else f"the {one.kind} of {one.path}"
 
 
-def _changes(a: Values, b: Values, owner: str = "") -> Iterator[str]:
+def _changes(a: Values, b: Values, *, owner: str = "") -> Iterator[str]:
     of_owner = f" of {owner}" if owner else ""
     for name in {**a, **b}:
         # As text: 1 and 1.0 are other arguments of an operation, and nan is not equal to itself.
@@ -428,17 +422,17 @@ def _changes(a: Values, b: Values, owner: str = "") -> Iterator[str]:
 def settings_of(observations: Record) -> Facts:
     """Return what a run was started with, by names such as "variable OMP_NUM_THREADS"."""
     start = observations[0]
-    kind, owner, *arguments = start["program"] or ["script", None]
-    environment = dict(start["environment"])
+    kind, owner, *arguments = start.program or ["script", None]
+    environment = dict(start.environment)
     packages = environment.pop("packages", {})
     return {
         "arguments": arguments,
         kind: owner,
         **environment,
         **{f"package {it}": version for it, version in packages.items() if it not in environment},
-        **{f"code {name}": value for name, value in start["code"].items()},
-        **{f"variable {name}": value for name, value in start["variables"].items()},
-        **next((one["switches"] for one in observations if one["kind"] == "settings"), {}),
+        **{f"code {name}": value for name, value in start.code.items()},
+        **{f"variable {name}": value for name, value in start.variables.items()},
+        **next((one.switches for one in observations if one.kind == "settings"), {}),
     }
 
 
@@ -449,22 +443,19 @@ def first_operation(a: Record, b: Record, found: Located) -> str:
     """
     # What came after the difference did not make it.
     both = Comparison(a, b)
-    one, other = [*both.pairs()][found.num_compared - 1]
-    before = [run[: run.index(end)] for run, end in ((both.a, one), (both.b, other))]
+    ends = [*both.pairs()][found.num_compared - 1]
+    before = [run[: run.index(end)] for run, end in zip(both.runs, ends, strict=True)]
+    step = found.place["step"]
     calls = [
-        {
-            (it["path"], it["call"])
-            for it in run
-            if (it["kind"], it.get("step")) == ("enter", one["step"])
-        }
+        {(it.path, it.call) for it in run if (it.kind, it.step) == ("enter", step)}
         for run in before
     ]
     # A module that is called in one run alone, or later in the other one.
     alone = calls[0] ^ calls[1]
     by_worker = [_operations_at(run, found, alone) for run in before]
     runs: list[list[Observation]] = [[], []]
-    for worker in sorted({it["worker"] for run in by_worker for it in run}, reverse=True):
-        pair = [[it for it in run if it["worker"] == worker] for run in by_worker]
+    for worker in sorted({it.worker for run in by_worker for it in run}, reverse=True):
+        pair = [[it for it in run if it.worker == worker] for run in by_worker]
         # Workers of a loader may have gone on with later batches.
         end = min(map(len, pair)) if worker >= 0 else None
         runs = [run + more[:end] for run, more in zip(runs, pair, strict=True)]
@@ -473,28 +464,28 @@ def first_operation(a: Record, b: Record, found: Located) -> str:
     rest = [one[begin : begin + LONGEST_ALIGNED] for one in runs]
     if rest == [[], []]:
         return "no operation differs there: an assignment of Python, compiled code, or no repeat"
-    matched = _matched([[one["name"] for one in run] for run in rest])
+    matched = _matched([[one.name for one in run] for run in rest])
     end_a, end_b = next(iter(matched), (None, None))
     if (end_a, end_b) != (0, 0):
         sides = ("B", rest[1][:end_b]), ("A", rest[0][:end_a])
         return "; ".join(_alone(run, alone) for run, alone in sides if alone)
     one, other = rest[0][0], rest[1][0]
-    lines = " and ".join(dict.fromkeys([one["line"], other["line"]]))
-    changed = next(_changes(one["values"], other["values"]), "")
+    lines = " and ".join(dict.fromkeys([one.line, other.line]))
+    changed = next(_changes(one.values, other.values), "")
     what = f"argument {changed}" if changed else "another result"
-    return f"{one['name']} ({lines}): {what}"
+    return f"{one.name} ({lines}): {what}"
 
 
 def _alone(run: str, operations: Record) -> str:
     # Views and new memory come with what computes.
-    operations = [one for one in operations if one["computes"]] or operations
-    name, *others = dict.fromkeys(one["name"] for one in operations)
+    operations = [one for one in operations if one.computes] or operations
+    name, *others = dict.fromkeys(one.name for one in operations)
     also = f", with {some_of(others)}" if others else ""
-    return f"{name} ({operations[0]['line']}) is in {run} alone{also}"
+    return f"{name} ({operations[0].line}) is in {run} alone{also}"
 
 
 def _outcome(operation: Observation) -> tuple[Any, ...]:
-    return operation["name"], repr(operation["values"]), operation["digests"]
+    return operation.name, repr(operation.values), operation.digests
 
 
 def _operations_at(
@@ -518,14 +509,10 @@ def _operations_at(
     return [
         one
         for one in run
-        if one["kind"] == "operation"
-        and (one["step"] == place["step"] if one["worker"] < 0 else place["phase"] == "data")
-        and one["phase"] in phases
-        and (
-            one["phase"] != "forward"
-            or one["within"] == within
-            or tuple(one["within"] or ()) in alone
-        )
+        if one.kind == "operation"
+        and (one.step == place["step"] if one.worker < 0 else place["phase"] == "data")
+        and one.phase in phases
+        and (one.phase != "forward" or one.within == within or tuple(one.within or ()) in alone)
     ]
 
 
@@ -534,13 +521,11 @@ def _operations_at(
 
 def _names_of(observations: Record) -> set[str]:
     """Return the names of all parameters, buffers and optimizer state."""
-    return set().union(*(it["digests"] for it in observations if it["kind"] in ("state", "step")))
+    return set().union(*(it.digests for it in observations if it.kind in ("state", "step")))
 
 
 def _settings_of(observations: Record) -> dict[str, Facts]:
-    return {
-        path: settings for one in observations for path, settings in one.get("settings", {}).items()
-    }
+    return {path: settings for one in observations for path, settings in one.settings.items()}
 
 
 def _calls(observations: Record) -> list[tuple[str, str, dict[str, str]]]:
@@ -549,12 +534,12 @@ def _calls(observations: Record) -> list[tuple[str, str, dict[str, str]]]:
     The state is by the names within the path.
     """
     settings = _settings_of(observations)
-    first = [one for one in observations if one.get("step") == 1]
-    paths = dict.fromkeys(one["path"] for one in first if one["kind"] in ("enter", "update"))
+    first = [one for one in observations if one.step == 1]
+    paths = dict.fromkeys(one.path for one in first if one.kind in ("enter", "update"))
     initial: dict[str, str] = {}
     for one in first:
-        if one["kind"] == "state":
-            initial |= one["digests"]
+        if one.kind == "state":
+            initial |= one.digests
     return [
         (
             path,
@@ -617,11 +602,12 @@ def _in_names_of_a(b: Record, renamed: Mapping[str, str]) -> Record:
 
     found = []
     for own in b:
-        one = {**own, "own": own, "path": name_in_a(own.get("path", ""))}
-        for key in {"digests", "distances", "settings"} & own.keys():
-            one[key] = {name_in_a(name): value for name, value in own[key].items()}
-        if own.get("within"):
-            path, call = own["within"]
-            one["within"] = [name_in_a(path), call]
+        one = Observation(**vars(own), own=own)
+        one.path = name_in_a(own.path)
+        for key in {"digests", "distances", "settings"} & vars(own).keys():
+            setattr(one, key, {name_in_a(name): it for name, it in getattr(own, key).items()})
+        if own.within:
+            path, call = own.within
+            one.within = [name_in_a(path), call]
         found.append(one)
     return found

@@ -29,9 +29,8 @@ from ..core.blocks import tensors_in
 from ..core.digest import digest
 from ..core.generators import same_state
 from .box import BoxFacts, digest_of, read_facts, read_rank
-from .fingerprints import Range, Recorder
+from .fingerprints import Observation, Range, Record, Recorder
 from .layout import RESUMABLE_KINDS
-from .locate import Observation, Record
 from .policy import with_infinite_sum
 from .random_state import restore_random_state, take_random_state
 from .spike import RECOVERIES_FILE_NAME
@@ -171,13 +170,13 @@ def examine(record: Record) -> Facts:
 
     What makes NaN or infinity in the step before, too, does so by design, as a mask.
     """
-    last = record[-1]["step"]
-    bad, good = ([one for one in record if one.get("step") == step] for step in (last, last - 1))
+    last = record[-1].step
+    bad, good = ([one for one in record if one.step == step] for step in (last, last - 1))
     sources = _sources(bad)
     by_design = _sources(good).keys()
     norms = [_last_norms(one) for one in (good, bad)]
     return {
-        "operations": [_shown(one) for one in bad if one["kind"] == "operation"],
+        "operations": [_shown(one) for one in bad if one.kind == "operation"],
         "origin": next((one for key, one in sources.items() if key not in by_design), None),
         "growth": growth(good, bad) if good else None,
         "gradient": math.hypot(*norms[1].values()),
@@ -187,10 +186,10 @@ def examine(record: Record) -> Facts:
 
 def _shown(one: Observation) -> list[str]:
     """Return phase, module, name and line of an operation, and the digests of its results."""
-    within = one["within"]
+    within = one.within
     module = _module(within[0]) or "the model itself" if within else "no module of the model"
-    digests = " ".join(one["digests"].values())
-    return [one["phase"], module, one["name"], one["line"], digests]
+    digests = " ".join(one.digests.values())
+    return [one.phase, module, one.name, one.line, digests]
 
 
 def _module(path: str) -> str:
@@ -202,23 +201,23 @@ def _sources(step: Record) -> dict[tuple[Any, ...], Facts]:
     found: dict[tuple[Any, ...], Facts] = {}
     counts = Counter[tuple[str, ...]]()
     for place, one in enumerate(step):
-        ranges = one.get("ranges", {}).items()
+        ranges = one.ranges.items()
         bad = {name: ends for name, ends in ranges if not all(map(math.isfinite, ends))}
-        if one["kind"] == "batch" and one["path"] == "box":
+        if one.kind == "batch" and one.path == "box":
             for name, ends in bad.items():
                 source = {"phase": "data", "name": f"{name} of the batch", "result": ends}
                 found["data", name] = {"place": place, **source}
-        elif one["kind"] == "operation":
+        elif one.kind == "operation":
             phase, module, name, line, _ = _shown(one)
             counts[phase, module, name] += 1
-            if makes_not_finite(one["given"], list(one["ranges"].values())):
+            if makes_not_finite(one.given, list(one.ranges.values())):
                 found[phase, module, name, counts[phase, module, name]] = {
                     "place": place,
                     "phase": phase,
                     "module": module,
                     "name": name,
                     "line": line,
-                    "inputs": one["given"],
+                    "inputs": one.given,
                     "result": next(iter(bad.values())),
                 }
     return found
@@ -235,17 +234,17 @@ def makes_not_finite(before: Sequence[Range], after: Sequence[Range]) -> bool:
 
 
 def _last_norms(step: Record) -> dict[str, float]:
-    return next((one["norms"] for one in reversed(step) if one["kind"] == "gradients"), {})
+    return next((one.norms for one in reversed(step) if one.kind == "gradients"), {})
 
 
 def _sizes(step: Record, kind: str) -> dict[str, float]:
     """Return the largest absolute input or output of each module, by the kind of observation."""
     found: dict[str, float] = {}
     for one in step:
-        if one["kind"] == kind and one["phase"] == "forward":
-            path = one["path"]
+        if one.kind == kind and one.phase == "forward":
+            path = one.path
             found.setdefault(path, 0.0)
-            for name, ends in one["ranges"].items():
+            for name, ends in one.ranges.items():
                 if not name.startswith("buffer "):
                     found[path] = max(found[path], *map(abs, ends))
     return found
