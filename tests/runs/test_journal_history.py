@@ -30,6 +30,6 @@ def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):
         # Of a step that is measured twice the later figure counts.
         for value in (4.0, 5.0):
             journal.write("eval", step=30, metric="dev_loss", value=value)
-    course = read_history(tmp_path).metrics["dev_loss"]
-    assert (list(course.steps.step), list(course.steps.values["value"])) == ([10, 30], [10.0, 5.0])
-    assert list(course.superseded[0].values["value"]) == [20.0]
+    steps = read_history(tmp_path).metrics["dev_loss"]
+    assert (list(steps.step), list(steps.values["value"])) == ([10, 30], [10.0, 5.0])
+    assert list(steps.superseded[0].values["value"]) == [20.0]

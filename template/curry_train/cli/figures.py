@@ -25,7 +25,7 @@ from ..core.wording import format_bytes, format_mebibytes, format_seconds
 from ..plan.planner import Planner
 from ..plan.saved import Candidate, Plan
 from ..primitives.grad_flow import LayerFlow, StepFlow
-from ..runs.history import Course, History
+from ..runs.history import History, Steps
 from ..runs.journal import printable
 from .memory_page import OWNER_COLOURS, MemoryCourse
 from .options import require_matplotlib
@@ -424,11 +424,11 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
         for axes, (name, label) in zip(panels, labels.items(), strict=False):
             # The runs with a name are drawn last, over the others.
             for number, (history, colour) in reversed(list(enumerate(looks))):
-                course = history.metrics.get(metric) if name == "value" else history.course
+                steps = history.metrics.get(metric) if name == "value" else history.steps
                 is_named = name == "loss" and number < MOST_NAMED
                 run = shorten(history.name) if is_named else None
-                if course is not None:
-                    _draw_values(axes, course, name, colour, label=run)
+                if steps is not None:
+                    _draw_values(axes, steps, name, colour, label=run)
             axes.set(ylabel=label)
         least, most = panels[0].dataLim.intervaly
         if 0 < LOG_FROM * least < most:
@@ -449,18 +449,18 @@ def shorten(name: str) -> str:
     return f"{shown[: LONGEST_RUN_NAME - 17]}...{shown[-14:]}"
 
 
-def _draw_values(axes: Any, course: Course, name: str, colour: str, *, label: str | None) -> None:
+def _draw_values(axes: Any, current: Steps, name: str, colour: str, *, label: str | None) -> None:
     """Draw the steps that count, and faintly those that were rolled back or resumed over.
 
     Losses that are not finite are marked at the edge; lines leave them out.
     """
-    for steps in (*course.superseded, course.steps):
+    for steps in (*current.superseded, current):
         x = numpy.asarray(steps.step)
         y = numpy.asarray(steps.values[name])
         if name == "peak_bytes":
             y = y / BYTES_PER_GIB
         lost = x[~numpy.isfinite(y)] if name == "loss" else x[:0]
-        counts = steps is course.steps
+        counts = steps is current
         look = {"alpha": None if counts else FAINT_OPACITY, "label": label if counts else None}
         # A value alone has no line.
         axes.plot(x, y, "." if len(x) == 1 else "-", color=colour, linewidth=1.2, **look)

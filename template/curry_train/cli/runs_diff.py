@@ -40,7 +40,7 @@ def difference(a: History, b: History) -> dict[str, Any]:
         "unknown": list(unknown),
         "losses": compare_values(a.steps, b.steps, "loss"),
         "metrics": {
-            name: compare_values(a.metrics[name].steps, b.metrics[name].steps, "value")
+            name: compare_values(a.metrics[name], b.metrics[name], "value")
             for name in sorted(a.metrics.keys() & b.metrics.keys())
         },
     }

@@ -179,7 +179,7 @@ def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None
 
 def _dev_loss(run: History) -> float | None:
     """Return the last dev loss, None where it was not measured."""
-    measured = (course.steps.values["value"][-1] for course in run.metrics.values())
+    measured = (steps.values["value"][-1] for steps in run.metrics.values())
     return next(measured, None)
 
 

@@ -45,6 +45,8 @@ class Steps:
     def __init__(self, names: Iterable[str]) -> None:
         self.step = array("q")
         self.values = {name: array("d") for name in names}
+        # Steps that no longer count, in the order in which they were superseded.
+        self.superseded: list[Steps] = []
 
     def __len__(self) -> int:
         return len(self.step)
@@ -52,26 +54,18 @@ class Steps:
     def columns(self) -> list[Any]:
         return [self.step, *self.values.values()]
 
-
-@dataclass
-class Course:
-    """The current steps, and the superseded ones in the order in which they were superseded."""
-
-    steps: Steps
-    superseded: list[Steps] = field(default_factory=list)
-
     def add(self, event: Event) -> None:
         # A step that was made again replaces the earlier one.
         self.keep_up_to(event.step - 1)
-        self.steps.step.append(event.step)
-        for name, values in self.steps.values.items():
+        self.step.append(event.step)
+        for name, values in self.values.items():
             values.append(event_number(event.facts.get(name)))
 
     def keep_up_to(self, step: int) -> None:
-        index = bisect_right(self.steps.step, step)
-        if index < len(self.steps):
-            removed = Steps(self.steps.values)
-            for own, other in zip(self.steps.columns(), removed.columns(), strict=True):
+        index = bisect_right(self.step, step)
+        if index < len(self):
+            removed = Steps(self.values)
+            for own, other in zip(self.columns(), removed.columns(), strict=True):
                 other.extend(own[index:])
                 del own[index:]
             self.superseded.append(removed)
@@ -100,8 +94,8 @@ class History:
     # The name under which the caller asked for it.
     name: str
     path: Path
-    course: Course = field(default_factory=lambda: Course(Steps(STEP_FIGURES)))
-    metrics: dict[str, Course] = field(default_factory=dict)
+    steps: Steps = field(default_factory=lambda: Steps(STEP_FIGURES))
+    metrics: dict[str, Steps] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
     # The other events, by kind.
     events: dict[str, list[Event]] = field(default_factory=dict)
@@ -109,10 +103,6 @@ class History:
     facts: Facts = field(default_factory=dict)
     # The numbers of the lines that are no event.
     damaged: list[int] = field(default_factory=list)
-
-    @property
-    def steps(self) -> Steps:
-        return self.course.steps
 
     def add(self, event: Event) -> None:
         if (
@@ -124,10 +114,10 @@ class History:
         attempt = self.attempts[-1]
         attempt.last_step = max(attempt.last_step, event.step)
         if event.kind == "step":
-            self.course.add(event)
+            self.steps.add(event)
             return
         if event.kind == "eval" and isinstance(metric := event.facts.get("metric"), str):
-            self.metrics.setdefault(metric, Course(Steps(("value",)))).add(event)
+            self.metrics.setdefault(metric, Steps(["value"])).add(event)
         elif event.kind == "stop":
             attempt.ended = str(event.facts.get("reason", "without a reason"))
         self.events.setdefault(event.kind, []).append(event)
@@ -141,8 +131,8 @@ class History:
             event = event._replace(kind="lost", step=max(0, event.step - 1), facts={})
         self.attempts.append(Attempt(*event))
         self.facts |= {name: one for name, one in event.facts.items() if name in RUN_FACTS}
-        for course in (self.course, *self.metrics.values()):
-            course.keep_up_to(event.step)
+        for steps in (self.steps, *self.metrics.values()):
+            steps.keep_up_to(event.step)
 
 
 def read_history(run: StrPath, *, root: StrPath = "") -> History:
