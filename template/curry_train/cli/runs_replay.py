@@ -140,7 +140,7 @@ def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -
                 what = (
                     "does not repeat: hardware, a race, or a value that changes from start to start"
                 )
-                return f"{what}; the repeats differ from {_operation(*now[:4])} of step {step} on"
+                return f"{what}; the repeats differ from {_operation(now[0])} of step {step} on"
         if one["steps"] != repeats[0]["steps"]:
             return f"does not repeat: the repeats differ after the operations of step {step}"
     if unlike := _unlike_run(facts, repeats[0]):
@@ -151,9 +151,9 @@ def _difference(facts: BoxFacts, step: int, repeats: Sequence[dict[str, Any]]) -
     return None
 
 
-def _operation(phase: str, module: str, name: str, line: str) -> str:
-    place = f", {line}" if line else ""
-    return f"{phase}: {name} in {module}{place}"
+def _operation(one: dict[str, Any]) -> str:
+    place = f", {one['line']}" if one["line"] else ""
+    return f"{one['phase']}: {one['name']} in {one['module']}{place}"
 
 
 def describe(step: int, found: dict[str, Any]) -> list[str]:
@@ -163,10 +163,10 @@ def describe(step: int, found: dict[str, Any]) -> list[str]:
         result = _range(origin["result"])
         if origin["phase"] == "data":
             return [f"step {step}, data: {origin['name']} is {result}"]
-        where = _operation(origin["phase"], origin["module"], origin["name"], origin["line"])
         inputs = [f"  input {number}: {_range(one)}" for number, one in enumerate(origin["inputs"])]
         rank = "" if found["rank"] is None else f" (rank {found['rank']})"
-        return [f"step {step}, {where} is the first with {result}{rank}", *inputs]
+        where = f"step {step}, {_operation(origin)}"
+        return [f"{where} is the first with {result}{rank}", *inputs]
     loss = float.fromhex(found["steps"][str(step)][0])
     line = f"step {step}: loss {loss:.6g}, gradient norm {found['gradient']:.6g}"
     grown = found["growth"]

@@ -111,9 +111,12 @@ class Replay:
         saved = self._content["generators"]
         generators = self.state.generators
         if saved is not None:
-            now = take_random_state(generators)
-            here = [name for name in now if name in saved]
-            if others := [name for name in here if not same_state(now[name], saved[name])]:
+            others = [
+                name
+                for name, now in take_random_state(generators).items()
+                if name in saved and not same_state(now, saved[name])
+            ]
+            if others:
                 self.found["notes"].append(
                     f"generators in another state before the step: {', '.join(others)}"
                 )
@@ -134,28 +137,24 @@ class Replay:
         return batch
 
     def stepped(self, loss: float) -> None:
-        """Compare the state after a step; end after the last one."""
-        step = self.state.step
-        self._note(step, loss)
-        parameters = dict(self.state.model.named_parameters())
-        if with_infinite_sum(parameters) and self.found["not finite"] is None:
-            self.found["not finite"] = step
-        if step >= self._until:
-            self._finish()
+        """Note the state after a step; end after the last one."""
+        self._note(self.state.step, loss)
 
     def keep(self, step: int, reason: str, *, found_at: int) -> None:
         """End at a step that can't be made, because it is not finite."""
         if found_at > self.state.step:
+            self._until = step
             self._note(step, math.nan)
-            self._finish()
 
     def _note(self, step: int, loss: float) -> None:
         self._recorder.is_on = False
         self.found["steps"][str(step)] = [loss.hex(), digest_of(self.state)]
-
-    def _finish(self) -> NoReturn:
-        self._recording.close()
-        self._end(self.found)
+        parameters = dict(self.state.model.named_parameters())
+        if with_infinite_sum(parameters) and self.found["not finite"] is None:
+            self.found["not finite"] = step
+        if step >= self._until:
+            self._recording.close()
+            self._end(self.found)
 
 
 def _digests(batch: Any) -> list[str]:
@@ -176,7 +175,7 @@ def examine(record: Record) -> Facts:
     by_design = _sources(good).keys()
     norms = [_last_norms(one) for one in (good, bad)]
     return {
-        "operations": [_shown(one) for one in bad if one.kind == "operation"],
+        "operations": [(_shown(one), one.digests) for one in bad if one.kind == "operation"],
         "origin": next((one for key, one in sources.items() if key not in by_design), None),
         "growth": growth(good, bad) if good else None,
         "gradient": math.hypot(*norms[1].values()),
@@ -184,12 +183,11 @@ def examine(record: Record) -> Facts:
     }
 
 
-def _shown(one: Observation) -> list[str]:
-    """Return phase, module, name and line of an operation, and the digests of its results."""
+def _shown(one: Observation) -> Facts:
+    """Return the names by which an operation is shown."""
     within = one.within
     module = _module(within[0]) or "the model itself" if within else "no module of the model"
-    digests = " ".join(one.digests.values())
-    return [one.phase, module, one.name, one.line, digests]
+    return {"phase": one.phase, "module": module, "name": one.name, "line": one.line}
 
 
 def _module(path: str) -> str:
@@ -199,27 +197,22 @@ def _module(path: str) -> str:
 def _sources(step: Record) -> dict[tuple[Any, ...], Facts]:
     """Return what makes NaN or infinity of finite values, in order, by a key for its place."""
     found: dict[tuple[Any, ...], Facts] = {}
-    counts = Counter[tuple[str, ...]]()
+    counts = Counter[tuple[Any, ...]]()
     for place, one in enumerate(step):
         ranges = one.ranges.items()
         bad = {name: ends for name, ends in ranges if not all(map(math.isfinite, ends))}
         if one.kind == "batch" and one.path == "box":
             for name, ends in bad.items():
                 source = {"phase": "data", "name": f"{name} of the batch", "result": ends}
-                found["data", name] = {"place": place, **source}
+                found["data", name] = source | {"place": place}
         elif one.kind == "operation":
-            phase, module, name, line, _ = _shown(one)
-            counts[phase, module, name] += 1
+            source = _shown(one)
+            key = tuple(source.values())
+            counts[key] += 1
             if makes_not_finite(one.given, list(one.ranges.values())):
-                found[phase, module, name, counts[phase, module, name]] = {
-                    "place": place,
-                    "phase": phase,
-                    "module": module,
-                    "name": name,
-                    "line": line,
-                    "inputs": one.given,
-                    "result": next(iter(bad.values())),
-                }
+                result = next(iter(bad.values()))
+                source |= {"place": place, "inputs": one.given, "result": result}
+                found[*key, counts[key]] = source
     return found
 
 
