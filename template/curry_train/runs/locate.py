@@ -193,7 +193,7 @@ class Comparison:
             if names and not self._is_of_another_loader(one, other):
                 located = self._more_steps(
                     one.step + (one.kind in ("loss", "update"))
-                ) or self._describe((one, other), names)
+                ) or self._describe(one, other, names)
                 located.is_of_another_rank = bool(one.shards) and one.shards == other.shards
                 return located
             num_rounded += bool(others)
@@ -236,10 +236,9 @@ class Comparison:
 
     # The description of the first difference.
 
-    def _describe(self, pair: Pair, names: Sequence[str]) -> Located:
-        one, other = pair
+    def _describe(self, one: Observation, other: Observation, names: Sequence[str]) -> Located:
         kind = "in_state" if one.kind in IN_STATE else one.kind
-        phase, path, call, text = getattr(self, f"_{kind}")(pair, names)
+        phase, path, call, text = getattr(self, f"_{kind}")(one, other, names)
         place = {"step": one.step, "phase": phase, "path": path, "call": call}
         settings = [_settings_of(run).get(path, {}) for run in self.runs]
         notes = [*_changes(*settings, owner=path)]
@@ -252,15 +251,13 @@ class Comparison:
         notes += self.drawn.values()
         return Located(f"step {one.step}, {phase}: {text}", place, notes, kind=one.kind)
 
-    def _batch(self, pair: Pair, names: Sequence[str]) -> Place:
-        one = pair[0]
+    def _batch(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         entries = f" in {some_of(names)}" if len(names) < len(one.digests) else ""
-        text = f"batch {one.call} of {one.path} {self._rows(pair)}{entries}"
+        text = f"batch {one.call} of {one.path} {self._rows(one, other)}{entries}"
         return "data", one.path, one.call, text
 
-    def _rows(self, pair: Pair) -> str:
+    def _rows(self, own: Observation, other: Observation) -> str:
         """Describe how the samples of a batch differ."""
-        own, other = pair
         if own.rows == other.rows:
             return "differs"
         if sorted(own.rows) == sorted(other.rows):
@@ -271,8 +268,7 @@ class Comparison:
                 return f"has in B the samples of {which} {one.call} of A, in step {one.step}"
         return "has other samples"
 
-    def _enter(self, pair: Pair, names: Sequence[str]) -> Place:
-        one = pair[0]
+    def _enter(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         if one.within is not None:
             path, call = one.within
             own = f"{path}, call {call}, in its own code{self._after(path)}"
@@ -283,7 +279,9 @@ class Comparison:
         if names[0] in one.made:
             text = f"the loop's own code after {_call(self.last)}: another input of {_call(one)}"
             return "loop", "loop", 0, text
-        text = f"the loop gives other data: input {names[0]} of {_call(one)} {self._rows(pair)}"
+        text = (
+            f"the loop gives other data: input {names[0]} of {_call(one)} {self._rows(one, other)}"
+        )
         return "data", "loop", one.call, text
 
     def _given_alone(self, path: str, call: int) -> str:
@@ -299,8 +297,7 @@ class Comparison:
             return ""
         return f" after {_call(last)}" if last.within[0] == path else ""
 
-    def _exit(self, pair: Pair, names: Sequence[str]) -> Place:
-        one = pair[0]
+    def _exit(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         after = self._after(one.path)
         own = f", in its own code{after}," if after else ""
         given = self.given.get((one.path, one.call))
@@ -311,14 +308,13 @@ class Comparison:
         text = f"{_call(one)}{own} {what} and another output {some_of(names, 1)}"
         return one.phase, one.path, one.call, text
 
-    def _loss(self, pair: Pair, names: Sequence[str]) -> Place:
-        values = [one.values.get("value of loss") for one in pair]
+    def _loss(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
+        a, b = (it.values.get("value of loss") for it in (one, other))
         code = f"the loop's own code after {_call(self.last)}"
-        text = f"{code}: the loss is {values[0]} in A and {values[1]} in B"
-        return "loss", "loop", pair[0].call, text
+        text = f"{code}: the loss is {a} in A and {b} in B"
+        return "loss", "loop", one.call, text
 
-    def _gradient(self, pair: Pair, names: Sequence[str]) -> Place:
-        one = pair[0]
+    def _gradient(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         if names[0] == "parameter":
             owner = one.path
             called = [path for path, _ in self.given]
@@ -329,37 +325,32 @@ class Comparison:
             # A module that was called more often than backward has the sum of these calls.
             call = one.call if num_calls == one.call + 1 else None
             return "backward", owner, call, f"{owner}: another gradient of {one.path}"
-        users = [tuple(user) for user in one.consumers]
-        # Of a module and one inside of it, the inner one.
-        users = [user for user in users if not any(it[0].startswith(f"{user[0]}.") for it in users)]
+        a, b = (
+            [it for it in run if (it.kind, it.step) == ("gradient", one.step)] for run in self.runs
+        )
         # In B code between the modules may have got the right gradient from them.
-        sound = [
-            (it.path, it.call)
-            for it in self.runs[1]
-            if (it.kind, it.step) == ("gradient", one.step)
-            and one.digests[names[0]] in it.digests.values()
+        sound = [[it.path, it.call] for it in b if one.digests[names[0]] in it.digests.values()]
+        # Of a module and one inside of it, the inner one.
+        users = [
+            user
+            for user in one.consumers
+            if not any(path.startswith(f"{user[0]}.") for path, _ in one.consumers)
+            and user not in sound
         ]
-        users = [user for user in users if user not in sound]
         made_in = one.made_in
         # A later output of the call may be computed from it, if the loss depends on that one too.
-        others = [
-            it
-            for it in self.runs[0]
-            if (it.kind, it.step) == ("gradient", one.step)
-            and _call(it) == _call(one)
-            and it.digests.keys() != one.digests.keys()
-        ]
-        if not others and made_in == [one.path, one.call]:
+        has_others = any(
+            _call(it) == _call(one) and it.digests.keys() != one.digests.keys() for it in a
+        )
+        if not has_others and made_in == [one.path, one.call]:
             made_in = None
-        place = [*users, made_in or ("loop", 0)]
-        names_of_users = ", ".join(f"{path}, call {call}" for path, call in users)
-        who = names_of_users or f"{place[0][0]}, call {place[0][1]}, in its own code"
-        text = f"{who}: another gradient of {names[0]} of {_call(one)}"
-        return "backward", place[0][0], place[0][1], text
+        path, call = [*users, made_in or ("loop", 0)][0]
+        who = ", ".join(f"{path}, call {call}" for path, call in users)
+        who = who or f"{path}, call {call}, in its own code"
+        return "backward", path, call, f"{who}: another gradient of {names[0]} of {_call(one)}"
 
-    def _in_state(self, pair: Pair, names: Sequence[str]) -> Place:
+    def _in_state(self, one: Observation, other: Observation, names: Sequence[str]) -> Place:
         """Describe a difference of parameters, gradients or an optimizer's state."""
-        one, other = pair
         phase, text = IN_STATE[one.kind]
         what, _, path = names[0].rpartition(" of ")
         if what == "gradient":
