@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .merge import Change, write_changes
+from .merge import replaced, write_changes
 from .parameters import argument, option
 from .screen import UnusableInput, screen_command
 
@@ -51,7 +51,7 @@ def agents_md_command(
         after = before + (newline if before else b"") + lines + newline
     # Staged next to it: a full disk must not cost the user's own lines.
     place = file.resolve()
-    write_changes(place.parent, [Change(place.name, "write", before or None, after or None)])
+    write_changes(place.parent, [replaced(place.name, before or None, after or None)])
     if after == before:
         click.echo(f"{file} has {'no lines of curry-train' if remove else 'the lines already'}")
     elif not after:

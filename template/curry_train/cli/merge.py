@@ -87,12 +87,11 @@ def read_lock(root: Path) -> Lock | None:
 # States of copied files, and the changes that a command makes
 
 
-@dataclass(frozen=True)
-class CopiedFile:
-    """One file: its base, and its content in the project and in the bundle; None for no file."""
+class CopiedFile(NamedTuple):
+    """One file: its content when copied, in the project and in the bundle; None for no file."""
 
     path: str
-    base: Base | None
+    base: bytes | None
     yours: bytes | None
     wanted: bytes | None
 
@@ -102,14 +101,14 @@ class CopiedFile:
         if self.wanted is None:
             return "gone from bundle"
         if self.yours is None:
-            return "missing" if self.base else "new in bundle"
+            return "new in bundle" if self.base is None else "missing"
         if self.yours == self.wanted:
             return "as it came"
         if self.base is None:
             return "yours"
-        if self.yours == self.base.content:
+        if self.yours == self.base:
             return "newer in bundle"
-        return "edited" if self.wanted == self.base.content else "both"
+        return "edited" if self.wanted == self.base else "both"
 
 
 class Change(NamedTuple):
@@ -123,11 +122,10 @@ class Change(NamedTuple):
 
 def compare_files(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[CopiedFile]:
     """Compare every file that the lock records or the bundle would write now."""
+    bases = {path: base.content for path, base in lock.files.items()}
     return [
-        CopiedFile(
-            path, lock.files.get(path), content_of(destination(root, path)), wanted.get(path)
-        )
-        for path in sorted({*lock.files, *wanted})
+        CopiedFile(path, bases.get(path), content_of(destination(root, path)), wanted.get(path))
+        for path in sorted({*bases, *wanted})
     ]
 
 
@@ -140,7 +138,7 @@ def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Ch
         if file.wanted is None:
             bases.pop(file.path)
         # A base that is the same keeps its version, so that locks differ only where files do.
-        elif file.state != "missing" and (file.base is None or file.base.content != file.wanted):
+        elif file.state != "missing" and file.base != file.wanted:
             bases[file.path] = Base(lock.version, file.wanted)
     if yours := [change.path for change in changes if change.action == "in the way"]:
         raise UnusableInput(
@@ -148,17 +146,16 @@ def plan_changes(root: Path, lock: Lock, wanted: Mapping[str, bytes]) -> list[Ch
             "them, or add techniques with another --into"
         )
     before = content_of(destination(root, LOCK_NAME))
-    return [*changes, copied(LOCK_NAME, before, replace(lock, files=bases).to_bytes())]
+    return [*changes, replaced(LOCK_NAME, before, replace(lock, files=bases).to_bytes())]
 
 
 def content_of(place: Path) -> bytes | None:
     return place.read_bytes() if place.exists() else None
 
 
-def copied(path: str, before: bytes | None, after: bytes | None) -> Change:
-    """Write a file, in place of another one if there is one."""
-    action = "create" if before is None else "same" if before == after else "replace"
-    return Change(path, action, before, after)
+def replaced(path: str, before: bytes | None, after: bytes | None) -> Change:
+    """Write, replace or delete a file that holds no edits of the user's."""
+    return updated(CopiedFile(path, before, before, after))
 
 
 def destination(root: Path, path: str) -> Path:
@@ -174,22 +171,33 @@ def destination(root: Path, path: str) -> Path:
     return place
 
 
-# For each state in which a file is left alone: the word that `update` prints for it.
-ACTIONS = {"as it came": "same", "edited": "keep", "missing": "missing", "yours": "in the way"}
+# For each state of a file: the word that `update` prints for it.
+ACTIONS = {
+    "as it came": "same",
+    "both": "merge",
+    "edited": "keep",
+    "gone from bundle": "yours now",
+    "missing": "missing",
+    "new in bundle": "create",
+    "newer in bundle": "replace",
+    "yours": "in the way",
+}
 
 
 def updated(file: CopiedFile) -> Change:
     """Bring a file to the bundle's version and keep every edit."""
-    if file.state in ("new in bundle", "newer in bundle"):
-        return copied(file.path, file.yours, file.wanted)
-    if file.state == "both":
+    action = ACTIONS[file.state]
+    after = file.yours
+    if action in ("create", "replace"):
+        after = file.wanted
+    elif action == "merge":
         return _merged(file)
-    if file.state == "gone from bundle":
-        if file.yours is None or (file.base and file.yours == file.base.content):
+    elif action == "yours now":
+        if file.yours in (None, file.base):
             return Change(file.path, "delete", file.yours, None)
-        return Change(file.path, "yours now", file.yours, file.yours)
-    action = "conflict" if _has_conflict(file) else ACTIONS[file.state]
-    return Change(file.path, action, file.yours, file.yours)
+    elif _has_conflict(file):
+        action = "conflict"
+    return Change(file.path, action, file.yours, after)
 
 
 def _has_conflict(file: CopiedFile) -> bool:
@@ -199,9 +207,8 @@ def _has_conflict(file: CopiedFile) -> bool:
 
 def _merged(file: CopiedFile) -> Change:
     """Merge both edits of a file by git; conflicts are marked in the text."""
-    base = file.base.content if file.base else b""
     # Git writes these names next to its markers.
-    sides = {"yours": file.yours or b"", "base": base, "curry-train": file.wanted or b""}
+    sides = {"yours": file.yours, "base": file.base, "curry-train": file.wanted}
     if _has_conflict(file):
         raise UnusableInput(
             f"{file.path} has an unresolved conflict from an earlier update; "
@@ -209,7 +216,7 @@ def _merged(file: CopiedFile) -> Change:
         )
     with tempfile.TemporaryDirectory() as folder:
         for name, content in sides.items():
-            Path(folder, name).write_bytes(content)
+            Path(folder, name).write_bytes(content or b"")
         try:
             done = subprocess.run(
                 ["git", "merge-file", "-p", *sides], cwd=folder, capture_output=True

@@ -28,9 +28,9 @@ from .merge import (
     Lock,
     compare_files,
     content_of,
-    copied,
     plan_changes,
     read_lock,
+    replaced,
     write_changes,
 )
 from .ownership import (
@@ -100,11 +100,11 @@ def wheel_changes(bundle: Bundle, root: Path, lock: Lock) -> list[Change]:
         return []
     path = f"wheels/{wheel_name(bundle)}"
     changes = [
-        Change(f"wheels/{old.name}", "delete", b"", None)
+        replaced(f"wheels/{old.name}", b"", None)
         for old in root.glob(f"wheels/{PACKAGE}-*.whl")
         if old != root / path
     ]
-    return [*changes, copied(path, content_of(root / path), build_wheel(bundle))]
+    return [*changes, replaced(path, content_of(root / path), build_wheel(bundle))]
 
 
 # add
