@@ -258,14 +258,14 @@ def _draw_cells(axes: Any, grid: Any) -> Any:
 
 def plot_course(course: MemoryCourse, path: str | Path) -> None:
     """Write a PNG: bytes by owner over the record; the legend has those at its peak."""
-    total = max(course.totals[course.peak_place], 1)
+    at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
+    total = max(sum(at_peak.values()), 1)
     with _picture(path, 11, 4.6, course.title) as figure:
         axes = figure.add_subplot()
         for number, (phase, start, end) in enumerate(course.phases):
             axes.axvspan(start, end, color=("#F4F4F4", "#FFFFFF")[number % 2], zorder=0)
             if (end - start) * 80 >= course.end * len(phase):
                 axes.text((start + end) / 2, 0, phase, ha="center", va="bottom")
-        at_peak = {owner: sizes[course.peak_place] for owner, sizes in course.owners.items()}
         axes.stackplot(
             course.moments,
             numpy.array([*course.owners.values()]) / BYTES_PER_MIB,

@@ -30,7 +30,7 @@ from ..plan.owners import (
     WORKSPACES_OWNER,
     OwnedBlocks,
 )
-from ..plan.profiler import STEP_PHASES, Timeline
+from ..plan.profiler import Timeline
 from ..plan.saved import Plan
 from .screen import render_template
 
@@ -87,19 +87,13 @@ class MemoryCourse:
     peak_text: str
     reserved: Sequence[int] = ()
     limit: int = 0  # bytes of the budget
-    blocks: Sequence[CourseBlock] = ()
-
-    @property
-    def totals(self) -> list[int]:
-        return [sum(figures) for figures in zip(*self.owners.values(), strict=True)]
+    blocks: Iterable[CourseBlock] = ()
 
 
 def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> MemoryCourse:
     """Return the course of a measured step, with its storages if they are given."""
-    ends = [
-        max(point.index for point in timeline.points if point.phase == phase)
-        for phase in STEP_PHASES
-    ]
+    # The last moment of each phase.
+    ends = {point.phase: point.index for point in timeline.points}
     moments = [point.index for point in timeline.points]
     peak = timeline.peak
     named = (
@@ -113,10 +107,10 @@ def course_of_timeline(timeline: Timeline, lives: Iterable[Life] = ()) -> Memory
         moments=moments,
         owners={group: sizes for group, sizes in timeline.owners.items() if any(sizes)},
         end=timeline.num_operations - 1,
-        phases=list(zip(STEP_PHASES, [0, *ends], ends, strict=False)),
+        phases=list(zip(ends, [0, *ends.values()], ends.values(), strict=False)),
         peak_place=moments.index(peak.index),
         peak_text=f"peak {format_mebibytes(peak.bytes_alive)} MiB, {peak.phase}",
-        blocks=_largest(named),
+        blocks=named,
     )
 
 
@@ -129,11 +123,6 @@ def course_of_plan(plan: Plan, planned: Timeline) -> MemoryCourse:
         owners = {CONTEXT_OWNER: context, **owners}
     title = f"{plan.workload} on {plan.settings['device']}, as planned"
     return replace(course, title=title, owners=owners, limit=plan.budget_bytes)
-
-
-def _largest(blocks: Iterable[CourseBlock]) -> list[CourseBlock]:
-    found = heapq.nlargest(MOST_BLOCKS, blocks, key=lambda block: block.num_bytes)
-    return sorted(found, key=lambda block: block.born)
 
 
 def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
@@ -164,7 +153,7 @@ def course_of_blocks(owned: OwnedBlocks, *, title: str) -> MemoryCourse:
         peak_place=moments.index(history.peak_index),
         peak_text=f"peak {format_mebibytes(history.peak_allocated)} MiB, {owned.peak_phase}",
         reserved=[history.reserved[moment + 1] for moment in moments],
-        blocks=_largest(named),
+        blocks=named,
     )
 
 
@@ -183,16 +172,17 @@ def _moments(allocated: Sequence[int], peak_index: int) -> list[int]:
 
 def write_page(course: MemoryCourse, path: str | Path) -> None:
     """Write one page with the course and its blocks; it loads nothing."""
-    labels = sorted({block.label for block in course.blocks})
+    largest = heapq.nlargest(MOST_BLOCKS, course.blocks, key=lambda block: block.num_bytes)
+    largest.sort(key=lambda block: block.born)
+    labels = sorted({block.label for block in largest})
     names = list(course.owners)
     blocks = [
         [*block[:3], names.index(block.owner), labels.index(block.label)]
-        for block in course.blocks
+        for block in largest
         if block.owner in course.owners
     ]
     data = vars(course) | {
         "owners": [[name, OWNER_COLOURS[name], course.owners[name]] for name in names],
-        "peak": course.peak_place,
         "blocks": blocks,
         "labels": labels,
     }
