@@ -252,7 +252,7 @@ validate --dtype int8                       | 'int8' is not one of
 validate --impl absent.sac:apply_sac        | can't import absent
 validate --impl apply_sac=made.py:absent    | made has no callable 'absent'
 validate --impl apply_sac=made.py:blocks    | the gates call apply_sac(model, *, blocks)
-validate --impl made                        | give package.module:function
+validate --impl made                        | made names no function: add one, as in made:build
 validate --impl aply_sac=made.py:blocks     | what it implements: did you mean 'apply_sac'?
 validate --impl math:sqrt                   | write NAME=math:sqrt, where NAME tells
 validate --no-such-option                   | No such option

@@ -96,32 +96,22 @@ class Implementation(Counted):
         return load_implementation, (f"{self.name}={self.spec}",)
 
 
-class WrongImplementation(ValueError):
-    """Raised for an implementation that can't be loaded or called; the message is one line."""
-
-
 def load_implementation(text: str) -> Implementation:
     """Load `[NAME=]package.module:function`, where NAME is that of a contract.
 
     Without it the function's own name counts.
     """
     name, _, spec = text.rpartition("=")
-    source, _, attribute = spec.rpartition(":")
-    if not source or not attribute:
-        raise WrongImplementation(
-            f"--impl {text}: give package.module:function or file.py:function"
-        )
-    name = name or attribute
-    if name not in CONTRACTS:
-        otherwise = f"there are {', '.join(CONTRACTS)}"
-        advice = did_you_mean(name, list(CONTRACTS), otherwise=otherwise)
-        raise WrongImplementation(
-            f"--impl {text}: write NAME={spec}, where NAME tells what it implements: {advice}"
-        )
     try:
         function = import_callable(spec)
     except ValueError as error:
-        raise WrongImplementation(f"--impl {text}: {error}") from error
+        raise ValueError(f"--impl {text}: {error}") from error
+    name = name or spec.rpartition(":")[2]
+    if name not in CONTRACTS:
+        raise ValueError(
+            f"--impl {text}: write NAME={spec}, where NAME tells what it implements: "
+            f"{did_you_mean(name, CONTRACTS)}"
+        )
     _check_call(name, spec, function)
     return Implementation(name, spec, function)
 
@@ -138,7 +128,7 @@ def _check_call(name: str, spec: str, function: Callable[..., Any]) -> None:
         theirs.bind(*wanted.args, **dict.fromkeys(wanted.kwonlyargs))
     except TypeError as error:
         call = f"{name}{inspect.signature(ours)}"
-        raise WrongImplementation(
+        raise ValueError(
             f"--impl {spec} takes {theirs}, and the gates call {call}: {error}"
         ) from error
 
