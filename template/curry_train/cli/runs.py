@@ -47,22 +47,24 @@ def run_row(run: SavedRun, name: str) -> dict[str, Any]:
 
 def checkpoint_rows(run: SavedRun) -> Rows:
     """Return a row for every checkpoint of a run, the damaged ones last."""
-
-    def row(folder: str, **facts: Any) -> dict[str, Any]:
-        known = {"step": None, "bytes": 0, "date": None, "metric": None, "damaged": None}
-        return {"kind": folder.partition("/")[0], "folder": folder} | known | facts
-
     committed, damaged = run.scan()
-    return [
-        row(
-            saved.folder,
-            step=saved.step,
-            bytes=saved.num_bytes,
-            date=saved.date,
-            metric="{} {:.6g}".format(*saved.metric) if saved.metric else None,
-        )
+    rows: Rows = [
+        {
+            "kind": saved.kind,
+            "folder": saved.folder,
+            "step": saved.step,
+            "bytes": saved.num_bytes,
+            "date": saved.date,
+            "metric": "{} {:.6g}".format(*saved.metric) if saved.metric else None,
+            "damaged": None,
+        }
         for saved in committed
-    ] + [row(folder, damaged=why) for folder, why in damaged.items()]
+    ]
+    unknown = {"step": None, "bytes": 0, "date": None, "metric": None}
+    return rows + [
+        {"kind": folder.partition("/")[0], "folder": folder, **unknown, "damaged": why}
+        for folder, why in damaged.items()
+    ]
 
 
 def runs_table(rows: Rows) -> str:
@@ -248,10 +250,10 @@ def is_run(path: Path) -> bool:
 # Command `runs export`: the parameters as Hugging Face safetensors.
 
 
-def saved_tensors(run: SavedRun, folder: str, prefix: str = "") -> dict[str, torch.Tensor]:
+def saved_tensors(run: SavedRun, what: str, prefix: str = "") -> dict[str, torch.Tensor]:
     """Verify a checkpoint, and read its tensors with such names, without a model."""
-    manifest = run.verify(folder)
-    contents = run.open_content(manifest)
+    run, folder = _chosen(run, what)
+    contents = run.open_content(run.verify(folder))
     tensors = {
         name: torch.empty(one.shape, dtype=one.dtype)
         for name, one in contents.tensors.items()
@@ -272,7 +274,7 @@ def export_parameters(
         raise ValueError(f"{folder} exists: give a new folder")
     parameters = {
         name.removeprefix(MODEL_PREFIX): tensor
-        for name, tensor in saved_tensors(*_chosen(run, checkpoint), MODEL_PREFIX).items()
+        for name, tensor in saved_tensors(run, checkpoint, MODEL_PREFIX).items()
     }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:

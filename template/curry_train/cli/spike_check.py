@@ -192,10 +192,7 @@ def _difference(folder: Path, recovered: History, without: History) -> str | Non
         )
     states = []
     for name in ("recovered", "without"):
-        saved = SavedRun(folder / f"{name}-001")
-        newest = saved.latest()
-        assert newest is not None  # a run saves its end
-        tensors = saved_tensors(saved, newest.folder)
+        tensors = saved_tensors(SavedRun(folder / f"{name}-001"), "latest")
         states.append({(name, digest(tensor)) for name, tensor in tensors.items()})
     differing = sorted(name for name, _ in states[0] ^ states[1])
     return f"{differing[0]} differs in the final state" if differing else None
