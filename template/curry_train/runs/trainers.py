@@ -326,7 +326,7 @@ def _commit_accelerator(accelerator: Any) -> None:
     configuration.total_limit = None
     ranks = Ranks.on_the_host()
 
-    def save_state(save: Any, output_dir: str | None = None, *args: Any, **options: Any) -> str:
+    def save_state(save: Any, output_dir: Any = None, *args: Any, **options: Any) -> str:
         names = configuration.automatic_checkpoint_naming
         place = output_dir
         if not names:
@@ -334,8 +334,7 @@ def _commit_accelerator(accelerator: Any) -> None:
                 raise ValueError(
                     "save_state needs a folder, unless automatic_checkpoint_naming is on"
                 )
-            final = Path(output_dir)
-            place = ranks.agree(lambda: str(_hidden(final)))
+            place = ranks.agree(lambda: str(_hidden(Path(output_dir))))
         kept = limit if names else None
         return ranks.collect(
             lambda: save(place, *args, **options),
@@ -425,7 +424,6 @@ class _WatchedJournal:
 
     def step(self, step: int, loss: float, rate: Any, norm: Any = None) -> None:
         """Record a step, and look for a spike."""
-        norm = None if norm is None else float(norm)
         self.journal.write("step", step=step, loss=loss, learning_rate=rate, grad_norm=norm)
         config = self._watchdog.config
         spike = None if config.action == "none" else self._watchdog.observe(step, loss)
@@ -461,8 +459,7 @@ class _HuggingFaceJournal(_WatchedJournal):
             self.step(step, logs["loss"], logs.get("learning_rate", 0.0), logs.get("grad_norm"))
             control.should_training_stop |= bool(self.reason)
         if "eval_loss" in logs:
-            value = float(logs["eval_loss"])
-            self.journal.write("eval", step=step, metric="eval_loss", value=value)
+            self.journal.write("eval", step=step, metric="eval_loss", value=logs["eval_loss"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.end(state.global_step)
