@@ -42,6 +42,10 @@ def require_narrow(text):
     assert max(map(len, text.splitlines())) <= 80
 
 
+def require_picture(path):
+    assert Path(path).read_bytes().startswith(b"\x89PNG")
+
+
 def flat(text):
     """Return a text without the places where its lines break."""
     return " ".join(text.split())
@@ -62,7 +66,8 @@ def finished(*words, cwd=None, status=0, **environment):
 
     The package is on its path, and `environment` has more variables.
     """
-    ours = {"PYTHONPATH": str(ROOT / "template"), "OMP_NUM_THREADS": "1"}
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
+    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
         list(map(str, words)),
         cwd=cwd,

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+from pathlib import Path
 
 from curry_train.runs import Journal
 
@@ -46,6 +47,7 @@ def train(journal, steps, *, loss=loss_of, learning_rate=1e-3, **more):
 
 def plant(folder, *, last=20, loss=loss_of, **config):
     """Write an uneventful run from step 1 to `last`."""
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with Journal(folder, facts=facts(**config), clock=clock()) as journal:
         train(journal, range(1, last + 1), loss=loss)
@@ -55,6 +57,7 @@ def plant(folder, *, last=20, loss=loss_of, **config):
 
 def plant_eventful(folder):
     """Write 20 steps, a spike, back to 10, a kill at 30, a resume at 20, and the end at 40."""
+    folder = Path(folder)
     folder.mkdir(parents=True)
     with Journal(folder, facts=facts(), clock=clock()) as journal:
         train(journal, range(1, 19))

@@ -3,6 +3,7 @@
 import bisect
 import pickle
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from curry_train.plan.cuda_allocator import CudaAllocator
 from curry_train.plan.owners import OwnedBlocks
@@ -124,7 +125,7 @@ def free_block(address, size):
 
 
 def write(path, snapshot):
-    path.write_bytes(pickle.dumps(snapshot, protocol=4))
+    Path(path).write_bytes(pickle.dumps(snapshot, protocol=4))
     return path
 
 

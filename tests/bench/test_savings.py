@@ -21,7 +21,7 @@ from curry_train.core.timing import Ratio, Spread
 from curry_train.primitives import STRATEGIES, Strategy, recompute_blocks
 from curry_train.workloads import Case, WorkloadError
 
-from ..command_runs import ran, require_narrow
+from ..command_runs import ran, read_json, require_narrow, require_picture
 from ..plan_models import squares
 from ..toy_steps import all_equal, feed_forward, stacked
 
@@ -250,7 +250,7 @@ def test_an_interrupted_measurement_leaves_no_folder(run, tmp_path, monkeypatch)
     assert (tmp_path / "out").is_dir()
 
 
-def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch):
+def test_command_measures_every_model_depth_and_size(run, monkeypatch):
     register(monkeypatch, "planted", lambda model, sample: recompute_blocks(model))
     ended = run(
         "--model mlp --depth 2,3 --batch-size 1 --batch-size 4",
@@ -258,14 +258,14 @@ def test_command_measures_every_model_depth_and_size(run, tmp_path, monkeypatch)
     )
     require_narrow(ended.output)
     assert "mlp, depth 3, batch size 4 (MiB; a step of none takes" in ended.output
-    data = json.loads((tmp_path / "out" / "savings.json").read_text())
+    data = read_json("out/savings.json")
     assert {"command", "device", "dtype", "seed", "repeats"} <= set(data)
     rows = data["rows"]
     assert len(rows) == 2 * 2 * 3
     assert {row["outcome"] for row in rows} == {"measured"}
     depths = {row["depth"]: len(row["modules"]) for row in rows if row["name"] == "full"}
     assert depths == {2: 2, 3: 3}
-    assert (tmp_path / "out" / "savings.png").read_bytes().startswith(b"\x89PNG")
+    require_picture("out/savings.png")
 
 
 def test_models_of_the_same_name_have_their_own_blocks(run, tmp_path, monkeypatch):

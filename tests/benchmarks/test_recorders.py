@@ -55,8 +55,7 @@ def test_the_smallest_run_of_a_recorder_writes_its_record(name, tmp_path):
     words, figures = SMALLEST[name]
     program, *part = name.split()
     words = [*part, *words.split(), "--json", "found.json"]
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
-    finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path, PYTHONPATH=paths)
+    finished(sys.executable, PROGRAMS[program], *words, cwd=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = read_json(tmp_path / "found.json")
     for key, value in figures.items():

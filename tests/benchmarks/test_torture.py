@@ -21,9 +21,8 @@ from ..warm_python import warm_python
 
 def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():
     """Run the torture in its own process with one thread, because it forks."""
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
     words = "-m torture --kills 8 --signals 8 --every 60"
-    done = finished(warm_python(), *words.split(), cwd=ROOT, PYTHONPATH=paths)
+    done = finished(warm_python(), *words.split(), cwd=ROOT)
     found = json.loads(done.stdout)
     assert found["wrong"] == []
     assert found["kills"]["at_each_change"]["blows"] >= 1

@@ -122,6 +122,7 @@ def edit(path, old, new):
 
 
 def write(path, text):
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path

@@ -6,6 +6,7 @@ python -m pytest tests/cli/test_agents_md.py
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,8 +29,8 @@ def run(*words, **options):
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-def test_lines_are_written_once_and_removed_to_the_byte(tmp_path, text):
-    file = tmp_path / "CLAUDE.md"
+def test_lines_are_written_once_and_removed_to_the_byte(text):
+    file = Path("CLAUDE.md")
     file.write_bytes(text)
     run(file.name)
     once = file.read_bytes()
@@ -45,8 +46,8 @@ def test_lines_are_written_once_and_removed_to_the_byte(tmp_path, text):
 
 
 @pytest.mark.parametrize("words", [(), ("new/CLAUDE.md",)])
-def test_a_file_that_was_made_for_the_lines_goes_with_them(words, tmp_path):
-    file = tmp_path / (*words, "AGENTS.md")[0]
+def test_a_file_that_was_made_for_the_lines_goes_with_them(words):
+    file = Path((*words, "AGENTS.md")[0])
     run(*words)
     run(*words)
     assert len(file.read_text().splitlines()) == len(LINES.splitlines()) + 2
@@ -54,16 +55,16 @@ def test_a_file_that_was_made_for_the_lines_goes_with_them(words, tmp_path):
     assert not file.exists()
 
 
-def test_text_of_the_user_before_and_after_stays(tmp_path):
-    file = tmp_path / "AGENTS.md"
+def test_text_of_the_user_before_and_after_stays():
+    file = Path("AGENTS.md")
     run()
     file.write_text("# Mine\n" + file.read_text() + "# After\n")
     run("--remove")
     assert file.read_text() == "# Mine\n# After\n"
 
 
-def test_older_lines_are_replaced_in_place(tmp_path):
-    file = tmp_path / "AGENTS.md"
+def test_older_lines_are_replaced_in_place():
+    file = Path("AGENTS.md")
     file.write_text("one\n\n<!-- curry-train: begin -->\nold\n<!-- curry-train: end -->\ntwo\n")
     run()
     assert file.read_text() == (
@@ -71,14 +72,14 @@ def test_older_lines_are_replaced_in_place(tmp_path):
     )
 
 
-def test_a_mark_alone_is_refused(tmp_path):
-    (tmp_path / "AGENTS.md").write_text("<!-- curry-train: begin -->\nmine\n")
+def test_a_mark_alone_is_refused():
+    Path("AGENTS.md").write_text("<!-- curry-train: begin -->\nmine\n")
     assert "one of the two marks" in run(status=2)
 
 
-def test_print_writes_nothing(tmp_path):
+def test_print_writes_nothing():
     assert run("--print") == LINES
-    assert not [*tmp_path.iterdir()]
+    assert not [*Path().iterdir()]
     assert len(LINES.splitlines()) == 10
 
 
@@ -90,8 +91,8 @@ def test_each_command_has_the_options_that_the_lines_name(command):
     assert all(word in page.output for word in words if word.startswith("--"))
 
 
-def test_a_full_disk_leaves_the_file_of_the_user(tmp_path):
-    (file := tmp_path / "AGENTS.md").write_text("mine\n" * 400)
+def test_a_full_disk_leaves_the_file_of_the_user():
+    (file := Path("AGENTS.md")).write_text("mine\n" * 400)
     line = f"ulimit -f 1; {sys.executable} -m curry_train agents-md"
     finished("sh", "-c", line, status=2)
     assert file.read_text() == "mine\n" * 400

@@ -6,6 +6,7 @@ Run: `python -m pytest tests/cli/test_cli.py`.
 import functools
 import inspect
 import json
+from pathlib import Path
 
 import pytest
 
@@ -86,10 +87,8 @@ def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(monkey
     assert "  b/two                       n/a: no layer" in figures
 
 
-def test_a_model_without_blocks_gets_a_message_on_naming_them(tmp_path):
-    (tmp_path / "flat_model.py").write_text(
-        "from torch import nn\ndef build(): return nn.Linear(8, 8)\n"
-    )
+def test_a_model_without_blocks_gets_a_message_on_naming_them():
+    Path("flat_model.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 8)\n")
     ended = run("--model flat_model:build --gate recompute/memory --gate grad-accum/equal")
     assert "the model repeats no block: name some" in ended.output
     assert "1 held, 0 failed, 1 not applicable" in ended.output
@@ -129,12 +128,12 @@ def test_the_list_with_figures_tells_how_each_implementation_is_called():
     assert "apply_sac" not in only_accum
 
 
-def test_two_factories_of_one_name_are_distinguished(tmp_path):
+def test_two_factories_of_one_name_are_distinguished():
     for name, blocks in (("first", 2), ("second", 3)):
         layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
         model = f"nn.Sequential(*[{layer} for _ in range({blocks})])"
         source = f"from torch import nn\ndef build(): return {model}\n"
-        (tmp_path / f"{name}.py").write_text(source)
+        Path(f"{name}.py").write_text(source)
     ended = run("--model first.py:build --model second.py:build --gate recompute/flops --json out")
     words = flat(ended.output)
     assert "first.py:build 2 blocks" in words
@@ -176,16 +175,16 @@ if __name__ == "__main__":
 """
 
 
-def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run(tmp_path):
-    (tmp_path / "greedy.py").write_text(GREEDY)
+def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run():
+    Path("greedy.py").write_text(GREEDY)
     ended = finished(warm_python(), "greedy.py")
     first, second, third = ended.stdout.splitlines()
     assert first == third == "True model loss implementation ", ended.stderr
     assert second.startswith("None memory ran out (the system ended the process): try a smaller")
 
 
-def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few(tmp_path):
-    (tmp_path / "sized_model.py").write_text(
+def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_few():
+    Path("sized_model.py").write_text(
         "import torch\n"
         "def pair():\n    return torch.nn.Linear(2, 2), torch.ones(7, 2)\n"
         "def alone():\n    return pair()[0]\n"
@@ -202,8 +201,8 @@ def test_a_step_has_as_many_samples_as_the_batch_of_the_factory_and_gates_take_f
     )
 
 
-def test_memory_of_a_window_of_microbatches_begins_with_their_gradients(tmp_path):
-    (tmp_path / "windows.py").write_text(
+def test_memory_of_a_window_of_microbatches_begins_with_their_gradients():
+    Path("windows.py").write_text(
         "import torch\n"
         "from curry_train.workloads.workload import Workload\n"
         "def make(accumulation):\n"

@@ -4,6 +4,7 @@ Run: `python -m pytest tests/cli/test_environment.py`.
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -28,20 +29,20 @@ print(curry_train.__name__)
 '''
 
 
-def run(folder, *, python=">=3.11", dependencies="", text=None, status=0):
-    script = folder / "measure.py"
+def run(*, python=">=3.11", dependencies="", text=None, status=0):
+    script = Path("measure.py")
     script.write_text(text or SCRIPT.format(python=python, dependencies=dependencies))
     return finished(sys.executable, script, status=status, PYTHONPATH=f"{ROOT}/scripts")
 
 
-def test_with_all_requirements_the_script_runs_and_can_import_the_package(tmp_path):
-    done = run(tmp_path, dependencies='"click>=8.1", "torch>=2.11"')
+def test_with_all_requirements_the_script_runs_and_can_import_the_package():
+    done = run(dependencies='"click>=8.1", "torch>=2.11"')
     assert (done.stdout, done.stderr) == ("curry_train\n", "")
 
 
-def test_missing_distributions_end_in_one_line_with_the_install_command(tmp_path):
+def test_missing_distributions_end_in_one_line_with_the_install_command():
     missing = '"no-such-one>=8.1", "click>=8.1", "no-such-two>=13"'
-    done = run(tmp_path, dependencies=missing, status=2)
+    done = run(dependencies=missing, status=2)
     expected = (
         "measure.py needs no-such-one, no-such-two: "
         "pip install 'no-such-one>=8.1' 'no-such-two>=13'\n"
@@ -65,8 +66,8 @@ def test_a_distribution_that_is_too_old_is_named_with_the_version_found(
     assert environment.missing([("torch", "2.11")]) == expected
 
 
-def test_a_python_that_does_not_fit_ends_in_one_line(tmp_path):
-    done = run(tmp_path, python=">=9.1", status=2)
+def test_a_python_that_does_not_fit_ends_in_one_line():
+    done = run(python=">=9.1", status=2)
     running = ".".join(map(str, sys.version_info[:3]))
     expected = (
         f"measure.py needs Python >=9.1, and {sys.executable} is {running}: "
@@ -75,15 +76,15 @@ def test_a_python_that_does_not_fit_ends_in_one_line(tmp_path):
     assert (done.stdout, done.stderr) == ("", expected)
 
 
-def test_a_script_without_a_block_gets_a_message_to_write_one(tmp_path):
+def test_a_script_without_a_block_gets_a_message_to_write_one():
     text = "import environment\nenvironment.require(__file__)\n"
-    done = run(tmp_path, text=text, status=1)
+    done = run(text=text, status=1)
     assert done.stderr.splitlines()[-1] == (
         "ValueError: measure.py has no PEP 723 block: open it with '# /// script', "
         "its requirements, and '# ///'"
     )
 
 
-def test_a_bound_of_another_kind_is_refused_not_ignored(tmp_path):
-    done = run(tmp_path, dependencies='"click!=8.1"', status=1)
+def test_a_bound_of_another_kind_is_refused_not_ignored():
+    done = run(dependencies='"click!=8.1"', status=1)
     assert "ValueError: invalid literal" in done.stderr

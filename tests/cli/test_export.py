@@ -3,6 +3,8 @@
 python -m pytest tests/cli/test_export.py
 """
 
+from pathlib import Path
+
 import pytest
 from safetensors.torch import load_file
 
@@ -19,20 +21,20 @@ def transformer():
 
 
 @pytest.fixture
-def saved(tmp_path):
+def saved():
     state = new_state()
     train(state, 1)
-    with Store(tmp_path / "run") as store:
+    with Store("run") as store:
         save_both(store, 1, state)
-    return SavedRun(tmp_path / "run"), state.model
+    return SavedRun("run"), state.model
 
 
 @pytest.mark.parametrize("kind", ["latest", "best-k"])
-def test_exported_parameters_are_the_saved_ones(saved, tmp_path, kind):
+def test_exported_parameters_are_the_saved_ones(saved, kind):
     run, model = saved
     checkpoint = kind if kind == "latest" else run.committed("best-k")[0].folder
     call("export run", checkpoint, "--out out --json out.json")
-    found = load_file(tmp_path / "out/model.safetensors")
+    found = load_file("out/model.safetensors")
     assert equal(found, model.state_dict())
     assert found.keys() == set(read_json("out.json")["names"])
 
@@ -42,29 +44,28 @@ def test_a_run_is_inspected_by_its_checkpoint(saved):
     assert call("inspect run/latest").splitlines()[-1] == "whole: yes"
 
 
-def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
+def test_a_damaged_checkpoint_is_not_exported(saved):
     run, _ = saved
-    (path,) = (tmp_path / "run/rollback").glob("*/*.distcp")
+    (path,) = Path("run/rollback").glob("*/*.distcp")
     flip(path)
     with pytest.raises(DamagedCheckpoint, match="another hash"):
-        export_parameters(run, "latest", tmp_path / "out")
-    assert [one.name for one in tmp_path.glob("*out*")] == []
-    (tmp_path / "out").mkdir()
+        export_parameters(run, "latest", Path("out"))
+    assert [*Path().glob("*out*")] == []
+    Path("out").mkdir()
     with pytest.raises(ValueError, match="give a new folder"):
-        export_parameters(run, "latest", tmp_path / "out")
+        export_parameters(run, "latest", Path("out"))
 
 
-def test_from_pretrained_loads_what_was_exported(tmp_path):
+def test_from_pretrained_loads_what_was_exported():
     """Tied parameters are written once, and tied again by transformers."""
     state = new_state(build=transformer)
     model = state.model
-    with Store(tmp_path / "run") as store:
+    with Store("run") as store:
         store.save("rollback", 1, state)
-    model.config.save_pretrained(tmp_path / "config")
-    config = str(tmp_path / "config/config.json")
-    export_parameters(SavedRun(tmp_path / "run"), "latest", tmp_path / "out", config=config)
+    model.config.save_pretrained("config")
+    export_parameters(SavedRun("run"), "latest", Path("out"), config="config/config.json")
 
-    loaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    loaded, report = type(model).from_pretrained("out", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert equal(loaded.state_dict(), model.state_dict())

@@ -42,10 +42,10 @@ def test_owners_add_up_to_the_peak_in_text_of_80_columns(recorded):
     assert [row["allocated"] for row in found["steps"]][1] == found["peak_allocated_bytes"]
 
 
-def test_an_out_of_memory_error_is_named_with_what_was_free(tmp_path):
+def test_an_out_of_memory_error_is_named_with_what_was_free():
     training = trained()
     training.recorder.event("oom", 120 * MIB, 2048 * MIB)
-    path = write(tmp_path / "oom.pickle", training.snapshot())
+    path = write("oom.pickle", training.snapshot())
     ended = run("--snapshot", path)
     assert "out of memory at event 423: 2.00 GiB asked for" in ended.output
     assert "120 MiB of the device free" in ended.output
@@ -53,30 +53,30 @@ def test_an_out_of_memory_error_is_named_with_what_was_free(tmp_path):
     assert error["requested_bytes"] == 2048 * MIB
 
 
-def test_a_cut_record_says_what_is_missing(tmp_path):
+def test_a_cut_record_says_what_is_missing():
     snapshot = trained().snapshot()
     snapshot["device_traces"][0] = snapshot["device_traces"][0][200:]
-    ended = run("--snapshot", write(tmp_path / "cut.pickle", snapshot))
+    ended = run("--snapshot", write("cut.pickle", snapshot))
     assert "the record holds the last 223 events only" in flat(ended.output)
     snapshot["device_traces"] = [[]]
-    ended = run("--snapshot", write(tmp_path / "none.pickle", snapshot))
+    ended = run("--snapshot", write("none.pickle", snapshot))
     assert "no events were recorded" in ended.output
 
 
-def test_several_devices_are_reported_with_the_fullest_first(tmp_path):
+def test_several_devices_are_reported_with_the_fullest_first():
     first, second = trained(foreach=False), Training(recorder=Recorder(device=1))
     second.build()
     snapshot = first.snapshot()
     other = second.snapshot()
     snapshot["segments"] += other["segments"]
     snapshot["device_traces"].append(other["device_traces"][1])
-    found = results("memory --snapshot", write(tmp_path / "two.pickle", snapshot))
+    found = results("memory --snapshot", write("two.pickle", snapshot))
     assert [row["device"] for row in found["devices"]] == [0, 1]
     assert found["device"] == 0
 
 
-def test_names_from_the_file_are_escaped(tmp_path):
-    path = write(tmp_path / "a.pickle", trained(code="/x/\x1b[2J\n.py").snapshot())
+def test_names_from_the_file_are_escaped():
+    path = write("a.pickle", trained(code="/x/\x1b[2J\n.py").snapshot())
     output = run("--snapshot", path).output
     assert "\x1b" not in output
     assert "\\x1b[2J\\n.py" in output

@@ -60,7 +60,7 @@ def test_an_internal_error_is_a_line_with_its_place():
     assert ended_by(lambda: parse_bytes("much")).endswith("at least 1 byte")
 
 
-def test_an_interrupt_is_no_error_of_the_factory(tmp_path):
-    (tmp_path / "stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
+def test_an_interrupt_is_no_error_of_the_factory():
+    Path("stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
     done = ran("memory --model stopped.py:build", status=130)
     assert done.stderr.endswith("interrupted\n")

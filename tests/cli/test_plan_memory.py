@@ -13,7 +13,7 @@ import pytest
 from curry_train.plan import Plan
 from curry_train.plan.device import PROFILES
 
-from ..command_runs import flat, ran
+from ..command_runs import flat, ran, require_picture
 
 MODELS = """
 import torch
@@ -99,7 +99,7 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured():
     from planned_models import blocks
 
     assert plan.apply(blocks()[0])
-    assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
+    require_picture("plan.png")
     page = Path("plan.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert data["limit"] == round(0.8 * free)

@@ -3,6 +3,8 @@
 Run: `python -m pytest tests/cli/test_runs_command.py`.
 """
 
+from pathlib import Path
+
 import pytest
 
 from curry_train.runs import Journal, Store
@@ -13,16 +15,16 @@ from ..store_models import flip, new_state, save_best, train
 
 
 @pytest.fixture
-def runs(tmp_path):
+def runs():
     state = new_state()
-    with Store(tmp_path / "runs/first-001") as store:
+    with Store("runs/first-001") as store:
         for step in (100, 200):
             train(state, 1)
             store.save("rollback", step, state)
         store.save("recovery", 200, state)
         save_best(store, 200, state, 0.25)
-    (tmp_path / "runs/empty").mkdir()
-    return tmp_path / "runs"
+    Path("runs/empty").mkdir()
+    return Path("runs")
 
 
 def test_list_shows_the_checkpoints_of_each_run(runs):
@@ -58,8 +60,8 @@ def test_verify_reads_every_byte(runs):
     assert "is neither a checkpoint nor a run" in flat(output)
 
 
-def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path):
-    plant(tmp_path / "runs/young", last=5)
+def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal():
+    plant("runs/young", last=5)
     for name in ("young", "runs/young"):
         output = call("show", name)
         assert "nothing to resume from" in output
@@ -67,8 +69,8 @@ def test_a_run_that_has_saved_nothing_yet_is_shown_by_its_journal(tmp_path):
     assert "young" in call("list")
 
 
-def test_show_lists_the_attempts_with_their_events(tmp_path):
-    folder = tmp_path / "run-001"
+def test_show_lists_the_attempts_with_their_events():
+    folder = Path("run-001")
     (folder / "rollback").mkdir(parents=True)
     with Journal(folder) as journal:
         journal.write("step", step=12, loss=9.0, learning_rate=1e-3)
@@ -92,9 +94,9 @@ def test_show_lists_the_attempts_with_their_events(tmp_path):
     assert found == [("start", 0, 1), ("rollback", 10, 14)]
 
 
-def test_show_reports_an_unreadable_journal_and_shows_the_rest(tmp_path):
-    (tmp_path / "rollback").mkdir()
-    (tmp_path / "journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
-    output = call("show", tmp_path)
+def test_show_reports_an_unreadable_journal_and_shows_the_rest():
+    Path("rollback").mkdir()
+    Path("journal.jsonl").write_bytes(b"\0\xff" * 100 + b"\n")
+    output = call("show .")
     assert "nothing to resume from" in output
     assert "is not a journal" in flat(output)

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -35,13 +36,13 @@ def compare(a, b):
 run = functools.partial(ran, "runs diff")
 
 
-def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
-    plant(tmp_path / "runs/first", last=30)
-    shutil.copytree(tmp_path / "runs/first", tmp_path / "runs/second")
+def test_a_resume_of_the_other_run_is_the_first_line():
+    plant("runs/first", last=30)
+    shutil.copytree("runs/first", "runs/second")
     new_facts = facts(steps=40)
     new_facts["environment"]["world_size"] = 2
     new_facts["environment"]["packages"]["scipy"] = "x" * 60
-    with Journal(tmp_path / "runs/second", step=20, facts=new_facts) as journal:
+    with Journal("runs/second", step=20, facts=new_facts) as journal:
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
@@ -67,8 +68,8 @@ def test_a_resume_of_the_other_run_is_the_first_line(tmp_path):
     assert run("second first").output.startswith("second resumed from first at step 20\n")
 
 
-def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
-    folder = plant_eventful(tmp_path / "run")
+def test_attempts_of_one_run_are_compared_like_runs():
+    folder = plant_eventful("run")
     back = compare(f"{folder}@1", f"{folder}@2")
     assert back["continued"] == "B rolled A back to step 10"
     assert (back["losses"]["first"]["step"], back["losses"]["num_different"]) == (11, 10)
@@ -91,10 +92,10 @@ def test_attempts_of_one_run_are_compared_like_runs(tmp_path):
         ((1.0, 3.0, math.inf), (1.0, 3.0, -math.inf), 3, 3),
     ],
 )
-def test_the_first_and_the_largest_difference_of_losses_are_found(tmp_path, a, b, first, largest):
+def test_the_first_and_the_largest_difference_of_losses_are_found(a, b, first, largest):
     for name, losses in (("one", a), ("two", b)):
-        plant(tmp_path / name, last=3, loss=dict(enumerate(losses, 1)).get)
-    found = compare(tmp_path / "one", tmp_path / "two")["losses"]
+        plant(name, last=3, loss=dict(enumerate(losses, 1)).get)
+    found = compare("one", "two")["losses"]
     assert [found[one] and found[one]["step"] for one in ("first", "largest")] == [first, largest]
 
 
@@ -104,18 +105,18 @@ def test_numbers_are_equal_by_value_and_a_truth_value_is_no_number():
     assert changes(a, b) == [change("flag", True, 1), change("inner", {"b": 1}, 3)]
 
 
-def test_code_environment_and_costs_that_differ_are_named(tmp_path):
+def test_code_environment_and_costs_that_differ_are_named():
     other = facts()
     other["code"] |= {"dirty": True, "changes": "0f"}
     other["environment"] |= {"world_size": 8, "device": "NVIDIA H100"}
     other["command"] = "python train.py"
     for name, new_facts, seconds in (("one", facts(), 0.5), ("two", other, 1.25)):
-        (tmp_path / name).mkdir()
-        with Journal(tmp_path / name, facts=new_facts, clock=clock()) as journal:
+        Path(name).mkdir()
+        with Journal(name, facts=new_facts, clock=clock()) as journal:
             for step in range(1, 6):
                 figures = {"loss": 1.0, "learning_rate": 1e-3, "peak_bytes": 2**30}
                 journal.write("step", step=step, seconds=60.0 if step == 1 else seconds, **figures)
-    found = compare(tmp_path / "one", tmp_path / "two")
+    found = compare("one", "two")
     assert {one["name"]: one["b"] for one in found["changes"]} == {
         "run": "B",
         "median step": "1.25 s",
@@ -128,35 +129,35 @@ def test_code_environment_and_costs_that_differ_are_named(tmp_path):
     assert "the same: config" in text_of(found)
 
 
-def test_facts_that_a_journal_lacks_are_not_called_the_same(tmp_path):
-    plant(tmp_path / "one")
-    (tmp_path / "two").mkdir()
-    Journal(tmp_path / "two").close()
-    text = text_of(compare(tmp_path / "one", tmp_path / "two"))
+def test_facts_that_a_journal_lacks_are_not_called_the_same():
+    plant("one")
+    Path("two").mkdir()
+    Journal("two").close()
+    text = text_of(compare("one", "two"))
     assert "not recorded: config of B, code of B, environment of B" in text
     assert "the same" not in text
     assert "losses: no step in common" in text
 
 
-def test_dev_metrics_of_both_are_compared(tmp_path):
-    folder = plant_eventful(tmp_path / "run")
-    plant(tmp_path / "other", last=40)
-    with Journal(tmp_path / "other", step=40) as journal:
+def test_dev_metrics_of_both_are_compared():
+    folder = plant_eventful("run")
+    plant("other", last=40)
+    with Journal("other", step=40) as journal:
         journal.write("eval", step=40, metric="dev_loss", value=4.75)
-    found = compare(folder, tmp_path / "other")["metrics"]["dev_loss"]["first"]
+    found = compare(folder, "other")["metrics"]["dev_loss"]["first"]
     assert found == {"step": 40, "a": 4.5, "b": 4.75}
 
 
-def test_long_names_and_values_keep_to_80_columns(tmp_path):
+def test_long_names_and_values_keep_to_80_columns():
     long = "n" * 100
-    plant(tmp_path / f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
-    plant(tmp_path / "runs/b", last=50, loss=lambda step: -1e300 * step)
+    plant(f"runs/{long}", optimizer={"name": "x" * 200, long: {"deep": [1] * 50}})
+    plant("runs/b", last=50, loss=lambda step: -1e300 * step)
     require_narrow(run(f"{long} b").output)
 
 
-def test_json_is_complete_and_alone_on_standard_output(tmp_path):
-    plant(tmp_path / "runs/a", loss=lambda step: math.nan)
-    plant(tmp_path / "runs/b", seed=3)
+def test_json_is_complete_and_alone_on_standard_output():
+    plant("runs/a", loss=lambda step: math.nan)
+    plant("runs/b", seed=3)
     ended = run("a b --json -")
     found = json.loads(ended.stdout, parse_constant=lambda word: pytest.fail(word))
     assert found["losses"]["first"] == {"step": 1, "a": "nan", "b": 5.0}
@@ -164,11 +165,11 @@ def test_json_is_complete_and_alone_on_standard_output(tmp_path):
     assert "losses: 20 of 20 common steps" in ended.stderr
 
 
-def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal(tmp_path):
-    plant(tmp_path / "runs/a")
-    (tmp_path / "runs/b").mkdir()
+def test_control_characters_of_a_hostile_journal_do_not_reach_the_terminal():
+    plant("runs/a")
+    Path("runs/b").mkdir()
     hostile = {"config": {"\x1b[31m": "\x1b]0;x\x07", "\ud800": 1}}
-    with Journal(tmp_path / "runs/b", facts=hostile) as journal:
+    with Journal("runs/b", facts=hostile) as journal:
         journal.write("eval", step=1, metric="\x1b[2J", value=1.0)
         journal.write("stop", step=1, reason="\x1b[2J\n\n")
     ended = run("a b")

@@ -9,12 +9,12 @@ import pytest
 from curry_train.cli.figures import FAINT_OPACITY, LONGEST_RUN_NAME, MOST_NAMED, plot_runs
 from curry_train.runs import read_history
 
-from ..command_runs import ran
+from ..command_runs import ran, require_picture
 from ..journals import plant, plant_eventful
 
 
 @pytest.fixture
-def figure(monkeypatch, tmp_path):
+def figure(monkeypatch):
     """Draw, and return the saved figure."""
     import matplotlib.figure
 
@@ -29,9 +29,9 @@ def figure(monkeypatch, tmp_path):
     def draw(folders):
         plot_runs(
             [replace(read_history(folder), name=folder.name) for folder in folders],
-            tmp_path / "out.png",
+            "out.png",
         )
-        assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+        require_picture("out.png")
         return drawn[-1]
 
     return draw
@@ -41,8 +41,8 @@ def panel(figure, label):
     return next(axes for axes in figure.axes if axes.get_ylabel().startswith(label))
 
 
-def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
-    loss = panel(figure([plant_eventful(tmp_path / "run")]), "loss")
+def test_rolled_back_steps_are_faint_and_the_others_solid(figure):
+    loss = panel(figure([plant_eventful("run")]), "loss")
     curves = [
         line for line in loss.lines if len(line.get_xdata()) > 1 and line.get_marker() == "None"
     ]
@@ -50,8 +50,8 @@ def test_rolled_back_steps_are_faint_and_the_others_solid(figure, tmp_path):
     assert spans == {(11, 20): FAINT_OPACITY, (21, 30): FAINT_OPACITY, (1, 40): None}
 
 
-def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure, tmp_path):
-    drawn = figure([plant_eventful(tmp_path / "run")])
+def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure):
+    drawn = figure([plant_eventful("run")])
     places = {line.get_marker(): list(line.get_xdata()) for line in panel(drawn, "events").lines}
     assert places["|"] == [10, 20, 20, 30, 30, 40]
     assert (places["v"], places["<"], places[">"], places["s"]) == ([20], [10], [20], [40])
@@ -67,30 +67,30 @@ def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure, tm
     ]
 
 
-def test_there_is_a_panel_for_each_figure_in_the_journals(figure, tmp_path):
-    with_metric = figure([plant_eventful(tmp_path / "run")])
+def test_there_is_a_panel_for_each_figure_in_the_journals(figure):
+    with_metric = figure([plant_eventful("run")])
     assert [axes.get_ylabel() for axes in with_metric.axes] == [
         "loss", "dev loss", "learning rate", "peak, GiB", "events",
     ]  # fmt: skip
-    without = figure([plant(tmp_path / "other")])
+    without = figure([plant("other")])
     assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
 
 
-def test_losses_that_are_not_finite_are_marked_at_the_edge(figure, tmp_path):
-    folder = plant(tmp_path / "run", loss=lambda step: math.nan if step > 15 else 2.0**-step)
+def test_losses_that_are_not_finite_are_marked_at_the_edge(figure):
+    folder = plant("run", loss=lambda step: math.nan if step > 15 else 2.0**-step)
     loss = panel(figure([folder]), "loss")
     (lost,) = [line for line in loss.lines if line.get_marker() == "x" and len(line.get_xdata())]
     assert list(lost.get_xdata()) == [16, 17, 18, 19, 20]
     assert loss.get_yscale() == "log"
-    assert figure([plant(tmp_path / "lost", loss=lambda step: math.nan)]).axes
+    assert figure([plant("lost", loss=lambda step: math.nan)]).axes
 
 
-def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
+def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure):
     folders = []
     for number in range(20):
         name = f"sweep-{number:03d}-{'a-long-list-of-options-' * 4}seed={number}"
         folders.append(
-            plant(tmp_path / name, last=3, loss=lambda step, number=number: 1.0 + (number * 7) % 20)
+            plant(name, last=3, loss=lambda step, number=number: 1.0 + (number * 7) % 20)
         )
     drawn = figure(folders)
     names = next(legend for legend in drawn.legends if "sweep" in legend.get_texts()[0].get_text())
@@ -105,12 +105,12 @@ def test_of_many_runs_the_lowest_have_names_and_all_names_fit(figure, tmp_path):
     assert {text[:9] for text in texts} == kept
 
 
-def test_the_command_draws_and_prints_figures(tmp_path):
-    plant_eventful(tmp_path / "runs/one")
-    plant(tmp_path / "runs/two")
+def test_the_command_draws_and_prints_figures():
+    plant_eventful("runs/one")
+    plant("runs/two")
     ended = ran("runs plot one two one --out both.png --json -")
     assert ended.stderr == "2 runs drawn as both.png\n"
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    require_picture("both.png")
     one, two = json.loads(ended.stdout)["runs"]
     assert (one["run"], one["attempts"], one["steps"]) == ("one", 3, "1 to 40")
     assert (one["events"]["save"], two["named"]) == (6, True)

@@ -5,6 +5,7 @@ Run: `python -m pytest tests/cli/test_scaffold_add.py`.
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -29,8 +30,8 @@ def repository(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("inside", "tests_init"), [("training", True), ("mylib/training", False)])
-def test_add_into_flat_layout_from_elsewhere_runs_too(bundle, tmp_path, inside, tests_init):
-    root = tmp_path / "my repository"
+def test_add_into_flat_layout_from_elsewhere_runs_too(bundle, inside, tests_init):
+    root = Path("my repository")
     write(root / "setup.py", "")
     write(root / "mylib/__init__.py", "")
     if tests_init:
@@ -130,10 +131,10 @@ def test_add_of_a_tool_or_a_room_prints_what_to_run_or_to_write_and_copies_nothi
     compile("\n".join(line.removeprefix("  ") for line in lines), "loop", "exec")
 
 
-def test_add_own_of_the_real_room_saves_and_resumes_without_the_package(tmp_path):
-    write(tmp_path / "setup.py", "")
+def test_add_own_of_the_real_room_saves_and_resumes_without_the_package():
+    write("setup.py", "")
     scaffold(REAL, "add checkpoint-policy --own --into saving")
-    write(tmp_path / "use.py", USE_SAVING)
+    write("use.py", USE_SAVING)
     python = warm_python()
     assert shell(f"{python} use.py").stdout == "None\n"
     assert shell(f"{python} use.py").stdout == "2\n"

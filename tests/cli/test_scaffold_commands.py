@@ -15,23 +15,23 @@ from curry_train.cli.ownership import TECHNIQUES
 from .scaffold_case import REAL, edit, refusal, scaffold, tree, write
 
 
-def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle, tmp_path):
+def test_a_dry_run_of_new_lists_the_files_and_writes_none(bundle):
     done = scaffold(bundle, "new run --dry-run")
     assert "train.py" in done.stdout
     assert "Next:" not in done.stdout
-    assert not (tmp_path / "run").exists()
+    assert not Path("run").exists()
 
 
-def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle, tmp_path):
-    (tmp_path / "here").mkdir()
-    assert "name a new folder" in refusal(bundle, "new .", cwd=tmp_path / "here")
-    assert not [*(tmp_path / "here").iterdir()]
+def test_new_does_not_take_the_current_folder_though_it_is_empty(bundle):
+    Path("here").mkdir()
+    assert "name a new folder" in refusal(bundle, "new .", cwd="here")
+    assert not [*Path("here").iterdir()]
 
 
-def test_new_goes_on_in_the_folder_of_a_start_that_was_killed(bundle, tmp_path):
-    write(tmp_path / "run/.curry-train-staged-1/0", "")
+def test_new_goes_on_in_the_folder_of_a_start_that_was_killed(bundle):
+    write("run/.curry-train-staged-1/0", "")
     scaffold(bundle, "new run")
-    assert not [*(tmp_path / "run").glob(".curry-train-staged-*")]
+    assert not [*Path("run").glob(".curry-train-staged-*")]
 
 
 def test_diff_tells_edits_of_the_user_from_changes_of_the_release(bundle, project):

@@ -92,8 +92,8 @@ def test_update_marks_a_conflict_and_ends_with_1(bundle, project):
     assert merged == "# The project run\n\nRead my notes and config.yaml.\n"
 
 
-def test_update_brings_what_several_calls_added_with_its_new_imports(bundle, tmp_path):
-    root = tmp_path / "repository"
+def test_update_brings_what_several_calls_added_with_its_new_imports(bundle):
+    root = Path("repository")
     write(root / "setup.py", "")
     write(root / "mylib/__init__.py", "")
     for technique in ("grad-accum", "sac"):

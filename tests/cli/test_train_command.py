@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,8 @@ def trained(*words, status=0):
     return ran("train", TINY, *words, status=status)
 
 
-def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
-    (tmp_path / "config.yaml").write_text("name: mine\nsteps: 4\n")
+def test_a_run_of_a_file_and_words_prints_its_folder():
+    Path("config.yaml").write_text("name: mine\nsteps: 4\n")
     first = trained("--json end.json --seed 3")
     assert first.stderr == ""
     assert first.stdout.endswith(
@@ -37,7 +38,7 @@ def test_a_run_of_a_file_and_words_prints_its_folder(tmp_path):
     ended = read_json("end.json")
     assert (ended["step"], ended["ended_by"], ended["run"]) == (4, "steps", "runs/mine-001")
     assert 4 < ended["dev_loss"] < 6
-    assert "seed: 3" in (tmp_path / "runs/mine-001/config.yaml").read_text()
+    assert "seed: 3" in Path("runs/mine-001/config.yaml").read_text()
     assert trained("--resume latest").stdout.endswith(
         "\nnothing to do: runs/mine-001 has its 4 steps; increase steps= to go on\n"
     )
@@ -63,16 +64,16 @@ def test_a_state_that_can_not_be_saved_ends_with_its_message_and_status_1(monkey
     assert "Traceback" not in error
 
 
-def test_missing_tensorboard_is_reported_before_a_run_begins(tmp_path, monkeypatch):
+def test_missing_tensorboard_is_reported_before_a_run_begins(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     refused = trained("log.tensorboard=true", status=2)
     message = "log.tensorboard needs the package tensorboard: pip install tensorboard"
     assert message in flat(refused.stderr)
-    assert not (tmp_path / "runs").exists()
+    assert not Path("runs").exists()
 
 
-def test_a_signal_saves_and_the_run_goes_on(tmp_path):
-    journal = tmp_path / "runs/run-001/journal.jsonl"
+def test_a_signal_saves_and_the_run_goes_on():
+    journal = Path("runs/run-001/journal.jsonl")
 
     def stop():
         """Send the signal once the third step is in the journal."""
@@ -91,7 +92,7 @@ def test_a_signal_saves_and_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.timeout(600)
-def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
+def test_torchrun_trains_and_a_signal_to_one_rank_stops_both():
     line = f"{RANKS} {TINY} steps=100000 parallel=fsdp2 log.every=1000"
     paths = f"{ROOT}/template:{ROOT}"
     process = subprocess.Popen(
@@ -102,7 +103,7 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    journal = tmp_path / "runs/run-001/journal.jsonl"
+    journal = Path("runs/run-001/journal.jsonl")
     wait_for(lambda: journal.is_file() and '"step":2,' in journal.read_text())
     ranks = subprocess.run(
         ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
@@ -111,7 +112,7 @@ def test_torchrun_trains_and_a_signal_to_one_rank_stops_both(tmp_path):
     os.kill(int(ranks[1]), signal.SIGTERM)
     out, error = process.communicate(timeout=200)
     assert "stopped by SIGTERM after step" in out, error
-    assert list((tmp_path / "runs/run-001/recovery").glob("step-*.dcp"))
+    assert list(Path("runs/run-001/recovery").glob("step-*.dcp"))
     assert process.returncode != 0
 
 

@@ -49,8 +49,7 @@ def dry_run(folder, *words):
     """Return the rows of a dry run by case and agent."""
     path = folder / "record.json"
     program = [sys.executable, ROOT / "benchmarks/evals.py", "--dry-run", "--json", path]
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
-    ended = finished(*program, *words, status=None, PYTHONPATH=paths)
+    ended = finished(*program, *words, status=None)
     assert path.exists(), ended.stdout + ended.stderr
     record = read_json(path)
     return ended.returncode, record, {(row["case"], row["agent"]): row for row in record["rows"]}

@@ -3,8 +3,6 @@
 python -m pytest tests/gates/test_first_look.py
 """
 
-import json
-
 import pytest
 
 from curry_train.gates import Verdict
@@ -12,7 +10,7 @@ from curry_train.gates.first_look import FailureCause, explained, look
 from curry_train.gates.recompute import compare_inactive
 from curry_train.workloads import Case
 
-from ..command_runs import flat, ran
+from ..command_runs import flat, ran, read_json
 from ..saboteurs.saboteurs import verdict_of
 from . import constructs
 
@@ -47,7 +45,7 @@ def test_validate_prints_a_cause_once_and_gates_that_hold_stay_held(tmp_path):
     gates = "--gate sac/parity-regions --gate checkpoint-policy/bitwise --gate recompute/off"
     path = tmp_path / "a.json"
     ended = ran("validate --model tests.gates.constructs:own_generator", gates, "--json", path)
-    output, data = flat(ended.output), json.loads(path.read_text())
+    output, data = flat(ended.output), read_json(path)
     assert output.count("layers.0.generator to layers.2.generator: state stays") == 1
     assert "1 held, 0 failed, 2 not applicable" in output
     assert output.count("n/a: cause 1") == 2

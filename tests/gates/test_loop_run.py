@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 from curry_train.gates import loop_run
 from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program, put_back
 
+from ..command_runs import wait_for
 from ..warm_python import warm_python
 
 
@@ -645,10 +645,7 @@ def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
     # A shell's jobs in the background ignore SIGINT, and so does what they start.
     usual = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, preexec_fn=usual)
-    until = time.monotonic() + 100
-    while not Path("moved.py").exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(Path("moved.py").exists)
     process.send_signal(number)
     assert process.wait(timeout=60)
     assert files(folder) == before

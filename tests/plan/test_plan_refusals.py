@@ -13,7 +13,7 @@ from curry_train.core.blocks import Derived
 from curry_train.plan import Infeasible, Plan, PlanMismatch, Planner, Sharding, find_profile, plan
 from curry_train.plan.saved import Option, apply_options
 
-from ..command_runs import require_narrow
+from ..command_runs import flat, read_json, require_narrow
 from ..plan_models import Net, net, squares
 
 
@@ -35,7 +35,7 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
     again = Plan.load(path)
     # Other settings are for the reader alone.
     others = {"candidates": [], "own": None}
-    assert again.to_json() | others == json.loads(path.read_text()) | others
+    assert again.to_json() | others == read_json(path) | others
     changed = again.apply(net(64, 256, 64, 256).build())
     assert changed == [n for n, o in found.options.items() if o.kind != "none"]
     assert (changed.microbatch, changed.steps) == (found.microbatch, found.steps)
@@ -127,7 +127,7 @@ def infeasible(budget, **settings):
     with pytest.raises(Infeasible) as error:
         plan(net(64, 64), budget, global_batch=8, without=("sac", "regions"), **settings)
     require_narrow(str(error.value))
-    return " ".join(str(error.value).split())
+    return flat(str(error.value))
 
 
 def test_the_message_has_the_missing_bytes_and_what_would_help():

@@ -16,7 +16,7 @@ from curry_train.plan import measure_timeline
 from curry_train.primitives import recompute_blocks
 from curry_train.workloads.models import BUILTIN_WORKLOADS
 
-from ..command_runs import ran, require_narrow
+from ..command_runs import ran, require_narrow, require_picture
 from ..peers.peer_table import torch_checkpoints
 from ..plan_models import built
 from ..toy_steps import square_sum
@@ -198,4 +198,4 @@ def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path)
     ):
         assert message in ended.stderr
     require_narrow(ended.stderr)
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    require_picture(tmp_path / "step.png")

@@ -3,7 +3,6 @@
 python -m pytest tests/runs/test_attached_spike.py
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from curry_train.runs import read_history, saving
 
+from ..command_runs import read_json
 from ..journals import lines_of
 from ..library_trainers import weights
 from ..rank_calls import run_on_ranks
@@ -89,7 +89,7 @@ def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path
     how = {"microbatches": 2, "rollback_every": 18, "journal": False}
     statuses, ended = started_again(tmp_path / "spiked", **how)
     assert statuses == [75]
-    (recovery,) = json.loads((tmp_path / "spiked/recoveries.json").read_text())
+    (recovery,) = read_json(tmp_path / "spiked/recoveries.json")
     assert recovery["start"] < BAD[0]
     assert recovery["stop"] > BAD[2]
     (tmp_path / "never").mkdir()

@@ -15,7 +15,6 @@ from curry_train.runs.format import ShardedSave
 
 from ..command_runs import finished
 from ..store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
-from ..tree import ROOT
 from ..warm_python import warm_python
 
 
@@ -151,8 +150,7 @@ saver.save("rollback", 1, new_state())
 
 
 def test_a_process_finishes_its_save_before_it_ends(tmp_path):
-    paths = f"{ROOT}/template:{ROOT}"
-    done = finished(warm_python(), "-c", AT_EXIT, cwd=tmp_path, PYTHONPATH=paths)
+    done = finished(warm_python(), "-c", AT_EXIT, cwd=tmp_path)
     assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
 
 

@@ -5,7 +5,6 @@ python -m pytest tests/runs/test_waits.py
 
 import contextlib
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from curry_train.runs import (
     load_chosen,
 )
 
+from ..command_runs import wait_for
 from ..rank_calls import run_on_ranks
 from ..store_models import At, CountedFiles, new_state, train
 
@@ -113,9 +113,7 @@ def test_a_rank_that_dies_ends_the_wait_of_the_others_and_leaves_what_was_commit
 
     def wait_for_rank_0(*arguments):
         """Let the other rank notice before it is ended too."""
-        until = time.monotonic() + 20
-        while not (tmp_path / "error").exists() and time.monotonic() < until:
-            time.sleep(0.05)
+        wait_for((tmp_path / "error").exists)
         end_all(*arguments)
 
     monkeypatch.setattr(RankProcesses, "_raise", wait_for_rank_0)

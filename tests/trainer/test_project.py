@@ -3,14 +3,13 @@
 Run with `python -m pytest tests/trainer/test_project.py`.
 """
 
-import json
 import shlex
 
 import pytest
 
 from curry_train.cli.ownership import find_bundle, project_files
 
-from ..command_runs import finished
+from ..command_runs import finished, read_json
 from ..journals import column
 from ..warm_python import warm_python
 
@@ -86,7 +85,7 @@ def test_a_plan_file_of_the_command_is_applied(project, tmp_path):
     words = ["--budget", "60MiB", "--global-batch", "8", "--microbatch", "2", "--out", plan]
     words += ["--whole-loss", "--without", "sac", "--without", "offload", "--without", "regions"]
     run(project, "-m", "curry_train", "plan", "--model", "model.py:example", *words)
-    assert json.loads(plan.read_text())["microbatch"] == 2
+    assert read_json(plan)["microbatch"] == 2
     recompute = f"recompute={{strategy: plan, plan: {plan}}}"
     out = run(project, "train.py", *WORDS, recompute, f"runs={tmp_path}/runs")
     assert "step 4/4" in out
