@@ -101,6 +101,11 @@ def newest_step(folder):
     return SavedRun(folder).latest().step
 
 
+def save_new(store, step=1, seed=0):
+    """Save a new state as a rollback."""
+    return store.save("rollback", step, new_state(seed))
+
+
 def save_best(store, step, state, value=1.0):
     """Save the parameters of a state as the best, with this dev loss."""
     return store.save("best-k", step, state, metric=("dev_loss", value))

@@ -14,7 +14,7 @@ from curry_train.runs import Store
 from torture import STOPPED, Blow, History, Life, RankReport, Setup, judge
 
 from ..command_runs import finished
-from ..store_models import new_state
+from ..store_models import save_new
 from ..tree import ROOT
 from ..warm_python import warm_python
 
@@ -50,7 +50,7 @@ def life(*, steps=(3, 3), statuses=(STOPPED, STOPPED), losses=LOSSES):
 @pytest.fixture
 def judged(tmp_path):
     with Store(tmp_path) as store:
-        store.save("rollback", 3, new_state())
+        save_new(store, 3)
 
     def judged(life, *, struck_at=50.0):
         return judge(History(tmp_path, Setup(2), LOSSES), life, TERM, None, struck_at)

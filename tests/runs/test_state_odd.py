@@ -19,6 +19,7 @@ from ..store_models import (
     equal,
     fail,
     new_state,
+    save_new,
     tensors_of,
     train,
     unscheduled,
@@ -199,7 +200,7 @@ def test_every_optimizer_continues_bit_equal(store, name, steps, dtype):
 
 
 def test_a_model_without_memory_is_refused_with_the_reason(store):
-    saved = store.save("rollback", 1, new_state())
+    saved = save_new(store)
     with torch.device("meta"):
         other = new_state(seed=1)
     with pytest.raises(StateMismatch, match=r"nothing can be loaded into this model: .*meta"):

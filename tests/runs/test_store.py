@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from curry_train.runs import DamagedCheckpoint, StepExists, Store, load_chosen
 
-from ..store_models import equal, new_state, save_best, tensors_of, train
+from ..store_models import equal, new_state, save_best, save_new, tensors_of, train
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def test_invalid_kinds_steps_and_metrics_are_refused(store, arguments):
 
 
 def test_a_valid_checkpoint_is_never_written_into(store):
-    saved = store.save("rollback", 1, new_state())
+    saved = save_new(store)
     assert {*store.committed()} == {saved}
     before = store.verify(saved)
     with pytest.raises(StepExists, match="discard it first"):
-        store.save("rollback", 1, new_state(seed=1))
+        save_new(store, seed=1)
     assert store.verify(saved) == before
     store.discard(saved)
     assert store.committed("rollback") == []
-    store.save("rollback", 1, new_state(seed=1))
+    save_new(store, seed=1)
 
 
 def test_a_damaged_checkpoint_in_the_way_is_replaced(store, tmp_path):

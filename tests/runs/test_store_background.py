@@ -14,7 +14,7 @@ from curry_train.runs.background import Staging
 from curry_train.runs.format import ShardedSave
 
 from ..command_runs import finished
-from ..store_models import At, CountedFiles, equal, fail, new_state, tensors_of, train
+from ..store_models import At, CountedFiles, equal, fail, new_state, save_new, tensors_of, train
 from ..warm_python import warm_python
 
 
@@ -134,7 +134,7 @@ def test_an_error_of_a_save_is_raised_at_the_next_call(tmp_path, call):
 def test_any_error_of_a_save_leaves_no_folder(store, monkeypatch, moment, error, message):
     monkeypatch.setattr(ShardedSave, moment, lambda *_, **__: fail(KeyError("odd"))())
     with pytest.raises(error, match=message):
-        store.save("rollback", 1, new_state())
+        save_new(store)
     assert not [*(store.root / "rollback").iterdir()]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from curry_train.runs import RunError, SavedRun, SaveError, Store
 
-from ..store_models import new_state
+from ..store_models import save_new
 
 
 def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_it(
@@ -34,7 +34,7 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "rename", record_rename)
     with Store(tmp_path) as store:
-        folder = tmp_path / store.save("rollback", 1, new_state()).folder
+        folder = tmp_path / save_new(store).folder
     renamed = events.index(str(folder))
     before, after = (
         dict(event for event in part if isinstance(event, tuple))
@@ -49,10 +49,10 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_
 def test_a_folder_in_place_of_latest_is_warned_of_and_nothing_is_deleted(tmp_path, caplog):
     """A copy that follows links makes one, which may be the only one of its checkpoint."""
     with Store(tmp_path / "run") as store:
-        store.save("rollback", 1, new_state())
+        save_new(store)
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
     with Store(tmp_path / "copy") as store:
-        store.save("rollback", 2, new_state())
+        save_new(store, 2)
     assert (tmp_path / "copy/latest/manifest.json").is_file()
     assert "latest does not point to rollback/step-00000002.dcp" in caplog.text
 
@@ -77,5 +77,5 @@ def test_what_is_too_large_to_be_read_is_not_saved(tmp_path, monkeypatch, limit)
         Store(tmp_path) as store,
         pytest.raises(SaveError, match=r"takes [\d,]+ bytes, and 100 are the most"),
     ):
-        store.save("rollback", 1, new_state())
+        save_new(store)
     assert SavedRun(tmp_path).committed("rollback") == []

@@ -19,12 +19,12 @@ from curry_train.runs.layout import FileEntry, hash_bytes, parse_manifest
 from curry_train.runs.values import Stored, dump, load
 from torture_shapes import Call
 
-from ..store_models import alike, equal, new_state, save_best, tensors_of
+from ..store_models import alike, equal, new_state, save_best, save_new, tensors_of
 
 
 @pytest.fixture
 def saved(store):
-    return store.save("rollback", 1, new_state())
+    return save_new(store)
 
 
 def forge_entry(store, saved, name, entry):
@@ -157,7 +157,7 @@ def test_a_huge_file_is_refused_unread_and_an_older_checkpoint_loads(
     store, saved, name, monkeypatch
 ):
     """Make files of 8 GiB without content: reading one whole would end the test's process."""
-    newer = store.save("rollback", 2, new_state())
+    newer = save_new(store, 2)
     os.truncate(newer.location / name, 2**33)
     if name != "manifest.json":
         forge_entry(store, newer, name, FileEntry(2**33, "00"))

@@ -17,7 +17,7 @@ import pytest
 
 from curry_train.runs import LockedRun, SavedRun, SaveError, Store
 
-from ..store_models import new_state
+from ..store_models import new_state, save_new
 from ..tree import ROOT
 
 HOLDER = """
@@ -81,7 +81,7 @@ def test_one_process_writes_and_its_death_frees_the_lock_though_a_child_lives(tm
         began = time.monotonic()
         with Store(tmp_path) as store:
             assert time.monotonic() - began < 5
-            store.save("rollback", 1, new_state())
+            save_new(store)
         os.kill(child, 0)  # the child is alive
     finally:
         os.kill(child, signal.SIGKILL)
@@ -117,18 +117,18 @@ def test_a_damaged_lock_file_stops_nobody(store, tmp_path):
         (tmp_path / "writer.txt").write_text(damaged)
         with pytest.raises(LockedRun, match="another process that just started: end it, or"):
             Store(tmp_path).open()
-    store.save("rollback", 1, new_state())
+    save_new(store)
 
 
 def test_a_lock_file_that_is_deleted_does_not_let_two_processes_commit(store, tmp_path):
-    store.save("rollback", 1, new_state())
+    save_new(store)
     (tmp_path / "writer.txt").unlink()
-    store.save("rollback", 2, new_state())
+    save_new(store, 2)
     (tmp_path / "writer.lock").unlink()
     with Store(tmp_path) as other:
         with pytest.raises(
             SaveError, match=f"was taken over by process {os.getpid()} .*: this process saves n"
         ):
-            store.save("rollback", 3, new_state())
+            save_new(store, 3)
         other.save("rollback", 4, new_state())
     assert [saved.step for saved in SavedRun(tmp_path).committed("rollback")] == [1, 2, 4]
