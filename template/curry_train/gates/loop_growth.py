@@ -5,9 +5,7 @@ Proof: `python -m pytest tests/gates/test_loop.py`.
 
 import gc
 import inspect
-import itertools
 import linecache
-import operator
 import re
 import sys
 import types
@@ -22,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from .loop_events import Blank
 from .loop_lines import place_of, places_with, users_files, users_frames
 from .loop_loss import nodes_behind
+from .loop_weights import instances_of
 
 # Steps after which containers are looked at: the first one makes the optimizer's state.
 FIRST_STEP = 2
@@ -38,11 +37,11 @@ HOLDERS = (dict, types.CellType)
 class Growth(Blank):
     """Containers that have more entries after each step."""
 
-    # Numbers of entries after each step, by the ids of containers that have grown so far.
-    sizes: dict[int, list[int]]
+    # Numbers of entries of the first time and of the last one, by the ids of the containers that
+    # have grown each time. By 0: the number of nodes of all graphs.
+    first: dict[int, int]
+    sizes: dict[int, int]
     num_steps: int
-    # Nodes of all graphs after each step.
-    num_nodes: list[int]
     # Place and description of containers that grow without end, by their ids.
     found: dict[int, tuple[str, str]]
     # Lines that keep tensors with the graphs of earlier steps.
@@ -53,7 +52,7 @@ class Growth(Blank):
         if is_late or num_steps < FIRST_STEP or num_steps <= self.num_steps:
             return
         objects = gc.get_objects()
-        self.num_nodes.append(len(nodes_behind(*_with_graphs(objects))))
+        num_nodes = len(nodes_behind(*_with_graphs(objects)))
         # A dictionary of arrays alone is not tracked.
         objects += gc.get_referents(*(one for one in objects if type(one) in HOLDERS))
         objects += [one for _, one, _ in _variables()]
@@ -62,27 +61,31 @@ class Growth(Blank):
             for one in objects
             if type(one) in CONTAINERS and getattr(one, "maxlen", None) is None
         }
+        sizes = {key: len(one) for key, one in containers.items()} | {0: num_nodes}
         if not self.num_steps:
-            self.sizes = {key: [] for key in containers}
+            self.first = sizes
+            self.sizes = dict.fromkeys(sizes, -1)
+        before = self.sizes
         # Past the first epoch it is seen whether they are emptied again.
-        by_least = int(num_steps <= LAST_STEP)
+        by_least = num_steps <= LAST_STEP
         self.sizes = {
-            key: [*before, len(containers[key])]
-            for key, before in self.sizes.items()
-            if key in containers and (not before or len(containers[key]) >= before[-1] + by_least)
+            key: sizes[key] for key in before if sizes.get(key, -1) >= before[key] + by_least
         }
+        for key in self.found.keys() - self.sizes:
+            del self.found[key]
         self.num_steps = num_steps
-        self.found = {key: found for key, found in self.found.items() if key in self.sizes}
         if num_steps == FIRST_STEP + FEWEST_INTERVALS:
-            if all(itertools.starmap(operator.lt, itertools.pairwise(self.num_nodes))):
+            if self.sizes.pop(0, 0):
                 # Not of what waits to be collected.
                 gc.collect()
                 graphs = _with_graphs(gc.get_objects())
-                if len(nodes_behind(*graphs)) > self.num_nodes[-2]:
-                    self.graphs = _lines_of_holders(*graphs) or [""]
-            for key, (first, *_, last) in self.sizes.items():
+                if len(nodes_behind(*graphs)) > before[0]:
+                    holders = [one for one in gc.get_referrers(*graphs) if type(one) in CONTAINERS]
+                    lines = map(_line_that_keeps, [*holders, *graphs])
+                    self.graphs = [*filter(None, lines)] or [""]
+            for key, size in self.sizes.items():
                 one = containers[key]
-                measured = _description(one, (last - first) / FEWEST_INTERVALS)
+                measured = _description(one, (size - self.first[key]) / FEWEST_INTERVALS)
                 if place := _line_that_registers(one):
                     self.found[key] = place, "registers a hook in each step that is never removed"
                 elif measured and (place := _line_that_keeps(one)):
@@ -128,12 +131,6 @@ def _with_graphs(objects: Iterable[Any]) -> list[Tensor]:
     return [one for one in objects if issubclass(type(one), Tensor) and one.grad_fn is not None]
 
 
-def _lines_of_holders(*tensors: Tensor) -> list[str]:
-    """Return the lines that add to tensors, or to what holds them."""
-    holders = [one for one in gc.get_referrers(*tensors) if type(one) in CONTAINERS]
-    return list(filter(None, map(_line_that_keeps, [*holders, *tensors])))
-
-
 def _line_that_keeps(container: Any) -> str | None:
     """Return the line of the user's that adds to a container; nothing where one empties it."""
     lines = (_line_that_adds_to(name, code) for name, code in _names(container))
@@ -158,11 +155,9 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
     for one in gc.get_referrers(container):
         attributes = one if isinstance(one, dict) else getattr(one, "__dict__", {})
         yield from [(k, None) for k, v in attributes.items() if v is container and type(k) is str]
-        if isinstance(one, types.CellType):
-            for closure in gc.get_referrers(one):
-                for function in gc.get_referrers(closure) if isinstance(closure, tuple) else ():
-                    if isinstance(function, types.FunctionType) and function.__closure__ == closure:
-                        yield function.__code__.co_freevars[closure.index(one)], None
+        for function in instances_of(types.FunctionType) if type(one) is types.CellType else ():
+            cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            yield from [(name, None) for name, cell in cells if cell is one]
 
 
 def _line_that_adds_to(name: str, code: Any) -> str | None:
@@ -173,36 +168,33 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
         rf"|\[.*\](\.append\(|\s*\+?=[^=])|\s*\+=|\s*=.*{word}\s*\+)"
     )
     # Lines that keep a container from growing without end: they remove entries, look for a key
-    # first, add up to a limit, or make it anew within a loop.
+    # first, or add up to a limit.
     takes = re.compile(
         rf"\bdel .*{word}|{word}(\.(pop|popleft|popitem|remove|clear)\(|(\[:\])? = {word}\[)"
         rf"|\bnot in .*{word}|\blen\(.*{word}\) <.*\n?.*{word}\.append\("
     )
-    anew = re.compile(rf"(\s+)[\w\s,.]*{word}[\w\s,.]*= (\[\]|\{{\}}|\w+\(\))")
-    # So does a method that is called at the begin of an epoch, and that adds nothing itself.
+    # So does a line that makes a variable anew within a loop, or a method that is called at the
+    # begin of an epoch, and that adds nothing itself.
     resets = re.compile(
-        rf"def (?!__init__)(?:(?!\bdef\b)[\s\S])*?\.{word} = (\[\]|\{{\}})"
-        rf"(?:(?!\bdef\b|\.{word}\.)[\s\S])*(\bdef\b|\Z)"
+        rf"^([ \t]*)(for|while)\b[\s\S]*^\1[ \t]+[\w ,.]*{word}[\w ,.]*= (\[\]|\{{\}}|\w+\(\))"
+        if code
+        else rf"def (?!__init__)(?:(?!\bdef\b)[\s\S])*?\.{word} = (\[\]|\{{\}})"
+        rf"(?:(?!\bdef\b|\.{word}\.)[\s\S])*(\bdef\b|\Z)",
+        re.MULTILINE,
     )
     own = {number for _, _, number in code.co_lines()} if code else None
     for file in [code.co_filename] if code else users_files():
-        lines = linecache.getlines(file)
-        if not own and resets.search("".join(lines)):
+        lines = {
+            number: line
+            for number, line in enumerate(linecache.getlines(file), 1)
+            if own is None or number in own or number - 1 in own
+        }
+        text = "".join(lines.values())
+        is_taken = takes.search(text)
+        # The variables of a module are the entries of a dictionary, too.
+        if resets.search(text) or (is_taken and code):
             return ""
-        found, loops = "", list[str]()
-        for number, line in enumerate(lines, 1):
-            if own is None or number in own:
-                begins = anew.match(line) if own else None
-                is_in_loop = begins and any(len(one) < len(begins[1]) for one in loops)
-                if is_in_loop or takes.search("".join(lines[number - 1 : number + 1])):
-                    # The variables of a module are the entries of a dictionary, too.
-                    if own:
-                        return ""
-                    break
-                loops += re.findall(r"^(\s*)(?:for|while)\b", line)
-                if not found and adds.search(line):
-                    found = place_of(file, number)
-        else:
-            if found:
-                return found
+        for number, line in () if is_taken else lines.items():
+            if adds.search(line):
+                return place_of(file, number)
     return None
