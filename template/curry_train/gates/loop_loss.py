@@ -94,15 +94,15 @@ def digest(one: Tensor) -> float:
 def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str, Iterable[Doubt]]]:
     """Return the whole loss of a call, as a part of itself, and doubts about it by the check."""
     given, target = options["input"], options["target"]
-    num_terms = float(target.numel() if name in ON_CLASSES else given.numel())
+    num_terms = (target if name in ON_CLASSES else given).numel()
     class_weight = 1.0
     if not target.is_floating_point():
         counted = target[target != options.get("ignore_index", -100)]
-        num_terms = float(counted.numel())
+        num_terms = counted.numel()
         if options.get("weight") is not None:
             class_weight = float(options["weight"][counted].mean())
     elif name == "cross_entropy":
-        num_terms = float(target.numel() // target.shape[1]) if target.dim() > 1 else 1.0
+        num_terms = target.numel() // target.shape[1] if target.dim() > 1 else 1
     wrong_targets = [*_wrong_targets(name, given, target)]
     if name in ("cross_entropy", "nll_loss"):
         smoothing = float(options.get("label_smoothing", 0))
@@ -117,21 +117,19 @@ def term_of_call(name: str, options: Mapping[str, Any]) -> tuple[Term, dict[str,
 
 def _wrong_inputs(name: str, given: Tensor, target: Tensor) -> Doubts:
     """Find inputs that are no logits or log-probabilities, or of another shape than targets."""
-    made, values = made_by(given), given.detach()
-    if name == "nll_loss" and made == "LogSoftmax":
-        logits = _behind_shapes(given.grad_fn).next_functions[0][0]
-        made = operation(_behind_shapes(logits))
+    made = made_by(given, "LogSoftmax" if name == "nll_loss" else "")
+    values = given.detach()
     sums = values.exp() if name in OF_LOGARITHMS else values
     # Over the classes, by how much sums of probabilities differ from 1.
     dims = range(sums.dim()) if name == "kl_div" else (min(1, sums.dim() - 1),)
-    errors = [(sums.float().sum(dim) - 1).abs() for dim in dims if sums.numel()]
-    error = min((float(one.max()) for one in errors), default=0.0)
+    errors = [float((sums.float().sum(dim) - 1).abs().max()) for dim in dims if sums.numel()]
+    error = min(errors, default=0.0)
     if name in OF_LOGARITHMS and error >= TOLERANCE:
         hint = "give it F.log_softmax(logits, dim=1), or use cross_entropy"
         yield f"{name} gets no log-probabilities", hint
     elif name in ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss"):
         has_classes = given.dim() > 1 and given.shape[1] > 1
-        is_distribution = error < 1e-3 and has_classes and bool((values >= 0).all())
+        is_distribution = error < 1e-3 and has_classes and (values >= 0).all()
         if is_distribution or made in ("Softmax", "Sigmoid", "LogSigmoid"):
             yield f"{name} gets probabilities", "give it the values before softmax or sigmoid"
         if made == "Relu":
@@ -171,12 +169,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     if is_binary and target.requires_grad and not given.requires_grad:
         yield f"{name} gets targets as its input", "swap its arguments: the model's output first"
     # A number and what the model gave.
-    node = _behind_shapes(target.grad_fn)
-    is_sum = (
-        name in ON_VALUES
-        and operation(node) == "Add"
-        and None in [one for one, _ in node.next_functions]
-    )
+    node = _source(target.grad_fn)
+    is_sum = name in ON_VALUES and operation(node) == "Add" and None in _inputs(node)
     # The targets come from another model, as a teacher that is trained by mistake. Where they come
     # from the trained model on purpose, the input has no gradient.
     is_others = name == "kl_div" and given.requires_grad
@@ -195,8 +189,8 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
 def _wrong_classes(target: Tensor, num_terms: float, smoothing: float) -> Doubts:
     """Find targets that are several classes, smoothed away, or ignored."""
     if target.is_floating_point() and target.dim() > 1:
-        is_whole = bool(((target == 0) | (target == 1)).all())
-        if is_whole and bool((target.sum(1) > 1).any()):
+        is_whole = ((target == 0) | (target == 1)).all()
+        if is_whole and (target.sum(1) > 1).any():
             hint = "use binary_cross_entropy_with_logits, or targets that sum to 1"
             yield "targets of cross_entropy are several classes at once", hint
     if smoothing > 0.9:
@@ -225,7 +219,7 @@ def _own_pairs(given: Tensor, target: Tensor) -> Doubts:
     if target.dim() != 1 or given.shape != 2 * target.shape or len(target) < 3:
         return
     is_symmetric = torch.allclose(given, given.T, rtol=1e-3)
-    is_largest = bool((given.diagonal() >= given.amax(1)).all())
+    is_largest = (given.diagonal() >= given.amax(1)).all()
     own = torch.arange(len(target), device=target.device)
     if is_symmetric and is_largest and not (target == own).any():
         hint = "set the diagonal of the similarities to -inf before the loss"
@@ -255,14 +249,19 @@ def operation(node: Any) -> str:
     return re.sub(r"Backward\d*$", "", node.name()) if node else ""
 
 
+def _inputs(node: Any) -> list[Any]:
+    """Return the nodes that made the inputs of a node, and None for those without a gradient."""
+    return [one for one, _ in node.next_functions]
+
+
 def nodes_behind(*tensors: Tensor) -> set[Any]:
     """Return the nodes of the graphs of tensors."""
     left, seen = [one.grad_fn for one in tensors], set[Any]()
     while left:
-        node: Any = left.pop()
+        node = left.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            left += [one for one, _ in node.next_functions]
+            left += _inputs(node)
     return seen
 
 
@@ -272,14 +271,15 @@ def leaves(tensor: Tensor) -> list[Tensor]:
     return found or [tensor]
 
 
-def made_by(tensor: Tensor) -> str:
-    """Return the operation that computed the values of a tensor."""
-    return operation(_behind_shapes(tensor.grad_fn))
+def made_by(tensor: Tensor, *others: str) -> str:
+    """Return the operation that computed the values of a tensor, before these others."""
+    return operation(_source(tensor.grad_fn, *others))
 
 
-def _behind_shapes(node: Any) -> Any:
-    while operation(node) in SHAPE_ONLY:
-        node = node.next_functions[0][0]
+def _source(node: Any, *others: str) -> Any:
+    """Return the node before those of shapes, and of these other operations."""
+    while operation(node) in (*SHAPE_ONLY, *others) and node:
+        node = _inputs(node)[0]
     return node
 
 
@@ -314,7 +314,7 @@ def num_left_out(logits: Tensor, dim: int) -> int:
             size = node._saved_self_sym_sizes[dim]
             # Negative numbers are shown without their sign.
             number += (node._saved_start + size) % 2**64 % size
-        node = node.next_functions[0][0] if name in (*SHAPE_ONLY, "LogSoftmax") else None
+        node = _inputs(node)[0] if name in (*SHAPE_ONLY, "LogSoftmax") else None
     return 0
 
 
@@ -324,11 +324,11 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
     Factors are those without a gradient scaler's scale. It reads what torch's nodes saved, so it
     must be called before the backward pass.
     """
-    found: list[Term] = []
-    added: list[Added] = []
+    found = list[Term]()
+    added = list[Added]()
     scale = 1.0
     is_second = False
-    left: list[tuple[Any, float, tuple[float, ...]]] = []
+    left = list[tuple[Any, float, tuple[float, ...]]]()
     # A loss may be a parameter.
     if loss.grad_fn is not None:
         left.append((loss.grad_fn, 1.0, ()))
@@ -357,29 +357,27 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
 
 def _inside(node: Any) -> list[tuple[Any, float]] | None:
     """Return the nodes whose weighted sum a node is, if it is one."""
-    name = operation(node)
-    following = [one for one, _ in node.next_functions]
-    own = [one for one in following if one is not None]
+    name, inputs = operation(node), _inputs(node)
+    own = [*filter(None, inputs)]
     alpha = float(getattr(node, "_saved_alpha", 1.0))
+    by: float | None = None
     if name in ("Add", "Sub"):
         weights = (1.0, alpha if name == "Add" else -alpha)
-        return [(one, by) for one, by in zip(following, weights, strict=True) if one is not None]
+        return [(one, by) for one, by in zip(inputs, weights, strict=True) if one]
     if name in ("Mean", "Sum") and operation(own[0]) == "Stack":
-        parts = [one for one, _ in own[0].next_functions if one is not None]
+        inputs = _inputs(own[0])
+        own = [*filter(None, inputs)]
         # Scalars alone: of others each would be a sum itself.
-        if math.prod(node._saved_self_sym_sizes) == len(own[0].next_functions):
-            return [(one, 1 / len(parts) if name == "Mean" else 1.0) for one in parts]
-    if len(own) != 1:
-        return None
-    if name in ("Neg", "Rsub"):
-        return [(own[0], -alpha)]
-    if name in SHAPE_ONLY:
-        return [(own[0], 1.0)]
-    if name in ("Mul", "Div"):
-        by = _constant(node)
-        if by:
-            return [(own[0], 1 / by if name == "Div" else by)]
-    return None
+        if math.prod(node._saved_self_sym_sizes) == len(inputs):
+            by = 1 / len(own) if name == "Mean" else 1.0
+    elif len(own) == 1:
+        if name in ("Neg", "Rsub"):
+            by = -alpha
+        elif name in SHAPE_ONLY:
+            by = 1.0
+        elif name in ("Mul", "Div") and (number := _constant(node)):
+            by = 1 / number if name == "Div" else number
+    return None if by is None else [(one, by) for one in own]
 
 
 def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
@@ -393,12 +391,12 @@ def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
         node, factor = left.pop()
         inner = _inside(node)
         if operation(node) in ("Sum", "Mean", "Clamp"):
-            inner = inner or [(node.next_functions[0][0], 1.0)]
+            inner = inner or [(_inputs(node)[0], 1.0)]
         weights[node] += factor
         left += [(one, factor * times) for one, times in inner or ()]
     for node, factor in [*weights.items()]:
         sign = {"Exp": 1, "Log": -1}.get(operation(node), 0)
-        below: Any = node.next_functions[0][0] if sign else node
+        below = _inputs(node)[0] if sign else node
         if factor * weights[below] >= 0 or _is_of_others(node):
             continue
         if factor * sign < 0:
@@ -411,13 +409,12 @@ def wrong_divergences(loss: Tensor) -> Iterator[tuple[str, str, str, str]]:
 
 def _is_of_others(node: Any) -> bool:
     """Return whether a node is of a ratio of spreads of which none is 1, as of no prior."""
-    ratio, _ = node.next_functions[0] if operation(node) == "Log" else (node, 0)
+    ratio = _inputs(node)[0] if operation(node) == "Log" else node
     if operation(ratio) == "Pow":
-        ratio = ratio.next_functions[0][0]
-    if operation(ratio) != "Div":
-        return False
+        (ratio,) = _inputs(ratio)
     known = [_saved(ratio, name) for name in ("self", "other")]
-    return not any(isinstance(one, Tensor) and bool((one == 1).all()) for one in known)
+    is_one = any(isinstance(one, Tensor) and (one == 1).all() for one in known)
+    return operation(ratio) == "Div" and not is_one
 
 
 def _saved(node: Any, name: str) -> Any:
@@ -441,55 +438,46 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     if TERM in node.metadata:
         return replace(node.metadata[TERM], factor=factor, divisors=divisors)
     name = operation(node)
-    if name in ("Mean", "Sum"):
-        num_terms = float(math.prod(node._saved_self_sym_sizes))
-        below = node.next_functions[0][0]
-        # Losses with a weight each are one part of their own.
-        if any(operation(one) == "Stack" for one, _ in getattr(below, "next_functions", ())):
-            return Term(name, "", math.nan, factor, divisors)
-        masked = _num_masked(below) or (_num_filled(below) if name == "Sum" else 0)
-        counted = num_terms - masked
-        if name == "Mean" and _is_log_probability(below):
-            name = LOG_PROBABILITY
-        # What the part is multiplied by, without what it is divided by.
-        times = abs(factor) * math.prod(divisors)
-        if masked and name != "Sum" and abs(times * counted / num_terms - 1) < 1e-3:
-            # Divided by the share of terms that count: their sum, divided by their number.
-            name, factor, divisors = "Sum", factor / num_terms, (*divisors, counted)
-        if name == "Sum":
-            is_mean = any(abs(by - num_terms) < 0.5 for by in divisors)
-            in_mean = masked if is_mean else 0
-            return Term(name, "sum", counted, factor, divisors, in_mean)
+    below = _inputs(node)[0] if name in ("Mean", "Sum") else None
+    # Losses with a weight each are one part of their own.
+    if below is None or any(operation(one) == "Stack" for one in _inputs(below)):
+        return Term(name, "", math.nan, factor, divisors)
+    num_terms = math.prod(node._saved_self_sym_sizes)
+    masked = _num_masked(below) or (_num_filled(below) if name == "Sum" else 0)
+    counted = num_terms - masked
+    chosen = _source(below)
+    is_chosen = operation(chosen) in ("Index", "Gather")
+    # As values that a log_softmax has at the targets.
+    if name == "Mean" and is_chosen and operation(_inputs(chosen)[0]) == "LogSoftmax":
+        name = LOG_PROBABILITY
+    # What the part is multiplied by, without what it is divided by.
+    times = abs(factor) * math.prod(divisors)
+    if masked and name != "Sum" and abs(times * counted / num_terms - 1) < 1e-3:
+        # Divided by the share of terms that count: their sum, divided by their number.
+        name, factor, divisors = "Sum", factor / num_terms, (*divisors, counted)
+    if name != "Sum":
         return Term(name, "mean", num_terms, factor, divisors, masked)
-    return Term(name, "", math.nan, factor, divisors)
-
-
-def _is_log_probability(node: Any) -> bool:
-    """Return whether values are those that a log_softmax has at the targets."""
-    node = _behind_shapes(node)
-    is_chosen = operation(node) in ("Index", "Gather")
-    return is_chosen and operation(node.next_functions[0][0]) == "LogSoftmax"
+    is_mean = any(abs(by - num_terms) < 0.5 for by in divisors)
+    return Term(name, "sum", counted, factor, divisors, masked * is_mean)
 
 
 def _num_filled(node: Any) -> int:
     """Count the positions of a sum that are filled in, as by 0."""
-    node = _behind_shapes(node)
-    if operation(node) == "Neg":
-        node = _behind_shapes(node.next_functions[0][0])
+    node = _source(node, "Neg")
     return int(_saved(node, "mask").sum()) if operation(node) == "MaskedFill" else 0
 
 
 def _num_masked(node: Any) -> int:
     """Count the positions of a loss without reduction that are 0 by a mask or an ignored target."""
-    node = _behind_shapes(node)
+    node = _source(node)
     if operation(node) == "Mul":
         mask = _saved(node, "other")
         mask = _saved(node, "self") if mask is None else mask
-        below = [one for one, _ in node.next_functions if one is not None]
-        is_mask = isinstance(mask, Tensor) and bool(((mask == 0) | (mask == 1)).all() & mask.any())
+        below = [*filter(None, _inputs(node))]
+        is_mask = isinstance(mask, Tensor) and ((mask == 0) | (mask == 1)).all() & mask.any()
         if not is_mask or len(below) != 1:
             return 0
-        of = _behind_shapes(below[0])
+        of = _source(below[0])
         # A loss by hand takes the values of the targets.
         is_loss = hasattr(of, "_saved_reduction") or operation(of) == "Gather"
         return int((mask == 0).sum()) if is_loss else 0
