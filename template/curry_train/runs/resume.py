@@ -9,6 +9,7 @@ The state is not changed before all of a checkpoint is verified.
 Proof: `python -m pytest tests/runs/test_resume.py`.
 """
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,14 +83,15 @@ def load_chosen(
     damaged: dict[str, str] = {}
     for folder in folders:
         try:
-            notes = chosen.load(folder, state, strict=strict)
+            saved = Ranks().agree(functools.partial(read_manifest, root, folder))
+            notes = chosen.load(saved, state, strict=strict)
         except HostileCheckpoint:
             raise
         except DamagedCheckpoint as error:
             damaged[folder] = str(error)
             logger.warning("skipped a damaged checkpoint: %s", error)
         else:
-            return Resumed(read_manifest(root, folder), notes, damaged, is_own)
+            return Resumed(saved, notes, damaged, is_own)
     raise DamagedCheckpoint(
         f"no requested checkpoint is intact: {'; '.join(damaged.values())}; {_others(chosen)}"
     )
