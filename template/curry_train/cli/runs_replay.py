@@ -63,7 +63,8 @@ def repeat(
 ) -> dict[str, Any]:
     """Repeat the step; return the repeats, the step that is to be looked at, and a difference.
 
-    That step is an earlier one, where that left parameters that are not finite, or differed.
+    That step is an earlier one, where that could not be made, left parameters that are not finite,
+    or differed.
     """
     until = facts.step
     differed = False
@@ -77,9 +78,10 @@ def repeat(
                 times = 2
         steps = zip(*(one["steps"].items() for one in repeats), strict=False)
         unlike = (int(same[0][0]) for same in steps if any(one != same[0] for one in same))
-        earlier = [repeats[0]["not finite"], next(unlike, None)]
-        differed |= earlier[1] is not None
-        least = min([one for one in earlier if one is not None], default=until)
+        last = max(map(int, repeats[0]["steps"]))
+        earlier = [last, repeats[0]["not finite"], next(unlike, None)]
+        differed |= earlier[2] is not None
+        least = min(one for one in earlier if one is not None)
         if least >= until:
             break
         until = least
