@@ -49,6 +49,7 @@ MOST_STEPS = 300
 LAST_LINES = 12
 # In the error of a rank whose peer has ended.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
+SECONDS_TO_NOTICE = 5.0
 # The interpreter that runs the ranks.
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
 
@@ -213,8 +214,9 @@ class RankProcesses:
     def call(self, job: Callable[[], Any], *, timeout: float) -> list[Any]:
         """Call a function on every rank and return the results; both are pickled.
 
-        If a rank fails, the others are killed, and the error quotes the end of its log. Where
-        memory runs out the system kills a rank, which is a MemoryError.
+        If a rank fails, the others are killed, and its error is raised; where it ended without one,
+        the error quotes the end of its log. Where memory runs out the system kills a rank, which is
+        a MemoryError.
         """
         self._num_calls += 1
         self._store.set(str(self._num_calls), pickle.dumps(job))
@@ -228,32 +230,20 @@ class RankProcesses:
         return [pickle.loads(self._store.get(name)) for name in results]
 
     def _raise(self, codes: Sequence[int | None], timeout: float) -> NoReturn:
-        failures = [self._failure(rank) for rank in range(self.num_ranks)]
+        ended = [rank for rank, code in enumerate(codes) if code is not None]
+        error: Exception
+        if not ended:
+            error = RuntimeError(f"{self.num_ranks} ranks did not end within {timeout:.0f} s")
+        elif -signal.SIGKILL in codes:
+            error = MemoryError(f"the system ended one of {self.num_ranks} ranks")
+        elif self._store.check(["error"]):
+            error = pickle.loads(self._store.get("error"))
+        else:
+            log = self._log(ended[0]).read_text(errors="replace").strip().splitlines()
+            error = RankFailed("\n".join([f"rank {ended[0]}:", *log[-LAST_LINES:]]))
+            error.add_note("run it on one rank")
         self.close()
-        if all(code is None for code in codes):
-            raise RuntimeError(f"{self.num_ranks} ranks did not end within {timeout:.0f} s")
-        if -signal.SIGKILL in codes:
-            raise MemoryError(f"the system ended one of {self.num_ranks} ranks")
-        # A lost connection is the consequence of another rank's failure. An error has a hint, and
-        # is preferred to a log, because the log of a waiting rank may contain warnings.
-        reason, hint = min(
-            failures,
-            key=lambda one: (
-                not one[0] or any(text in one[0] for text in LOST_CONNECTION),
-                not one[1],
-            ),
-        )
-        error = RankFailed(reason)
-        error.add_note(hint or "run it on one rank")
         raise error
-
-    def _failure(self, rank: int) -> tuple[str, str]:
-        """Return a rank's error with a hint, or the end of its log without one, or nothing."""
-        if self._store.check([f"{rank}.error"]):
-            reason, hint = pickle.loads(self._store.get(f"{rank}.error"))
-            return reason, hint
-        log = self._log(rank).read_text(errors="replace").strip().splitlines()
-        return "\n".join([f"rank {rank}:", *log[-LAST_LINES:]]) if log else "", ""
 
     @property
     def is_running(self) -> bool:
@@ -315,8 +305,13 @@ def _rank_main(folder: str, rank: int, num_ranks: int) -> None:
             sys.stdout.flush()
             store.set(f"{rank}.{number}", pickle.dumps(result))
     except BaseException as error:
-        failure = error_in_a_line(error), where_to_look(error)
-        store.set(f"{rank}.error", pickle.dumps(failure))
+        failure = RankFailed(error_in_a_line(error))
+        failure.add_note(where_to_look(error))
+        if any(text in str(failure) for text in LOST_CONNECTION):
+            # Another rank has ended, which the other process notices first.
+            time.sleep(SECONDS_TO_NOTICE)
+        if not store.check(["error"]):
+            store.set("error", pickle.dumps(failure))
         raise
 
 
