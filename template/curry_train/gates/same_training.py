@@ -135,7 +135,7 @@ def same_training(
         step, found = _first_difference(reference, candidate, tolerance)
     if not names:
         raise NotApplicable("the strategy finds nothing worth changing")
-    described = "; ".join([f"{NUM_STEPS} steps", *course.left_out])
+    described = "; ".join([f"{NUM_STEPS} steps", *filter(None, course.left_out.values())])
     measured = f"{found.describe()}; {len(names)} modules, {described}"
     if not found.holds:
         measured = f"step {step + 1} of {NUM_STEPS}: {measured}"
@@ -304,18 +304,14 @@ class Activity:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainingCourse:
     """The steps of the training that is compared, and what the plain model can't do in them."""
 
+    # The steps of a special kind that run as the others, each with the reason if there is one.
+    left_out: dict[int, str]
     # Of the comparison; where the plain step does not repeat itself, the weights stay as they are.
     tolerance: float = 0.0
-    # Whether the forwards of one step run before one backward.
-    joint: bool = True
-    # Whether one step runs under autocast.
-    autocast: bool = True
-    # The reasons for what is left out.
-    left_out: tuple[str, ...] = ()
 
 
 def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
@@ -325,19 +321,18 @@ def plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activi
 
 @shared
 def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activity]:
-    course = TrainingCourse(autocast=case.dtype is torch.float32)
+    course = TrainingCourse({} if case.dtype is torch.float32 else {AUTOCAST_STEP: ""})
     while True:
         try:
             reference, activity, _ = _train(case, PLAIN, course)
             break
         except REFUSALS as error:
             why = f"the plain model raises {type(error).__name__}"
-            if course.joint:
-                left_out = (*course.left_out, f"without one backward of two forwards: {why}")
-                course = replace(course, joint=False, left_out=left_out)
-            elif course.autocast:
+            if JOINT_STEP not in course.left_out:
+                course.left_out[JOINT_STEP] = f"without one backward of two forwards: {why}"
+            elif AUTOCAST_STEP not in course.left_out:
                 # One backward of two forwards is tried again.
-                course = TrainingCourse(autocast=False, left_out=(f"without autocast: {why}",))
+                course.left_out = {AUTOCAST_STEP: f"without autocast: {why}"}
             else:
                 raise
     # Its loss is a single number, because the first step has one microbatch.
@@ -345,11 +340,11 @@ def _plain_training(case: Case) -> tuple[TrainingCourse, list[StepRecord], Activ
     again, _, _ = _train(case, PLAIN, course)
     step, found = _first_difference(reference, again, 0.0)
     if not found.bit_equal:
-        if step == AUTOCAST_STEP and course.autocast:
+        if step == AUTOCAST_STEP and step not in course.left_out:
             note = "without autocast: the plain model does not repeat itself under it"
-            course = replace(course, autocast=False, left_out=(*course.left_out, note))
+            course.left_out[step] = note
         else:
-            course = replace(course, tolerance=OUTER_BOUND[case.dtype])
+            course.tolerance = OUTER_BOUND[case.dtype]
         reference, activity, _ = _train(case, PLAIN, course)
     return course, reference, activity
 
@@ -389,10 +384,11 @@ def _train(
 
 def _accumulated(case: Case, module: nn.Module, step: int, course: TrainingCourse) -> Tensor:
     """Run forward and backward of the microbatches of one step, and return their losses."""
+    kind = None if step in course.left_out else step
     precision: Any = nullcontext()
-    if course.autocast and step == AUTOCAST_STEP:
+    if kind == AUTOCAST_STEP:
         precision = torch.autocast(case.device.type, torch.bfloat16)
-    is_joint = course.joint and step == JOINT_STEP
+    is_joint = kind == JOINT_STEP
     values = []
     for index in range(NUM_MICROBATCHES if step else 1):
         batch = microbatch(case, step * NUM_MICROBATCHES + index)
@@ -415,10 +411,8 @@ def _first_difference(
         compare(one, other, tolerance=tolerance)
         for one, other in zip(reference, candidate, strict=True)
     ]
-    for step, parity in enumerate(found):
-        if not parity.holds:
-            return step, parity
-    return len(found) - 1, max(found, key=lambda parity: parity.worst)
+    different = (pair for pair in enumerate(found) if not pair[1].holds)
+    return next(different, (len(found) - 1, max(found, key=lambda parity: parity.worst)))
 
 
 def by_torch(model: nn.Module, sample: Sample) -> list[str]:
