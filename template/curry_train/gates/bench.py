@@ -23,16 +23,15 @@ def compare_with_itself(case: Case) -> Outcome:
     steps = [TrainingStep(case)]
     steps[0]()
     steps.append(TrainingStep(case, like=steps[0]))
-    ours, theirs = time_in_turns(
+    seconds = time_in_turns(
         steps, rounds=TIMED_ROUNDS, warmup=1, wait=lambda: wait_for(case.device)
     )
 
     # The two steps are the same, so each round could as well have come out the other way round.
-    pairs = list(zip(ours, theirs, strict=True))
     generator = random.Random(case.seed)
     num_equal = 0
     for _ in range(NUM_SWAPS):
-        swapped = [pair if generator.random() < 0.5 else pair[::-1] for pair in pairs]
+        swapped = [generator.sample(pair, 2) for pair in zip(*seconds, strict=True)]
         ratio = paired_ratio(*zip(*swapped, strict=True))
         num_equal += ratio.verdict == NO_DIFFERENCE_VERDICT
     measured = f"no difference in {num_equal / NUM_SWAPS:.1%}"

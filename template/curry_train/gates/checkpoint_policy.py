@@ -56,8 +56,6 @@ def compare_resumed(case: Case, *, attach: Callable[..., Any] = saving) -> Outco
 
 def compare_resumed_ranks(case: Case, *, attach: Callable[..., Any] = saving) -> Outcome:
     """Stop a training of two ranks, resume it in new objects, and compare it with one unstopped."""
-    # Raises here, and not in the other processes, if it can't make one of this size.
-    case.workload.batch(case.batch_size)
     with tempfile.TemporaryDirectory(prefix="two-ranks-") as folder:
         return compare_on_ranks(
             _resume_on_rank,

@@ -259,19 +259,15 @@ def _on_step(
     module = case.build()
     again: list[str] = []
     # A block may checkpoint a part of itself.
-    hooks = [
-        part.register_forward_pre_hook(
-            lambda *_, name=name: again.append(name) if in_backward() else None
-        )
-        for name in names
-        for part in module.get_submodule(name).modules()
-    ]
+    for name in names:
+        for part in module.get_submodule(name).modules():
+            part.register_forward_pre_hook(
+                lambda *_, name=name: again.append(name) if in_backward() else None
+            )
     before = {id(tensor) for tensor in _living_tensors()}
     case.mean_loss(module, batch).backward()
-    for hook in hooks:
-        hook.remove()
-    known = {parameter.grad for parameter in module.parameters()}
-    known |= {*module.parameters(), *module.buffers()}
+    parameters = [*module.parameters()]
+    known = {*parameters, *module.buffers(), *(one.grad for one in parameters)}
     left = dict.fromkeys(
         one for one in _living_tensors() if id(one) not in before and one not in known
     )

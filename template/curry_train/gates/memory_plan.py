@@ -305,22 +305,16 @@ def compare_estimate(case: Case) -> Outcome:
     prediction = predict(case)
     if prediction.why_real is not None:
         raise NotApplicable(prediction.why_real)
-    pairs = {
-        variant: (peak, measured_peak(case, prediction.changes[variant]))
-        for variant, peak in prediction.peaks.items()
-    }
-    wrong = {
-        variant: (peak, real)
-        for variant, (peak, real) in pairs.items()
-        if abs(peak - real) > tolerance * real
-    }
+    # Whether each figure is right.
+    found = {}
+    for variant, peak in prediction.peaks.items():
+        real = measured_peak(case, prediction.changes[variant])
+        found[f"{variant} {peak:,} of {real:,}"] = abs(peak - real) <= tolerance * real
     hint = ""
-    if wrong:
+    if wrong := [figure for figure, is_right in found.items() if not is_right]:
         check_equal_steps(case)
         hint = "an owner is missing, or an operation allocates other bytes than its shapes give"
-    reported = (wrong or pairs).items()
-    measured = "; ".join(f"{variant} {peak:,} of {real:,}" for variant, (peak, real) in reported)
-    return measured, required, hint
+    return "; ".join(wrong or found), required, hint
 
 
 def check_budget(case: Case, *, plan: MakePlan | None = None) -> Outcome:
