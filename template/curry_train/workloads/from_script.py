@@ -135,8 +135,6 @@ class RunningScript(TorchFunctionMode):
         # The optimizer steps in a hook of a gradient.
         self.is_in_backward = False
         self.place = ""
-        # Memory of the tensors that something of the script holds at the step.
-        self.held: set[int] = set()
         # Calls of modules that are running, one inside of the other.
         self.depth = 0
         # Ends at the step, or with the error of a script that came to none.
@@ -238,14 +236,6 @@ class RunningScript(TorchFunctionMode):
 
     def stop(self, found: Any) -> None:
         """Hand the recording over with what was found, and wait for ever."""
-        made = [one for one in self.made if one.layout is torch.strided]
-        # Nothing of the script holds the last one: a variable stands for the place in the record.
-        alone = torch.empty(0)
-        made.append(alone)
-        counts = [sys.getrefcount(one) for one in made]
-        self.held = {
-            one.data_ptr() for one, count in zip(made, counts, strict=True) if count > counts[-1]
-        }
         if line := self.line():
             self.place = f"{self.path.name}:{line}"
         # Another thread of the script may have stepped.
@@ -365,12 +355,17 @@ class LossSource:
     def __init__(self, root: nn.Module) -> None:
         # Expressions by the identity of what they are for: the modules, parameters and buffers of
         # the root, entries of the batch, and operations that are written.
-        self.known = {
-            **{id(one): f'module.get_submodule("{name}")' for name, one in root.named_modules()},
-            **{id(one): f'module.get_parameter("{name}")' for name, one in root.named_parameters()},
-            **{id(one): f'module.get_buffer("{name}")' for name, one in root.named_buffers()},
-            id(root): "module",
+        named = {
+            "submodule": root.named_modules(),
+            "parameter": root.named_parameters(),
+            "buffer": root.named_buffers(),
         }
+        self.known = {
+            id(one): f'module.get_{kind}("{name}")'
+            for kind, pairs in named.items()
+            for name, one in pairs
+        }
+        self.known[id(root)] = "module"
         self.batch: dict[str, Any] = {}
         # Objects of the script that can't be written.
         self.others: list[Any] = []
@@ -510,7 +505,12 @@ class ScriptTraining:
     place: str = ""
 
     def workload(self, loss: Any = None) -> Workload:
-        """Return the workload, with this loss of a module and a batch."""
+        """Return the workload, with this loss of a module and a batch, or the one that was read."""
+        if self.lines and loss is None:
+            names: dict[str, Any] = {"taken": self, "torch": torch}
+            # The source is the one that is printed, so that what is printed is what was used.
+            exec(self.loss_source(), names)  # noqa: S102
+            loss = names["loss"]
 
         def precise(module: nn.Module, batch: Any) -> Tensor:
             with self.precision(module):
@@ -542,17 +542,6 @@ class ScriptTraining:
 
 
 SUM_NOTE = "its loss is a sum over samples, which is divided by their number here"
-
-
-def script_workload(words: Sequence[str]) -> Workload:
-    """Run a script until its first optimizer step, and return its workload."""
-    training = read_script(*words)
-    if not training.lines:
-        return training.workload()
-    names: dict[str, Any] = {"taken": training, "torch": torch}
-    # The source is the one that is printed, so that what is printed is what was used.
-    exec(training.loss_source(), names)  # noqa: S102
-    return training.workload(names["loss"])
 
 
 def read_script(file: str, *arguments: str) -> ScriptTraining:
@@ -607,9 +596,15 @@ def _training_of(
 
 def _is_held(script: RunningScript, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it."""
-    made = (one for one, by in script.made.items() if by.operation.function is root)
+    made = [one for one in script.made if one.layout is torch.strided]
+    # Nothing of the script holds the last one: a variable stands for the place in the record.
+    alone = torch.empty(0)
+    made.append(alone)
+    counts = [sys.getrefcount(one) for one in made]
+    held = {one.data_ptr() for one, count in zip(made, counts, strict=True) if count > counts[-1]}
+    returned = (one for one, by in script.made.items() if by.operation.function is root)
     # Of sparse and nested tensors it is not known.
-    return any(one.layout is not torch.strided or one.data_ptr() in script.held for one in made)
+    return any(one.layout is not torch.strided or one.data_ptr() in held for one in returned)
 
 
 def _modules_to(value: Any) -> set[nn.Module]:

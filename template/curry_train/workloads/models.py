@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from ..core.generators import seeded
 from ..core.wording import did_you_mean
 from ..primitives.snn_timesteps import run_timesteps
-from .from_script import ScriptFailed, module_of, script_workload
+from .from_script import ScriptFailed, module_of, read_script
 from .from_trainer import take_training
 from .optimizers import stepped_on_host
 from .shrink import split_shrink
@@ -423,7 +423,9 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
     with seeded(0):
         if spec.startswith(SCRIPT_PREFIX):
             text, *arguments = shlex.split(text)
-            read = functools.partial(script_workload, (text, *arguments))
+
+            def read() -> Workload:
+                return read_script(text, *arguments).workload()
         else:
             read = functools.partial(take_training, stepped_on_host()(load_object)(text))
         try:
