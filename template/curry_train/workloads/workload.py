@@ -13,7 +13,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -86,14 +86,19 @@ MOST_LEVELS = 4
 
 def _has_tensors(value: Any, levels: int = MOST_LEVELS) -> bool:
     """Return whether an object of a user's class has tensors in its attributes."""
-    inside: Iterable[Any] = _attributes(value).values()
-    if isinstance(value, Mapping):
-        inside = value.values()
-    elif isinstance(value, list | tuple):
-        inside = value
     return any(
-        isinstance(one, Tensor) or (levels > 1 and _has_tensors(one, levels - 1)) for one in inside
+        isinstance(one, Tensor) or (levels > 1 and _has_tensors(one, levels - 1))
+        for one in _inside(value).values()
     )
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """Return the entries of a container, or the attributes of another object, by their places."""
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": one for key, one in value.items()}
+    return {f".{name}": one for name, one in _attributes(value).items()}
 
 
 # Samples of two batches that are compared to find tensors that all samples share.
@@ -590,18 +595,10 @@ def tensors_at(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield place, value
         return
-    items: dict[str, Any] = {}
-    if isinstance(value, list | tuple):
-        value = dict(enumerate(value))
-    if isinstance(value, Mapping):
-        items = {f"[{key!r}]": one for key, one in value.items()}
-    else:
-        whole = is_dataclass(value) or isinstance(value, SimpleNamespace)
-        for name, one in getattr(value, "__dict__", {}).items():
-            if whole or isinstance(one, Tensor):
-                items[f".{name}"] = one
-    for key, one in items.items():
-        yield from tensors_at(one, place + key)
+    is_container = isinstance(value, list | tuple | Mapping | SimpleNamespace)
+    for key, one in _inside(value).items():
+        if is_container or is_dataclass(value) or isinstance(one, Tensor):
+            yield from tensors_at(one, place + key)
 
 
 @dataclass(frozen=True)
