@@ -158,6 +158,24 @@ def test_a_signal_to_the_whole_process_group_leaves_the_workers_of_the_loader(tm
     assert worker.exitcode == 0
 
 
+@pytest.mark.parametrize(("window", "done"), [(3, 2), (4, 1)])
+def test_a_signal_within_an_accumulation_window_waits_for_its_end(tmp_path, window, done):
+    """The gradients of a part of a window are not saved; the last window may be a short one."""
+    run = run_of(tmp_path)
+
+    def loop():
+        for number, _ in enumerate(run.batches(batches()), start=1):
+            if number == 5:
+                signal.raise_signal(signal.SIGTERM)
+            if number % window == 0:
+                run.step()
+        run.close()
+
+    with pytest.raises(SystemExit):
+        loop()
+    assert (run.steps, run.data.batch) == (done, 6)
+
+
 def test_a_stop_after_a_step_saves_it_and_is_told(tmp_path, later, caplog):
     before = threading.active_count()  # other libraries' threads may stay in the process
     run = run_of(tmp_path)

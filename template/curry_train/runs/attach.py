@@ -491,6 +491,9 @@ class AttachedRun:
             self._close(self.ended_by or "closed")
 
     def _close(self, reason: str) -> None:
+        # Batches that no step has taken are those of a window that ends here.
+        if isinstance(self.data, DataPosition):
+            self.data.stepped()
         try:
             self._save()
             if self.state.step:
@@ -546,7 +549,8 @@ class AttachedRun:
         self._notes = StepNotes()
         name = self.policy.config.best_k_metric
         measured_here = notes.metrics.get(name) is not None
-        asked = self._stop.number if self._has_loader else 0
+        # A signal waits for the end of an accumulation window, because gradients are not saved.
+        asked = self._stop.number if getattr(self.data, "taken", None) == 0 else 0
         stop, noted, measured_anywhere = self._ranks.highest(
             [asked, notes.is_step or bool(notes.metrics), measured_here]
         )

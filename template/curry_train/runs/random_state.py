@@ -167,19 +167,19 @@ class DataPosition(Stateful, SkippedPositions):
         self.position = 0
         # The batches that the last optimizer step took, and those taken since then.
         self._window = 1
-        self._taken = 0
+        self.taken = 0
 
     def advance(self) -> bool:
         """Count a batch; return whether to train on it."""
         is_taken = bool(self.positions(self.position, 1) == self.position)
         self.batch += 1
         self.position += 1
-        self._taken += is_taken
+        self.taken += is_taken
         return is_taken
 
     def stepped(self) -> None:
-        self._window = max(1, self._taken)
-        self._taken = 0
+        self._window = max(1, self.taken)
+        self.taken = 0
 
     def after(self, position: int, *, windows: int) -> int:
         """Return the position that lies so many steps after `position`."""
