@@ -155,10 +155,14 @@ def test_what_it_can_not_use_is_refused(tmp_path):
 
 
 def on_a_rank(folder):
-    """Train with bad batches on the first rank alone, with which the others have to go back."""
+    """Train with bad batches on the first rank alone, with which the others have to go back.
+
+    The second rank gives a folder of its own, as where it starts in another one.
+    """
     from pathlib import Path
 
-    return started_again(Path(folder), rank=torch.distributed.get_rank())
+    rank = torch.distributed.get_rank()
+    return started_again(Path(folder, "elsewhere" * rank), rank=rank)
 
 
 def test_two_ranks_go_back_together_and_one_writes_the_journal(tmp_path):

@@ -56,7 +56,7 @@ from .replay import NOTHING_SAVED, Replay
 from .resume import Resumed
 from .spike import AttachedWatch, SampleStream, Spike
 from .state import TrainingState
-from .store import Store
+from .store import SavedRun, Store
 from .values import Facts, Values
 
 # What the loop reports of a step, and the journal of it.
@@ -271,11 +271,12 @@ class AttachedRun:
         self.state.require_schedule()
         # Ctrl-C interrupts a loop over a DataLoader as before.
         self._stop = Stop(STOP_SIGNALS[:1] if self._has_loader else STOP_SIGNALS)
-        self.store = Store(runs)
         with contextlib.ExitStack() as undo:
             # First, so last at the end: the last save may be under way until then, and a signal
             # must not end the process.
             undo.callback(self._stop.release)
+            # Ranks may reach the folder by different paths, or start in different folders.
+            self.store = Store(self._ranks.agree(lambda: SavedRun(runs).root))
             undo.callback(self.store.close)
             self.store.open(wait_seconds=WAIT_SECONDS)
             # After an exception it closes without communicating with other ranks.
