@@ -283,17 +283,20 @@ def steps_of(folder):
     return [(one["step"], one["loss"]) for one in lines_of(folder) if one["kind"] == "step"]
 
 
-def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back(tmp_path):
+def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back(tmp_path, caplog):
     options = {"save_strategy": "no", "logging_strategy": "steps", "logging_steps": 1}
     trainer = trainer_of(tmp_path / "out", **options, logging_nan_inf_filter=False)
     trainer.train_dataset[0]["labels"].fill_(float("nan"))
     record_training(trainer, tmp_path / "run", watch=SpikeConfig(action="rollback")).train()
+    # It logs after the journal has ended.
+    trainer.evaluate(trainer.train_dataset)
     step = trainer.state.global_step
     assert step < 6
     logged = [(one["step"], float(one["loss"])) for one in trainer.state.log_history[: step - 1]]
     assert logged == steps_of(tmp_path / "run")[:-1]
     kinds = [event["kind"] for event in lines_of(tmp_path / "run")]
     assert kinds[-2:] == ["spike", "stop"]
+    assert f": start again from a checkpoint from before step {step}" in caplog.text
 
 
 def test_the_journal_of_lightning_has_the_mean_loss_of_each_step(tmp_path):

@@ -429,9 +429,11 @@ class _WatchedJournal:
         spike = None if config.action == "none" else self._watchdog.observe(step, loss)
         if spike is not None:
             self.journal.write("spike", step=step, reason=spike.words, loss=spike.loss)
-            logger.warning("%s", spike.words)
+            words = spike.words
             if config.rolls_back:
-                self.reason = self.reason or spike.words
+                words += f": start again from a checkpoint from before step {spike.first}"
+                self.reason = self.reason or words
+            logger.warning("%s", words)
 
     def mean_loss(self) -> float:
         """Return the loss of the step that was just made, and begin that of the next one."""
@@ -454,6 +456,9 @@ class _HuggingFaceJournal(_WatchedJournal):
         self.begin(state.global_step, config=args.to_sanitized_dict())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        # A call of `evaluate` before or after the training logs, too.
+        if self.journal is None:
+            return
         step = state.global_step
         if "loss" in logs:
             self.step(step, logs["loss"], logs.get("learning_rate", 0.0), logs.get("grad_norm"))
@@ -540,7 +545,7 @@ class _AcceleratorJournal(_WatchedJournal):
         self._norm = None
         if reason := self.reason:
             self.end(self._step)
-            raise RunError(f"{reason}: start again from an older checkpoint")
+            raise RunError(reason)
 
     def _begin(self) -> None:
         if self.journal is None:
