@@ -196,7 +196,7 @@ def _missing(trace: Trace) -> set[Tensor]:
     alone = {
         one
         for module in trace.ran[True].keys() - {*trace.roots.modules()}
-        for one in module.parameters(recurse=False)
+        for one in nn.Module.parameters(module, recurse=False)
     }
     found = set[Tensor]()
     known = trace.held & trace.names.keys()
@@ -417,7 +417,7 @@ def without_gradient(trace: Trace) -> Faults:
     """Find trained parameters that ran and get no gradient, where it is known why."""
     idle = set[Tensor]()
     for module, place in (trace.ran[False] | trace.ran[True]).items():
-        own = [one for one in module.parameters(recurse=False) if one.requires_grad]
+        own = [one for one in nn.Module.parameters(module, recurse=False) if one.requires_grad]
         still = trace.idle.intersection(own)
         if module in trace.ran[True]:
             idle |= still

@@ -271,7 +271,7 @@ class Observer(Trace):
             ran[module] = users_line("checkpoint") if module.training else ""
         event = None
         # A loss is a module too, without parameters. The first call of lazy ones makes them.
-        is_model = next(module.parameters(), None) is not None
+        is_model = any(True for _ in module.parameters())
         is_inner = self.depth or in_backward()
         if is_model and not (is_inner or any(map(nn.parameter.is_lazy, module.parameters()))):
             # Without its result, which has the graph.
@@ -616,7 +616,7 @@ class Observer(Trace):
             parameters += parameters_of(optimizer)
         # Also of modules that no other one has.
         for module in self.ran[True]:
-            parameters += module.parameters(recurse=False)
+            parameters += nn.Module.parameters(module, recurse=False)
         terms, numbers, scale, is_second = terms_of(loss)
         event = self.note(
             Backward,
