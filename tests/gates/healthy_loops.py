@@ -1716,6 +1716,10 @@ def parameters_in_a_list():
     fit(model)
 
 
+def weighted_loss_of_each_sample_added_up():
+    accumulate(loss=lambda *one: F.cross_entropy(*one) * 0.1 * len(one[0]))
+
+
 HEALTHY = [
     one
     for one in list(globals().values())

@@ -144,7 +144,7 @@ def totals(calls: Sequence[Backward]) -> list[float]:
     for of_line in several[-1:] if len(several) < 2 else [several[-1], calls]:
         by_name = defaultdict[str, float](float)
         for column in _columns(of_line):
-            if column[0].reduction == "mean" or column[0].divisors:
+            if column[0].reduction == "mean" or max(column[0].divisors, default=0) > 1:
                 found.append(sum(term.strength for term in column))
                 by_name[column[0].name] += found[-1]
         # Parts of one kind may be averaged, as those of two passes.
@@ -177,6 +177,9 @@ def _unequal(calls: Sequence[Backward], columns: Sequence[Sequence[Term]], windo
         is_certain = (is_alone and first.name != "Sum") or min(weights) > 1 - TOLERANCE
         is_certain &= abs(of_weights - 1) > TOLERANCE
         is_certain &= _is_weighted_alike(column)
+        # A mean times the samples of its microbatch is meant as the sum over them.
+        num_samples = window.num_samples / number
+        is_certain &= not any(round(by * num_samples) == 1 for by in first.divisors)
         if is_divided and is_certain and max(weights) < 1 + TOLERANCE < total:
             yield (
                 calls[0],

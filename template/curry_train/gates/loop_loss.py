@@ -45,7 +45,8 @@ class Term:
     # `mean`, `sum`, or nothing where it can't be read.
     reduction: str
     num_terms: float
-    # The product of all factors of the part, and the divisors among them.
+    # The product of all factors of the part, and the divisors among them; a factor that is a whole
+    # number is one as well, below 1.
     factor: float
     divisors: tuple[float, ...]
     # Positions that are in a mean, and count as 0 there.
@@ -349,8 +350,11 @@ def terms_of(loss: Tensor) -> tuple[list[Term], list[Added], float, bool]:
                 notes[READ] = True
             continue
         for one, times in inner:
-            # A factor of the user's, such as 0.1, is no division by microbatches.
-            by = (1 / times,) if 0 < abs(times) < 1 and operation(node) != "Mul" else ()
+            # A factor of the user's, such as 0.1, is no division by microbatches. A whole number
+            # may be that of the samples, as a divisor below 1.
+            is_whole = times > 1 and times == round(times)
+            is_divisor = is_whole if operation(node) == "Mul" else 0 < abs(times) < 1
+            by = (1 / times,) if is_divisor else ()
             left.append((one, factor * times, (*divisors, *by)))
     return found, added, scale, is_second
 
@@ -451,7 +455,7 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     if name == "Mean" and is_chosen and operation(_inputs(chosen)[0]) == "LogSoftmax":
         name = LOG_PROBABILITY
     # What the part is multiplied by, without what it is divided by.
-    times = abs(factor) * math.prod(divisors)
+    times = abs(factor) * math.prod(by for by in divisors if by > 1)
     if masked and name != "Sum" and abs(times * counted / num_terms - 1) < 1e-3:
         # Divided by the share of terms that count: their sum, divided by their number.
         name, factor, divisors = "Sum", factor / num_terms, (*divisors, counted)
