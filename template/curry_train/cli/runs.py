@@ -234,9 +234,11 @@ def _open(run: str) -> SavedRun:
 
 
 def _chosen(run: SavedRun, what: str) -> tuple[SavedRun, str]:
-    """Return the folder of the checkpoint that is asked for, damaged or not, and its run."""
+    """Return the run of the checkpoint that is asked for, and its folder, damaged if all are."""
     root, folders = choose(run, what)
-    return SavedRun(root), folders[0]
+    chosen = SavedRun(root)
+    damaged = chosen.scan()[1]
+    return chosen, min(folders, key=lambda folder: folder in damaged)
 
 
 def is_run(path: Path) -> bool:
