@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -175,19 +175,17 @@ def find_bundle(package: Path = PACKAGE_FOLDER) -> Bundle:
 
 def closure(package: Path, home: str) -> list[str]:
     """Return a module with all that it imports, directly or not, as paths in the package."""
-    reached: set[str] = set()
-    waiting = [home]
-    while waiting:
-        path = waiting.pop()
-        if path in reached:
-            continue
-        reached.add(path)
+    reached = [home]
+    # The list grows on the way.
+    for path in reached:
         for node in ast.walk(ast.parse((package / path).read_bytes(), filename=path)):
             if isinstance(node, ast.ImportFrom) and node.level:
                 assert node.module, f"{path} imports a whole package"
                 folder = PurePosixPath(path).parents[node.level - 1]
-                waiting.append(str(folder / f"{node.module.replace('.', '/')}.py"))
-    return sorted(reached)
+                found = str(folder / f"{node.module.replace('.', '/')}.py")
+                if found not in reached:
+                    reached.append(found)
+    return reached
 
 
 def technique_modules(bundle: Bundle, technique: Technique) -> list[str]:
@@ -221,7 +219,7 @@ def technique_files(
             sibling = f"from {package}.".encode() + rb"\1 import "
             content = TEST_IMPORT.sub(sibling, test.read_bytes())
             files[f"tests/{technique.test}"] = content
-    return dict(sorted(files.items()))
+    return files
 
 
 def _with_origin(bundle: Bundle, path: str) -> bytes:
@@ -232,9 +230,7 @@ def _with_origin(bundle: Bundle, path: str) -> bytes:
 
 def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> list[str]:
     return [
-        f"{room}/{path.name}"
-        for room in rooms
-        for path in sorted((bundle.package / room).glob("*.py"))
+        f"{room}/{path.name}" for room in rooms for path in (bundle.package / room).glob("*.py")
     ]
 
 
@@ -244,8 +240,13 @@ def _modules_of(bundle: Bundle, rooms: Sequence[str]) -> list[str]:
 def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     """Return the files of a new project called `name`, with the run-time rooms if `own`."""
     files = {}
-    for path in _files_of(bundle.project):
-        place = bundle.project / path
+    folder = bundle.project
+    # Of a clone too only what the package carries: no hidden files but one, and no caches.
+    for place in (*folder.glob("*"), *folder.glob("tests/*")):
+        is_hidden = place.name.startswith(".") and place.name != ".gitignore"
+        if is_hidden or not place.is_file():
+            continue
+        path = place.relative_to(folder).as_posix()
         if place.suffix == TEMPLATE_SUFFIX:
             text = render_template(place, name=name, version=bundle.version, own=own)
             files[path.removesuffix(TEMPLATE_SUFFIX)] = text.encode()
@@ -258,7 +259,7 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     if own:
         for path in (*TRAINER_MODULES, *_modules_of(bundle, RUN_TIME_ROOMS), "py.typed"):
             files[f"{PACKAGE}/{path}"] = _with_origin(bundle, path)
-    return dict(sorted(files.items()))
+    return files
 
 
 def check_project_name(name: str) -> None:
@@ -272,14 +273,6 @@ def check_project_name(name: str) -> None:
         raise UnusableInput(
             f"{name!r} is the name of something that the project needs itself; give another --name"
         )
-
-
-def _files_of(folder: Path) -> Iterator[str]:
-    """Yield the files of a project's template, which are those that the package carries."""
-    for path in sorted([*folder.glob("*"), *folder.glob("tests/*")]):
-        is_hidden = path.name.startswith(".") and path.name != ".gitignore"
-        if path.is_file() and not is_hidden:
-            yield path.relative_to(folder).as_posix()
 
 
 # The wheel
@@ -317,7 +310,6 @@ def build_wheel(bundle: Bundle) -> bytes:
                 [*command, *build, "--wheel-dir", folder, folder],
                 capture_output=True,
                 text=True,
-                check=False,
                 env=os.environ | {"SOURCE_DATE_EPOCH": str(WHEEL_TIME)},
             )
             if done.returncode == 0:
