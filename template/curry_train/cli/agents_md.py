@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from .merge import replaced, write_changes
+from .merge import content_of, replaced, write_changes
 from .parameters import argument, option
 from .screen import UnusableInput, screen_command
 
@@ -25,9 +25,7 @@ ADDED = rb"(?:\r?\n)?%s\s*\Z|%s\r?\n" % (MARKED, MARKED)
 
 @screen_command("agents-md", example="CLAUDE.md")
 def agents_md_command(
-    file: Path = argument(
-        type=click.Path(dir_okay=False, path_type=Path), default="AGENTS.md", required=False
-    ),
+    file: Path = argument(type=click.Path(dir_okay=False, path_type=Path), default="AGENTS.md"),
     remove: bool = option("Remove the lines, and a file that has no others."),
     only_print: bool = option("Print the lines, and write nothing.", flags="--print"),
 ) -> None:
@@ -39,7 +37,7 @@ def agents_md_command(
     if only_print:
         click.echo(LINES, nl=False)
         return
-    before = file.read_bytes() if file.exists() else b""
+    before = content_of(file) or b""
     newline = b"\r\n" if b"\r\n" in before else b"\n"
     lines = newline.join([BEGIN, *LINES.encode().splitlines(), END])
     after, num_found = re.subn(MARKED, lambda _: lines, before, count=1)

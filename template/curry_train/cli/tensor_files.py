@@ -208,8 +208,7 @@ def _torch_load(source: Any, allowed: list[Any]) -> Any:
     mapped = isinstance(source, Path)
     if not mapped:
         source.seek(0)
-    with torch.serialization.safe_globals(allowed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.serialization.safe_globals(allowed), warnings.catch_warnings(action="ignore"):
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
 
 
@@ -319,9 +318,10 @@ def _count_nonfinite(tensor: Tensor) -> tuple[int, int]:
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError("a tensor overlaps with itself")
     repeats = size // max(1, tensor.numel())
-    counts = [0, 0]
+    num_nan = 0
+    num_inf = 0
     for piece in tensor.reshape(-1).split(MOST_ELEMENTS_AT_ONCE):
         plain = piece.float() if piece.element_size() == 1 else piece
-        counts[0] += int(plain.isnan().sum())
-        counts[1] += int(plain.isinf().sum())
-    return counts[0] * repeats, counts[1] * repeats
+        num_nan += repeats * int(plain.isnan().sum())
+        num_inf += repeats * int(plain.isinf().sum())
+    return num_nan, num_inf
