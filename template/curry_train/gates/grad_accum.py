@@ -344,7 +344,7 @@ def _compare_on_rank(case: Case, train: Train) -> Found:
         model = wrapped()
 
         def measure_window(train: Train) -> tuple[float, int]:
-            model.zero_grad(set_to_none=True)
+            model.zero_grad()
             with GradientSyncs() as syncs:
                 observed = observe(model, [window], train, case.workload.loss)
             return observed.compare(reference).worst, syncs.num_calls

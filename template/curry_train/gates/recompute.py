@@ -142,8 +142,7 @@ def compare_segments(case: Case) -> Outcome:
 def compare_selection(case: Case) -> Outcome:
     """Compare a short training with the blocks recomputed that hold most to the plain one."""
     names = STRATEGIES["selective"].apply(case.build(), sample_of(case))
-    chosen = replace(case, blocks=names)
-    return same_training(chosen, on_blocks(recompute_blocks), every_block=True)
+    return compare_training(replace(case, blocks=names), recompute_blocks=recompute_blocks)
 
 
 def compare_flops(case: Case, *, recompute_blocks: Change = recompute_blocks) -> Outcome:

@@ -374,7 +374,7 @@ def _train(
     records = []
     with seeded(case.seed):
         for step in range(NUM_STEPS):
-            module.zero_grad(set_to_none=True)
+            module.zero_grad()
             losses = _accumulated(case, module, step, course)
             records.append(record(module, losses))
             optimizer.step()
@@ -472,7 +472,7 @@ def activity_of(case: Case, module: nn.Module) -> Activity:
                 held = storages.bytes_alive - before
                 value.backward()
             del value
-            module.zero_grad(set_to_none=True)
+            module.zero_grad()
             if call > 1:
                 gc.collect()
             storages.settle()
