@@ -118,20 +118,18 @@ def shrunk_configurations(num_layers: int, notes: list[str]) -> Iterator[None]:
     def make(kind: type[nn.Module], *args: Any, **options: Any) -> Any:
         for config in (*args, *options.values()):
             is_object = hasattr(config, "__dict__") and not isinstance(config, nn.Module | type)
-            if is_object and id(config) not in known:
-                known[id(config)] = config, dict(vars(config))
-                look(kind, config, args, options)
+            if not is_object or id(config) in known:
+                continue
+            known[id(config)] = config, dict(vars(config))
+            depth = 0
+            with contextlib.suppress(Exception), torch.device("meta"), torch.random.fork_rng():
+                depth = max((len(run) for _, run in _runs(kind(*args, **options))), default=0)
+            if depth > num_layers and (changed := _with_fewer_layers(config, depth, num_layers)):
+                notes.append(
+                    f"{kind.__name__} with {num_layers} of {depth} layers, by "
+                    f"{', '.join(changed)} of its {type(config).__name__}"
+                )
         return object.__new__(kind)
-
-    def look(kind: type[nn.Module], config: Any, args: Any, options: Any) -> None:
-        depth = 0
-        with contextlib.suppress(Exception), torch.device("meta"), torch.random.fork_rng():
-            depth = max((len(run) for _, run in _runs(kind(*args, **options))), default=0)
-        if depth > num_layers and (changed := _with_fewer_layers(config, depth, num_layers)):
-            notes.append(
-                f"{kind.__name__} with {num_layers} of {depth} layers, by {', '.join(changed)} of "
-                f"its {type(config).__name__}"
-            )
 
     patched: Any = nn.Module
     patched.__new__ = staticmethod(make)
