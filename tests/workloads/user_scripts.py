@@ -41,6 +41,7 @@ def main():
         optimizer.zero_grad()
         logits = model(inputs)
         loss = F.cross_entropy(logits.view(8, 4), targets) + 0.01 * logits.square().mean()
+        loss = loss + 0.01 * model[3].weight.square().sum()
         loss.backward()
         optimizer.step()
         scheduler.step()

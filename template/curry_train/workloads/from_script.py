@@ -151,7 +151,12 @@ class RunningScript(TorchFunctionMode):
 
     def record(self, function: Any, args: Any, options: Any, output: Any) -> None:
         """Add a call, unless its output needs no gradients."""
-        found = [(place, one) for place, one in tensors_at(output) if one.requires_grad]
+        # A parameter that a function returns, as those of torch.nn.init do, is not made by it.
+        found = [
+            (place, one)
+            for place, one in tensors_at(output)
+            if one.requires_grad and not isinstance(one, nn.Parameter)
+        ]
         if not found or not torch.is_grad_enabled():
             return
         autocast = next(iter(autocast_now().values()), None)
