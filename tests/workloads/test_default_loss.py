@@ -115,6 +115,12 @@ def jagged(inner, x):
     return {"nested": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
 
 
+def slope(inner, x):
+    """Return a gradient, which a forward can't compute without gradients."""
+    y = inner[0](x)
+    return torch.autograd.grad(y.cos().sum(), y, create_graph=True)
+
+
 def packed():
     lengths = (5, 3, 3, 1, 2, 2, 4, 1)
     rows = [drawn(length, 6, seed=place) for place, length in enumerate(lengths)]
@@ -129,8 +135,9 @@ def packed():
         lambda: (Runs(jagged, nn.Linear(6, 5)), X),
         lambda: (towers(CONTAINERS["nested"]), X),
         lambda: (towers(lambda left, right: (left, right, (left * 0).sum() + 2)), X),
+        lambda: (Runs(slope, nn.LazyLinear(5)), X),
     ],
-    ids=["recurrent", "packed", "jagged", "nested", "constant"],
+    ids=["recurrent", "packed", "jagged", "nested", "constant", "slope"],
 )
 def test_the_loss_of_a_batch_is_the_sum_over_its_samples(make):
     module, batch = make()

@@ -533,10 +533,10 @@ class OutputLoss:
         small, large = map(make_batch, SIZES_TO_COMPARE)
         output = call(module, small)
         if not isinstance(own_loss(output), Tensor):
-            with torch.no_grad():
-                larger = dict(_floating_tensors(call(module, large)))
+            # With gradients, which a forward may take.
+            larger = {place: one.shape for place, one in _floating_tensors(call(module, large))}
             for place, value in _floating_tensors(output):
-                lengths = zip(value.shape, larger.get(place, value).shape, strict=False)
+                lengths = zip(value.shape, larger.get(place, value.shape), strict=False)
                 longer = (dim for dim, (first, second) in enumerate(lengths) if first != second)
                 self.sample_dims[place] = next(longer, None)
         return self._loss_of(output, small)
@@ -645,7 +645,7 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     """Return the floating dtype in which most of a module's parameters are."""
     sizes = Counter[torch.dtype]()
     for parameter in module.parameters():
-        if parameter.is_floating_point():
+        if parameter.is_floating_point() and not is_lazy(parameter):
             sizes[parameter.dtype] += parameter.numel()
     return max(sizes, key=sizes.__getitem__, default=torch.float32)
 
