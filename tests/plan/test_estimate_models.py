@@ -50,6 +50,19 @@ def test_a_mask_that_was_written_to_has_no_known_values():
     check_workload(squares(lambda: nn.Linear(8, 8), 8, loss=loss))
 
 
+def of_rows(inner, x):
+    return inner[0](torch.nested.as_nested_tensor([*x], layout=torch.jagged)).values()
+
+
+@pytest.mark.parametrize("run", [of_rows, lambda inner, x: torch.vmap(inner[0])(x)])
+def test_nested_and_batched_tensors_are_equal_to_the_byte(run):
+    def build():
+        nn.LayerNorm(8).to("meta")
+        return Runs(run, nn.LayerNorm(8))
+
+    assert check_workload(squares(build, 2, 8)) is None
+
+
 # Layers that a model skips at random are planned as if they always ran.
 
 

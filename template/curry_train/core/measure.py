@@ -355,8 +355,13 @@ def local_tensors(tensor: Tensor) -> list[Tensor]:
 
 def _storages(tensor: Tensor) -> list[Any]:
     """Return the storage of a tensor, or those of a DTensor or a sparse tensor."""
-    locals_ = local_tensors(tensor)
-    return [part.untyped_storage() for local in locals_ for part in dense_parts(local)]
+    try:
+        return [
+            part.untyped_storage() for local in local_tensors(tensor) for part in dense_parts(local)
+        ]
+    except NotImplementedError:
+        # The wrapped tensors of torch.func have none; operations meet those inside of them.
+        return []
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
@@ -459,9 +464,10 @@ def _around(
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         path = prefix + name
-        never_called = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        # Lists and dictionaries of modules are never called.
         if path not in blocks and (
-            never_called or any(block.startswith(f"{path}.") for block in blocks)
+            isinstance(child, nn.ModuleList | nn.ModuleDict)
+            or any(block.startswith(f"{path}.") for block in blocks)
         ):
             yield from _around(f"{path}.", child, blocks)
         else:
@@ -508,8 +514,9 @@ class RunningLayers:
     @property
     def called(self) -> str:
         """The current layer if it was called itself, and not only a module inside of it."""
-        own = any(self._own.get(module) == self.current for module, _ in self._callers)
-        return self.current if own else REST_LAYER
+        if any(self._own.get(module) == self.current for module, _ in self._callers):
+            return self.current
+        return REST_LAYER
 
     def entered(self, layer: str, inputs: Any) -> None:
         """Called when a layer starts to run."""

@@ -100,6 +100,9 @@ class KernelsAsTheyRun(FakeTensorMode):
             return self._grouped(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
         _check_indices(func, args)
         out: Any = super().dispatch(func, types, args, kwargs)
+        # Another subclass takes a call that fake tensors leave to it.
+        if out is NotImplemented:
+            return out
         if func in NORM_FORWARDS:
             return self._norm(func, args, out)
         if func is BATCH_NORM_BACKWARD and out[0] is not None:
@@ -548,9 +551,13 @@ def _apply(
     """Replace `Module._apply`, since torch 2.11 to 2.13 refuses to swap fake parameters."""
     for child in module.children() if recurse else ():
         child._apply(function)
-    for parameter in module._parameters.values():
+    for name, parameter in module._parameters.items():
         if parameter is not None:
-            parameter.data = function(parameter.data)
+            applied = function(parameter.data)
+            if applied.is_meta:
+                module._parameters[name] = nn.Parameter(applied, parameter.requires_grad)
+            else:
+                parameter.data = applied
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module
@@ -613,8 +620,8 @@ def _with_value(function: Any, args: Any, kwargs: Any) -> Tensor:
     it where nothing is masked. A tensor that was written to since is returned as it is.
     """
     tensor: Tensor = args[0]
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype)]
-    dtype = given[0] if given else CONVERSIONS[function]
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.dtype))
+    dtype = next(given, CONVERSIONS[function])
     value, version = vars(tensor).get("uniform_value", (None, None))
     if value is None or tensor._version != version or dtype.is_floating_point or dtype.is_complex:
         return tensor
@@ -639,18 +646,16 @@ class EveryLayerRuns(TorchFunctionMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function is not torch.rand or _num_drawn(args, kwargs) != 1:
+        sizes = tree_iter(kwargs.get("size", args))
+        if (
+            function is not torch.rand
+            or math.prod(size for size in sizes if isinstance(size, int)) != 1
+        ):
             return function(*args, **kwargs)
         self.drawn = True
         kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
         with unset_fake_temporarily():
             return function(*args, **kwargs).fill_(self.value)
-
-
-def _num_drawn(args: Any, kwargs: Any) -> int:
-    """Return the number of elements that `torch.rand` is asked for."""
-    sizes = kwargs.get("size", args)
-    return math.prod(size for size in tree_iter(sizes) if isinstance(size, int))
 
 
 def run_with_values(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -672,8 +677,7 @@ def _has_values(function: Any, args: Any, kwargs: Any) -> bool:
     """
     if args and isinstance(args[0], FakeTensor):
         return False
-    tensors = operands(args, kwargs)
-    if tensors:
+    if tensors := operands(args, kwargs):
         return not any(
             isinstance(local, FakeTensor) for tensor in tensors for local in local_tensors(tensor)
         )
