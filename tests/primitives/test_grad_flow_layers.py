@@ -92,11 +92,13 @@ class Out:
 
 def test_outputs_of_every_structure_are_counted_once():
     def contained(inner, x):
-        y = inner[0](x)
+        y = torch.nested.as_nested_tensor([*inner[0](x)], layout=torch.jagged)
         return {"out": Out(y, 3), "again": (y, torch.arange(3), None)}
 
     model = nn.Sequential(nn.Identity(), Runs(contained, nn.Linear(4, 4)))
-    record = probe(model, torch.randn(2, 4), loss=lambda out: out["out"].first.sum(), layers="*")
+    record = probe(
+        model, torch.randn(2, 4), loss=lambda out: out["out"].first.values().sum(), layers="*"
+    )
     assert record.layers["1"].activation.elements == 8
     assert record.layers["1"].activation == record.layers["1.inner.0"].activation
 

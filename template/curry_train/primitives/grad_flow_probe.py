@@ -225,6 +225,8 @@ def sums_of(tensor: Tensor) -> Tensor:
     tensor = dense(tensor.detach())
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
+    if tensor.is_nested:
+        tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_contiguous():
