@@ -190,6 +190,7 @@ def test_refused_with_what_to_do(budget, options, message):
     assert not any(isinstance(module, Budgeted) for module in model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_a_block_that_cannot_be_compiled_or_wrapped_is_named():
     model = build(hidden())
     with pytest.raises(CompileFailed, match=r"Hidden_[0-9a-f]+ produced no compiled graph"):
@@ -197,6 +198,8 @@ def test_a_block_that_cannot_be_compiled_or_wrapped_is_named():
     model.layers[1].compile(backend="eager")
     with pytest.raises(ValueError, match="is compiled already"):
         memory_budget(model, 0.5)
+    with pytest.raises(ValueError, match="0 is a RecursiveScriptModule, which"):
+        memory_budget(nn.Sequential(torch.jit.script(nn.ReLU())), 0.5, blocks="0")
     assert not any(isinstance(module, Budgeted) for module in model.modules())
 
 

@@ -83,7 +83,7 @@ class Compiled:
             return self.function(*args, **kwargs)
         try:
             return self._run(*args, **kwargs)
-        except TorchDynamoException as failure:
+        except (TorchDynamoException, AssertionError) as failure:
             cause = getattr(failure, "inner_exception", failure)
             if isinstance(cause, BudgetUnsafe):
                 raise cause from failure
@@ -222,7 +222,8 @@ def memory_budget(
     found: dict[str, Any] = find_blocks(model, blocks)
     with contextlib.ExitStack() as undo:
         for name, block in found.items():
-            if not isinstance(type(block).forward, types.FunctionType):
+            # A scripted module's class has no forward.
+            if not isinstance(getattr(type(block), "forward", None), types.FunctionType):
                 raise ValueError(
                     f"{name} is a {type(block).__name__}, which torch.compile can't trace: "
                     "leave it out"
