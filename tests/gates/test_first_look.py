@@ -3,7 +3,10 @@
 python -m pytest tests/gates/test_first_look.py
 """
 
+import math
+
 import pytest
+from torch import nn
 
 from curry_train.gates import Verdict
 from curry_train.gates.first_look import FailureCause, explained, look
@@ -11,6 +14,7 @@ from curry_train.gates.recompute import compare_inactive
 from curry_train.workloads import Case
 
 from ..command_runs import flat, ran, read_json
+from ..plan_models import squares
 from ..saboteurs.saboteurs import verdict_of
 from . import constructs
 
@@ -18,6 +22,12 @@ from . import constructs
 @pytest.mark.parametrize("make", [constructs.counted_in_python, constructs.noisy_loss])
 def test_recompute_off_judges_models_whose_calls_differ(make):
     assert verdict_of(compare_inactive, Case(make())).passed
+
+
+def test_a_loss_that_is_not_a_number_is_no_state():
+    assert not look(
+        Case(squares(lambda: nn.Linear(4, 4), 4, loss=lambda *of: of[0](of[1]).sum() * math.nan))
+    )
 
 
 def test_only_a_failure_is_explained():
