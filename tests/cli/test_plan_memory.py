@@ -131,7 +131,7 @@ def test_without_a_target_the_first_line_says_that_the_plan_is_for_this_cpu(
 
 def test_a_factory_that_names_cuda_is_planned_without_one():
     found = run(model="needs_gpu")
-    assert "no block is repeated" in found.output
+    assert "no block to plan for" in found.output
     assert narrow(found.output), found.output
 
 

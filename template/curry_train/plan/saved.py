@@ -321,7 +321,7 @@ class Plan:
             )
 
         lines += self._cuda_lines()
-        nothing = "no block is repeated: name some with --blocks to plan for them"
+        nothing = "no block to plan for: name some that run with --blocks"
         lines += ["", *(_blocks(self.options) or [nothing]), "", *wrap(self.why, 80)]
         for reason in self.settings.get("left_out", ()):
             lines += wrap(f"left out: {reason}", 80)
