@@ -43,7 +43,7 @@ def targets(trace: Trace) -> Faults:
     found = trace.of(Targets)
     calls = trace.of(LossCall)
     # Other heads of a model that predicts the next token may predict later ones.
-    known = {one.model for one in found if one.same_as_input.get(1, 0) > 0.99}
+    known = {one.model for one in found if one.same_as_input[1] > 0.99}
     for one in found:
         is_other = one.may_be_shifted and one.model not in trace.sees_last
         sees_all = is_other or one.model in known.union(trace.sees_all)
@@ -61,14 +61,14 @@ def _wrong_tokens(targets: Targets, sees_all: bool) -> Doubts:
     """Find targets that are the tokens of the model's input, or other ones than the next."""
     same = targets.same_as_input
     # A model that sees all tokens does not predict the next one.
-    if same.get(1, 0) < 0.9 and not sees_all:
-        if same.get(0, 0) > 0.99:
+    if same[1] < 0.9 and not sees_all:
+        if same[0] > 0.99:
             hint = "shift them by one token to the left; a decoder is given them one place later"
             yield "the targets are the model's own input", hint
-        if same.get(2, 0) > 0.99:
+        if same[2] > 0.99:
             hint = "shift once: models of Hugging Face shift the labels themselves"
             yield "the targets are shifted by two tokens", hint
-    if targets.counts_padding and max(same.get(0, 0), same.get(1, 0)) > 0.5:
+    if targets.counts_padding and max(same[0], same[1]) > 0.5:
         hint = "set labels of padding to the ignored index, -100"
         yield "targets count where the attention mask is 0", hint
 

@@ -185,9 +185,9 @@ class Targets(Event):
 
     model: nn.Module
     # The share that equals the model's input at this place, by the places that it lies ahead.
-    same_as_input: dict[int, float] = field(default_factory=dict)
+    same_as_input: defaultdict[int, float]
     # The index at the end of some rows and nowhere else, as of padding, if it counts in the loss.
-    filler: int | None = None
+    filler: int | None
     # Whether the model may shift these tokens itself, as it was given others before.
     may_be_shifted: bool = False
     # Whether a target counts where the attention mask of the forward pass is 0.

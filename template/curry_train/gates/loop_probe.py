@@ -45,7 +45,7 @@ def _of_tokens(trace: Trace, forward: Forward) -> Faults:
     if len(dims) == 1 and _differ(*(one.narrow(dims[0], 0, last) for one in both)):
         trace.sees_all.append(module)
         for one in trace.of(Targets):
-            if one.model is module and one.same_as_input.get(1, 0) > 0.99:
+            if one.model is module and one.same_as_input[1] > 0.99:
                 hint = "mask attention to later tokens, is_causal=True; no bidirectional layer"
                 yield one, "the model sees the tokens that it has to predict", hint
     elif len(dims) == 1 and _differ(*both):

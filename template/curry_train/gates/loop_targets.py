@@ -3,6 +3,7 @@
 Proof: `python -m pytest tests/gates/test_loop.py`.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -41,15 +42,15 @@ def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
     for fetch in trace.fetched.values():
         # Other targets may be 0 as well.
         is_same = call.targets in fetch.digests and (call.targets != 0 or not is_index)
-        labels = [
-            values
-            for first, values in fetch.integers.items()
-            if first <= at < first + target.itemsize * len(values)
-            or (target.dim() == 2 and target.argmax(1).tolist() == values)
-            or (is_same and values == own)
-        ]
-        fetch.labels = fetch.labels or next(iter(labels), ())
-        fetch.is_used |= is_same or bool(labels)
+        for first, values in fetch.integers.items():
+            if (
+                first <= at < first + target.itemsize * len(values)
+                or (target.dim() == 2 and target.argmax(1).tolist() == values)
+                or (is_same and values == own)
+            ):
+                fetch.labels = fetch.labels or values
+                fetch.is_used = True
+        fetch.is_used |= is_same
         # A mask of ones is in each batch, and the next batch may have been fetched already.
         if given is not None and is_index and given.digests[:1] == fetch.digests[:1]:
             call.is_shuffled |= any(
@@ -94,47 +95,69 @@ def note_targets(
 
     Logits are those of a loss, which may leave out the first ones of a model.
     """
-    _find_tokens(trace, forward, target, ignored)
+    given, options = trace.given.tensors, trace.given.options
+    labels = options.get("labels")
+    # The input whose rows, or columns, the targets continue, as that of a decoder.
+    for one in given:
+        is_like = one.dim() == 2 and one.numel() == target.numel()
+        if is_like and one is not labels and one.device == target.device:
+            # A decoder may be given its targets by mistake; a model needs them for a loss.
+            is_later = one is not given[0] and not trace.depth
+            targets = target.reshape(one.shape)
+            same = _same_as_input(targets, one, ignored)
+            if _same_as_input(targets.T, one.T, ignored)[1] > 0.99:
+                forward.tokens, forward.time_dim = one, 0
+            elif max(same[1], is_later and same[0]) > 0.99:
+                forward.tokens, forward.time_dim = one, 1
     tokens = forward.tokens
-    mask, of_decoder = map(trace.given.options.get, ("attention_mask", "decoder_input_ids"))
     # Of speech or pictures the rows are those of the labels.
-    labels = trace.given.options.get("labels")
-    given = (tokens, labels, target, target._base)
-    rows = [one for one in map(tokens_of, given) if one is not None]
-    if not rows or target.is_floating_point() or target.numel() % len(rows[0]):
+    rows = (tokens_of(one) for one in (tokens, labels, target, target._base))
+    num_rows = next((len(one) for one in rows if one is not None), 0)
+    if not num_rows or target.is_floating_point() or target.numel() % num_rows:
         return
-    targets = target.reshape(len(rows[0]), -1)
+    targets = target.reshape(num_rows, -1)
     if tokens is not None and not forward.time_dim:
         tokens, targets = tokens.T, targets.T
     counted = targets != ignored
     if not counted.any():
         return
-    event = trace.note(Targets, model=forward.module)
-    # One of a few classes may well end rows.
-    if targets.max() > 4:
-        event.filler = _filler(targets, counted)
-    if tokens is None or len(tokens) != len(targets):
-        return
+    same_as_input = defaultdict[int, float](float)
+    event = trace.note(
+        Targets,
+        model=forward.module,
+        same_as_input=same_as_input,
+        filler=_filler(targets, counted),
+    )
     # Targets of a part of the tokens, whose first or last ones are left out.
-    if not 0 <= tokens.shape[1] - targets.shape[1] <= 2:
+    if (
+        tokens is None
+        or len(tokens) != len(targets)
+        or not 0 <= tokens.shape[1] - targets.shape[1] <= 2
+    ):
         return
-    same = _same_as_input(targets, counted, tokens)
+    same = _same_as_input(targets, tokens, ignored)
     left_out = 0 if logits is None else num_left_out(logits, forward.time_dim)
-    event.may_be_shifted = forward.tokens is not trace.given.tensors[0]
-    event.same_as_input = {ahead - left_out: share for ahead, share in same.items()}
+    event.may_be_shifted = forward.tokens is not given[0]
+    same_as_input |= {ahead - left_out: share for ahead, share in enumerate(same)}
+    mask = options.get("attention_mask")
     # The mask of an encoder says nothing of what its decoder is given.
-    is_known = isinstance(mask, Tensor) and mask.shape == tokens.shape and tokens is not of_decoder
+    is_known = (
+        isinstance(mask, Tensor)
+        and mask.shape == tokens.shape
+        and tokens is not options.get("decoder_input_ids")
+    )
     # Without a mask, what repeats at the end of a row is padding.
     repeats = (tokens == tokens[:, -1:]).flip(1).cumprod(1).flip(1) > 0
     hidden: Any = mask == 0 if is_known else repeats
-    shift = int(same.get(1, 0) > same.get(0, 0))
+    shift = int(same[1] > same[0])
     width = min(tokens.shape[1] - shift, targets.shape[1])
+    places = slice(shift, shift + width)
     counted = counted[:, :width]
-    event.counts_padding = is_known and bool((hidden[:, shift:][:, :width] & counted).any())
+    event.counts_padding = is_known and bool((hidden[:, places] & counted).any())
     # The first of the repeated tokens may be the end of the text: the longest text has it alone.
     is_first = bool(torch.equal(hidden, repeats) and repeats.sum(1).min() == 1)
     hidden = repeats.roll(1, 1) & repeats if is_first else hidden
-    ids, padding = (one[:, shift:][:, :width] for one in (tokens, hidden))
+    ids, padding = tokens[:, places], hidden[:, places]
     # The last place of each row that is not padding.
     ends = width - 1 - padding.int().flip(1).argmin(1, keepdim=True)
     is_padding = ids[padding].unique().tolist() == ids.gather(1, ends).unique().tolist()
@@ -149,30 +172,15 @@ def note_targets(
         )
 
 
-def _find_tokens(trace: Trace, forward: Forward, target: Tensor, ignored: int) -> None:
-    """Find the input whose rows, or columns, the targets continue, as that of a decoder."""
-    labels = trace.given.options.get("labels")
-    for one in trace.given.tensors:
-        is_like = one.dim() == 2 and one.numel() == target.numel()
-        if is_like and one is not labels and one.device == target.device:
-            targets = target.reshape(one.shape)
-            for dim, rows, others in ((1, one, targets), (0, one.T, targets.T)):
-                same = _same_as_input(others, others != ignored, rows)
-                # A decoder may be given its targets by mistake; a model needs them for a loss.
-                is_later = dim and one is not trace.given.tensors[0] and not trace.depth
-                if max(same.get(1, 0), is_later and same.get(0, 0)) > 0.99:
-                    forward.tokens, forward.time_dim = one, dim
-
-
-def _same_as_input(targets: Tensor, counted: Tensor, tokens: Tensor) -> dict[int, float]:
-    """Return the share of targets that are the tokens so many places ahead, by these places."""
-    same = {}
-    for ahead in (0, 1, 2):
+def _same_as_input(targets: Tensor, tokens: Tensor, ignored: int) -> list[float]:
+    """Return the share of targets that are the tokens none, one and two places ahead."""
+    same = []
+    for ahead in range(3):
         width = min(targets.shape[1], tokens.shape[1] - ahead)
-        valid = counted[:, :width]
-        if valid.any():
-            equal = targets[:, :width] == tokens[:, ahead : ahead + width]
-            same[ahead] = float(equal[valid].float().mean())
+        own = targets[:, :width]
+        counted = own != ignored
+        equal = (own == tokens[:, ahead : ahead + width]) & counted
+        same.append(float(equal.sum() / counted.sum().clamp(1)))
     return same
 
 
@@ -185,4 +193,5 @@ def _filler(targets: Tensor, counted: Tensor) -> int | None:
     if is_long.sum() < 2 or len(fillers) > 1 or len(length.unique()) < 2:
         return None
     is_nowhere_else = (targets == fillers[0]).sum() == length[last[:, 0] == fillers[0]].sum()
-    return fillers[0] if is_nowhere_else else None
+    # One of a few classes may well end rows.
+    return fillers[0] if is_nowhere_else and targets.max() > 4 else None
