@@ -24,6 +24,7 @@ from .loop_events import (
     Seeding,
     Shuffle,
     Step,
+    Stepping,
     Targets,
     Trace,
     depends_on_mode,
@@ -297,8 +298,11 @@ def other_batches(trace: Trace) -> Faults:
     """Find targets that are of other batches than the inputs, in each window."""
     found = []
     for window in trace.windows:
-        calls = [one for one in window.body if isinstance(one, LossCall) and one.is_used]
-        forwards = [one for one in window.forwards if one in window.body]
+        # After the last step of another optimizer before the first backward call.
+        first = window.calls[0].at if window.calls else 0
+        begin = max((one.at for one in window.of(Stepping) if one.at < first), default=-1)
+        calls = [one for one in window.of(LossCall) if one.is_used and one.at > begin]
+        forwards = [one for one in window.forwards if one.at > begin]
         # A batch of inputs alone, or of targets alone, is combined with another one on purpose.
         inputs, targets = (
             {one for digest in digests for one in trace.fetches[digest] if len(one.digests) > 1}

@@ -7,11 +7,11 @@ import inspect
 import os
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,26 +40,21 @@ MOST_NAMES = 2
 Versions = dict[Tensor, tuple[int, int] | None]
 
 
-@dataclass_transform(eq_default=False, field_specifiers=(field,))
-class Recorded:
-    """Makes dataclasses of its subclasses, which are equal only to themselves."""
+class Event:
+    """A call that the loop made, at a line of the user's, with its facts as attributes."""
 
-    def __init_subclass__(cls) -> None:
-        dataclass(eq=False)(cls)
-
-
-class Event(Recorded):
-    """A call that the loop made, at a line of the user's."""
-
-    # Files and lines of the user's that led to it, from the innermost on.
-    lines: tuple[str, ...]
+    # Its number in the order of all.
+    at: int
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool
-    # Its number in the order of all.
-    at: int = field(default=-1, kw_only=True)
     # An event before it, with the user's line where a Trainer makes the call itself: the loss of a
     # backward pass, the making of the optimizer that steps, or what set a model to eval mode.
-    cause: "Event | None" = field(default=None, kw_only=True)
+    cause: "Event | None" = None
+
+    def __init__(self, lines: tuple[str, ...], **facts: Any) -> None:
+        # Files and lines of the user's that led to it, from the innermost on.
+        self.lines = lines
+        vars(self).update(facts)
 
     @property
     def origin(self) -> str:
@@ -301,12 +296,13 @@ class Step(Stepping, Events):
         """Whether it had gradients that are not 0."""
         return any(self.slopes.values())
 
-    def end_window(self, events: list[Event], previous: "Step | None", held: Set[Tensor]) -> None:
-        """Note the events that it is made of, and the step of the same optimizer before it.
-
-        `held` are the parameters of all optimizers.
-        """
-        self.events = events
+    def end_window(self, trace: "Trace", previous: "Step | None") -> None:
+        """Note the events that it is made of, and the step of the same optimizer before it."""
+        before = trace.events[: self.at]
+        # Another optimizer may have trained the same parameters before.
+        steps = (one for one in reversed(before) if isinstance(one, Stepping))
+        begin = next((one.at for one in steps if one.own & self.own), -1)
+        self.events = before[begin + 1 :]
         self.previous = previous
         # Backward calls that made gradients of the optimizer. A sharded model keeps those of a
         # microbatch without sync to itself, and makes them of whole tensors for a while.
@@ -315,7 +311,7 @@ class Step(Stepping, Events):
         self.all_calls = [
             one
             for one in calls
-            if one.reached & self.own or (one.lines in lines and one.reached.isdisjoint(held))
+            if one.reached & self.own or (one.lines in lines and one.reached.isdisjoint(trace.held))
         ]
         self.forwards = [one for one in self.of(Forward) if one.is_trained_on]
         self.zeros = [one for one in self.of(Zero) if one.parameters & self.own]
@@ -344,13 +340,6 @@ class Step(Stepping, Events):
     @property
     def num_samples(self) -> int:
         return sum(one.num_samples for one in self.forwards)
-
-    @property
-    def body(self) -> list[Event]:
-        """The events after the last step of another optimizer before the first backward call."""
-        first = self.calls[0].at if self.calls else 0
-        others = [one.at for one in self.events if isinstance(one, Stepping) and one.at < first]
-        return [one for one in self.events if one.at > max(others, default=-1)]
 
     @property
     def is_by_hand(self) -> bool:
@@ -473,6 +462,8 @@ class Blank:
 class Trace(Events, Blank):
     """The events of a loop, in order, and the objects that it has; calls of torch write to it."""
 
+    # The last event of each kind.
+    last: dict[type[Event], Any]
     optimizers: list[Optimizer]
     # The call that made an optimizer, and the one that last set the mode of a module.
     made: WeakKeyDictionary[Any, Event]
@@ -536,9 +527,6 @@ class Trace(Events, Blank):
     def num_steps_made(self) -> int:
         return max(self.num_made.values(), default=0)
 
-    def last(self, kind: type[E]) -> E | None:
-        return next((one for one in reversed(self.events) if isinstance(one, kind)), None)
-
     def fault(
         self,
         check: str,
@@ -558,6 +546,7 @@ class Trace(Events, Blank):
         facts.setdefault("lines", users_lines())
         event = kind(in_step=bool(self.stepping), at=len(self.events), **facts)
         self.events.append(event)
+        self.last[kind] = event
         return event
 
     def optimizer_of(self, one: Tensor) -> str:
@@ -616,17 +605,8 @@ class Trace(Events, Blank):
         """The steps of each optimizer, with their windows."""
         found = grouped(self.of(Step), "optimizer")
         for steps in found:
-            events: list[Event] = []
-            previous = None
-            for event in self.events:
-                if isinstance(event, Step) and event in steps:
-                    event.end_window(events, previous, self.held)
-                    previous = event
-                # Another optimizer may have trained the same parameters before.
-                if isinstance(event, Stepping) and steps[0].own & event.own:
-                    events = []
-                else:
-                    events.append(event)
+            for previous, step in zip([None, *steps], steps, strict=False):
+                step.end_window(self, previous)
             has_one = [len(step.all_calls) for step in steps].count(1) > 1
             for step in steps:
                 step.choose_calls(has_one=has_one)

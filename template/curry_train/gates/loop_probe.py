@@ -19,7 +19,7 @@ from .loop_events import Faults, Forward, LossCall, Targets, Trace, tensors_of
 
 def probe(trace: Trace) -> None:
     """Look for outputs that depend on what they must not, once for each model."""
-    forward = trace.last(Forward)
+    forward = trace.last.get(Forward)
     # Targets may stand behind a call of another model, as of one that judges.
     if forward is None or forward.module not in trace.roots or forward.module in trace.probed:
         return
@@ -102,7 +102,7 @@ def _as_a_word(embedding: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
 def _of_samples(trace: Trace, forward: Forward) -> Faults:
     """Find layers that take the samples of a batch for the steps of a sequence."""
     tensors = trace.given.tensors
-    call = trace.last(LossCall)
+    call = trace.last.get(LossCall)
     if not tensors or call is None or call.columns is None:
         return
     given = tensors[0]

@@ -38,7 +38,7 @@ def note_batches(trace: Trace, target: Tensor, call: LossCall) -> None:
     is_index = target.device.type == "cpu" and not is_float
     at = target.data_ptr() if is_index and is_plain(target) else -1
     own = [] if is_float else target.flatten().tolist()
-    given = trace.last(Forward)
+    given = trace.last.get(Forward)
     for fetch in trace.fetched.values():
         # Other targets may be 0 as well.
         is_same = call.targets in fetch.digests and (call.targets != 0 or not is_index)

@@ -400,13 +400,13 @@ class Observer(Trace):
             for check, of_check in doubts.items():
                 for doubt in of_check:
                     self.fault(check, *doubt, event)
-            if self.last(Forward) and target in self.noise:
+            if self.last.get(Forward) and target in self.noise:
                 hint = "give the loss the noise that was added to the input"
                 self.fault("targets", "the targets are noise that no model was given", hint, event)
             if term.name != "ctc_loss":  # whose target is the number of labels of each sample
                 note_batches(self, target, event)
             self._mark(value, event, "is_used")
-            forward = self.last(Forward)
+            forward = self.last.get(Forward)
             if forward is not None and term.name in ("cross_entropy", "nll_loss"):
                 note_targets(self, forward, target, options["ignore_index"], options["input"])
 
@@ -566,7 +566,7 @@ class Observer(Trace):
             self.noise[call.run()] = True
 
     def _dropout(self, call: Called) -> None:
-        forward, owner = self.last(Forward), call.caller.f_locals.get("self")
+        forward, owner = self.last.get(Forward), call.caller.f_locals.get("self")
         options = {"p": 0.5, "training": None, **call.bound().arguments}
         if forward and options["p"] and self.depth:
             is_layer = isinstance(owner, nn.modules.dropout._DropoutNd)
@@ -697,7 +697,7 @@ class Observer(Trace):
                 "a norm of 1.0 is usual; leave the clipping out for none",
                 event,
             )
-        is_scaled = getattr(self.last(Backward), "scale", 1.0) != 1.0
+        is_scaled = getattr(self.last.get(Backward), "scale", 1.0) != 1.0
         since = itertools.takewhile(lambda one: one.call != "scale", reversed(self.of(Scaling)))
         unscaled = {it for one in since if one.optimizer for it in parameters_of(one.optimizer)}
         if is_scaled and any(one.grad is not None for one in event.parameters - unscaled):
@@ -747,7 +747,7 @@ class Observer(Trace):
         }
         # Not a line of the object's own class, where that is the user's.
         lines = users_lines(*(f"{kind.__qualname__}.__init__" for kind in type(one).__mro__))
-        self.made[one] = Event(lines, False)
+        self.made[one] = Event(lines)
 
     def _set(self, call: Called) -> None:
         one, name, value = call.args
@@ -762,7 +762,7 @@ class Observer(Trace):
     def _set_mode(self, call: Called) -> None:
         # Each part is set by a call, and `eval` calls this, also where a model has its own.
         if call.owner.training != call.bound().arguments.get("mode", True):
-            self.made[call.owner] = Event(users_lines(), False)
+            self.made[call.owner] = Event(users_lines())
 
     def _schedule(self, call: Called) -> None:
         scheduler, caller = call.owner, call.caller
