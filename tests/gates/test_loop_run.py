@@ -46,7 +46,7 @@ for number in range(1000):
         optimizer.step()
         optimizer.zero_grad()
         for place in io.BytesIO(), "output/today/weights.pt":
-            torch.save(model.state_dict(), place)
+            torch.save(model.state_dict(), f=place)
             if number > 1:
                 if isinstance(place, io.BytesIO):
                     place.seek(0)
@@ -640,8 +640,14 @@ def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
     Path("changing.py").write_text(CHANGING)
     before = files(folder)
     # Not the warm one, which would get the signal in place of the command.
-    python = str(Path(sys.prefix, "bin", "python"))
-    words = [python, "-m", "curry_train", "preflight", "--script", "changing.py"]
+    words = [
+        f"{sys.prefix}/bin/python",
+        "-m",
+        "curry_train",
+        "preflight",
+        "--script",
+        "changing.py",
+    ]
     # A shell's jobs in the background ignore SIGINT, and so does what they start.
     usual = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, preexec_fn=usual)
@@ -654,7 +660,7 @@ def test_an_interrupted_run_leaves_the_files_as_they_were(folder, number):
 # Changes of what was there before, and whether the loop goes on.
 CHANGES = [
     ("with open('link.txt', 'a') as file: file.write('more')", True),
-    ("os.remove('link.txt')", True),
+    ("os.remove('link'); os.mkdir('link'); open('link/empty.txt', 'w').close()", True),
     ("os.replace('log.txt', 'link.txt')", True),
     ("os.makedirs('new/deep'); open('new/deep/a', 'w').close(); os.rename('new', 'newer')", True),
     ("os.rename('kept', 'moved')", False),
@@ -669,6 +675,7 @@ def test_nothing_that_was_there_is_lost(folder, tmp_path_factory, change, goes_o
     Path("kept/empty.txt").touch()
     Path("target.txt").write_text("target")
     Path("link.txt").symlink_to("target.txt")
+    Path("link").symlink_to("kept")
     before = files(folder)
     changes = tmp_path_factory.mktemp("changes")
     changed = ChangedFiles(changes)

@@ -36,6 +36,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core.measure import is_out_of_memory
+from ..core.replaced_calls import replaced_calls
 from ..workloads.from_script import launcher_variables, run_as_main
 from ..workloads.models import load_object
 from ..workloads.shrink import shrunk_configurations
@@ -168,13 +169,13 @@ def _stopped_by_signals() -> Iterator[None]:
 
 def _wait(folder: Path, processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Wait for all ranks; once one has ended, for as long as the others make steps."""
-    while all(one.poll() is None for one in processes):
-        time.sleep(0.05)
     ended = time.time()
-    while any(one.poll() is None for one in processes):
+    while running := [one for one in processes if one.poll() is None]:
+        if len(running) == len(processes):
+            ended = time.time()
         steps = [one.stat().st_mtime for one in folder.glob("*.progress")]
         if time.time() - max([ended, *steps]) > SECONDS_TO_FOLLOW:
-            for one in processes:
+            for one in running:
                 one.kill()
         time.sleep(0.05)
 
@@ -309,21 +310,22 @@ def _saving(*, saves: bool) -> Iterator[None]:
 
     made = set[Path]()
 
-    def noticed(save: Any, value: Any, target: Any, *args: Any, **options: Any) -> None:
+    def noticed(save: Any, *args: Any, **options: Any) -> None:
+        # torch names it `f`.
+        target = [*args[1:], options.get("f")][0]
         if isinstance(target, str | os.PathLike):
             path = Path(target)
             if not saves and path not in made and path.exists():
                 return
             made.add(path)
             path.open("ab").close()
-        save(value, target, *args, **options)
+        save(*args, **options)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name in (torch, "save"), (safetensors.torch, "serialize_file"):
-            changed = functools.partial(noticed, getattr(owner, name))
-            stack.enter_context(mock.patch.object(owner, name, changed))
-        for name in () if saves else ("save", "async_save"):
-            stack.enter_context(mock.patch.object(dcp, name))
+    replaced: list[Any] = [(torch, "save", noticed), (safetensors.torch, "serialize_file", noticed)]
+    replaced += [
+        (dcp, name, mock.MagicMock()) for name in (() if saves else ("save", "async_save"))
+    ]
+    with replaced_calls(replaced):
         yield
 
 
@@ -337,12 +339,13 @@ class ChangedFiles:
 
     def __init__(self, folder: Path, *ignored: str) -> None:
         self.folder = folder.resolve()
-        # Folders in which every change stays.
-        self.ignored = [str(self.folder), "/dev", "/proc", *map(os.path.abspath, ignored)]
-        # The cache of compiled code, which other processes use too.
-        self.ignored.append(f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
         self.is_noticing = False
-        self.before: dict[Path, Path | None] = {}
+        # The cache of compiled code, which other processes use too.
+        compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+        stays = (str(self.folder), "/dev", "/proc", compiled, *ignored)
+        # What was at a place before its first change. Every change stays in these folders, as in
+        # those that the loop has made.
+        self.before: dict[Path, Path | None] = {Path(os.path.abspath(one)): None for one in stays}
 
     def noticed(self) -> contextlib.AbstractContextManager[Any]:
         sys.addaudithook(self._audit)  # which can't be removed
@@ -351,17 +354,19 @@ class ChangedFiles:
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self.is_noticing:
             return
-        if event == "open" and isinstance(args[2], int) and args[2] & WRITES:
-            self._note(args[0], follows_links=True)
-        elif event in ("os.mkdir", "os.truncate"):
-            self._note(args[0])
-        elif event in ("os.symlink", "os.link"):
-            self._note(args[1])
-        elif event in ("os.remove", "os.rmdir", "shutil.rmtree") and args[1] in (None, -1):
-            self._note(args[0], goes=True)
-        elif event == "os.rename":
-            for path in args[:2]:
+        match event, args:
+            case "open", (path, _, int(flags)) if flags & WRITES:
+                self._note(path, follows_links=True)
+            case "os.mkdir" | "os.truncate", (path, *_):
+                self._note(path)
+            case "os.symlink" | "os.link", (_, path, *_):
+                self._note(path)
+            # Not what is relative to the file descriptor of a folder.
+            case "os.remove" | "os.rmdir" | "shutil.rmtree", (path, None | -1, *_):
                 self._note(path, goes=True)
+            case "os.rename", (*paths, _, _):
+                for path in paths:
+                    self._note(path, goes=True)
 
     def _note(self, path: Any, *, goes: bool = False, follows_links: bool = False) -> None:
         """Note what is at a path before its first change, or refuse the change."""
@@ -369,18 +374,10 @@ class ChangedFiles:
             return
         text = os.fsdecode(path)
         place = Path(os.path.realpath(text) if follows_links else os.path.abspath(text))
-        if not self._is_made(place):
+        if place not in self.before and all(self.before.get(one, one) for one in place.parents):
             self.before[place] = kept = self._kept(place, goes=goes)
             with (self.folder / CHANGES).open("a") as stream:
                 stream.write(json.dumps([str(place), kept and str(kept)]) + "\n")
-
-    def _is_made(self, place: Path) -> bool:
-        """Return whether the loop has made it, or it is noted already or no file of the user's."""
-        return (
-            place in self.before
-            or any(place.is_relative_to(other) for other in self.ignored)
-            or any(self.before.get(parent, place) is None for parent in place.parents)
-        )
 
     def _kept(self, place: Path, *, goes: bool) -> Path | None:
         """Return a copy of the file or link that is there, a folder itself, or None."""
@@ -403,11 +400,10 @@ class ChangedFiles:
 def read_changes(folder: Path) -> dict[Path, Path | None]:
     """Return the places that were changed, with what was there before the first change."""
     log = folder / CHANGES
-    before: dict[Path, Path | None] = {}
     lines = log.read_text().splitlines() if log.exists() else []
-    for place, kept in map(json.loads, lines):
-        before.setdefault(Path(place), kept and Path(kept))
-    return before
+    # Of several ranks the first one that noted a place.
+    changes = map(json.loads, reversed(lines))
+    return {Path(place): kept and Path(kept) for place, kept in changes}
 
 
 def put_back(folder: Path) -> None:
