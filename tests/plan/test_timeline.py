@@ -143,25 +143,23 @@ def test_weights_gradients_and_the_optimizer_are_unchanged(fails):
 
 
 @pytest.mark.parametrize(
-    ("module", "options", "message"),
+    ("options", "message"),
     [
-        (nn.Linear(8, 8), {"loss": lambda m, x: m(x)}, r"one number.*it has shape \(4, 8\)"),
-        (nn.Linear(8, 8), {"loss": lambda m, x: m(x).sum().detach()}, "depends on no parameter"),
+        ({"loss": lambda m, x: m(x)}, r"one number.*it has shape \(4, 8\)"),
+        ({"loss": lambda m, x: m(x).sum().detach()}, "depends on no parameter"),
         (
-            nn.Linear(8, 8),
             {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
             "holds no parameter of Linear",
         ),
         (
-            nn.Linear(8, 8),
             {"loss": lambda _, batch: OTHER(batch).sum()},
             "no gradient in Linear: let the loss use the module that it gets",
         ),
     ],
 )
-def test_wrong_input_is_refused(module, options, message):
+def test_wrong_input_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        measure_timeline(module, torch.randn(4, 8), **({"loss": square_sum} | options))
+        measure_timeline(nn.Linear(8, 8), torch.randn(4, 8), **({"loss": square_sum} | options))
 
 
 @pytest.mark.cuda
