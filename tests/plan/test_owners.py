@@ -42,15 +42,18 @@ STYLES = [
     # A matrix of 4096 x 4096 in bfloat16 has the bytes of a cuBLAS workspace on Hopper.
     {"matrix_bytes": HOPPER_WORKSPACE_BYTES},
 ]
+MICROBATCHES = [{"num_microbatches": 3}, {"num_microbatches": 3, "foreach": False}]
 
 
 @pytest.mark.parametrize("recorded_from", [None, 0])
-@pytest.mark.parametrize("style", STYLES, ids=str)
+@pytest.mark.parametrize("style", STYLES + MICROBATCHES, ids=str)
 def test_every_block_has_the_owner_of_the_script(tmp_path, recorded_from, style):
     training = trained(recorded_from=recorded_from, steps=3, **style)
     owned = owned_blocks(tmp_path, training.snapshot())
     assert wrong_owners(owned, training) == []
     assert owned.owners == true_owners(owned, training)
+    # Steps are those of the optimizer, and not of microbatches.
+    assert len(owned.steps()) == 3
     assert sum(owned.owners.values()) == owned.history.peak_allocated
 
 
@@ -62,17 +65,6 @@ def test_a_record_that_begins_later_has_the_same_owners(tmp_path, style, until):
     owned = owned_blocks(tmp_path, training.snapshot())
     assert owned.owners == true_owners(owned, training)
     assert len(owned.steps()) == 2
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-def test_steps_are_those_of_the_optimizer_and_not_of_microbatches(
-    tmp_path, foreach, num_microbatches
-):
-    training = trained(recorded_from=0, steps=4, foreach=foreach, num_microbatches=num_microbatches)
-    owned = owned_blocks(tmp_path, training.snapshot())
-    assert len(owned.steps()) == 4
-    assert wrong_owners(owned, training) == []
 
 
 def test_owners_of_a_record_without_stacks_add_up_to_the_peak(tmp_path):
