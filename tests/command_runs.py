@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from curry_train.cli.main import main
 
 from .tree import ROOT
+from .warm_python import warm_python
 
 
 def ran(*words, status=0, command=main):
@@ -77,6 +78,11 @@ def finished(*words, cwd=None, status=0, **environment):
     )
     assert status in (None, ended.returncode), (words, ended.stdout, ended.stderr)
     return ended
+
+
+def in_python(*words, **options):
+    """Run a program in a python that has imported torch."""
+    return finished(warm_python(), *words, **options)
 
 
 def wait_for(condition):

@@ -81,6 +81,11 @@ def warm_python():
     return str(command)
 
 
+def start_warm(monkeypatch):
+    """Let what the package starts be forks of a python that has imported torch."""
+    monkeypatch.setattr(sys, "executable", warm_python())
+
+
 class WarmPython:
     """A path like that of `warm_python`, which starts the forking process at its first use."""
 

@@ -13,16 +13,15 @@ import pytest
 from curry_train.runs import Store
 from torture import STOPPED, Blow, History, Life, RankReport, Setup, judge
 
-from ..command_runs import finished
+from ..command_runs import in_python
 from ..store_models import save_new
 from ..tree import ROOT
-from ..warm_python import warm_python
 
 
 def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():
     """Run the torture in its own process with one thread, because it forks."""
     words = "-m torture --kills 8 --signals 8 --every 60"
-    done = finished(warm_python(), *words.split(), cwd=ROOT)
+    done = in_python(*words.split(), cwd=ROOT)
     found = json.loads(done.stdout)
     assert found["wrong"] == []
     assert found["kills"]["at_each_change"]["blows"] >= 1

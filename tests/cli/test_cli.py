@@ -14,8 +14,7 @@ from curry_train.gates import discover
 from curry_train.gates.implementation import CONTRACTS
 from curry_train.gates.verdict import Gate, NotApplicable
 
-from ..command_runs import finished, flat, ran, read_json, require_narrow, results
-from ..warm_python import warm_python
+from ..command_runs import flat, in_python, ran, read_json, require_narrow, results
 
 QUICK = "--model mlp --gate grad-accum/equal --gate grad-accum/uneven"
 run = functools.partial(ran, "validate")
@@ -177,7 +176,7 @@ if __name__ == "__main__":
 
 def test_a_gate_whose_process_the_system_ends_does_not_apply_and_the_others_run():
     Path("greedy.py").write_text(GREEDY)
-    ended = finished(warm_python(), "greedy.py")
+    ended = in_python("greedy.py")
     first, second, third = ended.stdout.splitlines()
     assert first == third == "True model loss implementation ", ended.stderr
     assert second.startswith("None memory ran out (the system ended the process): try a smaller")

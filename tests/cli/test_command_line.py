@@ -16,10 +16,10 @@ from curry_train.cli.options import UnusableInput
 from curry_train.cli.screen import LONG_COMMANDS, screen_command
 from curry_train.core.wording import provenance
 
-from ..command_runs import finished, ran, require_narrow
+from ..command_runs import finished, in_python, ran, require_narrow
 from ..runs.recorded_training import recorded
 from ..tree import ROOT
-from ..warm_python import warm_python
+from ..warm_python import start_warm
 
 SCREEN_COLUMNS = 80
 SHARED_OPTIONS = (
@@ -205,7 +205,7 @@ EXAMPLES = [path for path in ALL_PAGES if not isinstance(command_at(path), click
 def test_the_example_of_each_page_runs(path, folder_with_runs, tmp_path, monkeypatch):
     # The project of the other examples is there already.
     monkeypatch.chdir(tmp_path if path == ("new",) else folder_with_runs)
-    monkeypatch.setattr(sys, "executable", warm_python())
+    start_warm(monkeypatch)
     monkeypatch.setattr("curry_train.cli.scaffold.build_wheel", lambda bundle: b"wheel")
     prefix, line = help_of(*path).splitlines()[-1].split("curry-train ", 1)
     assert prefix == "Example: "
@@ -244,7 +244,7 @@ def test_the_main_module_can_be_imported_by_worker_processes(started):
         f"for name in ('first', '__mp_main__'):\n    runpy.{run}, run_name=name)\n"
         "    sys.modules.pop('environment', None)\nprint('imported')"
     )
-    ended = finished(warm_python(), "-c", code)
+    ended = in_python("-c", code)
     assert ended.stdout == "imported\n", ended.stderr
 
 

@@ -15,7 +15,7 @@ import pytest
 import curry_train
 from curry_train.cli.testgen import GENERATED_FILE_MARK
 
-from ..command_runs import finished, ran
+from ..command_runs import finished, in_python, ran
 from ..tree import ROOT
 from ..warm_python import warm_python
 
@@ -266,5 +266,5 @@ def test_a_model_of_an_installed_package_needs_no_folder(repository, run, monkey
 
 def test_from_a_clone_the_header_names_the_script_by_its_path(tmp_path):
     path = os.path.relpath(ROOT / "scripts/gen_checkpoint_tests.py", tmp_path)
-    finished(warm_python(), path, "--model", "mlp", "--out", "test_mlp.py")
+    in_python(path, "--model", "mlp", "--out", "test_mlp.py")
     assert f"    python {path} \\\n" in (tmp_path / "test_mlp.py").read_text()

@@ -11,8 +11,7 @@ import pytest
 
 from curry_train.cli.ownership import find_bundle, technique_files
 
-from ..command_runs import finished
-from ..warm_python import warm_python
+from ..command_runs import in_python
 
 BUNDLE = find_bundle()
 OWNED = {one.name: one for one in BUNDLE.techniques if not one.usage}
@@ -113,7 +112,7 @@ def outcomes(tmp_path_factory):
         own(folder, *copy)
     report = folder / "report.xml"
     words = (*PYTEST, f"--junitxml={report}", folder)
-    finished(warm_python(), *words, cwd=folder, status=1, PYTHONPATH=str(folder))
+    in_python(*words, cwd=folder, status=1, PYTHONPATH=str(folder))
     found = {name: [] for name, _, _ in copies()}
     for case in ElementTree.parse(report).iter("testcase"):
         results = {child.tag: child.get("message") for child in case}

@@ -4,7 +4,6 @@ Run: `python -m pytest tests/cli/test_resume_check.py`.
 """
 
 import copy
-import sys
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from curry_train.cli.resume_check import began_after, differences
 from curry_train.cli.resume_watch import PARTS, StateWatch
 
 from ..command_runs import call, read_json
-from ..warm_python import warm_python
+from ..warm_python import start_warm
 from .resumed_programs import ACCELERATE, HUGGING_FACE, LIGHTNING, PLAIN
 
 pytestmark = pytest.mark.timeout(1200)
@@ -85,7 +84,7 @@ def test_an_average_that_no_step_reads_is_compared():
 @pytest.fixture
 def checked(tmp_path, monkeypatch):
     """Return a function that runs the command on a program."""
-    monkeypatch.setattr(sys, "executable", warm_python())
+    start_warm(monkeypatch)
 
     def check(program, *words, given="--script program.py", status=0):
         """Return the lines of the command and its results."""

@@ -17,7 +17,7 @@ from curry_train.cli import runs_locate
 
 from ..command_runs import flat, ran, read_json
 from ..runs.recorded_training import recorded
-from ..warm_python import warm_python
+from ..warm_python import start_warm
 
 record = functools.partial(ran, "runs record")
 locate = functools.partial(ran, "runs locate")
@@ -114,7 +114,7 @@ def other():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", warm_python())
+    start_warm(monkeypatch)
     return tmp_path
 
 

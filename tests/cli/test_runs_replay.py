@@ -4,8 +4,6 @@ Run: `python -m pytest tests/cli/test_runs_replay.py`.
 """
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -13,8 +11,8 @@ from curry_train.cli import runs_replay
 from curry_train.cli.runs_replay import describe
 from curry_train.runs.box import BoxFacts
 
-from ..command_runs import call, flat, read_json
-from ..warm_python import warm_python
+from ..command_runs import call, flat, in_python, read_json
+from ..warm_python import start_warm
 
 SCRIPT = """\
 import sys
@@ -100,13 +98,13 @@ def trained(tmp_path_factory):
     """Train until a step is NaN; return the folder of the script and its run."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "train.py").write_text(SCRIPT)
-    subprocess.run([warm_python(), "train.py", "1", "16"], cwd=folder, check=True)
+    in_python("train.py", "1", "16", cwd=folder)
     return folder
 
 
 def replay(monkeypatch, folder, *words, status=0):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "executable", warm_python())
+    start_warm(monkeypatch)
     return flat(call("replay", *words, status=status))
 
 
@@ -147,7 +145,7 @@ def test_a_box_of_another_model_is_refused(trained, tmp_path, monkeypatch):
 def test_sharded_and_compiled_steps_repeat_to_the_bit(tmp_path, monkeypatch):
     """A rank other than the first has the bad operation, and compiled code runs uncompiled."""
     (tmp_path / "ranks.py").write_text(RANKS)
-    subprocess.run([warm_python(), "ranks.py"], cwd=tmp_path, check=True)
+    in_python("ranks.py", cwd=tmp_path)
     line = "ranks/boxes/step-00000008 --script=ranks.py --times=2"
     output = replay(monkeypatch, tmp_path, line)
     assert "repeats to the bit: 3 losses of the run are equal, and the parameters" in output

@@ -12,8 +12,7 @@ import torch
 
 from curry_train.cli.main import main
 
-from ..command_runs import finished, flat, ran, read_json
-from ..warm_python import warm_python
+from ..command_runs import flat, in_python, ran, read_json
 
 MODELS = """
 import os
@@ -306,7 +305,7 @@ def test_json_on_standard_output_is_json_alone_where_a_factory_prints(command):
 
 def test_json_on_standard_output_is_json_alone_where_another_process_prints(folder):
     words = "-m curry_train memory --model made.py:child --json -"
-    ended = finished(warm_python(), *words.split(), cwd=folder)
+    ended = in_python(*words.split(), cwd=folder)
     assert json.loads(ended.stdout)["command"]
     assert "building" in ended.stderr
 

@@ -17,12 +17,12 @@ from curry_train.gates import loop_run
 from curry_train.gates.loop_run import ChangedFiles, LoopFailed, preflight_program, put_back
 
 from ..command_runs import wait_for
-from ..warm_python import warm_python
+from ..warm_python import start_warm
 
 
 @pytest.fixture(autouse=True)
 def interpreters_have_imported_torch(monkeypatch):
-    monkeypatch.setattr(sys, "executable", warm_python())
+    start_warm(monkeypatch)
 
 
 SCRIPT = """\

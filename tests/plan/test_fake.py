@@ -24,10 +24,8 @@ from curry_train.workloads import WorkloadError
 from curry_train.workloads.workload import IndivisibleBatch
 from large_models import llama_8b
 
-from ..command_runs import finished
+from ..command_runs import in_python
 from ..plan_models import Called, estimated, squares
-from ..tree import ROOT
-from ..warm_python import warm_python
 
 # What CUDA's kernels keep.
 
@@ -360,9 +358,7 @@ print(loops, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale)
 
 
 def test_a_quarter_of_8b_is_estimated_in_little_time_and_memory():
-    loops, memory = map(
-        float, finished(warm_python(), "-c", MEASURES, cwd=ROOT / "benchmarks").stdout.split()
-    )
+    loops, memory = map(float, in_python("-c", MEASURES).stdout.split())
     # Of CPU, in the time of a loop of Python on the same machine: 11 to 20.
     assert loops < 40
     assert memory < 1.5 * 2**30

@@ -22,7 +22,7 @@ from curry_train.primitives import compile_budget, memory_budget, remove_memory_
 from curry_train.primitives.compile_budget import Budgeted, _compiled
 from curry_train.workloads import Case, load_workload
 
-from ..command_runs import finished
+from ..command_runs import in_python
 from ..compiled_models import (
     TRACING,
     WIDTH,
@@ -37,7 +37,6 @@ from ..compiled_models import (
     step,
 )
 from ..toy_steps import ON_DEVICES
-from ..warm_python import warm_python
 
 pytestmark = TRACING
 
@@ -260,8 +259,7 @@ print(counters["aot_autograd"]["autograd_cache_hit"])
 @needs_cpp
 def test_the_compilers_cache_distinguishes_budgets_across_processes(tmp_path):
     def run(*budgets):
-        words = [warm_python(), "-c", IN_A_PROCESS, *budgets]
-        done = finished(*words, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        done = in_python("-c", IN_A_PROCESS, *budgets, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
         return list(map(int, done.stdout.split()))
 
     most, least, hits = run("1.0", "0.0")

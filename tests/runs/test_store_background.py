@@ -13,9 +13,8 @@ from curry_train.runs import BackgroundSaver, SaveError, Store
 from curry_train.runs.background import Staging
 from curry_train.runs.format import ShardedSave
 
-from ..command_runs import finished
+from ..command_runs import in_python
 from ..store_models import At, CountedFiles, equal, fail, new_state, save_new, tensors_of, train
-from ..warm_python import warm_python
 
 
 def restored(store, saved):
@@ -150,7 +149,7 @@ saver.save("rollback", 1, new_state())
 
 
 def test_a_process_finishes_its_save_before_it_ends(tmp_path):
-    done = finished(warm_python(), "-c", AT_EXIT, cwd=tmp_path)
+    done = in_python("-c", AT_EXIT, cwd=tmp_path)
     assert (done.stderr, len(Store(tmp_path).committed("rollback"))) == ("", 1)
 
 

@@ -20,7 +20,7 @@ from curry_train.cli import scaffold
 
 from ..command_runs import finished, ran, read_json
 from ..tree import ROOT, skills
-from ..warm_python import warm_python
+from ..warm_python import start_warm, warm_python
 from .pages import RECORD_KEYS, fenced_blocks, pages, quoted_figures, wrong_figures
 
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text() for page in pages()}
@@ -130,7 +130,7 @@ def lines_run():
 def in_this_process(copy, monkeypatch):
     """Run commands in the folder of the bundle, and forget the modules that they import there."""
     monkeypatch.chdir(copy)
-    monkeypatch.setattr(sys, "executable", warm_python())
+    start_warm(monkeypatch)
     # Building it takes seconds, and `tests/cli` installs one.
     monkeypatch.setattr(scaffold, "build_wheel", lambda bundle: b"a wheel")
     yield

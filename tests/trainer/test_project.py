@@ -9,9 +9,8 @@ import pytest
 
 from curry_train.cli.ownership import find_bundle, project_files
 
-from ..command_runs import finished, read_json
+from ..command_runs import finished, in_python, read_json
 from ..journals import column
-from ..warm_python import warm_python
 
 WORDS = (
     "device=cpu",
@@ -50,7 +49,7 @@ def project(tmp_path_factory):
 
 
 def run(project, *command):
-    return finished(warm_python(), *command, cwd=project).stdout
+    return in_python(*command, cwd=project).stdout
 
 
 def test_threads_under_make_wait_asleep(project):
