@@ -693,12 +693,12 @@ def mean_over_words_and_padding():
 
 def gradients_by_evolution():
     model, optimizer = started(classifier(dropout=0))
-    for inputs, labels in loader():
+    for batch in loader():
         weights = [*model.parameters()]
         changes = [0.05 * torch.randn_like(one) for one in weights]
         with torch.no_grad():
             torch._foreach_add_(weights, changes)
-            loss = F.cross_entropy(model(inputs), labels)
+            loss = loss_of(model, batch)
             torch._foreach_sub_(weights, changes)
         for one, change in zip(weights, changes, strict=True):
             one.grad = loss * change
@@ -1150,13 +1150,13 @@ def rate_of_a_measure_that_stays():
 
 def weights_put_back_by_data():
     model, optimizer = started()
-    for inputs, labels in loader(320):
-        F.cross_entropy(model(inputs), labels).backward()
+    for batch in loader(320):
+        loss_of(model, batch).backward()
         old = {one: one.data.clone() for one in model.parameters()}
         for one in old:
             one.data.add_(0.1 * one.grad)
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        loss_of(model, batch).backward()
         for one, data in old.items():
             one.data = data
         optimizer.step()
@@ -1350,10 +1350,7 @@ def frozen_embedding_whose_output_gets_a_gradient():
     model = Seeing(is_causal=True)
     model.embed.requires_grad_(False)
     model.embed.register_forward_hook(lambda _, __, one: one.requires_grad_())
-    optimizer = adamw(model.head)
-    for tokens, labels in texts(9):
-        loss = of_tokens(model(tokens), labels)
-        step(optimizer, loss)
+    fit_language(model, adamw(model.head))
 
 
 class Translator(Language):
