@@ -81,7 +81,8 @@ def test_a_resume_word_selects_its_checkpoint(run, what, folder):
 def test_best_by_the_direction_of_the_configuration(run):
     found = choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_direction="maximize"))
     assert found[1] == [
-        f"best-k/dev_loss-{one}.dcp" for one in ("0.5-step-00000009", "0.25-step-00000050")
+        "best-k/dev_loss-0.5-step-00000009.dcp",
+        "best-k/dev_loss-0.25-step-00000050.dcp",
     ]
     with pytest.raises(NothingSaved, match="holds no best-K checkpoint for accuracy"):
         choose(SavedRun(run[0]), "best", config=PolicyConfig(best_k_metric="accuracy"))
