@@ -27,7 +27,7 @@ def blocks():
     return nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]), torch.randn(8, 8)
 
 def loud():
-    print("building")
+    print("building", os.chdir("/"))
     return blocks()
 
 def child():
@@ -91,6 +91,8 @@ bench --model mlp --optimizer adamx         | no optimizer is called 'adamx'
 bench --model mlp --optimizer lion_32bit    | 'lion_32bit'; use one of
 bench --model mlp --blocks layers.*         | the pattern 'layers.*' matches no module
 bench --model mlp --steps 0                 | 0 is not in the range x>=1
+bench --model mlp --seed 12345678901234567890 | is not in the range 0<=x<=9223372036854775807
+validate --list --json -                    | there are no results to write: leave --json out
 bench --model mlp --peak fast               | 'fast' is not a peak: give TFLOP/s, such as 989, or 'measured'
 bench --model mlp --peak -3                 | '-3' is not a peak
 bench --model mlp --plot absent/bench.png   | create it first
@@ -153,6 +155,7 @@ PLAN --budget 1e3GiB                        | '1e3GiB' is not a memory size
 PLAN --budget 24XB                          | has the unit 'XB'
 PLAN --parallel ddp --ranks 2 --microbatch 3 | microbatch 3 does not divide the 4 samples of a rank: use one of 1, 2, 4
 PLAN --microbatch 0                         | 0 is not in the range
+PLAN --global-batch 1234567890123           | is not in the range 1<=x<=100000000
 PLAN --parallel ddp --ranks 3               | a global batch of 8 can't be shared by 3 ranks: use a multiple of 3
 PLAN --ranks 2                              | 2 ranks need a way to share the training
 PLAN --parallel fsdp2                       | --parallel shares a training among ranks: give --ranks

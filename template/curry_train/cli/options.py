@@ -168,7 +168,9 @@ DTYPE_OPTION = option(
     "Type of weights and batch; by default the model's own.", type=DTYPE_NAMES, parse=DTYPES.get
 )
 BATCH_SIZE_OPTION = number_option("Samples per step.")
-SEED_OPTION = option("Seed of weights, batch and dropout.", type=click.IntRange(0), default=0)
+SEED_OPTION = option(
+    "Seed of weights, batch and dropout.", type=click.IntRange(0, 2**63 - 1), default=0
+)
 BLOCKS_OPTION = option("Blocks to work on, a glob over module names.", "PATTERN")
 RANKS_OPTION = number_option("Start so many processes, as torchrun does.", "--ranks", default=1)
 

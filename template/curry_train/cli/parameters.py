@@ -99,10 +99,15 @@ def argument(metavar: str | None = None, **settings: Any) -> Any:
 
 
 def number_option(
-    text: str, flags: str | None = None, *, default: int | None = None, least: int = 1
+    text: str,
+    flags: str | None = None,
+    *,
+    default: int | None = None,
+    least: int = 1,
+    most: int | None = None,
 ) -> Any:
     """Declare an option for a whole number, and show its default."""
-    kind = click.IntRange(least)
+    kind = click.IntRange(least, most)
     return option(text, None, flags, type=kind, default=default, show_default=True)
 
 

@@ -111,7 +111,7 @@ def plan_command(
         "In place of --budget: find the fewest GPUs of this kind, such as h100.", "GPU"
     ),
     global_batch: int | None = number_option(
-        "Samples per optimizer step.  [default: the trainer's or factory's, or 1]"
+        "Samples per optimizer step.  [default: the trainer's or factory's, or 1]", most=10**8
     ),
     microbatch: int | None = number_option(
         "Samples per microbatch.  [default: try every divisor of the global batch]"

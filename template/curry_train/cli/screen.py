@@ -220,6 +220,8 @@ class ScreenCommand(click.Command):
         with errors_that_fit(keeps_traceback=self.keeps_traceback), kept:
             ended: Ended | None = super().invoke(ctx)
         if ended is None:
+            if path:
+                raise click.UsageError("there are no results to write: leave --json out")
             return
         results, status = ended
         with errors_that_fit():

@@ -149,7 +149,7 @@ def train_command(
         device=option("Same as device=.", type=DEVICES),
         dtype=option("Same as dtype=.", type=DTYPE_NAMES),
         batch_size=number_option("Samples per step; same as batch_size=."),
-        seed=number_option("Same as seed=.", least=0),
+        seed=number_option("Same as seed=.", least=0, most=2**63 - 1),
     ),
     show_config: bool = option("Print the complete configuration and exit."),
     words: tuple[str, ...] = WORDS_ARGUMENT,
