@@ -106,6 +106,17 @@ def test_any_iterable_works_as_a_loader_and_a_with_statement_closes_the_run(tmp_
         run.step()
 
 
+def test_a_figure_that_is_measured_within_a_window_makes_no_save_due(tmp_path):
+    with attach(tmp_path, rollback_every="auto") as run:
+        # The first save is due after 8 steps or figures.
+        for number, _ in enumerate(run.batches("a" * 9)):
+            assert run.store.latest() is None
+            if number % 2:
+                run.measured(size=1)
+            else:
+                run.step()
+
+
 def test_a_loader_whose_resume_is_not_exact_is_named_once_in_a_run(tmp_path, caplog):
     loader = DataLoader(range(2), num_workers=1, persistent_workers=True)
     with attach(tmp_path) as run:

@@ -588,7 +588,7 @@ class AttachedRun:
                 self._roll_back(spike, stop=stop)
                 return False
 
-        self.policy.after_step(self.state.step, self.state, notes.metrics)
+        self.policy.after_step(self.state.step, self.state, notes.metrics, is_step=notes.is_step)
         self._journal.begin_step()
         if self._boxes is not None:
             self._boxes.begin()

@@ -269,15 +269,20 @@ class SavingPolicy:
         # Time spent reading must not count as a training step.
         self._cadence.go_on()
 
-    def after_step(self, step: int, state: Savable, metrics: Values) -> list[SavedCheckpoint]:
+    def after_step(
+        self, step: int, state: Savable, metrics: Values, *, is_step: bool = True
+    ) -> list[SavedCheckpoint]:
         """Save what is due after `step` steps; nothing of a state with NaN.
+
+        Only the best parameters are due where `is_step` is false: metrics may be measured within an
+        accumulation window, whose gradients are not saved.
 
         `metrics` holds figures of this step, numbers or tensors; they are read only where a save is
         due. Nothing is saved if one of them is NaN, or if the loss or the metric of the best-K is
         infinite; or if the state is not sound (see `unsound_tensors`).
         """
         self._cadence.trained()
-        kind = due(step, self.config, automatic=self._cadence.is_due())
+        kind = due(step, self.config, automatic=self._cadence.is_due()) if is_step else None
         measured = metrics.get(self.config.best_k_metric) is not None
         self._committed = []
         if kind or (measured and self.config.best_k):
