@@ -176,7 +176,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
     # So does a line that makes a variable anew within a loop, or a method that is called at the
     # begin of an epoch, and that adds nothing itself.
     resets = re.compile(
-        rf"^([ \t]*)(for|while)\b[\s\S]*^\1[ \t]+[\w ,.]*{word}[\w ,.]*= (\[\]|\{{\}}|\w+\(\))"
+        rf"^([ \t]+)[\w ,.]*{word}[\w ,.]*= (\[\]|\{{\}}|\w+\(\))"
         if code
         else rf"def (?!__init__)(?:(?!\bdef\b)[\s\S])*?\.{word} = (\[\]|\{{\}})"
         rf"(?:(?!\bdef\b|\.{word}\.)[\s\S])*(\bdef\b|\Z)",
@@ -190,9 +190,13 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
             if own is None or number in own or number - 1 in own
         }
         text = "".join(lines.values())
+        for reset in resets.finditer(text):
+            shallower = re.compile(rf"^(?!{reset[1]})[ \t]*(for|while)\b", re.MULTILINE)
+            if not code or shallower.search(text[: reset.start()]):
+                return ""
         is_taken = takes.search(text)
         # The variables of a module are the entries of a dictionary, too.
-        if resets.search(text) or (is_taken and code):
+        if is_taken and code:
             return ""
         for number, line in () if is_taken else lines.items():
             if adds.search(line):
