@@ -77,7 +77,7 @@ def plant_eventful(folder):
 def lines_of(folder):
     """Return the events of a journal; a line that a kill has torn is none."""
     lines = []
-    for line in (folder / "journal.jsonl").read_text().splitlines():
+    for line in Path(folder, "journal.jsonl").read_text().splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return lines

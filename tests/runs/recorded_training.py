@@ -139,6 +139,6 @@ def sound_record(**options):
         return recorded(folder, **options)
 
 
-def located(tmp_path, fault, **options):
-    pair = sound_record(**options), recorded(tmp_path / "b", fault, **options)
+def located(fault, **options):
+    pair = sound_record(**options), recorded("b", fault, **options)
     return locate(*pair), pair

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,18 +85,18 @@ def events(folder):
     return [line for line in lines_of(folder) if line["kind"] not in {"step", "save", "prune"}]
 
 
-def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches(tmp_path):
+def test_a_recovered_run_is_bit_equal_to_one_that_never_saw_the_batches():
     """Go back from the third epoch into the second, with a save every 18 steps of two batches."""
     how = {"microbatches": 2, "rollback_every": 18, "journal": False}
-    statuses, ended = started_again(tmp_path / "spiked", **how)
+    statuses, ended = started_again("spiked", **how)
     assert statuses == [75]
-    (recovery,) = read_json(tmp_path / "spiked/recoveries.json")
+    (recovery,) = read_json("spiked/recoveries.json")
     assert recovery["start"] < BAD[0]
     assert recovery["stop"] > BAD[2]
-    (tmp_path / "never").mkdir()
-    shutil.copy(tmp_path / "spiked/recoveries.json", tmp_path / "never")
-    assert ended == train(tmp_path / "never", **how)
-    assert ended != train(tmp_path / "trained-through", **how | {"spike": None})
+    Path("never").mkdir()
+    shutil.copy("spiked/recoveries.json", "never")
+    assert ended == train("never", **how)
+    assert ended != train("trained-through", **how | {"spike": None})
 
 
 def test_the_journal_and_the_terminal_have_spike_rollback_and_skip(tmp_path, caplog):
@@ -121,21 +122,21 @@ def test_the_journal_and_the_terminal_have_spike_rollback_and_skip(tmp_path, cap
     assert [event["reason"] for event in recorded if event["kind"] == "stop"] == ["spike", "closed"]
 
 
-def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(tmp_path, caplog):
-    train(tmp_path / "global", rollback_every=35)
+def test_a_data_order_drawn_from_the_models_generator_gets_a_warning(caplog):
+    train("global", rollback_every=35)
     assert "epoch 2 will be shuffled again" in caplog.text
     assert " of its own, DataLoader(..., generator=torch.Generator())\n" in caplog.text
     caplog.clear()
-    train(tmp_path / "own", rollback_every=35, own=torch.Generator())
+    train("own", rollback_every=35, own=torch.Generator())
     assert "Rolled back to" in caplog.text
     assert "shuffled again" not in caplog.text
 
 
-def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
+def test_a_signal_in_the_step_of_a_spike_has_its_own_status():
     model = nn.Linear(2, 1)
 
     def loop():
-        with saving(model, runs=tmp_path / "run", spike=BACK, rollback_every=1) as run:
+        with saving(model, runs="run", spike=BACK, rollback_every=1) as run:
             for row in run.batches(torch.ones(5, 2)):
                 run.step(loss=float("nan") if run.steps == 2 else model(row).sum())
                 if run.steps == 3:
@@ -146,10 +147,10 @@ def test_a_signal_in_the_step_of_a_spike_has_its_own_status(tmp_path):
     assert ended.value.code == 128 + signal.SIGTERM
 
 
-def test_what_it_can_not_use_is_refused(tmp_path):
+def test_what_it_can_not_use_is_refused():
     with pytest.raises(ValueError, match=r"^spike\.acton is no key"):
-        saving(nn.Linear(2, 1), runs=tmp_path / "run", spike={"acton": "warn"})
-    run = saving(nn.Linear(2, 1), runs=tmp_path / "run", spike=BACK)
+        saving(nn.Linear(2, 1), runs="run", spike={"acton": "warn"})
+    run = saving(nn.Linear(2, 1), runs="run", spike=BACK)
     with pytest.raises(ValueError, match=re.escape("take them from run.batches(loader)")):
         run.step(loss=1.0)
 
@@ -165,9 +166,9 @@ def on_a_rank(folder):
     return started_again(Path(folder, "elsewhere" * rank), rank=rank)
 
 
-def test_two_ranks_go_back_together_and_one_writes_the_journal(tmp_path):
-    first, second = run_on_ranks(f"{__file__}:on_a_rank", folder=str(tmp_path / "run"))
+def test_two_ranks_go_back_together_and_one_writes_the_journal():
+    first, second = run_on_ranks(f"{__file__}:on_a_rank", folder="run")
     assert first == second
     assert first[0] == [75]
-    kinds = [event["kind"] for event in events(tmp_path / "run")]
+    kinds = [event["kind"] for event in events("run")]
     assert kinds == ["start", "spike", "rollback", "skip", "stop", "resume", "stop"]

@@ -74,21 +74,19 @@ def train(folder, *, steps=STEPS, at_step=None, loss_at=None, attach=saving, **o
     return run, copy.deepcopy(model.state_dict()), losses
 
 
-def test_a_step_that_is_not_finite_is_rolled_back_at_once(tmp_path):
-    run, _, _ = train(tmp_path / "run", loss_at=25)
+def test_a_step_that_is_not_finite_is_rolled_back_at_once():
+    run, _, _ = train("run", loss_at=25)
     assert run.steps == STEPS
-    spike, rollback = (
-        line for line in lines_of(tmp_path / "run") if line["kind"] in ("spike", "rollback")
-    )
+    spike, rollback = (line for line in lines_of("run") if line["kind"] in ("spike", "rollback"))
     assert (spike["step"], spike["reason"], spike["loss"]) == (25, "planted", None)
     assert rollback["step"] == 20
     with pytest.raises(NonFiniteWindow, match="planted"):
-        train(tmp_path / "warned", loss_at=25, spike={"action": "warn"})
+        train("warned", loss_at=25, spike={"action": "warn"})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_stopped_by_a_signal_resumes_bit_equal(tmp_path, number):
-    _, weights, losses = train(tmp_path / "straight", steps=20)
+def test_a_run_stopped_by_a_signal_resumes_bit_equal(number):
+    _, weights, losses = train("straight", steps=20)
 
     def send(run):
         if run.steps == 7:
@@ -100,20 +98,20 @@ def test_a_run_stopped_by_a_signal_resumes_bit_equal(tmp_path, number):
         return run
 
     handler = signal.getsignal(number)
-    run, _, first = train(tmp_path / "ended", steps=20, at_step=send)
+    run, _, first = train("ended", steps=20, at_step=send)
     assert (run.steps, run.ended_by, run.exit_status) == (7, number.name, 128 + number)
     assert signal.getsignal(number) == handler
     # Random numbers that are drawn before the first step do not count.
-    run, resumed, rest = train(tmp_path / "ended", steps=20, attach=drawing)
+    run, resumed, rest = train("ended", steps=20, attach=drawing)
     assert (run.ended_by, run.exit_status) == ("steps", 0)
     assert first + rest == losses
     assert equal(weights, resumed)
 
 
-def test_settings_of_this_start_replace_saved_ones_only_on_request(tmp_path):
+def test_settings_of_this_start_replace_saved_ones_only_on_request():
     def started(rate, **options):
         model, optimizer = linear_training(rate)
-        with saving(model, optimizer, runs=tmp_path / "run", stream=Rows(), **options) as run:
+        with saving(model, optimizer, runs="run", stream=Rows(), **options) as run:
             run.step(loss=1.0)
             return optimizer.param_groups[0]["lr"]
 
@@ -122,13 +120,13 @@ def test_settings_of_this_start_replace_saved_ones_only_on_request(tmp_path):
     assert started(0.5, keep_settings=True) == 0.5
 
 
-def test_calls_for_the_other_kind_of_data_are_refused(tmp_path):
-    with saving(nn.Linear(2, 1), runs=tmp_path / "stream", stream=Rows()) as run:
+def test_calls_for_the_other_kind_of_data_are_refused():
+    with saving(nn.Linear(2, 1), runs="stream", stream=Rows()) as run:
         with pytest.raises(ValueError, match=r"run\.batches is for a DataLoader"):
             next(run.batches([1]))
         with pytest.raises(ValueError, match=r"run\.epochs is for a DataLoader"):
             next(run.epochs([1]))
-    with saving(nn.Linear(2, 1), runs=tmp_path / "loader") as run:
+    with saving(nn.Linear(2, 1), runs="loader") as run:
         assert run.continues(until=3)
         with pytest.raises(ValueError, match=r"call saving\(\.\.\., stream=stream\)"):
             run.step()

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def train(folder, bad, *, steps=STEPS, change=None, wrap=lambda batch: batch, **
             optimizer.step()
             optimizer.zero_grad()
             run.step(loss=bad_loss)
-    return folder / "boxes"
+    return Path(folder, "boxes")
 
 
 def box_of_step_11(folder, **options):
@@ -91,14 +92,14 @@ def test_the_state_of_a_box_takes_no_space_and_outlives_its_checkpoint(tmp_path)
     assert {one.stat().st_nlink for one in files} == {2}
 
 
-def test_the_newest_boxes_are_kept_within_their_number_and_size(tmp_path, caplog):
-    boxes = train(tmp_path / "number", [5, 8, 11], box={"keep": 2})
+def test_the_newest_boxes_are_kept_within_their_number_and_size(caplog):
+    boxes = train("number", [5, 8, 11], box={"keep": 2})
     assert sorted(one.name for one in boxes.iterdir()) == ["step-00000008", "step-00000011"]
-    boxes = train(tmp_path / "size", [8, 11], box={"most_bytes": 100})
+    boxes = train("size", [8, 11], box={"most_bytes": 100})
     assert not list(boxes.iterdir())
     assert "was not kept in a box: its state takes" in caplog.text
-    assert not train(tmp_path / "none", [8], box={"keep": 0}).exists()
-    assert not train(tmp_path / "sound", [], box=True).exists()
+    assert not train("none", [8], box={"keep": 0}).exists()
+    assert not train("sound", [], box=True).exists()
 
 
 def test_a_step_before_the_first_save_is_kept_without_a_state(tmp_path):
@@ -157,13 +158,13 @@ def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
 # Reading what somebody else may have made.
 
 
-def test_a_forged_box_runs_nothing(tmp_path):
-    box = box_of_step_11(tmp_path / "run")
-    call = Call(os.mkdir, str(tmp_path / "ran"))
+def test_a_forged_box_runs_nothing():
+    box = box_of_step_11("run")
+    call = Call(os.mkdir, "ran")
     torch.save({"tensors": {}, "batches": [call]}, box / "rank-0.pt")
     with pytest.raises(DamagedCheckpoint):
         read_rank(box, 0)
-    assert not (tmp_path / "ran").exists()
+    assert not Path("ran").exists()
 
 
 FACTS = BoxFacts(11, "why", "rollback/step-00000009.dcp", {"11": "nan"}, None, 1, "train.py")

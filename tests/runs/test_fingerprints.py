@@ -25,17 +25,17 @@ def entered(record):
     return [one.path for one in record if one.kind == "enter"]
 
 
-def test_recording_changes_nothing(tmp_path):
+def test_recording_changes_nothing():
     plain = train()
-    with record_run(tmp_path / "a", steps=9):
+    with record_run("a", steps=9):
         assert train() == plain
         # A kill would lose nothing.
-        assert read_fingerprints(tmp_path / "a")[-1].kind == "step"
+        assert read_fingerprints("a")[-1].kind == "step"
     assert train() == plain
 
 
-def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
-    record = recorded(tmp_path / "a")
+def test_a_step_has_its_data_calls_gradients_and_updates():
+    record = recorded("a")
     before = {"start", "settings", "batch", "state", "enter", "exit", "loss"}
     assert kinds(record) == before | {"gradient", "gradients", "update", "step", "end"}
     assert {one.step for one in record[1:]} == {1, 2, 3}
@@ -48,37 +48,37 @@ def test_a_step_has_its_data_calls_gradients_and_updates(tmp_path):
     assert "package torch" not in settings_of(record)
 
 
-def test_level_modules_has_calls_alone(tmp_path):
-    record = recorded(tmp_path / "a", level="modules")
+def test_level_modules_has_calls_alone():
+    record = recorded("a", level="modules")
     assert "gradient" not in kinds(record)
     assert all(not one.digests for one in record if one.kind in ("state", "step"))
     assert sum(one.kind == "exit" for one in record) > 40
 
 
-def test_a_last_line_that_was_cut_off_is_left_out(tmp_path):
-    whole = recorded(tmp_path / "a")
-    path = tmp_path / "a" / "rank-0.jsonl"
+def test_a_last_line_that_was_cut_off_is_left_out():
+    whole = recorded("a")
+    path = Path("a/rank-0.jsonl")
     path.write_text(path.read_text()[:-5])
-    cut_off = read_fingerprints(tmp_path / "a")
+    cut_off = read_fingerprints("a")
     assert cut_off == whole[:-1]
     assert locate(whole, cut_off[:99]).is_equal
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], lines[1][:9], *lines[2:]]))
     with pytest.raises(RunError, match="is damaged, record it again"):
-        read_fingerprints(tmp_path / "a")
+        read_fingerprints("a")
     path.write_bytes(b"\xff\n")
     with pytest.raises(RunError, match="is damaged, record it again"):
-        read_fingerprints(tmp_path / "a")
+        read_fingerprints("a")
 
 
-def test_a_record_of_another_version_is_refused_and_not_written_over(tmp_path):
-    (tmp_path / "rank-0.jsonl").write_text('{"kind": "start", "version": 1}\n')
+def test_a_record_of_another_version_is_refused_and_not_written_over():
+    Path("rank-0.jsonl").write_text('{"kind": "start", "version": 1}\n')
     with pytest.raises(RunError, match="was recorded by another version; record it again"):
-        read_fingerprints(tmp_path)
-    with pytest.raises(RunError, match="is there already"), record_run(tmp_path):
+        read_fingerprints(".")
+    with pytest.raises(RunError, match="is there already"), record_run("."):
         pass
     with pytest.raises(RunError, match="record a run by"):
-        read_fingerprints(tmp_path / "b")
+        read_fingerprints("b")
 
 
 def test_a_line_of_a_package_whose_name_only_begins_as_ours_is_the_users():
@@ -90,50 +90,50 @@ def test_a_line_of_a_package_whose_name_only_begins_as_ours_is_the_users():
     assert step().startswith("loop.py:")
 
 
-def test_wrappers_leave_no_trace_in_the_names(tmp_path):
+def test_wrappers_leave_no_trace_in_the_names():
     model = torch.nn.DataParallel(Model(""))
-    with record_run(tmp_path / "a"):
+    with record_run("a"):
         model(torch.randn(2, 16))
         # While the training runs the lines are in the file.
-        assert read_fingerprints(tmp_path / "a")[-1].kind == "exit"
-    assert entered(read_fingerprints(tmp_path / "a"))[:2] == ["model", "model.h.0"]
+        assert read_fingerprints("a")[-1].kind == "exit"
+    assert entered(read_fingerprints("a"))[:2] == ["model", "model.h.0"]
 
 
-def test_the_first_call_of_lazy_modules_is_left_out(tmp_path):
+def test_the_first_call_of_lazy_modules_is_left_out():
     model = torch.nn.Sequential(torch.nn.Identity(), torch.nn.LazyLinear(4))
-    with record_run(tmp_path / "a"):
+    with record_run("a"):
         for _ in "ab":
             model(torch.randn(2, 16))
-    assert entered(read_fingerprints(tmp_path / "a")) == ["model", "model.0", "model.1"]
+    assert entered(read_fingerprints("a")) == ["model", "model.0", "model.1"]
 
 
-def test_a_module_in_a_transform_and_one_without_values_run_as_they_do(tmp_path):
+def test_a_module_in_a_transform_and_one_without_values_run_as_they_do():
     model, given = torch.nn.Linear(4, 1), torch.randn(2, 4)
-    with record_run(tmp_path / "a"):
+    with record_run("a"):
         slopes = torch.func.vmap(torch.func.grad(lambda one: model(one).sum()))(given)
         torch.nn.Linear(4, 2, device="meta")(given.to("meta"))
     assert slopes.equal(model.weight.expand(2, -1))
-    assert entered(read_fingerprints(tmp_path / "a")) == ["model"]
+    assert entered(read_fingerprints("a")) == ["model"]
 
 
-def test_workers_of_a_loader_note_operations_alone(tmp_path):
+def test_workers_of_a_loader_note_operations_alone():
     def collate(rows):
         return SimpleNamespace(values=torch.nn.Tanh()(rows[0]))
 
-    with record_run(tmp_path / "a", operations_in_step=1):
+    with record_run("a", operations_in_step=1):
         [_] = DataLoader(torch.ones(1, 2), num_workers=1, collate_fn=collate)
-    record = read_fingerprints(tmp_path / "a")
+    record = read_fingerprints("a")
     assert kinds(record) == {"start", "batch", "operation"}
     assert "aten.tanh.default" in {one.name for one in record if vars(one).get("worker") == 0}
     [batch] = [one for one in record if one.kind == "batch"]
     assert [*batch.digests] == ["values"]
 
 
-def test_compiled_models_are_recorded_from_outside(tmp_path):
+def test_compiled_models_are_recorded_from_outside():
     model = torch.compile(Model(""), backend="eager")
-    with record_run(tmp_path / "a"):
+    with record_run("a"):
         model(torch.randn(2, 16)).sum().backward()
-    record = read_fingerprints(tmp_path / "a")
+    record = read_fingerprints("a")
     assert entered(record) == ["model"]
     assert "gradient" in kinds(record)
 
@@ -142,6 +142,6 @@ def test_compiled_models_are_recorded_from_outside(tmp_path):
     ("options", "text"),
     [({"steps": 0}, "at least 1 step, got 0"), ({"level": "some"}, "no level 'some'")],
 )
-def test_wrong_options_are_refused(tmp_path, options, text):
+def test_wrong_options_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
-        record_run(tmp_path / "a", **options)
+        record_run("a", **options)

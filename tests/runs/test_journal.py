@@ -6,6 +6,7 @@ python -m pytest tests/runs/test_journal.py
 import errno
 import io
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,14 +42,14 @@ def test_a_wrong_call_is_an_error_and_writes_nothing(tmp_path, act, error, messa
         journal.write("step", step=1, loss=1.0, learning_rate=1.0)
 
 
-def test_a_journal_begins_with_the_start_of_a_run_or_its_resume(tmp_path):
+def test_a_journal_begins_with_the_start_of_a_run_or_its_resume():
     for folder, step in (("new", 0), ("new", 0), ("new", 2), ("without", 3)):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        Journal(tmp_path / folder, step=step).close()
-    found = [(line["kind"], line["step"], line["attempt"]) for line in lines_of(tmp_path / "new")]
+        Path(folder).mkdir(exist_ok=True)
+        Journal(folder, step=step).close()
+    found = [(line["kind"], line["step"], line["attempt"]) for line in lines_of("new")]
     assert found[:3] == [("start", 0, 1), ("resume", 0, 2), ("resume", 2, 3)]
     # The run was resumed, and its first part had no journal.
-    assert [line["kind"] for line in lines_of(tmp_path / "without")] == ["resume"]
+    assert [line["kind"] for line in lines_of("without")] == ["resume"]
 
 
 def test_a_journal_cut_at_any_byte_of_its_lines_is_continued(tmp_path):
@@ -88,10 +89,10 @@ def test_a_place_where_no_journal_can_be_written_is_reported(tmp_path):
         Journal(tmp_path)
 
 
-def test_steps_missing_in_the_journal_are_reported_at_the_resume(tmp_path):
-    plant(tmp_path / "run", last=20)
-    Journal(tmp_path / "run", step=30).close()
-    assert lines_of(tmp_path / "run")[-1]["reason"] == "steps 21 to 30 are not in this journal"
+def test_steps_missing_in_the_journal_are_reported_at_the_resume():
+    plant("run", last=20)
+    Journal("run", step=30).close()
+    assert lines_of("run")[-1]["reason"] == "steps 21 to 30 are not in this journal"
 
 
 def test_a_full_disk_loses_events_with_a_warning_and_training_continues(tmp_path, caplog):

@@ -10,16 +10,16 @@ from curry_train.runs import Journal, read_history
 from ..journals import plant_eventful
 
 
-def test_a_history_up_to_an_attempt_is_the_run_at_that_time(tmp_path):
-    folder = plant_eventful(tmp_path / "run")
+def test_a_history_up_to_an_attempt_is_the_run_at_that_time():
+    folder = plant_eventful("run")
     second = read_history(f"{folder}@2")
     assert list(second.steps.step) == list(range(1, 31))
     assert len(second.attempts) == 2
     assert list(read_history(f"{folder}/journal.jsonl@1").steps.step) == list(range(1, 21))
     with pytest.raises(ValueError, match="has no attempt 4: the last one is 3"):
         read_history(f"{folder}@4")
-    folder.rename(tmp_path / "run@2")  # a name given by the user comes first
-    assert len(read_history(tmp_path / "run@2").attempts) == 3
+    folder.rename("run@2")  # a name given by the user comes first
+    assert len(read_history("run@2").attempts) == 3
 
 
 def test_dev_metrics_of_rolled_back_steps_are_dropped(tmp_path):

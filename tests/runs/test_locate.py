@@ -5,6 +5,7 @@ Run: `python -m pytest tests/runs/test_locate.py`.
 
 import copy
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,14 +49,14 @@ drawn          | 2 | forward   | model.h.0.drop | generator of torch differs aft
 """
 
 
-def records_of(tmp_path, train, *variants):
+def records_of(train, *variants):
     """Record a training from the same seed once for each variant."""
     records = []
     for number, variant in enumerate(variants):
         torch.manual_seed(0)
-        with record_run(tmp_path / f"run {number}"):
+        with record_run(f"run {number}"):
             train(variant)
-        records.append(read_fingerprints(tmp_path / f"run {number}"))
+        records.append(read_fingerprints(f"run {number}"))
     return records
 
 
@@ -64,8 +65,8 @@ def cells_of(table):
 
 
 @pytest.mark.parametrize(("fault", "step", "phase", "path", "text"), cells_of(FAULTS))
-def test_the_first_difference_is_named(tmp_path, fault, step, phase, path, text):
-    found, _ = located(tmp_path, fault)
+def test_the_first_difference_is_named(fault, step, phase, path, text):
+    found, _ = located(fault)
     place = found.place
     assert (place["step"], place["phase"], place["path"]) == (int(step), phase, path), found
     assert text in "\n".join([found.headline, *found.notes])
@@ -73,15 +74,15 @@ def test_the_first_difference_is_named(tmp_path, fault, step, phase, path, text)
 
 
 @pytest.mark.parametrize("draws", [False, True])
-def test_a_generator_that_nobody_draws_from_is_not_named(tmp_path, draws):
+def test_a_generator_that_nobody_draws_from_is_not_named(draws):
     records = []
     for fault in "", "epsilon":
         # Python seeds its own anew in each process.
         random.seed(fault)
-        with record_run(tmp_path / f"run {fault}"):
+        with record_run(f"run {fault}"):
             [random.random() for _ in range(draws)]
             train(fault)
-        records.append(read_fingerprints(tmp_path / f"run {fault}"))
+        records.append(read_fingerprints(f"run {fault}"))
     notes = locate(*records).notes
     assert ("the random generator of python differs from the start" in notes) == draws
 
@@ -176,8 +177,8 @@ scaled    | loop      | loop              | own code after model, call 0: anothe
 
 
 @pytest.mark.parametrize(("fault", "phase", "path", "text"), cells_of(ODD_FAULTS))
-def test_the_module_is_named_where_values_are_shared(tmp_path, fault, phase, path, text):
-    first, other, again = records_of(tmp_path, train_odd, "none", fault, "none")
+def test_the_module_is_named_where_values_are_shared(fault, phase, path, text):
+    first, other, again = records_of(train_odd, "none", fault, "none")
     found = locate(first, other)
     place = found.place
     assert (place["phase"], place["path"], place["call"]) == (phase, path, 0), found
@@ -315,8 +316,8 @@ def train_critic(goes_on):
         ),
     ],
 )
-def test_what_differs_in_an_odd_training_is_named(tmp_path, train, a, b, texts):
-    found = locate(*records_of(tmp_path, train, a, b))
+def test_what_differs_in_an_odd_training_is_named(train, a, b, texts):
+    found = locate(*records_of(train, a, b))
     answer = "\n".join([found.headline, *found.notes])
     assert all(text in answer for text in texts), found
 
@@ -324,8 +325,8 @@ def test_what_differs_in_an_odd_training_is_named(tmp_path, train, a, b, texts):
 @pytest.mark.parametrize(
     "fault", ["", "more modules", "renamed", "recompute", "inserted", "other loader"]
 )
-def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fault):
-    found, pair = located(tmp_path, fault)
+def test_equal_runs_are_equal_under_other_names_and_with_more_calls(fault):
+    found, pair = located(fault)
     assert found.is_equal, found
     assert found.num_compared > 150
     # And in the other direction.
@@ -345,9 +346,9 @@ def test_equal_runs_are_equal_under_other_names_and_with_more_calls(tmp_path, fa
     [(4, range(1, 9, 2), [1, 2, 2, 3, 4, 4]), (2, [0], [1, 1, 2, 3, 4])],
 )
 def test_an_optimizer_that_steps_now_and_then_shifts_no_step_and_ends_no_recording(
-    tmp_path, steps, made, expected
+    steps, made, expected
 ):
-    with record_run(tmp_path / "run", steps=steps):
+    with record_run("run", steps=steps):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
         first, second = (torch.optim.SGD(one.parameters(), 0.1) for one in model)
         for number in range(20):
@@ -355,7 +356,7 @@ def test_an_optimizer_that_steps_now_and_then_shifts_no_step_and_ends_no_recordi
             first.step()
             if number in made:
                 second.step()
-    record = read_fingerprints(tmp_path / "run")
+    record = read_fingerprints("run")
     assert [one.step for one in record if one.kind == "update"] == expected
     assert [one.step for one in record if one.kind == "loss"] == [1, 2, 3, 4]
     assert record[-1].kind == "end"
@@ -375,8 +376,8 @@ def run_deep(name):
     Runs(run, nn.Identity(), nn.ModuleDict({name: layers}))(torch.ones(1, 2))
 
 
-def test_all_layers_of_a_large_model_are_known_under_another_name(tmp_path):
-    found = locate(*records_of(tmp_path, run_deep, "one", "other"))
+def test_all_layers_of_a_large_model_are_known_under_another_name():
+    found = locate(*records_of(run_deep, "one", "other"))
     assert found.is_equal
     assert found.num_compared > 400
 
@@ -397,20 +398,20 @@ tied      | no operation differs there: an assignment
 
 
 @pytest.mark.parametrize(("fault", "text"), cells_of(OPERATIONS))
-def test_the_operation_is_named(tmp_path, fault, text):
+def test_the_operation_is_named(fault, text):
     step = 2 if fault in ("drawn", "flipped weight") else 1
-    found, (a, b) = located(tmp_path, fault, operations_in_step=step)
+    found, (a, b) = located(fault, operations_in_step=step)
     operation = first_operation(a, b, found)
     assert text in operation
-    path = tmp_path / "b/rank-0.jsonl"
+    path = Path("b/rank-0.jsonl")
     path.write_text(path.read_text().replace("model.h.1", "model.other.1"))
     renamed = read_fingerprints(path.parent)
     assert first_operation(a, renamed, locate(a, renamed)) == operation
 
 
-def test_operations_change_nothing_else(tmp_path):
-    plain = recorded(tmp_path / "plain")
-    watched = recorded(tmp_path / "watched", operations_in_step=2)
+def test_operations_change_nothing_else():
+    plain = recorded("plain")
+    watched = recorded("watched", operations_in_step=2)
     in_place = [one.digests for one in watched if "_foreach_" in vars(one).get("name", "")]
     assert in_place
     assert all(in_place)

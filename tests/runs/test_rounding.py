@@ -40,7 +40,7 @@ def kept(tmp_path_factory):
 
 
 @pytest.fixture
-def with_tolerance(tmp_path, kept):
+def with_tolerance(kept):
     """Return a function that locates a fault among other sums, which are no difference."""
 
     def locate_again(fault="", **options):
@@ -49,13 +49,13 @@ def with_tolerance(tmp_path, kept):
             F.linear(x, layer.weight)
         )
         values, a, noises = kept
-        b = recorded(tmp_path / "b", fault, **options)
+        b = recorded("b", fault, **options)
         of_a, of_b = expected_values(a, b, locate(a, b).place["step"])
         if (key := json.dumps(of_a)) not in noises:
             noise = Exchange(values, expected=[of_a], noise=0)
-            noises[key] = recorded(tmp_path / "noise", exchange=noise)
+            noises[key] = recorded("noise", exchange=noise)
         given = Exchange(values, expected=[of_b])
-        other = recorded(tmp_path / "other", fault, exchange=given, **options)
+        other = recorded("other", fault, exchange=given, **options)
         return locate(a, other, [noises[key]])
 
     return locate_again

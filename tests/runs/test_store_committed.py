@@ -46,14 +46,14 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_its_parent_after_
     assert folder.parent.stat().st_ino in after
 
 
-def test_a_folder_in_place_of_latest_is_warned_of_and_nothing_is_deleted(tmp_path, caplog):
+def test_a_folder_in_place_of_latest_is_warned_of_and_nothing_is_deleted(caplog):
     """A copy that follows links makes one, which may be the only one of its checkpoint."""
-    with Store(tmp_path / "run") as store:
+    with Store("run") as store:
         save_new(store)
-    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
-    with Store(tmp_path / "copy") as store:
+    shutil.copytree("run", "copy", symlinks=False)
+    with Store("copy") as store:
         save_new(store, 2)
-    assert (tmp_path / "copy/latest/manifest.json").is_file()
+    assert Path("copy/latest/manifest.json").is_file()
     assert "latest does not point to rollback/step-00000002.dcp" in caplog.text
 
 
