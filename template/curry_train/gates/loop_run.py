@@ -236,12 +236,13 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
     """Judge the loop after so many steps, with so many layers of its models, or 0 for all."""
     notes: list[str] = []
 
-    def when_enough(trace: Trace) -> None:
+    def when_enough(trace: Trace, *, has_ended: bool = False) -> None:
         if num_layers and not notes:
             end({"error": NOT_SHRUNK})
         remarks = [f"{note}; what the others need is not checked" for note in notes]
         made = max((len(steps) for steps in trace.by_optimizer), default=0)
-        if 0 < made < num_steps:
+        # A loop with an optimizer for each task makes few steps with each.
+        if has_ended and 0 < made < num_steps:
             remarks.append(f"the loop ended after {made} of {num_steps} steps")
         if trace.error is not None:
             remarks.append(f"the loop ended with {error_in_a_line(trace.error)}")
@@ -262,7 +263,7 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
         small = shrunk_configurations(num_layers, notes)
     with small:
         trace = observe(run, num_steps=num_steps, when_enough=when_enough)
-    when_enough(trace)
+    when_enough(trace, has_ended=True)
 
 
 def _script(file: str, *arguments: str) -> None:
