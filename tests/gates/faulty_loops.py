@@ -1125,6 +1125,15 @@ def targets_with_a_gradient():
     fit(model, loss=loss)
 
 
+def targets_with_a_gradient_first():
+    model = classifier()
+
+    def loss(values, _):
+        return F.mse_loss(torch.randn(8, 1) + 0.9 * model(torch.randn(8, 8)), values)  # here
+
+    fit(model, loss=loss)
+
+
 def mask_inverted():
     model = Attention()
 
@@ -1810,7 +1819,8 @@ FAULTY = {
         scale_updated_per_optimizer, scaler_made_anew,
     ],
     "logits": [
-        probabilities_as_logits_of_actions, columns_viewed_as_rows, noise_times_a_variance,
+        probabilities_as_logits_of_actions, columns_viewed_as_rows,
+        noise_times_a_variance,
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, each_with_a_table,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
@@ -1822,7 +1832,8 @@ FAULTY = {
         ends_of_texts_ignored_as_padding,
         sees_the_future, sees_the_future_with_time_first, one_label, sorted_by_class,
         targets_out_of_reach, labels_of_minus_one,
-        several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient, mask_inverted,
+        several_labels_as_classes, labels_smoothed_away, targets_with_a_gradient,
+        targets_with_a_gradient_first, mask_inverted,
         teacher_that_learns_from_its_student,
         padding_counts_without_a_mask, padding_counts_in_words_of_speech, attention_to_padding,
         recurrent_over_the_batch,
