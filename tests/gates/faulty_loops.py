@@ -1134,6 +1134,14 @@ def targets_with_a_gradient_first():
     fit(model, loss=loss)
 
 
+def first_batch_for_a_critic():
+    batches, (critic, optimizer) = loader(shuffle=False), started()
+    for _ in range(4):
+        real = next(iter(batches))[0]  # here
+        for one in (real, torch.randn(8, 8)):
+            step(optimizer, critic(one).square().mean())
+
+
 def mask_inverted():
     model = Attention()
 
@@ -1861,7 +1869,7 @@ FAULTY = {
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, loader_seeded_in_each_epoch, sampler_without_its_epoch,
         stream_in_one_order,
-        views_that_are_the_same,
+        views_that_are_the_same, first_batch_for_a_critic,
         one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,

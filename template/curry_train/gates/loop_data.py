@@ -244,7 +244,11 @@ def data(trace: Trace) -> Faults:
     windows = [one for one in windows if any(one)]
     # A batch that the loop fetched only once is repeated on purpose.
     is_fetched_again = sum(bool(one.digests) for one in fetches) >= len(windows)
-    if len(windows) > 2 and is_fetched_again and all(one == windows[0] for one in windows):
+    is_same = is_fetched_again and all(one == windows[0] for one in windows)
+    # A model may be given other inputs as well, as those of a generator.
+    trained = [one.digests for one in fetches if one in trace.trained_fetches]
+    is_same |= len({*trained}) == 1 < len(trained) - 1
+    if len(windows) > 2 and is_same:
         yield (
             fetches[0],
             f"{len(windows)} steps on the same batch",
