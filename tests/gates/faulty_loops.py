@@ -1142,6 +1142,14 @@ def first_batch_for_a_critic():
             step(optimizer, critic(one).square().mean())
 
 
+def halves_of_a_batch_that_are_the_same():
+    model, optimizer = started()
+    data = [(one, one.clone()) for one in torch.randn(64, 8)]
+    for views in DataLoader(data, 8, shuffle=True):
+        codes = F.normalize(model(torch.cat(views)))  # here
+        step(optimizer, F.cross_entropy(codes @ codes.T * 5, torch.arange(16).roll(8)))
+
+
 def mask_inverted():
     model = Attention()
 
@@ -1869,7 +1877,7 @@ FAULTY = {
         same_order_by_hand, same_order_of_numpy, trained_on_what_is_set_apart,
         seeded_in_each_epoch, loader_seeded_in_each_epoch, sampler_without_its_epoch,
         stream_in_one_order,
-        views_that_are_the_same, first_batch_for_a_critic,
+        views_that_are_the_same, first_batch_for_a_critic, halves_of_a_batch_that_are_the_same,
         one_sample, buffer_kept_without_a_copy,
         inputs_not_finite, inputs_divided_to_zero, same_noise_in_each_step,
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,

@@ -279,6 +279,7 @@ class Observer(Trace):
             self.noise.clear()
             with torch.no_grad():
                 event = self._note_forward(call, has_gradients=has_gradients)
+                self._note_views(call.tensors if has_gradients else [])
         is_quiet = self.depth and is_model and module.training and not has_gradients
         if is_quiet and module not in self.frozen:
             own = [*module.parameters()]
@@ -307,6 +308,19 @@ class Observer(Trace):
             self._note_outputs(event, tensors_of(output))
             if isinstance(output, tuple):  # a state is among them
                 event.outputs = frozenset(map(digest, tensors_of(output)))
+
+    def _note_views(self, inputs: list[Tensor]) -> None:
+        """Note an input whose halves are alike, and are both in a batch."""
+        for one in inputs[:1]:
+            # Tokens are given twice on purpose, where dropout is the only difference.
+            if is_plain(one) and one.is_floating_point() and one.dim() > 1:
+                half = one[: len(one) // 2]
+                counts = (fetch.digests.count(digest(half)) for fetch in self.fetched.values())
+                if torch.equal(half, one[len(half) :]) and max(counts, default=0) > 1:
+                    hint = "draw a random view for each"
+                    self.fault(
+                        "data", "two views of a batch are the same", hint, value=digest(half)
+                    )
 
     def _note_forward(self, call: Called, *, has_gradients: bool) -> Forward:
         module, inputs = call.owner, call.tensors
