@@ -1150,6 +1150,14 @@ def halves_of_a_batch_that_are_the_same():
         step(optimizer, F.cross_entropy(codes @ codes.T * 5, torch.arange(16).roll(8)))
 
 
+def columns_inside_of_a_model():
+    class Model(nn.Linear):
+        def forward(self, inputs):
+            return (super().forward(inputs) - inputs.sum(1)).square()  # here
+
+    fit(Model(8, 1), loss=lambda values, _: values.mean())
+
+
 def mask_inverted():
     model = Attention()
 
@@ -1835,7 +1843,7 @@ FAULTY = {
         scale_updated_per_optimizer, scaler_made_anew,
     ],
     "logits": [
-        probabilities_as_logits_of_actions, columns_viewed_as_rows,
+        probabilities_as_logits_of_actions, columns_viewed_as_rows, columns_inside_of_a_model,
         noise_times_a_variance,
         relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, each_with_a_table,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,

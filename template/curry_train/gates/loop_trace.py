@@ -507,13 +507,17 @@ class Observer(Trace):
     def _note_crossed(self, one: Tensor, other: Tensor) -> None:
         """Note a result of each output with each target, where one of them has a column."""
         column, row = (one, other) if one.dim() == 2 else (other, one)
-        number = 0 if self.depth or not row.dim() else len(row)
+        number = len(row) if row.dim() else 0
         shapes = [*column.shape], [*row.shape]
         # The row may be the result of such a comparison already.
         is_outer = number > 1 and (
             shapes == ([number, 1], [number])
-            # Weights of rows may be those of a table of samples.
-            or (column.requires_grad and shapes == ([number, 1], [number, number]))
+            # Weights of rows may be those of a table of samples, or of a graph in a model.
+            or (
+                column.requires_grad
+                and not self.depth
+                and shapes == ([number, 1], [number, number])
+            )
         )
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
         if not is_outer or column._base is not None or one.requires_grad == other.requires_grad:
