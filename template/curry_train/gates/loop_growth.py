@@ -191,8 +191,8 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
         }
         text = "".join(lines.values())
         for reset in resets.finditer(text):
-            shallower = re.compile(rf"^(?!{reset[1]})[ \t]*(for|while)\b", re.MULTILINE)
-            if not code or shallower.search(text[: reset.start()]):
+            shallower = rf"^(?!{reset[1]})[ \t]*(for|while)\b"
+            if not code or re.search(shallower, text[: reset.start()], re.MULTILINE):
                 return ""
         is_taken = takes.search(text)
         # The variables of a module are the entries of a dictionary, too.

@@ -169,9 +169,11 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
             yield f"{share:.0%} of the targets are values that the model can't give", hint
     if is_binary and target.requires_grad and not given.requires_grad:
         yield f"{name} gets targets as its input", "swap its arguments: the model's output first"
-    # A number and what the model gave, on either side of the loss.
+    # A number and a share of what the model gave, on either side of the loss. Without a factor it
+    # may be the output of a residual network.
     is_sum = name in ON_VALUES and any(
-        operation(node) == "Add" and None in _inputs(node)
+        operation(node) == "Add"
+        and {None, "Mul"} == {one and operation(one) for one in _inputs(node)}
         for node in (_source(one.grad_fn) for one in (given, target))
     )
     # The targets come from another model, as a teacher that is trained by mistake. Where they come
