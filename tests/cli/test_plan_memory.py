@@ -103,7 +103,7 @@ def test_the_output_has_the_current_peak_and_a_plan_whose_peak_is_measured():
     page = Path("plan.html").read_text()
     data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
     assert data["limit"] == round(0.8 * free)
-    assert sum(figures[data["peak"]] for _, _, figures in data["owners"]) == plan.peak_bytes
+    assert sum(figures[data["peak_place"]] for _, _, figures in data["owners"]) == plan.peak_bytes
 
 
 def test_the_output_mentions_that_a_model_was_measured_for_real():

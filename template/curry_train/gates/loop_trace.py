@@ -509,16 +509,11 @@ class Observer(Trace):
         column, row = (one, other) if one.dim() == 2 else (other, one)
         number = len(row) if row.dim() else 0
         shapes = [*column.shape], [*row.shape]
-        # The row may be the result of such a comparison already.
-        is_outer = number > 1 and (
-            shapes == ([number, 1], [number])
-            # Weights of rows may be those of a table of samples, or of a graph in a model.
-            or (
-                column.requires_grad
-                and not self.depth
-                and shapes == ([number, 1], [number, number])
-            )
-        )
+        # The row may be the result of such a comparison already. In a model it may also be one of
+        # weights, and weights of rows may be those of a graph.
+        rows = [[number]] * (column.requires_grad or not self.depth)
+        rows += [[number] * 2] * (column.requires_grad and not self.depth)
+        is_outer = number > 1 and shapes[0] == [number, 1] and shapes[1] in rows
         # A view, as by unsqueeze, is a comparison of each with each on purpose.
         if not is_outer or column._base is not None or one.requires_grad == other.requires_grad:
             return
