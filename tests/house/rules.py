@@ -25,13 +25,13 @@ DOTTED = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*")
 BUDGETS = {
     f"{PACKAGE}/core": 13,
     f"{PACKAGE}/primitives": 38,
-    f"{PACKAGE}/runs": 47,
+    f"{PACKAGE}/runs": 46,
     f"{PACKAGE}/workloads": 18,
     f"{PACKAGE}/plan": 46,
     f"{PACKAGE}/bench": 5,
     f"{PACKAGE}/gates": 56,
-    f"{PACKAGE}/cli": 45,
-    PACKAGE: 275,
+    f"{PACKAGE}/cli": 44,
+    PACKAGE: 273,
     "tests": 263,
     "benchmarks": 50,
 }
