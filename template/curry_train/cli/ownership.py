@@ -241,7 +241,7 @@ def project_files(bundle: Bundle, *, name: str, own: bool) -> dict[str, bytes]:
     """Return the files of a new project called `name`, with the run-time rooms if `own`."""
     files = {}
     folder = bundle.project
-    # Of a clone too only what the package carries: no hidden files but one, and no caches.
+    # A clone gives no more than the package carries: one hidden file, and no caches.
     for place in (*folder.glob("*"), *folder.glob("tests/*")):
         is_hidden = place.name.startswith(".") and place.name != ".gitignore"
         if is_hidden or not place.is_file():

@@ -93,7 +93,7 @@ def named_task(config: Config, device: torch.device) -> TrainingTask:
     case = Case(workload, device, dtype, batch_size=config.microbatch, seed=config.seed)
     module = case.build()
     sizes = (one.num_embeddings for one in module.modules() if isinstance(one, nn.Embedding))
-    # Of the model's first embedding.
+    # The first embedding has the vocabulary.
     samples = open_named_data(config.data, case, vocabulary=next(sizes, None))
     dataset, dev = split_dev(samples, config.data.dev_fraction)
     return TrainingTask(

@@ -302,7 +302,7 @@ def other_batches(trace: Trace) -> Faults:
     """Find targets that are of other batches than the inputs, in each window."""
     found = []
     for window in trace.windows:
-        # After the last step of another optimizer before the first backward call.
+        # Its losses come after the last step of another optimizer before its first backward call.
         first = window.calls[0].at if window.calls else 0
         begin = max((one.at for one in window.of(Stepping) if one.at < first), default=-1)
         calls = [one for one in window.of(LossCall) if one.is_used and one.at > begin]

@@ -43,7 +43,7 @@ Versions = dict[Tensor, tuple[int, int] | None]
 class Event:
     """A call that the loop made, at a line of the user's, with its facts as attributes."""
 
-    # Its number in the order of all.
+    # The number in the order of all events.
     at: int
     # Whether it happened inside of an optimizer's step, as in a closure.
     in_step: bool

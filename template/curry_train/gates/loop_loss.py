@@ -455,10 +455,10 @@ def _term(node: Any, factor: float, divisors: tuple[float, ...]) -> Term:
     counted = num_terms - masked
     chosen = _source(below)
     is_chosen = operation(chosen) in ("Index", "Gather")
-    # As values that a log_softmax has at the targets.
+    # These are the values that a log_softmax has at the targets.
     if name == "Mean" and is_chosen and operation(_inputs(chosen)[0]) == "LogSoftmax":
         name = LOG_PROBABILITY
-    # What the part is multiplied by, without what it is divided by.
+    # The factor of the part without its divisors.
     times = abs(factor) * math.prod(by for by in divisors if by > 1)
     if masked and name != "Sum" and abs(times * counted / num_terms - 1) < 1e-3:
         # Divided by the share of terms that count: their sum, divided by their number.

@@ -344,8 +344,8 @@ class ChangedFiles:
         # The cache of compiled code, which other processes use too.
         compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         stays = (str(self.folder), "/dev", "/proc", compiled, *ignored)
-        # What was at a place before its first change. Every change stays in these folders, as in
-        # those that the loop has made.
+        # The content of each place before its first change; None where changes stay, as in these
+        # folders and in those that the loop has made.
         self.before: dict[Path, Path | None] = {Path(os.path.abspath(one)): None for one in stays}
 
     def noticed(self) -> contextlib.AbstractContextManager[Any]:
@@ -362,7 +362,7 @@ class ChangedFiles:
                 self._note(path)
             case "os.symlink" | "os.link", (_, path, *_):
                 self._note(path)
-            # Not what is relative to the file descriptor of a folder.
+            # A path that is relative to the descriptor of a folder is passed over.
             case "os.remove" | "os.rmdir" | "shutil.rmtree", (path, None | -1, *_):
                 self._note(path, goes=True)
             case "os.rename", (*paths, _, _):
@@ -402,7 +402,7 @@ def read_changes(folder: Path) -> dict[Path, Path | None]:
     """Return the places that were changed, with what was there before the first change."""
     log = folder / CHANGES
     lines = log.read_text().splitlines() if log.exists() else []
-    # Of several ranks the first one that noted a place.
+    # The first of several ranks that noted a place counts.
     changes = map(json.loads, reversed(lines))
     return {Path(place): kept and Path(kept) for place, kept in changes}
 

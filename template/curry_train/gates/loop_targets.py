@@ -193,5 +193,5 @@ def _filler(targets: Tensor, counted: Tensor) -> int | None:
     if is_long.sum() < 2 or len(fillers) > 1 or len(length.unique()) < 2:
         return None
     is_nowhere_else = (targets == fillers[0]).sum() == length[last[:, 0] == fillers[0]].sum()
-    # One of a few classes may well end rows.
+    # Rows may well end in one of a few classes.
     return fillers[0] if is_nowhere_else and targets.max() > 4 else None

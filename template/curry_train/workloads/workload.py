@@ -533,7 +533,7 @@ class OutputLoss:
         small, large = map(make_batch, SIZES_TO_COMPARE)
         output = call(module, small)
         if not isinstance(own_loss(output), Tensor):
-            # With gradients, which a forward may take.
+            # Gradients are on here, because a forward may take some.
             larger = {place: one.shape for place, one in _floating_tensors(call(module, large))}
             for place, value in _floating_tensors(output):
                 lengths = zip(value.shape, larger.get(place, value.shape), strict=False)
