@@ -344,8 +344,8 @@ class ChangedFiles:
         # The cache of compiled code, which other processes use too.
         compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
         stays = (str(self.folder), "/dev", "/proc", compiled, *ignored)
-        # The content of each place before its first change; None where changes stay, as in these
-        # folders and in those that the loop has made.
+        # A copy of what was at a place before its first change, or None for nothing. Changes inside
+        # of such a place are not noted: these folders, and those that the loop has made.
         self.before: dict[Path, Path | None] = {Path(os.path.abspath(one)): None for one in stays}
 
     def noticed(self) -> contextlib.AbstractContextManager[Any]:
