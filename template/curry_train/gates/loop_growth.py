@@ -37,8 +37,8 @@ HOLDERS = (dict, types.CellType)
 class Growth(Blank):
     """Containers that have more entries after each step."""
 
-    # Numbers of entries of the first time and of the last one, by the ids of the containers that
-    # have grown each time. By 0: the number of nodes of all graphs.
+    # Numbers of entries when they were counted first and last, by the ids of the containers that
+    # have grown each time. The id 0 stands for the nodes of all graphs.
     first: dict[int, int]
     sizes: dict[int, int]
     num_steps: int

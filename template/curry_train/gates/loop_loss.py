@@ -45,8 +45,8 @@ class Term:
     # `mean`, `sum`, or nothing where it can't be read.
     reduction: str
     num_terms: float
-    # The product of all factors of the part, and the divisors among them; a factor that is a whole
-    # number is one as well, below 1.
+    # The product of all factors of the part, and the divisors among them. A factor that is a whole
+    # number counts as a divisor below 1.
     factor: float
     divisors: tuple[float, ...]
     # Positions that are in a mean, and count as 0 there.

@@ -509,8 +509,8 @@ class Observer(Trace):
         column, row = (one, other) if one.dim() == 2 else (other, one)
         number = len(row) if row.dim() else 0
         shapes = [*column.shape], [*row.shape]
-        # The row may be the result of such a comparison already. In a model it may also be one of
-        # weights, and weights of rows may be those of a graph.
+        # The row may be the result of such a comparison already. In a model only a column that is
+        # trained counts: a row may be weights there, and a table the weights of a graph.
         rows = [[number]] * (column.requires_grad or not self.depth)
         rows += [[number] * 2] * (column.requires_grad and not self.depth)
         is_outer = number > 1 and shapes[0] == [number, 1] and shapes[1] in rows

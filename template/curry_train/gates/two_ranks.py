@@ -49,6 +49,7 @@ MOST_STEPS = 300
 LAST_LINES = 12
 # In the error of a rank whose peer has ended.
 LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer")
+# So long such a rank waits, so that the error of the one that ended is taken.
 SECONDS_TO_NOTICE = 5.0
 # The interpreter that runs the ranks.
 PYTHON_EXECUTABLE: str | os.PathLike[str] = sys.executable
@@ -308,7 +309,6 @@ def _rank_main(folder: str, rank: int, num_ranks: int) -> None:
         failure = RankFailed(error_in_a_line(error))
         failure.add_note(where_to_look(error))
         if any(text in str(failure) for text in LOST_CONNECTION):
-            # Another rank has ended, which the other process notices first.
             time.sleep(SECONDS_TO_NOTICE)
         if not store.check(["error"]):
             store.set("error", pickle.dumps(failure))

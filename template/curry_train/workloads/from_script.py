@@ -602,7 +602,8 @@ def _training_of(
 def _is_held(script: RunningScript, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it."""
     made = [one for one in script.made if one.layout is torch.strided]
-    # The script does not hold the last one: a variable takes the place of the record.
+    # The last one shows how often a tensor is referred to that the script does not hold: its
+    # variable counts for the record.
     alone = torch.empty(0)
     made.append(alone)
     counts = [sys.getrefcount(one) for one in made]

@@ -531,8 +531,8 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
 def call_factory(factory: Callable[..., Any], spec: object, *arguments: Any) -> Any:
     """Call the user's function, which the error names if it raises one."""
     try:
-        # What the user's code prints is no result of a command, whose files are relative to the
-        # folder that it was started in.
+        # The user's code may print and change the folder. Its text is kept out of a command's
+        # output, and the command goes on in its own folder.
         with contextlib.redirect_stdout(sys.stderr), contextlib.chdir("."):
             return factory(*arguments)
     except (KeyboardInterrupt, WorkloadError):
