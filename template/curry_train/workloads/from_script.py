@@ -602,8 +602,7 @@ def _training_of(
 def _is_held(script: RunningScript, root: nn.Module) -> bool:
     """Return whether the script still holds what the module returned, or a view of it."""
     made = [one for one in script.made if one.layout is torch.strided]
-    # The last one shows how often a tensor is referred to that the script does not hold: its
-    # variable counts for the record.
+    # The script does not hold the last one; its variable counts as the record does for the others.
     alone = torch.empty(0)
     made.append(alone)
     counts = [sys.getrefcount(one) for one in made]
