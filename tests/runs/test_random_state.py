@@ -112,7 +112,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_pass_goes_on_with_the_batches_that_are_left(name, monkeypatch):
+def test_a_pass_goes_on_with_the_batches_that_are_left(name, monkeypatch, caplog):
     spared = []
     monkeypatch.setattr(
         random_state, "spared_workers", lambda one: contextlib.nullcontext(spared.append(one))
@@ -136,6 +136,13 @@ def test_a_pass_goes_on_with_the_batches_that_are_left(name, monkeypatch):
     restore_random_state(now, generators_of(loader))
     assert [batch.tolist() for batch in data] == left
     assert spared[1:] == [loader]
+    assert not caplog.messages
+    again.iterator([0] * 7, {})
+    assert caplog.messages == [
+        f"a pass had {len(loader)} batches before the save, and has 7 now: the 2 that are skipped "
+        "may hold other samples than those that were trained on. Use the data and the batch size "
+        "of the saved run"
+    ]
     with pytest.raises(
         ValueError,
         match=r"^2 batches of epoch 4 were taken before the save, and the loader now has only 1: "
@@ -155,7 +162,7 @@ def test_a_window_of_microbatches_passes_over_those_that_are_skipped():
     place.stepped()
     assert [place.after(0, windows=number) for number in range(3)] == [0, 5, 9]
     place.begin_epoch(2)
-    assert place.state_dict() == {"epoch": 2, "batch": 0, "began": None}
+    assert place.state_dict() == {"epoch": 2, "batch": 0, "began": None, "length": 0}
     place.stepped()
     assert place.after(7, windows=2) == 9
     batches = SimpleNamespace(generator=generator())

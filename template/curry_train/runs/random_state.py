@@ -10,6 +10,7 @@ import copy
 import functools
 import itertools
 import logging
+import operator
 import os
 import signal
 import threading
@@ -157,11 +158,13 @@ class DataPosition(Stateful, SkippedPositions):
 
     # Saved separately for every rank, because the generators of the ranks differ.
     of_each_rank = True
-    STATE = ("epoch", "batch", "began")
+    STATE = ("epoch", "batch", "began", "length")
 
     def __init__(self) -> None:
         self.epoch = 0
         self.batch = 0
+        # The number of batches in a pass; 0 where the loader does not know it.
+        self.length = 0
         # The generators' states where the pass began.
         self.began: Facts | None = None
         self.position = 0
@@ -197,11 +200,22 @@ class DataPosition(Stateful, SkippedPositions):
 
         On a resume the caller still has to restore the generators to their saved states.
         """
+        length = operator.length_hint(loader)
         if self.began is None:
             self.batch = 0
             self.began = take_random_state(generators)
+            self.length = length
         else:
             restore_random_state(self.began, generators)
+            if self.batch and length != self.length:
+                logger.warning(
+                    "a pass had %d batches before the save, and has %d now: the %d that are "
+                    "skipped may hold other samples than those that were trained on. Use the data "
+                    "and the batch size of the saved run",
+                    self.length,
+                    length,
+                    self.batch,
+                )
         with spared_workers(loader):
             iterator = iter(loader)
         num_taken = sum(1 for _ in itertools.islice(iterator, self.batch))
