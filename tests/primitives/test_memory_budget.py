@@ -131,6 +131,16 @@ def test_random_numbers_are_drawn_once_without_a_budget(name):
     assert held_bytes(model) < 0.8 * held_bytes(plain)
 
 
+def test_a_block_that_updates_its_statistics_may_run_twice():
+    case = Case(load_workload("resnet"))
+    plain, model = case.build(), case.build()
+    memory_budget(model, 0.0, backend="aot_eager")
+    for one in (plain, model):
+        (case.mean_loss(one) + case.mean_loss(one)).backward()
+    assert torch.equal(model[1][0].residual[1].running_mean, plain[1][0].residual[1].running_mean)
+    assert torch.equal(model[0][0].weight.grad, plain[0][0].weight.grad)
+
+
 def test_other_shapes_threads_and_resets_keep_the_budget_and_the_draws():
     block = block_class(dropout)
     plain = build(block)

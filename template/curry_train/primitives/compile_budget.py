@@ -132,7 +132,8 @@ def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> G
     drawing = [node for node in drawing_nodes(joint) if node.meta.get("recompute") is None]
     for node in drawing:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-    if drawing and budget < 1:
+    kept = _keep_updated(joint)
+    if (drawing or kept) and budget < 1:
         budget = 1.0 if _is_a_tuple_alone(joint, drawing) else max(budget, SMALLEST_BUDGET)
     with functorch_config.patch(activation_memory_budget=budget):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
@@ -152,6 +153,25 @@ def partition(joint: GraphModule, inputs: Sequence[object], **options: Any) -> G
             "operations out of the blocks, or use recompute_blocks"
         )
     return forward, backward
+
+
+def _keep_updated(joint: GraphModule) -> list[Node]:
+    """Let recomputed operations read copies of the buffers that the forward updates.
+
+    A block that runs twice has updated them again when backward begins, and torch then refuses what
+    it has saved.
+    """
+    kept = []
+    for update in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        buffer: Any = update.args[0]
+        readers = [user for user in buffer.users if user is not update]
+        with joint.graph.inserting_after(buffer):
+            copied = joint.graph.call_function(torch.ops.aten.clone.default, (buffer,))
+        copied.meta = {**buffer.meta, "recompute": CheckpointPolicy.MUST_SAVE}
+        for reader in readers:
+            reader.replace_input_with(buffer, copied)
+        kept.append(copied)
+    return kept
 
 
 def drawing_nodes(graph: GraphModule) -> list[Node]:
