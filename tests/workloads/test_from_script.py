@@ -341,6 +341,16 @@ computed = {name: 2 * one for name, one in layer.named_parameters()}
 torch.func.functional_call(layer, computed, torch.ones(3, 2)).mean().backward()
 optimizer.step()
 """: "it calls a Linear on parameters that it computes",
+    """
+import torch
+from torch.distributed.fsdp import fully_shard
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+layer = fully_shard(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+layer(torch.ones(3, 2)).mean().backward()
+optimizer.step()
+""": "its model is sharded by fully_shard, which can't be copied: shard it only on several ranks",
 }
 
 

@@ -171,6 +171,11 @@ def build():
             "def build(): return Net(4, 1)",
             "THEIRS.py:4)",
         ),
+        (
+            "class Exported(nn.Linear):\n    def train(self, mode=True): raise TypeError('no')\n"
+            "def build(): return Exported(4, 1)",
+            "raised TypeError: no THEIRS.py:4)",
+        ),
         # The first line of the factory, because it never ran.
         ("def build(size): return nn.Linear(4, 1)", "THEIRS.py:3)"),
         # An error while the file is imported.

@@ -66,6 +66,11 @@ def workload_of(
     the user's code computes, a mean over the terms that `count` counts. The methods of trainers
     return the loss alone, so that what the module returned is freed there.
     """
+    if any(hasattr(one, "unshard") for one in module.modules()):
+        raise WorkloadError(
+            "its model is sharded by fully_shard, which can't be copied: shard it only on several "
+            "ranks, and give --parallel and --ranks to plan"
+        )
     optimizer = OptimizerLike(optimizers, module) if optimizers else None
     read = [
         f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",

@@ -550,6 +550,7 @@ def _try_once(workload: Workload) -> None:
     with seeded(0):
         module = with_values(workload.build())
         try:
+            module.train()
             if not workload.is_divisible:
                 loss = workload.loss(module, workload.batch(workload.own_batch or 1))
             elif isinstance(workload.loss, OutputLoss):
