@@ -1,7 +1,8 @@
 """Train a model by a configuration: recompute, ranks, optimizer, saving, and the loop.
 
     task = TrainingTask("mine", module, summed_loss, count=num_tokens, dataset=samples)
-    report = train(load_config("config.yaml"), task).report
+    with open_run(load_config("config.yaml"), lambda device: task) as run:
+        report = train_run(run).report
 
 It stands on the calls that any loop can use: `saving` saves, resumes, writes the journal and rolls
 back from loss spikes, `run_training_steps` trains, `apply_config` recomputes. Ranks are started by
@@ -367,34 +368,6 @@ Hook = Callable[[StepReport], Any]
 Watch = Callable[[TrainingRun], contextlib.AbstractContextManager[Hook]]
 
 
-def train(
-    config: Config,
-    task: TrainingTask,
-    *,
-    resume: str | None = None,
-    watch: Sequence[Watch] = (),
-    load_plan: Callable[[str], LoadedPlan] | None = None,
-) -> Trained:
-    """Train a new run or a resumed one to its end; `open_run` describes the options."""
-    with open_run(config, lambda device: task, resume=resume, load_plan=load_plan) as run:
-        return train_run(run, watch=watch)
-
-
-def saving_options(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the options of `saving` that the configuration of a run in `folder` gives."""
-    return {
-        "runs": folder,
-        # The learning rate is that of the configuration, also after a resume.
-        "keep_settings": True,
-        "in_background": True,
-        "journal": True,
-        "config": asdict(config),
-        "spike": config.spike,
-        "box": config.box,
-        **asdict(config.checkpoint),
-    }
-
-
 @contextlib.contextmanager
 def open_run(
     config: Config,
@@ -422,8 +395,22 @@ def open_run(
         seed_generators(config.seed + 1 + ranks.rank)  # dropout differs from rank to rank
 
         folder, state = ranks.agree(lambda: run_folder(config, resume))
-        options = saving_options(config, folder)
-        attached = saving(model, optimizer, scaler=scaler, stream=stream, resume=state, **options)
+        attached = saving(
+            model,
+            optimizer,
+            scaler=scaler,
+            stream=stream,
+            resume=state,
+            runs=folder,
+            # The learning rate is that of the configuration, also after a resume.
+            keep_settings=True,
+            in_background=True,
+            journal=True,
+            config=asdict(config),
+            spike=config.spike,
+            box=config.box,
+            **asdict(config.checkpoint),
+        )
         with attached:
             yield TrainingRun(
                 folder,

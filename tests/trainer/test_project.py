@@ -27,7 +27,7 @@ import sys
 from curry_train.config import load_config
 from curry_train.core.generators import seeded
 from curry_train.plan import Plan
-from curry_train.trainer import TrainingTask, train
+from curry_train.trainer import TrainingTask, open_run, train_run
 from data import open_data
 from model import build, num_tokens, summed_loss
 
@@ -35,7 +35,8 @@ config = load_config("config.yaml", sys.argv[1:])
 with seeded(config.seed):
     module = build()
 task = TrainingTask("mine", module, summed_loss, num_tokens, *open_data(config.data))
-train(config, task, load_plan=Plan.load)
+with open_run(config, lambda device: task, load_plan=Plan.load) as run:
+    train_run(run)
 """
 
 
