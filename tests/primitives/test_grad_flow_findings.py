@@ -66,8 +66,8 @@ def test_similar_layers_share_a_line():
     steps = [record(at_1=dead, at_2=dead, at_3=dead)]
     (found,) = flow_findings(steps)
     assert found.layers == ("layers.1", "layers.2", "layers.3")
-    assert "the same in 2 more layers" in found.message
-    assert flow_table(steps).count("dead  ") == 1
+    (line,) = (line for line in flow_table(steps).splitlines() if line.startswith("dead"))
+    assert line.startswith("dead        layers.1 and 2 more: 95.0% of its activations")
 
 
 def rows_of(**layers):
@@ -85,12 +85,12 @@ def test_the_table_has_each_figure_of_a_layer_or_why_it_has_none():
     assert (
         rows_of(at_1=mixed)
         == """\
-layer                                    activation           gradient   update
-                                     rms  zero  bad     norm  zero bad    ratio
-layers.0                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03
-layers.1                         2.0e+00  100%   1%  3.0e+00 12.5% 60%  3.0e-04
-layers.2                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03
-layers.3                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03"""
+layer                                   activation           gradient   update
+                                     rms zero  bad     norm zero  bad    ratio
+layers.0                         1.0e+00  10%   0%  1.0e-01   0%   0%  1.0e-03
+layers.1                         2.0e+00 100%   1%  3.0e+00  13%  60%  3.0e-04
+layers.2                         1.0e+00  10%   0%  1.0e-01   0%   0%  1.0e-03
+layers.3                         1.0e+00  10%   0%  1.0e-01   0%   0%  1.0e-03"""
     )
     assert (
         rows_of(
@@ -100,12 +100,12 @@ layers.3                         1.0e+00 10.0%    0  1.0e-01     0   0  1.0e-03"
             at_3=replace(GOOD, gradient=None, update=None),
         )
         == """\
-layer                                    activation           gradient   update
-                                     rms  zero  bad     norm  zero bad    ratio
-layers.0                                 not called             frozen        -
-layers.1                         1.0e+00 10.0%    0               tied  1.0e-03
-layers.2                         1.0e+00 10.0%    0               none      new
-layers.3                         1.0e+00 10.0%    0                  -        -"""
+layer                                   activation           gradient   update
+                                     rms zero  bad     norm zero  bad    ratio
+layers.0                                not called             frozen        -
+layers.1                         1.0e+00  10%   0%               tied  1.0e-03
+layers.2                         1.0e+00  10%   0%               none      new
+layers.3                         1.0e+00  10%   0%                  -        -"""
     )
 
 
@@ -119,7 +119,7 @@ def test_the_head_of_a_report_has_the_steps_and_every_finding():
 2 steps probed, the last is 10: 1 forwards, gradient norm 0.1 after backward,
 then multiplied by 0.05
 a note
-nonfinite   layers.3: under 0.1% of its activations are inf or nan, the first
+nonfinite   layers.3: 1 of its 10,000 activations are inf or nan, the first
             layer in forward order (step 10)"""
     )
 

@@ -12,9 +12,10 @@ import math
 import statistics
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
+from ..core.wording import some_of
 from .grad_flow import AFTER_BACKWARD, GradFlow, LayerFlow, StepFlow
 from .grad_flow_probe import ValueSpread
 
@@ -73,8 +74,8 @@ def _nonfinite(records: Records) -> Iterator[Finding]:
     for name, kind, position in places:
         spread = getattr(record.layers[name], kind)
         if spread is not None and spread.nonfinite:
-            share = f"{spread.bad:.1%}" if spread.bad >= 0.001 else "under 0.1%"
-            message = f"{share} of its {kind}s are inf or nan, {position}{_of_weights(record)}"
+            number = f"{spread.nonfinite:,} of its {spread.elements:,} {kind}s"
+            message = f"{number} are inf or nan, {position}{_of_weights(record)}"
             yield Finding("nonfinite", (name,), record.step, spread.bad, message)
             return
     broken = [
@@ -141,16 +142,8 @@ def _no_gradient(recent: Records) -> Iterator[Finding]:
             reasons[name] = "its gradient is exactly 0"
     if not reasons:
         return
-    message = f"{next(iter(reasons.values()))}, and it is not frozen{_more(len(reasons))}"
+    message = f"{next(iter(reasons.values()))}, and it is not frozen"
     yield Finding("no-gradient", tuple(reasons), last.step, 0.0, message)
-
-
-def _more(number: int) -> str:
-    """Return a suffix for findings of several layers, of which the message names one."""
-    if number == 1:
-        return ""
-    layers = "layer" if number == 2 else "layers"
-    return f"; the same in {number - 1} more {layers}"
 
 
 def _vanishing(recent: Records) -> Iterator[Finding]:
@@ -192,7 +185,7 @@ def _dead(recent: Records) -> Iterator[Finding]:
     names = [name for name in ranked if zero[name] > DEAD_ZERO_FRACTION]
     if names:
         worst = zero[names[0]]
-        message = f"{worst:.1%} of its activations are exactly 0{_more(len(names))}"
+        message = f"{worst:.1%} of its activations are exactly 0"
         yield Finding("dead", tuple(names), recent[-1].step, worst, message)
 
 
@@ -209,8 +202,7 @@ def _updates(recent: Records) -> Iterator[Finding]:
         if names:
             ratio = ratios[names[0]]
             message = (
-                f"{movement}: {ratio:.1e} of its weights' norm per step, "
-                f"expected 1e-4 to 1e-2{_more(len(names))}"
+                f"{movement}: {ratio:.1e} of its weights' norm per step, expected 1e-4 to 1e-2"
             )
             yield Finding("update", tuple(names), last.step, ratio, message)
 
@@ -246,10 +238,7 @@ def _as_json(value: Any) -> Any:
         return [_as_json(entry) for entry in value]
     if not is_dataclass(value):
         return value
-    kind = vars(type(value)).items()
-    names = [one.name for one in fields(value)]
-    names += [name for name, one in kind if isinstance(one, property)]
-    return {name: _as_json(getattr(value, name)) for name in names}
+    return {name: _as_json(getattr(value, name)) for name in dir(value) if name[0] != "_"}
 
 
 # Text report of grad-flow: findings, then a table of layers, in at most 80 columns.
@@ -258,11 +247,10 @@ TEXT_WIDTH = 80
 # Width of the column of layer names.
 LAYER_NAME_WIDTH = 31
 FLOW_TABLE_HEAD = (
-    f"{'layer':<{LAYER_NAME_WIDTH}} {'activation':>19}  {'gradient':>17}  {'update':>7}"
+    f"{'layer':<{LAYER_NAME_WIDTH}} {'activation':>18}  {'gradient':>17}  {'update':>7}"
 )
 FLOW_TABLE_SUBHEAD = (
-    f"{'':<{LAYER_NAME_WIDTH}} {'rms':>8} {'zero':>5} {'bad':>4}  "
-    f"{'norm':>7} {'zero':>5} {'bad':>3}  {'ratio':>7}"
+    f"{'':<{LAYER_NAME_WIDTH}} {'rms':>8} zero  bad  {'norm':>7} zero  bad  {'ratio':>7}"
 )
 
 
@@ -281,7 +269,7 @@ def flow_table(records: Records, *, most: int = 24) -> str:
         )
         lines += textwrap.wrap(text, TEXT_WIDTH)
     for finding in findings:
-        where = f"{finding.layers[0]}: " if finding.layers else ""
+        where = f"{some_of(finding.layers, 1)}: " if finding.layers else ""
         text = f"{finding.kind:<11} {where}{finding.message} (step {finding.step})"
         lines += textwrap.wrap(text, TEXT_WIDTH, subsequent_indent=" " * 12, break_long_words=False)
     lines += ["", FLOW_TABLE_HEAD, FLOW_TABLE_SUBHEAD]
@@ -313,17 +301,17 @@ def _row(name: str, layer: LayerFlow) -> str:
     activation = "not called"
     if layer.activation is not None:
         spread = layer.activation
-        activation = f"{spread.rms:>8.1e} {_share(spread.zero):>5} {_bad(spread):>4}"
+        activation = f"{spread.rms:>8.1e} {_shares(spread)}"
     ratio = "-"
     if layer.update is not None:
         ratio = "new" if layer.update.ratio is None else f"{layer.update.ratio:.1e}"
-    return f"{short:<{LAYER_NAME_WIDTH}} {activation:>19}  {_gradient(layer)}  {ratio:>7}"
+    return f"{short:<{LAYER_NAME_WIDTH}} {activation:>18}  {_gradient(layer)}  {ratio:>7}"
 
 
 def _gradient(layer: LayerFlow) -> str:
     spread = layer.gradient
     if spread is not None:
-        return f"{spread.norm:>7.1e} {_share(spread.zero):>5} {_bad(spread):>3}"
+        return f"{spread.norm:>7.1e} {_shares(spread)}"
 
     if layer.without_gradient:
         reason = "none"
@@ -336,13 +324,7 @@ def _gradient(layer: LayerFlow) -> str:
     return f"{reason:>17}"
 
 
-def _share(fraction: float) -> str:
-    """Format a fraction as a percentage of at most five characters."""
-    if fraction == 0:
-        return "0"
-    return f"{fraction:.1%}" if fraction < 0.9995 else f"{fraction:.0%}"
-
-
-def _bad(spread: ValueSpread) -> str:
-    """Format the percentage of nonfinite elements, at least 1% if there are any."""
-    return "0" if spread.nonfinite == 0 else f"{max(spread.bad, 0.01):.0%}"
+def _shares(spread: ValueSpread) -> str:
+    """Format the percentages of zeros and of nonfinite elements, rounded up: 0% has none."""
+    percentages = (-(-100 * part // spread.elements) for part in (spread.zeros, spread.nonfinite))
+    return " ".join(f"{percentage:>3}%" for percentage in percentages)
