@@ -165,7 +165,7 @@ def test_a_weight_that_changes_between_forward_and_backward_is_an_error():
     loss = model(torch.randn(8, 16))
     with torch.no_grad():
         model.layers[1].down.bias.add_(1)
-    with pytest.raises(RuntimeError, match=r"down\.bias of .* was changed in place"):
+    with pytest.raises(RuntimeError, match=r"bias of Linear was changed in place"):
         loss.backward()
 
 

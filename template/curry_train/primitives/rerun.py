@@ -126,7 +126,6 @@ class BlockState:
     """
 
     def __init__(self, roots: Sequence[nn.Module], arguments: Iterable[Any] = ()) -> None:
-        self.roots = roots
         self.states: dict[nn.Module, SimpleNamespace] = {}
         # The block's own generators, and those it is called with, with their states.
         self.generators = [(one, one.get_state()) for one in arguments if type(one) is Generator]
@@ -185,7 +184,11 @@ class BlockState:
         for module, state in self.states.items():
             for name, (tensor, version) in state.versions.items():
                 if tensor._version != version and not _is_released(tensor):
-                    raise self._changed(module, name)
+                    raise RuntimeError(
+                        f"{name} of {type(module).__name__} was changed in place between the "
+                        "forward and its backward, so the block can't be recomputed as it ran: run "
+                        "backward before the change, or assign a new tensor"
+                    )
         with contextlib.ExitStack() as stack:
             stack.callback(_put_back, [(module, _held_by(module)) for module in self.states])
             _put_back([(module, state.held) for module, state in self.states.items()])
@@ -211,16 +214,6 @@ class BlockState:
 
     def __exit__(self, *_: object) -> None:
         self.ends.pop().close()
-
-    def _changed(self, module: nn.Module, name: str) -> RuntimeError:
-        for root in self.roots:
-            for path, other in root.named_modules():
-                if other is module:
-                    name = f"{path}.{name}".lstrip(".") + f" of {type(root).__name__}"
-        return RuntimeError(
-            f"{name} was changed in place between the forward and its backward, so the block can't "
-            "be recomputed as it ran: run backward before the change, or assign a new tensor"
-        )
 
 
 Held = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
