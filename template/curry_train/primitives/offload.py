@@ -202,14 +202,13 @@ class OffloadReport:
 
     def table(self) -> str:
         """Format the report as text of at most 80 columns."""
-        rows = [
-            ("moved to the host", self.moved_bytes, f"{self.num_moved:,} storages"),
-            ("brought back", self.brought_back_bytes, ""),
-        ]
-        for reason, (count, nbytes) in sorted(self.skipped.items(), key=lambda item: -item[1][1]):
-            rows.append(("not moved", nbytes, f"{count:,} tensors: {reason}"))
-        lines = [f"{name:<18} {nbytes / 2**20:>10,.2f} MiB  {rest}" for name, nbytes, rest in rows]
-        return "\n".join(lines)
+        rows = {
+            f"moved to the host, {self.num_moved:,} storages": self.moved_bytes,
+            "brought back": self.brought_back_bytes,
+        }
+        for reason, (count, nbytes) in self.skipped.items():
+            rows[f"not moved, {count:,} tensors: {reason}"] = nbytes
+        return "\n".join(f"{nbytes / 2**20:>10,.2f} MiB  {name}" for name, nbytes in rows.items())
 
 
 class OffloadedForward:
