@@ -11,7 +11,6 @@ Proof: `python -m pytest tests/primitives/test_sac_contract.py
 tests/peers/test_peer_behaviours.py`.
 """
 
-import difflib
 import functools
 import operator
 from collections import Counter, defaultdict
@@ -204,9 +203,7 @@ def make_policy(policy: Any) -> Policy:
         return policy
     if isinstance(policy, str):
         if policy not in POLICIES:
-            near = difflib.get_close_matches(policy, POLICIES, n=1)
-            advice = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POLICIES)}"
-            raise PolicyError(f"no policy is called {policy!r}; {advice}")
+            raise PolicyError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
         return POLICIES[policy]
     if callable(policy) and not isinstance(policy, Operation):
         return Policy(getattr(policy, "__name__", type(policy).__name__), choose=policy)
