@@ -145,7 +145,7 @@ def test_a_loss_in_chunks_runs_in_chunks_under_fsdp2_too():
 
     estimated(small(depth=1), 1, change=change, sharding=Sharding("fsdp2", 2))
     (use,) = primitives.chunked_loss_report(models[0]).values()
-    assert str(use) == "1 loss in chunks"
+    assert str(use) == "losses in chunks: 1"
 
 
 def test_two_ranks_of_one_world_are_predicted_in_one_process():

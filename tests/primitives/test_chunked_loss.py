@@ -98,12 +98,12 @@ STAYS = {
 
 @pytest.mark.parametrize("way", STAYS)
 def test_loss_runs_in_chunks_behind(way):
-    assert str(both(STAYS[way])) == "1 loss in chunks"
+    assert str(both(STAYS[way])) == "losses in chunks: 1"
 
 
 def test_two_losses_of_the_same_logits_run_in_chunks():
     use = both(lambda y, t: flat_loss(y[:, ::2], t[:, ::2]) + flat_loss(y[:, 1::2], t[:, 1::2]))
-    assert str(use) == "2 losses in chunks"
+    assert str(use) == "losses in chunks: 2"
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_hooks_on_the_node_of_the_logits_run_in_backward():
     logits.grad_fn.register_hook(lambda *gradients: calls.append("node"))
     flat_loss(logits, TOKENS).backward()
     assert sorted(calls) == ["all", "node"]
-    assert str(chunked_loss_report(model)["head"]) == "1 loss in chunks"
+    assert str(chunked_loss_report(model)["head"]) == "losses in chunks: 1"
 
 
 @pytest.mark.parametrize("use", [viewed_loss, lambda y, t: viewed_loss(y.float(), t)])
@@ -222,8 +222,8 @@ def test_traced_code_and_a_head_in_shards_have_plain_logits(way, monkeypatch):
     else:
         model.head.weight.full_tensor = None  # as shards have
     assert type(model(TOKENS)) is torch.Tensor
-    expected = "no loss yet" if way == "traced" else "all logits made for a head in shards"
-    assert str(chunked_loss_report(model)["head"]) == expected
+    whole = "" if way == "traced" else "; all logits made for a head in shards"
+    assert str(chunked_loss_report(model)["head"]) == f"losses in chunks: 0{whole}"
 
 
 class Doubled(nn.Linear):
@@ -284,7 +284,7 @@ def two_heads():
 def test_the_head_is_the_output_layer_or_the_one_that_is_named(build, head, expected):
     model = build()
     assert apply_chunked_loss(model, head=head) == expected
-    assert {str(use) for use in chunked_loss_report(model).values()} == {"no loss yet"}
+    assert {str(use) for use in chunked_loss_report(model).values()} == {"losses in chunks: 0"}
     assert remove_chunked_loss(model) == expected
 
 

@@ -58,12 +58,8 @@ class LossUse:
     whole: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        phrases = []
-        if self.num_chunked:
-            phrases.append(f"{self.num_chunked} loss{'es' * (self.num_chunked > 1)} in chunks")
-        if self.whole:
-            phrases.append(f"all logits made for {', '.join(self.whole)}")
-        return "; ".join(phrases) or "no loss yet"
+        whole = f"; all logits made for {', '.join(self.whole)}" if self.whole else ""
+        return f"losses in chunks: {self.num_chunked}{whole}"
 
 
 @dataclass(eq=False)
@@ -317,13 +313,6 @@ METADATA_NAMES = {
     "ndim",
     "layout",
     "requires_grad",
-    "is_cuda",
-    "is_cpu",
-    "is_meta",
-    "is_sparse",
-    "is_nested",
-    "is_quantized",
-    "is_leaf",
     "grad_fn",
     "_base",
     "nbytes",
@@ -333,8 +322,6 @@ METADATA_NAMES = {
     "ndimension",
     "numel",
     "nelement",
-    "is_floating_point",
-    "is_complex",
     "get_device",
     "element_size",
     "__len__",
@@ -355,7 +342,9 @@ class LazyLogits(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = _name(func)
-        if name in METADATA_NAMES or _counts_arrivals(func, args):
+        # The few that read values, such as `is_nonzero`, have no gradient.
+        is_metadata = name in METADATA_NAMES or name.startswith("is_")
+        if is_metadata or _counts_arrivals(func, args):
             return super().__torch_function__(func, types, args, kwargs)
         first = args[0] if args else None
         if isinstance(first, LazyLogits) and first.logits.whole is None:
