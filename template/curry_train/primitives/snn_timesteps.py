@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from numbers import Number
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
+from torch.testing import assert_close
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
@@ -218,16 +220,17 @@ def check_step(step: TimestepFunction, timesteps: Sequence[Any], state: Any) -> 
             )
     (first, costs), (second, _) = (_checked_run(step, timesteps, state, modules) for _ in range(2))
     # On other devices a kernel may add in another order each time.
-    is_exact = all(value.device.type == "cpu" for value in first if isinstance(value, Tensor))
-    same = len(first) == len(second) and all(map(_same_value, first, second))
-    if is_exact and not same:
-        raise HiddenState(
-            "step computes something else the second time, from the same input, state and modules: "
-            "it keeps state outside of its modules (in an object, a variable, a global, or a "
-            "random generator of its own), and a recomputed chunk would start from the last value: "
-            "gradients would be wrong without any error. Pass it in and return it with the state, "
-            "or store it in a module"
-        )
+    if all(value.device.type == "cpu" for value in first if isinstance(value, Tensor)):
+        try:
+            assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+        except AssertionError as error:
+            raise HiddenState(
+                "step computes something else the second time, from the same input, state and "
+                "modules: it keeps state outside of its modules (in an object, a variable, a "
+                "global, or a random generator of its own), and a recomputed chunk would start "
+                "from the last value: gradients would be wrong without any error. Pass it in and "
+                "return it with the state, or store it in a module"
+            ) from error
     return costs
 
 
@@ -275,7 +278,8 @@ def _checked_run(
                         f"step writes into the {role} that it is given, which is needed again in "
                         "backward: make a new tensor (v = v * decay, not v *= decay)"
                     )
-            results += tree_leaves(detached_copies((output, state)))
+            leaves = tree_leaves(detached_copies((output, state)))
+            results += [leaf for leaf in leaves if isinstance(leaf, Tensor | Number)]
             held.append(sum(storages.values()))
     # The first timestep may hold other bytes, because it starts from the initial state.
     return results, Costs(sum(_storages(state).values()), held[2] - held[1])
@@ -292,14 +296,6 @@ def _storages(tree: Any) -> dict[torch.UntypedStorage, int]:
 
 def detached_copies(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
-
-
-def _same_value(value: Any, other: Any) -> bool:
-    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
-        return type(value) is type(other) and same_state(value, other)
-    if value.shape != other.shape or value.dtype != other.dtype:
-        return False
-    return torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
 
 
 # Recompute a loop over time in chunks.
