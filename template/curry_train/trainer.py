@@ -2,7 +2,7 @@
 
     task = TrainingTask("mine", module, summed_loss, count=num_tokens, dataset=samples)
     with open_run(load_config("config.yaml"), lambda device: task) as run:
-        report = train_run(run).report
+        report = train_run(run)
 
 It stands on the calls that any loop can use: `saving` saves, resumes, writes the journal and rolls
 back from loss spikes, `run_training_steps` trains, `apply_config` recomputes. Ranks are started by
@@ -41,12 +41,7 @@ from .loop import LoadedPlan, RunReport, StepReport, mean_loss, run_training_ste
 from .primitives import apply_config
 from .primitives.grad_accum import GradientAccumulation
 from .runs.attach import AttachedRun, saving
-from .runs.layout import (
-    CHECKPOINT_KINDS,
-    SavedCheckpoint,
-    find_run,
-    split_request,
-)
+from .runs.layout import CHECKPOINT_KINDS, find_run, split_request
 from .runs.ranks import Ranks
 
 # The ranks of a run: started by torchrun with DDP or FSDP2, or a single process.
@@ -355,15 +350,6 @@ class TrainingRun:
         )
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The end of a run, its folder, and the newest state in it."""
-
-    report: RunReport
-    folder: Path
-    saved: SavedCheckpoint | None
-
-
 Hook = Callable[[StepReport], Any]
 Watch = Callable[[TrainingRun], contextlib.AbstractContextManager[Hook]]
 
@@ -427,7 +413,7 @@ def open_run(
             )
 
 
-def train_run(run: TrainingRun, *, watch: Sequence[Watch] = ()) -> Trained:
+def train_run(run: TrainingRun, *, watch: Sequence[Watch] = ()) -> RunReport:
     """Train an open run to its end.
 
     Each context of `watch` is opened on the first rank when the run begins; its hook is called
@@ -454,4 +440,4 @@ def train_run(run: TrainingRun, *, watch: Sequence[Watch] = ()) -> Trained:
             run=run.attached,
         )
     run.attached.close()
-    return Trained(report, run.folder, run.attached.store.latest())
+    return report

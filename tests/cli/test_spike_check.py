@@ -93,8 +93,7 @@ def test_a_training_that_was_stopped_gives_no_result(monkeypatch):
     original = check.train_run
 
     def stopped(run, *, watch):
-        trained = original(run, watch=watch)
-        return replace(trained, report=replace(trained.report, ended_by="data"))
+        return replace(original(run, watch=watch), ended_by="data")
 
     monkeypatch.setattr(check, "train_run", stopped)
     with pytest.raises(

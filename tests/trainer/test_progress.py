@@ -55,31 +55,30 @@ def test_tensorboard_gets_the_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with opened(tmp_path, *WORDS, "steps=3") as run:
-        trained = train_run(run, watch=[write_tensorboard])
+        report = train_run(run, watch=[write_tensorboard])
     read = EventAccumulator(str(run.folder / "tensorboard"))
     read.Reload()
     assert [event.step for event in read.Scalars("loss")] == [1, 2, 3]
-    assert read.Scalars("loss")[-1].value == pytest.approx(trained.report.last.loss)
+    assert read.Scalars("loss")[-1].value == pytest.approx(report.last.loss)
 
 
 def test_the_journal_has_the_facts_of_the_run_each_step_and_its_end(tmp_path):
     with opened(tmp_path, *WORDS, "steps=6", "evaluate={every: 4, samples: 4}") as run:
-        done = train_run(run)
-    lines = lines_of(done.folder)
+        report = train_run(run).last
+    lines = lines_of(run.folder)
     assert [line["kind"] for line in lines if line["kind"] != "save"] == [
         "start", "step", "step", "step", "step", "eval", "step", "step", "eval", "stop",
     ]  # fmt: skip
-    checkpoints = column(done.folder, "save", "checkpoint")
+    checkpoints = column(run.folder, "save", "checkpoint")
     assert {name[-12:] for name in checkpoints} == {"00000004.dcp", "00000006.dcp"}
-    assert min(column(done.folder, "save", "num_bytes")) > 2**17
+    assert min(column(run.folder, "save", "num_bytes")) > 2**17
     assert lines[0]["config"]["steps"] == 6
     assert lines[0]["environment"]["world_size"] == 1
     assert lines[-1]["reason"] == "steps"
     last = [line for line in lines if line["kind"] == "step"][-1]
-    report = done.report.last
     for name in ("loss", "grad_norm", "learning_rate", "seconds"):
         assert last[name] == getattr(report, name)
     assert last["terms"] == report.num_terms
     assert 0 < last["epoch"] < 1
     assert last["peak_bytes"] > 2**20
-    assert column(done.folder, "eval", "value")[-1] == report.dev_loss
+    assert column(run.folder, "eval", "value")[-1] == report.dev_loss

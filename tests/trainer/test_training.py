@@ -11,7 +11,6 @@ import signal
 import pytest
 import torch
 
-from curry_train.loop import RunReport
 from curry_train.plan import plan
 from curry_train.trainer import train_run
 
@@ -28,7 +27,7 @@ TINY = (
 
 
 def losses(runs, *words, resume=None, stop_after=None):
-    """Return the loss of each step, and how the run ended."""
+    """Return the loss of each step, and the run."""
     found = []
 
     def hook(report):
@@ -37,15 +36,15 @@ def losses(runs, *words, resume=None, stop_after=None):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with opened(runs, *TINY, *words, resume=resume) as run:
-        trained = train_run(run, watch=[lambda run: contextlib.nullcontext(hook)])
-    return found, trained
+        train_run(run, watch=[lambda run: contextlib.nullcontext(hook)])
+    return found, run
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_default_model_learns_text_within_60_steps(tmp_path, seed):
     """Beat 3.2 nats per byte, the entropy of byte frequencies; chance is 5.5."""
     with opened(tmp_path, f"seed={seed}", "steps=60", "evaluate.every=60") as run:
-        report = train_run(run).report
+        report = train_run(run)
     assert report.last.dev_loss < 2.75
 
 
@@ -94,7 +93,7 @@ ON_RANKS = {
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Stop a run of one process after three steps; return its losses and its end."""
+    """Stop a run of one process after three steps; return its losses and the run."""
     return losses(tmp_path_factory.mktemp("stopped"), stop_after=3)
 
 
@@ -102,9 +101,8 @@ def stopped(tmp_path_factory):
 def ranked(tmp_path_factory, stopped):
     """Train each configuration on two ranks, one after another, and resume the stopped run."""
     runs = str(tmp_path_factory.mktemp("ranked"))
-    return run_on_ranks(
-        f"{__file__}:on_ranks", runs=runs, kinds=ON_RANKS, saved=stopped[1].saved.location
-    )
+    saved = stopped[1].attached.store.latest().location
+    return run_on_ranks(f"{__file__}:on_ranks", runs=runs, kinds=ON_RANKS, saved=saved)
 
 
 def on_ranks(runs, kinds, saved):
@@ -113,8 +111,8 @@ def on_ranks(runs, kinds, saved):
     with opened(runs, *TINY, "parallel=ddp"):
         drawn = torch.rand(4).tolist()
     answers = {
-        kind: {"losses": step_losses, "folder": str(trained.folder)}
-        for kind, (step_losses, trained) in found.items()
+        kind: {"losses": step_losses, "folder": str(run.folder)}
+        for kind, (step_losses, run) in found.items()
     }
     return answers | {"drawn": drawn}
 
@@ -157,7 +155,7 @@ def test_a_stopped_run_resumes_bit_equal(tmp_path):
     words = ("model=tests.training_models:with_dropout",)
     whole, _ = losses(tmp_path, *words)
     first, ended = losses(tmp_path, *words, stop_after=4)
-    assert ended.report == RunReport(4, "SIGTERM", ended.report.last)
+    assert (ended.attached.steps, ended.attached.ended_by) == (4, "SIGTERM")
     rest, resumed = losses(tmp_path, *words, resume=ended.folder.name)
     assert first + rest == whole
     assert resumed.folder == ended.folder

@@ -163,11 +163,10 @@ def _train(config: Config, at: int, num_windows: int, show: Callable[[str], None
         positions = range((at - 1) * size, (at - 1 + num_windows) * size)
         bad = frozenset(int(sample) for sample in stream.order(list(positions)))
         stream.dataset = PlantedSpike(stream.dataset, bad, config.seed)
-        trained = train_run(run, watch=[show_steps])
-    report = trained.report
+        report = train_run(run, watch=[show_steps])
     if not report.finished:
         text = (
-            f"the training of {trained.folder.name} was ended after step {report.step} of "
+            f"the training of {run.folder.name} was ended after step {report.step} of "
             f"{config.steps} by {report.ended_by}, so nothing was checked"
         )
         if not run.attached.exit_status:

@@ -33,7 +33,7 @@ from ..data import (
     read_library_text,
     split_dev,
 )
-from ..loop import StepReport
+from ..loop import RunReport, StepReport
 from ..plan.saved import Plan
 from ..primitives.grad_accum import NonFiniteWindow
 from ..runs.history import peak_bytes
@@ -41,7 +41,6 @@ from ..runs.ranks import RunError
 from ..trainer import (
     TRAINING_DTYPES,
     Hook,
-    Trained,
     TrainingRun,
     TrainingTask,
     Watch,
@@ -181,37 +180,39 @@ def train_command(
                 raise
             except (OSError, ValueError, RuntimeError) as error:
                 raise UnusableInput(str(error)) from error
-            trained = train_run(run, watch=watch)
+            report = train_run(run, watch=watch)
     except (NonFiniteWindow, RunError, torch.OutOfMemoryError) as error:
         # Training can't go on, or its state can't be saved.
         click.echo(fill_screen(f"Error: {error}", indent=""), err=True)
         leave(1)
-    return _results(device, trained, start), run.attached.exit_status
+    return _results(device, run, report, start), run.attached.exit_status
 
 
-def _results(device: torch.device, trained: Trained, start: list[str]) -> dict[str, Any]:
+def _results(
+    device: torch.device, run: TrainingRun, report: RunReport, start: list[str]
+) -> dict[str, Any]:
     """Print how the run ended, and return it; both on the first rank.
 
     `start` are the words that started it, with which it is resumed.
     """
     if os.environ.get("RANK", "0") != "0":
         return {}
-    report = trained.report
     last = report.last
-    saved = f"saved as {trained.folder / trained.saved.folder}" if trained.saved else "not saved"
+    newest = run.attached.store.latest()
+    saved = f"saved as {run.folder / newest.folder}" if newest else "not saved"
     if last is None:
         message = (
-            f"nothing to do: {trained.folder} has its {report.step} steps; increase steps= to go on"
+            f"nothing to do: {run.folder} has its {report.step} steps; increase steps= to go on"
         )
     elif report.finished:
         message = f"{report.step} steps done, {saved}"
     else:
         why = "the data ended" if report.ended_by == "data" else f"stopped by {report.ended_by}"
-        again = shlex.join(["--resume", trained.folder.name, *start])
+        again = shlex.join(["--resume", run.folder.name, *start])
         message = f"{why} after step {report.step}, {saved}\ngo on with {again}"
     click.echo(message)
 
-    ended = {"step": report.step, "ended_by": report.ended_by, "run": str(trained.folder)}
+    ended = {"step": report.step, "ended_by": report.ended_by, "run": str(run.folder)}
     figures = {}
     if last is not None:
         figures = {"loss": last.loss, "dev_loss": last.dev_loss, "grad_norm": last.grad_norm}
