@@ -21,6 +21,7 @@ from curry_train.primitives import (
     apply_chunked_loss,
     chunked_cross_entropy,
     chunked_loss_report,
+    plain_blocks,
     remove_chunked_loss,
 )
 from curry_train.primitives.chunked_loss import LazyLogits
@@ -203,6 +204,9 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     assert isinstance(model.head, nn.Linear)
     expected = bare(TOKENS)
     assert type(model.train()(TOKENS)) is LazyLogits
+    assert type(model.head(input=torch.ones(model.head.in_features))) is LazyLogits
+    with plain_blocks():
+        assert type(model(TOKENS)) is torch.Tensor
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.head._technique.chunk_tokens == 5
         with torch.no_grad():

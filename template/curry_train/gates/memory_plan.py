@@ -81,7 +81,9 @@ def find_head(case: Case) -> Head:
         raise NotApplicable(f"the loss takes derivatives: {error}") from error
     use = chunked_loss_report(module)[name]
     if not use.num_chunked or use.whole:
-        raise NotApplicable(f"the loss is no cross-entropy on the output of {name} alone ({use})")
+        raise NotApplicable(
+            f"the loss is not a cross-entropy on the output of {name} alone ({use})"
+        )
     head: Any = module.get_submodule(name)
     return Head(name, head.in_features, head.out_features, head.bias is not None)
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 from ..core.blocks import (
-    Derived,
+    DerivedForward,
     Unsuitable,
     become,
     find_modules,
@@ -451,27 +451,25 @@ def _name(function: Any) -> str:
 # Cross-entropy in chunks, so that only one chunk of the logits is allocated at a time.
 
 
-class ChunkedHead(Derived):
+class ChunkedHead(DerivedForward):
     """A Linear whose training output is computed only when it is read.
 
     Its technique is the `LossUse` of the latest logits.
-    It behaves as the plain Linear in eval mode, without grad mode and while `torch.compile` traces
-    it.
     """
 
     weight: Tensor
     bias: Tensor | None
 
-    def forward(self, hidden: Tensor) -> Any:
-        trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    def _run_changed(self, run: Any, args: Any, kwargs: Any) -> Any:
+        (hidden,) = tensors_in((args, kwargs))
         inputs = [tensor for tensor in (hidden, self.weight, self.bias) if tensor is not None]
-        if not trains or not any(tensor.requires_grad for tensor in inputs):
-            return super().forward(hidden)
+        if not any(tensor.requires_grad for tensor in inputs):
+            return run(hidden)
 
         use = self._technique = LossUse(self._technique.chunk_tokens)
         if any(hasattr(tensor, "full_tensor") for tensor in inputs):
             use.whole.append("a head in shards")
-            return super().forward(hidden)
+            return run(hidden)
         product = Product(
             self.weight,
             self.bias,
