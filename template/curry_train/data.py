@@ -85,22 +85,18 @@ def layout_of(example: Any) -> tuple[Layout, int]:
     It supports batches of `tokens` and `targets`, and Hugging Face's `input_ids` and `labels`,
     which the model shifts itself.
     """
-    keys = set(example) if isinstance(example, Mapping) else set()
+    keys = example.keys() if isinstance(example, Mapping) else set()
     if {"tokens", "targets"} <= keys:
-
-        def tokens_and_targets(tokens: Tensor, targets: Tensor) -> dict[str, Any]:
-            return {"tokens": tokens, "targets": targets}
-
-        return tokens_and_targets, example["tokens"].shape[1]
+        return (
+            lambda tokens, targets: {"tokens": tokens, "targets": targets},
+            example["tokens"].shape[1],
+        )
 
     if not {"input_ids", "labels"} <= keys:
-        batch = f"a {type(example).__name__}"
-        if keys:
-            batch = f"a mapping of {', '.join(map(str, example))}"
         raise ValueError(
-            f"text needs a model whose batches hold tokens and targets, or input_ids and labels; "
-            f"this one takes {batch}: use data.source=workload, or your own data with "
-            f"data.source=pkg.module:factory"
+            "text needs a model whose batches hold tokens and targets, or input_ids and labels; "
+            f"this one takes {', '.join(map(str, keys)) or type(example).__name__}: use "
+            "data.source=workload, or your own data with data.source=pkg.module:factory"
         )
 
     settings = {key: value for key, value in example.items() if not isinstance(value, Tensor)}
@@ -273,12 +269,10 @@ class Tokens:
         # The number of the first sample of each array, and of all samples.
         self._firsts = [0, *itertools.accumulate(counts)]
         if not len(self):
-            sizes = ", ".join(
-                f"{name} {len(array)}" for name, array in zip(self.names, self.arrays, strict=True)
-            )
             raise ValueError(
-                f"no array is long enough for a sample of {length} tokens and a target: "
-                f"{sizes or 'no files'}; use more text or a shorter length"
+                f"no array is long enough for a sample of {length} tokens and a target, the "
+                f"longest has {max(map(len, self.arrays), default=0)}: use more text or a shorter "
+                "length"
             )
 
     def __len__(self) -> int:

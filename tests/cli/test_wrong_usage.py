@@ -111,7 +111,7 @@ train --resume latest                       | has a saved state to resume from
 train parallel=ddp                          | this is a single process: start it with torchrun --nproc-per-node 2
 train parallel=fsdp2 ranks=8 batch_size=128 | torchrun --nproc-per-node 8 train.py parallel=fsdp2
 train data.source=workload model=mlp microbatch=8 batch_size=8 runs=made.py/runs | Not a directory
-train model=mlp                             | this one takes a tuple: use data.source=workload
+train model=mlp                             | this one takes tuple: use data.source=workload
 train model=tests.training_models:few_tokens      | text needs a vocabulary of 256 bytes, and transformer has 100 tokens
 train model=tests.training_models:tiny data.length=20 | data.length=20: transformer can't take such a sample
 train model=tests.training_models:tiny data.length=20 | use shorter ones, data.length=null for the length of its own batch

@@ -49,7 +49,7 @@ def test_hugging_face_gets_labels_that_it_shifts_itself():
 
 
 def test_a_model_without_token_input_is_refused_with_its_input():
-    with pytest.raises(ValueError, match="a mapping of pixels"):
+    with pytest.raises(ValueError, match="this one takes pixels: "):
         layout_of({"pixels": torch.zeros(1)})
 
 
@@ -85,7 +85,7 @@ def test_raw_files_hold_16_bit_numbers(tmp_path, monkeypatch):
     ("write", "message"),
     [
         (None, r"no token file matches .*numpy\.save"),
-        (numpy.arange(4), r"for a sample of 4 tokens and a target: .*0\.npy 4"),
+        (numpy.arange(4), "for a sample of 4 tokens and a target, the longest has 4: use"),
         (
             numpy.ones(9),
             r"0\.npy holds float64 of shape \(9,\): tokens must be a one-dimensional array",
