@@ -149,8 +149,8 @@ class BudgetUnsafe(ValueError):
     """Compiling with this memory budget would give wrong gradients without an error."""
 
 
-class CompileFailed(RuntimeError):
-    """The compiler failed on a block."""
+class CompileFailed(ValueError):
+    """A block that the compiler fails on."""
 
 
 def holds_compiled_code(module: nn.Module) -> bool:

@@ -22,7 +22,6 @@ from torch import nn
 from .. import primitives
 from ..core.blocks import Globs, NoBlocks, find_blocks, match_names
 from ..core.measure import LayerMemory, Loss, as_trained, divide, measure_layers, measure_memory
-from ..core.measure_compiled import CompileFailed
 from ..core.wording import did_you_mean
 from .recompute import recompute_blocks
 from .regions import apply_regions, remove_regions
@@ -204,17 +203,14 @@ def _memory_budget(model: nn.Module, sample: Sample) -> list[str]:
     from .compile_budget import memory_budget
 
     cuda = any(parameter.device.type == "cuda" for parameter in model.parameters())
-    try:
-        return memory_budget(
-            model,
-            MEMORY_BUDGET_SHARE,
-            blocks=sample.blocks,
-            backend="inductor" if cuda else "aot_eager",
-            batch=sample.batch,
-            loss=None if sample.batch is None else sample.loss,
-        )
-    except CompileFailed as failure:
-        raise ValueError(str(failure)) from failure
+    return memory_budget(
+        model,
+        MEMORY_BUDGET_SHARE,
+        blocks=sample.blocks,
+        backend="inductor" if cuda else "aot_eager",
+        batch=sample.batch,
+        loss=None if sample.batch is None else sample.loss,
+    )
 
 
 def _timesteps(model: nn.Module, sample: Sample) -> list[str]:
