@@ -205,7 +205,7 @@ def pair_of(step_returns):
         ),
         (
             {"step": lambda x, state: LAZY(x)},
-            "LazyLinear has no parameters yet: run one batch through it first",
+            "When using LazyModules Call `forward` with a dummy batch",
         ),
         (
             {"step": pair_of(lambda out, state, x: out)},

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ..core.blocks import Globs, blocks_if_any, find_modules, match_names
 
@@ -67,8 +66,6 @@ def choose_layers(
     first_names: dict[nn.Parameter, str] = {}
     homes: dict[nn.Parameter, list[Layer]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if is_lazy(parameter):
-            raise ValueError(f"{name} has no shape yet: run one batch through the model first")
         first_name = first_names.setdefault(parameter, name)
         around = [layer for layer in found if name.startswith(f"{layer.name}.")]
         home = homes.get(parameter) or around

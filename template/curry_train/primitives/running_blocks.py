@@ -20,7 +20,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -401,10 +400,6 @@ def _choice(
 
 def record_forward(model: nn.Module, batch: Any, loss: Loss) -> ForwardRecord:
     """Record one forward, after which buffers and random generators are as before."""
-    for module in model.modules():
-        if any(map(is_lazy, module.parameters(recurse=False))):
-            # Raises with what to do.
-            refuse(module)
     with as_trained(model), seeded(0):
         record = ForwardRecord(model)
         try:
