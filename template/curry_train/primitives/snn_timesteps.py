@@ -74,18 +74,10 @@ def take_step(step: TimestepFunction, x: Any, state: Any) -> tuple[Any, Any]:
 def slice_time(inputs: Any, time_dim: int) -> Sequence[Any]:
     """Divide inputs into one entry for each timestep; raise if there is none."""
     if isinstance(inputs, Tensor):
-        shape = tuple(inputs.shape)
-        if not (-inputs.dim() <= time_dim < inputs.dim() and shape[time_dim]):
-            raise ValueError(
-                f"inputs of shape {shape} have no timestep in dimension {time_dim}: is time_dim "
-                "right?"
-            )
-
         # The backward of `unbind` makes one gradient for all slices. Every `select` would make one
         # that is as large as the input.
-        return inputs.unbind(time_dim)
-
-    if (
+        inputs = inputs.unbind(time_dim)
+    elif (
         not isinstance(inputs, Sequence)
         or isinstance(inputs, str | bytes)
         or hasattr(inputs, "_fields")
@@ -95,7 +87,7 @@ def slice_time(inputs: Any, time_dim: int) -> Sequence[Any]:
             f"{type(inputs).__name__}"
         )
     if not inputs:
-        raise ValueError("inputs are an empty sequence: there is no timestep to run")
+        raise ValueError("inputs have no timestep to run: is time_dim right?")
     return inputs
 
 
@@ -260,12 +252,7 @@ def _checked_run(
                 for leaf in tree_leaves(tree)
                 if isinstance(leaf, Tensor)
             ]
-            try:
-                output, state = take_step(step, x, state)
-            except RuntimeError as error:
-                shapes = [tuple(one.shape) for one in tree_leaves(x) if isinstance(one, Tensor)]
-                error.add_note(f"step was given an input of shape {shapes}: is time_dim right?")
-                raise
+            output, state = take_step(step, x, state)
             for role, leaf, version in given:
                 if leaf._version != version:
                     raise ValueError(
