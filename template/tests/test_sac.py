@@ -130,8 +130,8 @@ def test_nothing_is_recomputed_without_training(mode):
         ),
         ("save_matmul", "^no policy is called 'save_matmul'; there are save_expensive, "),
         (
-            ["aten.mmm"],
-            "^torch has no operation 'aten.mmm': name one as 'aten.mm' or 'aten.mm.default'$",
+            ["mm"],
+            "^an operation is named as torch.ops.aten.mm or 'aten.mm', got 'mm'$",
         ),
     ],
 )

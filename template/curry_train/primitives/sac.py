@@ -47,12 +47,7 @@ def find_operations(named: Iterable[Any]) -> frozenset[Operation]:
     for item in named:
         operation = item
         if isinstance(item, str):
-            try:
-                operation = operator.attrgetter(item.removeprefix("torch.ops."))(torch.ops)
-            except AttributeError as error:
-                raise ValueError(
-                    f"torch has no operation {item!r}: name one as 'aten.mm' or 'aten.mm.default'"
-                ) from error
+            operation = operator.attrgetter(item.removeprefix("torch.ops."))(torch.ops)
         if isinstance(operation, OpOverloadPacket):
             # Overloads that write in place are left out, unless all do.
             overloads = [getattr(operation, name) for name in operation.overloads()]
