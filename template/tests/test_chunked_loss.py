@@ -124,7 +124,6 @@ def test_no_tensor_is_as_large_as_the_logits_and_no_product_runs_twice():
             {"token_weights": "loss"},
             "For weights that are trained multiply the losses of reduction=.none. by them$",
         ),
-        ({"bias": torch.ones(1)}, r"^bias is \(1,\) and must be \(97,\)$"),
     ],
 )
 def test_values_that_an_option_can_not_have_are_refused(options, message):

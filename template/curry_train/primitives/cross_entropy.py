@@ -193,8 +193,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
             f"targets are {tuple(targets.shape)}, weight (vocabulary, width) is "
             f"{tuple(weight.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias is {tuple(bias.shape)} and must be {tuple(weight.shape[:1])}")
     others = {given.dtype for given in (weight, bias) if given is not None}
     casts = hidden.device.type in autocast_now() and hidden.dtype is not torch.float64
     if not hidden.is_floating_point() or (others != {hidden.dtype} and not casts):
