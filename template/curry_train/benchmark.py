@@ -38,10 +38,6 @@ class AccumulatedStep:
     num_microbatches: int
     seconds: float
 
-    @property
-    def terms_per_second(self) -> float:
-        return self.result.num_terms / self.seconds
-
 
 @dataclass(frozen=True)
 class TimedStep:
@@ -105,8 +101,6 @@ def compare_steps(
     Each step really runs `rounds + warmup` times, so a step that trains changes its model. `wait`
     must return once the device is done; by default CUDA is synchronized where it was used.
     """
-    if not steps:
-        raise ValueError("there is no step to time: give at least one, by name")
     waited = wait_for_device if wait is None else wait
     seconds = time_in_turns(
         list(steps.values()), rounds=rounds, warmup=warmup, clock=clock, wait=waited

