@@ -112,7 +112,7 @@ def test_outputs_of_every_structure_are_counted_once():
         ),
         (
             lambda: GradFlow(nn.Sequential(nn.DataParallel(nn.Linear(2, 2)))),
-            "^DataParallel runs replicas of the model, which are not probed: use Dist",
+            "^layers inside DataParallel can't be probed: use fully_shard or Dist",
         ),
         (
             lambda: GradFlow(build(), "adam"),

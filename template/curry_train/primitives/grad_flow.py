@@ -111,13 +111,8 @@ class StepFlow:
 
 # Checks of grad-flow's arguments, and a hook on a function.
 
-# Wrappers that can't be probed, with the reason and the alternative.
-REFUSED_WRAPPERS = {
-    "FullyShardedDataParallel": (
-        "flattens parameters, which then can't be assigned to layers: use fully_shard"
-    ),
-    "DataParallel": "runs replicas of the model, which are not probed: use DistributedDataParallel",
-}
+# Wrappers that flatten parameters, or that run replicas of the model.
+REFUSED_WRAPPERS = ("FullyShardedDataParallel", "DataParallel")
 
 
 def called_first(call: Callable[[], None], function: Callable[..., None]) -> Callable[..., None]:
@@ -165,9 +160,11 @@ class GradFlow:
         if type(every) is not int or every < 1:
             raise ValueError(f"every must be a whole number from 1 up, got {every!r}")
         for module in model.modules():
-            advice = REFUSED_WRAPPERS.get(type(module).__name__)
-            if advice is not None:
-                raise ValueError(f"{type(module).__name__} {advice}")
+            if type(module).__name__ in REFUSED_WRAPPERS:
+                raise ValueError(
+                    f"layers inside {type(module).__name__} can't be probed: use fully_shard or "
+                    "DistributedDataParallel"
+                )
 
         self.model = model
         self.every = every
