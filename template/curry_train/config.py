@@ -56,7 +56,6 @@ class DataConfig:
         path_fits = (self.path is not None) == (self.source == "tokens")
         require(path_fits, "path", self.path, "a glob where source is tokens")
         require_least(self, 1, "length")
-        require(0 <= self.dev_fraction < 1, "dev_fraction", self.dev_fraction, "from 0 to below 1")
         are_ranges = all(len(pair) == 2 and 0 <= pair[0] < pair[1] for pair in self.skip)
         wanted = "pairs such as [[5760, 5888]], from a position up to a greater one"
         require(are_ranges, "skip", self.skip, wanted)
@@ -64,7 +63,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, or SGD with `beta1` as momentum.
+    """AdamW, or SGD with `beta1` as momentum; torch refuses values that they can't have.
 
     Weight decay applies to matrices, not to vectors such as norms and biases.
     """
@@ -74,12 +73,6 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     weight_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        require(self.learning_rate > 0, "learning_rate", self.learning_rate, "above 0")
-        require_least(self, 0, "weight_decay")
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -174,9 +167,6 @@ class Config:
         require_least(self, 0, "seed")
         clip_fits = self.clip_norm is None or self.clip_norm > 0
         require(clip_fits, "clip_norm", self.clip_norm, "above 0, or null")
-        is_plain = self.name == Path(self.name).name and self.name not in ("", ".", "..")
-        require(is_plain, "name", self.name, "the name of a folder")
-
         self._check_batch_size()
         metric = self.checkpoint.best_k_metric
         is_measured = metric in MEASURED_METRICS or not self.checkpoint.best_k

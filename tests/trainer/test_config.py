@@ -82,17 +82,11 @@ steps                      | 'steps' sets nothing: write key=value
 steps=many                 | steps must be a whole number; got 'many'
 steps=[                    | steps=[ is not a YAML value
 precision=fp16             | precision must be float32, bfloat16 or float16; got 'fp16'
-optimizer.beta1=1          | optimizer.beta1 must be from 0 to below 1; got 1.0
 clip_norm=0                | clip_norm must be above 0, or null; got 0
-name=a/b                   | name must be the name of a folder; got 'a/b'
 batch_size=30              | batch_size must be a multiple of microbatch, 16; got 30
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?
 recompute.strategy=sequental       | did you mean 'sequential'
-recompute.memory_threshold_mb=-1   | memory_threshold_mb must be a number of MB from 0 up
-recompute.snn_chunk_size=0         | snn_chunk_size must be a whole number from 1 up
-recompute.sequential_segments=0    | or None to choose it by measured bytes
-'recompute.include_patterns=layers.*' \
-                       | a list of globs over module names, such as ['layers
+recompute.use_reentrant=3          | recompute: use_reentrant must be True or False; got 3
 'recompute={use_reentrant: true, strategy: sequential}' \
                        | use_reentrant=True has no effect with sequential, only with full, selective
 'recompute={preserve_rng_state: false, strategy: regions}' | has no effect with regions
