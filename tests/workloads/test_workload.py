@@ -176,11 +176,13 @@ def build():
             "def build(): return Exported(4, 1)",
             "raised TypeError: no THEIRS.py:4)",
         ),
-        # The first line of the factory, because it never ran.
-        ("def build(size): return nn.Linear(4, 1)", "THEIRS.py:3)"),
+        (
+            "def build(size): return nn.Linear(4, 1)",
+            "build() missing 1 required positional argument: 'size'",
+        ),
         # An error while the file is imported.
         ("built = nn.Linear('wide', 3)", "THEIRS.py:3)"),
-        ("def build(: pass", "THEIRS.py:3)"),
+        ("def build(: pass", "THEIRS.py, line 3)"),
     ],
 )
 def test_a_model_that_can_not_train_is_reported_in_one_line(factory, source, message):

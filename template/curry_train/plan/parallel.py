@@ -188,7 +188,7 @@ class Sharding:
         except BaseException as error:
             # The user's code may raise anything, or end Python.
             raise WorkloadError(
-                f"{self.name or 'parallelize'} raised {describe_raised(error, called=function)}; "
+                f"{self.name or 'parallelize'} raised {describe_raised(error)}; "
                 "its arguments are the model and the mesh, whose dimensions are "
                 f"{', '.join(mesh.mesh_dim_names)}"
             ) from error

@@ -9,7 +9,6 @@ Proof: `python -m pytest tests/workloads/test_workload.py`.
 import contextlib
 import functools
 import importlib
-import inspect
 import json
 import os
 import shlex
@@ -320,28 +319,15 @@ def users_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return [frame for frame in frames if not frame.filename.startswith(LIBRARIES)]
 
 
-def describe_raised(error: BaseException, *, called: Callable[..., Any] | None = None) -> str:
-    """Format an error as `TypeError: its message (model.py:12)`.
-
-    `called` is the user's function, for an error in the call itself, before a line of it ran.
-    """
-    message = textwrap.shorten(error.msg if isinstance(error, SyntaxError) else str(error), 400)
-    place = _place(error, called)
-    return f"{type(error).__name__}: {message}" + (f" ({place})" if place else "")
-
-
-def _place(error: BaseException, called: Any) -> str:
-    code = getattr(inspect.unwrap(called), "__code__", None)
-    places = [] if code is None else [(code.co_filename, code.co_firstlineno)]
-    places += [(frame.filename, frame.lineno) for frame in users_frames(error)]
-    if isinstance(error, SyntaxError) and error.filename:
-        places.append((error.filename, error.lineno))
-    if not places:
-        return ""
-    path = Path(places[-1][0]).resolve()
-    if path.is_relative_to(Path.cwd()):
-        path = path.relative_to(Path.cwd())
-    return f"{path}:{places[-1][1]}"
+def describe_raised(error: BaseException) -> str:
+    """Format an error as `TypeError: its message (model.py:12)`, by the user's last line."""
+    text = f"{type(error).__name__}: {textwrap.shorten(str(error), 400)}"
+    for frame in users_frames(error)[-1:]:
+        path = Path(frame.filename).resolve()
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        text += f" ({path}:{frame.lineno})"
+    return text
 
 
 # Load a `Workload` from a built-in name or from the user's own factory.
@@ -540,9 +526,7 @@ def call_factory(factory: Callable[..., Any], spec: object, *arguments: Any) -> 
     except BaseException as error:
         # The user's code may raise anything, or end Python. The error names it as theirs and keeps
         # its traceback.
-        raise WorkloadError(
-            f"{spec}: the factory raised {describe_raised(error, called=factory)}"
-        ) from error
+        raise WorkloadError(f"{spec}: the factory raised {describe_raised(error)}") from error
 
 
 def _try_once(workload: Workload) -> None:
