@@ -255,10 +255,10 @@ def test_a_configuration_in_a_file_is_a_model_with_a_batch(tmp_path, architectur
     assert json.loads(ended.stdout)["workload"] == "org/name"
     assert architecture in ended.stderr
     path.write_text(json.dumps({"architectures": ["NoSuchModel"]}))
-    with pytest.raises(WorkloadError, match=r"NoSuchModel.* are no model of the installed"):
+    with pytest.raises(WorkloadError, match=r"the installed transformers \(.*NoSuchModel"):
         load_workload(f"config={path}:name")
     path.write_text("{}")
-    with pytest.raises(WorkloadError, match=r"config.json has no entry architectures"):
+    with pytest.raises(WorkloadError, match=r"KeyError: 'architectures'.* an entry such as"):
         load_workload(f"config={path}:name")
 
 

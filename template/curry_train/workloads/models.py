@@ -432,25 +432,18 @@ def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
     try:
         # The library of the user, whose models these are.
         library = importlib.import_module("transformers")
-        names = json.loads(Path(path).read_text(encoding="utf-8")).get("architectures")
-        if not names:
-            raise WorkloadError(
-                f"{path} has no entry architectures, which names the class of the model: add one, "
-                'such as "architectures": ["LlamaForCausalLM"]'
-            )
-        architecture = getattr(library, names[0], None)
-        if architecture is None:
-            raise WorkloadError(
-                f"{path}: its architectures, {names}, are no model of the installed transformers"
-            )
+        name = json.loads(Path(path).read_text(encoding="utf-8"))["architectures"][0]
+        architecture = getattr(library, name)
         config = architecture.config_class.from_json_file(path)
     except ImportError as error:
         why = f"transformers, which can't be imported: {error.__cause__ or error}"
         raise WorkloadError(f"a configuration needs {why}; install it, or what it needs") from error
-    except WorkloadError:
-        raise
-    except (OSError, ValueError, AttributeError) as error:
-        raise WorkloadError(f"{path} is no configuration of a model: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise WorkloadError(
+            f"{path} is no configuration of a model of the installed transformers "
+            f"({type(error).__name__}: {error}). Its class is named by an entry such as "
+            '"architectures": ["LlamaForCausalLM"]'
+        ) from error
     return lambda: architecture(config)
 
 
