@@ -297,7 +297,7 @@ REFUSED = {
     "def make():\n"
     "    made = Theirs(cpu=True)\n"
     "    made._models = made._optimizers = made._dataloaders = [5]\n"
-    "    return made": "reading it raised ImportError: install galore",
+    "    return made": "it raised ImportError: install galore",
     "from accelerate import Accelerator\n"
     "def make(): return Accelerator(cpu=True)": "has prepared no model and no optimizer",
 }

@@ -52,10 +52,6 @@ from .workload import Workload, WorkloadError, map_tensors, tensors_at
 # Calls of a script between its modules and the optimizer step.
 
 
-class ScriptFailed(WorkloadError):
-    """The script raised an error, which is the cause of this one."""
-
-
 @dataclass(frozen=True)
 class MadeTensor:
     """A tensor that an operation has made, at a place such as `[0].logits` of what it returned."""
@@ -116,6 +112,17 @@ NO_CUDA_ADVICE = (
     "; this machine has no CUDA device: let the script take 'cuda' if torch.cuda.is_available() "
     "else 'cpu'. For a GPU that is not here, plan with --target h100"
 )
+LAUNCHER_ADVICE = (
+    "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
+    "MASTER_ADDR=localhost MASTER_PORT=29500 before curry-train"
+)
+
+
+def advice_on(error: BaseException) -> str:
+    """Return what to do about an error of a script, which begins with a semicolon, or nothing."""
+    if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
+        return NO_CUDA_ADVICE
+    return LAUNCHER_ADVICE * any(name in str(error) for name in launcher_variables())
 
 
 class RunningScript(TorchFunctionMode):
@@ -211,25 +218,12 @@ class RunningScript(TorchFunctionMode):
         try:
             with self:
                 run_as_main(str(self.path), self.arguments)
-            found = WorkloadError("it ended before an optimizer step")
+            found: BaseException = WorkloadError("it ended before an optimizer step")
         except SystemExit as ended:
             found = WorkloadError(f"it ended with {ended.code!r} before an optimizer step")
-        except WorkloadError as error:
-            found = error
         except BaseException as error:  # noqa: BLE001 - the user's script may raise anything
-            found = ScriptFailed(self._advice(error))
-            found.__cause__ = error
+            found = error
         self._reading.set_exception(found)
-
-    def _advice(self, error: BaseException) -> str:
-        if ("CUDA" in str(error) or "NVIDIA" in str(error)) and not torch.cuda.is_available():
-            return NO_CUDA_ADVICE
-        if not any(name in str(error) for name in launcher_variables()):
-            return ""
-        return (
-            "; it is for a launcher: put RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
-            "MASTER_ADDR=localhost MASTER_PORT=29500 before curry-train"
-        )
 
     def _leave(self) -> None:
         """End what the waiting script has left running in this process."""

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from ..core.generators import seeded
 from ..core.wording import did_you_mean
 from ..primitives.snn_timesteps import run_timesteps
-from .from_script import ScriptFailed, module_of, read_script
+from .from_script import advice_on, module_of, read_script
 from .from_trainer import take_training
 from .optimizers import stepped_on_host
 from .shrink import split_shrink
@@ -416,14 +416,14 @@ def _taken_workload(spec: str, folder: Path) -> Workload:
             read = functools.partial(take_training, stepped_on_host()(load_object)(text))
         try:
             return _tried(replace(read(), spec=spec))
-        except ScriptFailed as error:
-            raise WorkloadError(
-                f"{text}: it raised {describe_raised(error.__cause__ or error)}{error}"
-            ) from error
+        except KeyboardInterrupt:
+            raise
         except WorkloadError as error:
             raise WorkloadError(f"{text}: {error}") from error
-        except Exception as error:
-            raise WorkloadError(f"{text}: reading it raised {describe_raised(error)}") from error
+        except BaseException as error:
+            # The user's script may raise anything.
+            what = f"{describe_raised(error)}{advice_on(error)}"
+            raise WorkloadError(f"{text}: it raised {what}") from error
 
 
 def _factory_of_config(spec: str) -> Callable[[], nn.Module]:
