@@ -77,9 +77,14 @@ class Operation:
 
 def launcher_variables(rank: int = 0, num_ranks: int = 1, port: int = 29500) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank."""
-    ranks = dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(num_ranks))
-    return {**ranks, **sizes, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return {
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "WORLD_SIZE": f"{num_ranks}",
+        "LOCAL_WORLD_SIZE": f"{num_ranks}",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": f"{port}",
+    }
 
 
 def run_as_main(file: str, arguments: Sequence[str]) -> None:
