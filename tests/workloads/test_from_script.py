@@ -240,7 +240,7 @@ NOTES = {
     "amp_scaler": "it uses GradScaler, whose scale is left out",
     "ddp_under_torchrun": "it trains on ranks: this is one, without its wrapper",
     "accumulation": "2 batches a step",
-    "matrices_and_others": "2 optimizers that step together: SGD, lr 0.1; AdamW, lr 0.01",
+    "matrices_and_others": "SGD, lr 0.1; AdamW, lr 0.01",
     "step_in_backward": "it steps inside of backward; here all gradients are there",
 }
 

@@ -76,15 +76,13 @@ class OptimizerLike:
         return made[0] if len(made) == 1 else SteppedTogether(made)
 
     def summary(self) -> str:
-        """Name each optimizer with its number of groups and its learning rate, equal ones once."""
-        texts: dict[str, None] = {}
-        for one in self._optimizers:
-            groups = f" in {len(one.param_groups)} groups" if len(one.param_groups) > 1 else ""
-            rate = one.param_groups[0].get("lr")
-            text = f"{type(one).__qualname__}{groups}"
-            texts[text + ("" if rate is None else f", lr {float(rate):g}")] = None
-        several = f"{len(self._optimizers)} optimizers that step together: "
-        return (several if len(self._optimizers) > 1 else "") + "; ".join(texts)
+        """Name each optimizer with the learning rate of its first group, equal ones once."""
+        return "; ".join(
+            dict.fromkeys(
+                f"{type(one).__qualname__}, lr {one.param_groups[0].get('lr')}"
+                for one in self._optimizers
+            )
+        )
 
 
 def _copy_over(optimizer: Optimizer, parameters: Mapping[Any, Tensor]) -> Optimizer:
