@@ -204,7 +204,6 @@ class RunningScript(TorchFunctionMode):
         """
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv
-        running = set(threading.enumerate())
         try:
             # Standard output is for the command's results, so the script prints to standard error.
             with stepped_on_host(), self._replaced(), contextlib.redirect_stdout(sys.stderr):
@@ -212,9 +211,6 @@ class RunningScript(TorchFunctionMode):
                 found = self._reading.result()
         finally:
             sys.modules["__main__"], sys.argv = before
-        more = [one.name for one in threading.enumerate() if one not in {*running, thread}]
-        if more:
-            self.notes[f"threads that it has started run on: {', '.join(more)}"] = None
         self._leave()
         return found
 
