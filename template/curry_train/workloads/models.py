@@ -382,11 +382,7 @@ def _tried(workload: Workload) -> Workload:
     except WorkloadError:
         if workload.own_batch is None or not workload.is_divisible:
             raise
-        whole = undivided(workload)
-        with contextlib.suppress(WorkloadError):
-            _try_once(whole)
-            return whole
-        raise
+        return _tried(undivided(workload))
     return workload
 
 
