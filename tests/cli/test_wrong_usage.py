@@ -191,7 +191,7 @@ PLAN --model nothing                        | no workload is called 'nothing'
 PLAN --model made.py:none                   | has no callable 'none'
 PLAN --model absent:blocks                  | can't import absent
 PLAN --model made.py:raises                 | the factory raised KeyError: 'weights'
-PLAN --model made.py:wrong                  | the factory returned tuple of str and int; return an
+PLAN --model made.py:wrong                  | the factory returned a tuple: return an
 PLAN --model made.py:mismatch               | a forward on the batch raised
 PLAN --model made.py:guessed                | The batch was guessed: return (module, batch).
 gen-tests --model mlp                       | Missing option '--out'

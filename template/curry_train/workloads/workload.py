@@ -345,7 +345,6 @@ class Case:
             # Raises what is the matter with it.
             self.workload.batch(sizes[0])
         if sum(sizes) != batch_size(batch):
-            take(batch, [0])  # raises for an object that hides its tensors
             raise IndivisibleBatch(
                 f"a batch of {sum(sizes)} samples has {batch_size(batch)} by the leading dimension "
                 "of its first tensor, so it can't be divided: make tensors that begin with the "
@@ -410,12 +409,9 @@ def default_workload(
         case tuple((nn.Module() as module, example)):
             pass
         case _:
-            found = type(made).__name__
-            if isinstance(made, tuple):
-                found += f" of {' and '.join(type(one).__name__ for one in made)}"
             raise ValueError(
-                f"the factory returned {found}; return an nn.Module, a (module, batch) pair or a "
-                "Workload"
+                f"the factory returned a {type(made).__name__}: return an nn.Module, a (module, "
+                "batch) pair or a Workload"
             )
 
     size = batch_size(example)
