@@ -38,7 +38,6 @@ from .workload import (
     Workload,
     WorkloadError,
     default_workload,
-    token_loss,
     undivided,
     with_values,
     without_cache,
@@ -173,12 +172,16 @@ def transformer(*, vocabulary: int = 512, length: int = 64, **sizes: Any) -> Wor
         tokens = torch.randint(vocabulary, (size, length + 1))
         return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
+    def loss(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = module(batch["tokens"]).flatten(0, 1).float()
+        return F.cross_entropy(logits, batch["targets"].flatten(), reduction="sum")
+
     count = LabelCount(key="targets")
     return Workload(
         name="transformer",
         build=lambda: Transformer(vocabulary=vocabulary, length=length, **sizes),
         batch=batch,
-        loss=lambda module, batch: token_loss(module(batch["tokens"]), batch["targets"]),
+        loss=loss,
         count=count,
         mask=count.mask,
     )

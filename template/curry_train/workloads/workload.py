@@ -615,26 +615,13 @@ class LabelCount:
         return int((labels != IGNORED_TARGET).sum())
 
     def mask(self, batch: Any) -> Any:
-        """Ignore a part of the targets of each row, for gates that need uneven rows."""
-        return {**batch, self.key: mask_tails(batch[self.key])}
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sum the cross-entropy over all targets that are not ignored."""
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(),
-        targets.flatten(),
-        ignore_index=IGNORED_TARGET,
-        reduction="sum",
-    )
-
-
-def mask_tails(targets: Tensor) -> Tensor:
-    """Ignore the ends of rows, so that rows differ in valid targets and have at least two."""
-    rows, length = targets.shape
-    valid = torch.linspace(2, length, rows, device=targets.device).round()
-    positions = torch.arange(length, device=targets.device)
-    return targets.masked_fill(positions >= valid[:, None], IGNORED_TARGET)
+        """Ignore the ends of rows, so that rows differ in valid targets and have at least two."""
+        targets = batch[self.key]
+        rows, length = targets.shape
+        valid = torch.linspace(2, length, rows, device=targets.device).round()
+        positions = torch.arange(length, device=targets.device)
+        ignored = positions >= valid[:, None]
+        return {**batch, self.key: targets.masked_fill(ignored, IGNORED_TARGET)}
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
