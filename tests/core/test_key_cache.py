@@ -16,7 +16,7 @@ from curry_train.core.generators import seeded
 from curry_train.core.measure import measure_memory
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import apply_sac, recompute, recompute_blocks
-from curry_train.workloads import load_workload
+from curry_train.workloads import Case, load_workload
 from curry_train.workloads.workload import call, without_cache
 
 from ..language_models import language_model
@@ -206,4 +206,4 @@ def pair():
 
 
 def test_a_factorys_model_is_measured_without_a_cache():
-    assert load_workload(f"{__file__}:pair").build().config.use_cache is False
+    assert Case(load_workload(f"{__file__}:pair")).build().config.use_cache is False

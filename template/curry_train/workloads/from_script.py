@@ -205,8 +205,7 @@ class RunningScript(TorchFunctionMode):
         thread = threading.Thread(target=self._run, name=f"script {self.path.name}", daemon=True)
         before = sys.modules["__main__"], sys.argv
         try:
-            # Standard output is for the command's results, so the script prints to standard error.
-            with stepped_on_host(), self._replaced(), contextlib.redirect_stdout(sys.stderr):
+            with stepped_on_host(), self._replaced():
                 thread.start()
                 found = self._reading.result()
         finally:

@@ -41,7 +41,6 @@ from .workload import (
     map_tensors,
     own_loss,
     take,
-    without_cache,
 )
 
 # The workload of a training that was read off a trainer or a script.
@@ -83,16 +82,13 @@ def workload_of(
     if optimizer is not None and optimizer.num_others:
         notes = [*notes, f"{optimizer.num_others} parameters of its optimizer are not of the model"]
 
-    def build() -> nn.Module:
-        return without_cache(copy.deepcopy(module))
-
     def loss(module: nn.Module, batch: Any) -> Tensor:
         return mean_loss(module, batch) * count(batch)
 
     make_batch, is_divisible = batches_like(batch)
     return Workload(
         type(module).__name__,
-        build,
+        functools.partial(copy.deepcopy, module),
         make_batch,
         loss,
         count=count,

@@ -40,7 +40,6 @@ from .workload import (
     default_workload,
     undivided,
     with_values,
-    without_cache,
 )
 
 # A small Llama-like causal language model.
@@ -345,31 +344,34 @@ def load_workload(spec: str | Workload) -> Workload:
     """
     if isinstance(spec, Workload):
         return spec
-    text, (spec, shrink) = spec, split_shrink(spec)
-    builtin = BUILTIN_WORKLOADS.get(spec)
-    if builtin or is_taken(spec):
-        found = builtin() if builtin else _taken_workload(spec, Path.cwd())
-        return replace(found if shrink is None else shrink.workload(found), spec=text)
-    if not {":", ".", "/"} & {*spec}:
+    whole, shrink = split_shrink(spec)
+    factory: Callable[[], Any]
+    if is_taken(whole):
+        factory = functools.partial(_taken_workload, whole, Path.cwd())
+    elif whole.startswith(CONFIG_PREFIX):
+        factory = _factory_of_config(whole)
+    elif {":", ".", "/"} & {*whole}:
+        factory = import_callable(whole)
+    elif whole in BUILTIN_WORKLOADS:
+        factory = BUILTIN_WORKLOADS[whole]
+    else:
         others = f"use one of {', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory"
         raise WorkloadError(
-            f"no workload is called {spec!r}; "
-            f"{did_you_mean(spec, BUILTIN_WORKLOADS, otherwise=others)}"
+            f"no workload is called {whole!r}; "
+            f"{did_you_mean(whole, BUILTIN_WORKLOADS, otherwise=others)}"
         )
-    read = _factory_of_config if spec.startswith(CONFIG_PREFIX) else import_callable
-    factory = read(spec)
     if shrink is not None:
-        factory, spec = shrink.factory(factory), text
+        factory = shrink.factory(factory)
 
     # The factory may draw an example batch, which must be the same in every process.
     with seeded(0):
         made = call_factory(factory, spec)
         if isinstance(made, Workload):
-            return replace(made, spec=spec, build=lambda: without_cache(made.build()))
+            return replace(made, spec=spec)
 
         def build() -> nn.Module:
             again = call_factory(factory, spec)
-            return without_cache(again if isinstance(again, nn.Module) else again[0])
+            return again if isinstance(again, nn.Module) else again[0]
 
         try:
             workload = default_workload(spec.rsplit(":", 1)[1], build, made, spec=spec)
@@ -405,24 +407,20 @@ def is_taken(spec: str) -> bool:
 def _taken_workload(spec: str, folder: Path) -> Workload:
     """Read a workload off the user's trainer or script, in this folder."""
     text = spec.partition("=")[2]
-    with seeded(0):
-        if spec.startswith(SCRIPT_PREFIX):
-            text, *arguments = shlex.split(text)
-
-            def read() -> Workload:
-                return read_script(text, *arguments).workload()
-        else:
-            read = functools.partial(take_training, stepped_on_host()(load_object)(text))
-        try:
-            return _tried(replace(read(), spec=spec))
-        except KeyboardInterrupt:
-            raise
-        except WorkloadError as error:
-            raise WorkloadError(f"{text}: {error}") from error
-        except BaseException as error:
-            # The user's script may raise anything.
-            what = f"{describe_raised(error)}{advice_on(error)}"
-            raise WorkloadError(f"{text}: it raised {what}") from error
+    is_script = spec.startswith(SCRIPT_PREFIX)
+    name, *arguments = shlex.split(text) if is_script else [text]
+    made = None if is_script else stepped_on_host()(load_object)(name)
+    try:
+        read = read_script(name, *arguments).workload() if is_script else take_training(made)
+        return _tried(replace(read, spec=spec))
+    except KeyboardInterrupt:
+        raise
+    except WorkloadError as error:
+        raise WorkloadError(f"{name}: {error}") from error
+    except BaseException as error:
+        # The user's script may raise anything.
+        what = f"{describe_raised(error)}{advice_on(error)}"
+        raise WorkloadError(f"{name}: it raised {what}") from error
 
 
 def _factory_of_config(spec: str) -> Callable[[], nn.Module]:

@@ -42,17 +42,13 @@ class Shrink:
         def small() -> Any:
             made = once()
             if isinstance(made, Workload):
-                return self.workload(made)
+                build = self.factory(made.build)
+                build()
+                return replace(made, build=build, notes=(*made.notes, self.note))
             # Anything else is returned as it is: the caller names what is wrong with it.
             return tree_map_only(nn.Module, copy.deepcopy, made)
 
         return small
-
-    def workload(self, workload: Workload) -> Workload:
-        """Return the workload with modules of so many layers."""
-        build = self.factory(workload.build)
-        build()
-        return replace(workload, build=build, notes=(*workload.notes, self.note))
 
     def _made(self, make: Callable[[], Any]) -> Any:
         """Call the user's function, and return what it made with so many layers."""

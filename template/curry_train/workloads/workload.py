@@ -288,9 +288,9 @@ class Case:
         return self.place_module(module).train()
 
     def place_module(self, module: nn.Module) -> nn.Module:
-        """Move a module to the device, and its floating tensors to the case's dtype."""
+        """Move a module to the device, its floating tensors to the dtype, and leave caches off."""
         # `Module.to(dtype)` would drop the imaginary parts of complex tensors.
-        return module._apply(self._placed)
+        return without_cache(module)._apply(self._placed)
 
     def batch(self, size: int | None = None) -> Batch:
         """Make the same batch each time, on the device and in the case's dtype."""
