@@ -47,7 +47,7 @@ from .from_trainer import (
     workload_of,
 )
 from .optimizers import optimizers_together, parameters_of, stepped_on_host
-from .workload import Workload, WorkloadError, map_tensors, tensors_at
+from .workload import Workload, WorkloadError, batch_size, map_tensors, tensors_at
 
 # Calls of a script between its modules and the optimizer step.
 
@@ -408,14 +408,13 @@ class LossSource:
         while key in self.batch:
             key = f"{key}_2"
         entry = f'batch["{key}"]'
-        # Targets are often flattened outside of the module, one row after the other.
-        leaves = [one for one in tree_iter(self.batch) if isinstance(one, Tensor) and one.dim()]
-        rows = leaves[0].size(0) if leaves else 0
-        size = value.size(0) if isinstance(value, Tensor) and value.dim() else 0
         self.batch[key] = value
-        if name == "target" and 1 < rows < size and size % rows == 0:
-            entry += ".flatten(0, 1)"
-            self.batch[key] = value.unflatten(0, (rows, -1))
+        # Targets are often flattened outside of the module, one row after the other.
+        if name == "target" and isinstance(value, Tensor) and value.dim():
+            rows = batch_size(self.batch)
+            if 1 < rows < len(value) and len(value) % rows == 0:
+                entry += ".flatten(0, 1)"
+                self.batch[key] = value.unflatten(0, (rows, -1))
         self.known[id(value)] = entry
         return entry
 
