@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +346,7 @@ class RunningScript(TorchFunctionMode):
 # Write what was recorded as the source of a loss.
 
 DIVISIONS = (torch.div, torch.true_divide, Tensor.div, Tensor.true_divide)
-PLAIN_TYPES = (type(None), bool, int, str, bytes, torch.dtype, type(...))
+PLAIN_TYPES = (type(None), bool, int, float, str, bytes, torch.dtype, type(...))
 
 
 class LossSource:
@@ -378,12 +379,10 @@ class LossSource:
         if id(value) in self.known:
             return self.known[id(value)]
         if isinstance(value, PLAIN_TYPES):
-            return "..." if value is ... else repr(value)
-        if isinstance(value, float):
-            return repr(value) if abs(value) < float("inf") else f'float("{value}")'
+            return repr(value)
         if isinstance(value, slice):
             ends = (value.start, value.stop, value.step)
-            return f"slice({', '.join(self.expression(one, name) for one in ends)})"
+            return f"slice{self.expression(ends, name)}"
         if isinstance(value, dict):
             items = (f"{key!r}: {self.expression(one, str(key))}" for key, one in value.items())
             return "{" + ", ".join(items) + "}"
@@ -505,7 +504,7 @@ class ScriptTraining:
     def workload(self, loss: Any = None) -> Workload:
         """Return the workload, with this loss of a module and a batch, or the one that was read."""
         if self.lines and loss is None:
-            names: dict[str, Any] = {"taken": self, "torch": torch}
+            names: dict[str, Any] = {"taken": self, "torch": torch, "inf": inf, "nan": nan}
             # The source is the one that is printed, so that what is printed is what was used.
             exec(self.loss_source(), names)  # noqa: S102
             loss = names["loss"]
@@ -531,7 +530,8 @@ class ScriptTraining:
         text = (
             f'"""The training of {shlex.join(self.words)}, read at {place}.\n\n'
             'Replace what is taken as you like; the loss is what the script computed.\n"""\n\n'
-            "import torch\n\nfrom curry_train.workloads.from_script import read_script\n\n"
+            "from math import inf, nan\n\nimport torch\n\n"
+            "from curry_train.workloads.from_script import read_script\n\n"
             f"taken = read_script({words})\n\n\n"
         )
         if not self.lines:
