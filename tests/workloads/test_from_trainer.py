@@ -89,8 +89,11 @@ def lightning(precision="32-true"):
             super().__init__()
             self.model = model()
 
+        def forward(self, samples):
+            return self.model(samples)
+
         def training_step(self, batch, batch_idx):
-            loss = F.cross_entropy(self.model(batch[0]), batch[1])
+            loss = F.cross_entropy(self(batch[0]), batch[1])
             self.log("loss", loss)
             assert self.trainer.max_steps == 1
             return loss
@@ -228,6 +231,13 @@ def test_a_step_of_what_is_read_is_the_trainers_own_first_step(theirs, library, 
     train_window(module, window, workload.loss, optimizer)
     names = dict(trained.named_parameters())
     assert [name for name, p in module.named_parameters() if not torch.equal(p, names[name])] == []
+
+
+def test_a_step_that_calls_its_own_module_runs_inside_of_a_wrapper(theirs):
+    workload = load_workload("trainer=their_trainers:lightning")
+    module, batch = workload.build(), workload.batch(4)
+    loss = workload.loss(nn.DataParallel(module), batch)
+    assert torch.equal(loss, workload.loss(module, batch))
 
 
 def first_tensor(batch):

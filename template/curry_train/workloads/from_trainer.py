@@ -286,6 +286,13 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
     Where it is wrapped, the step is called through the wrapper's forward, as Lightning does.
     """
     inner: Any = next(one for one in model.modules() if hasattr(one, "training_step"))
+    forward = inner.forward
+
+    def step(*batch: Any) -> Any:
+        # The step may call the module itself.
+        with mock.patch.object(inner, "forward", forward):
+            return inner.training_step(*batch)
+
     inner.trainer = trainer
     silent: Any = dict.fromkeys(("log", "log_dict"), lambda *_, **__: None)
     try:
@@ -293,7 +300,7 @@ def _in_training(model: nn.Module, trainer: Any) -> Iterator[Any]:
             if inner is model:
                 yield inner.training_step
                 return
-            with mock.patch.object(inner, "forward", inner.training_step):
+            with mock.patch.object(inner, "forward", step):
                 yield model
     finally:
         inner.trainer = None
