@@ -264,7 +264,7 @@ memory --plot x.xyz                         | x.xyz: a picture is a PNG, name it
 plan --plot x.xyz                           | x.xyz: a picture is a PNG, name it x.png
 runs plot nowhere                           | there is no run nowhere
 --no-such-option                            | No such option
-validate --modle mlp                        | No such option '--modle'. Did you mean '--model'?
+validate --modle mlp                        | No such option '--modle'. (Did you mean one of: '--impl', '--model'?)
 validate --model mlp --json absent/x.json   | does not exist: create it first
 """  # noqa: E501
 PLAN = "plan --model made.py:blocks --budget 1GiB --target cpu --global-batch 8 --whole-loss"

@@ -106,8 +106,6 @@ def errors_that_fit(*, keeps_traceback: bool = False) -> Iterator[None]:
         if isinstance(raised, NO_ARGUMENTS_ERROR):
             raise
         error = raised
-        if isinstance(error, click.NoSuchOption) and error.possibilities:
-            del error.possibilities[1:]  # the first is the closest
     except (OSError, ValueError, OverflowError, RuntimeError) as raised:
         is_an_end = isinstance(raised, click.exceptions.Exit | click.Abort)
         if keeps_traceback or is_an_end or getattr(raised, "errno", None) == errno.EPIPE:
