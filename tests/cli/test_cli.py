@@ -24,7 +24,7 @@ def test_gates_that_hold_end_with_0_a_table_of_80_columns_and_json_of_their_orig
     ended = run(QUICK, "--json -")
     assert "  grad-accum/uneven           held on model + loss: worst" in ended.stderr
     assert "2 held, 0 failed, 0 not applicable" in ended.stderr
-    assert "2 gates ran your model, 2 its loss" in ended.stderr
+    assert "gates that ran your model: 2, its loss: 2" in ended.stderr
     require_narrow(ended.stderr)
     data = json.loads(ended.stdout)
     assert {"command", "date", "device", "torch", "python", "dtype", "seed"} <= set(data)
@@ -78,7 +78,7 @@ def test_the_summary_has_a_line_per_technique_and_the_details_of_failures(monkey
     for line in ("  measured: 3 of 4", "  required: 4 of 4", "  what to do: do this"):
         assert line in lines
     end = "2 held, 1 failed, 3 not applicable; --figures shows what each measured"
-    assert lines[-2:] == [end, "0 gates ran your model"]
+    assert lines[-2:] == [end, "gates that ran your model: 0"]
     narrowed = run("--model mlp --gate a").output
     assert "  a/one                       held on nothing: 3 of 4" in narrowed
     assert "--figures" not in narrowed

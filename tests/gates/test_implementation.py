@@ -55,6 +55,6 @@ def test_a_foreign_implementation_is_checked_in_place_of_ours(monkeypatch, tmp_p
     ended = ran(line, "--gate recompute/parity-full --gate recompute/flops")
     assert "2 held, 0 failed, 0 not applicable" in ended.output
     assert "my_foreign:Layers.again in place of our recompute_blocks" in ended.output
-    assert "2 gates ran your model, 2 its loss, 2 your implementation" in ended.output
+    assert "gates that ran your model: 2, its loss: 2, your implementation: 2" in ended.output
     ended = ran(line, "--gate recompute/parity-sequential", status=2)
     assert "takes no --impl; it runs only without it" in flat(ended.stderr)

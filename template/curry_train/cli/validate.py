@@ -161,16 +161,13 @@ def print_end(verdicts: Sequence[Verdict], *, by_gate: bool) -> None:
 def coverage(verdicts: Sequence[Verdict]) -> str:
     """Count the gates that ran the user's model, loss, implementation and machine."""
     counts = Counter(kind for one in verdicts if one.passed is not None for kind in one.ran)
-    names = {"implementation": "your implementation", "machine": "this machine"}
+    names = {"loss": "its loss", "machine": "this machine"}
     counted = [
-        f"{counts[kind]} {names.get(kind, f'its {kind}')}"
-        for kind in KINDS_THAT_RUN[1:]
+        f"{names.get(kind, f'your {kind}')}: {counts[kind]}"
+        for kind in KINDS_THAT_RUN
         if counts[kind]
     ]
-    models = len({one.workload for one in verdicts})
-    gates = "1 gate" if counts["model"] == 1 else f"{counts['model']} gates"
-    on_model = f"{gates} ran your {'model' if models == 1 else f'{models} models'}"
-    return ", ".join([on_model, *counted])
+    return f"gates that ran {', '.join(counted) or 'your model: 0'}"
 
 
 # What is run.
