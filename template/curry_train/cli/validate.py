@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import time
+import timeit
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -325,15 +326,12 @@ def _look(case: Case) -> FirstLook:
 
 
 def _forward_seconds(case: Case) -> float:
-    """Return the time of the quickest of three forwards, or of one that takes a second.
+    """Return the time of the quickest of three forwards.
 
     A forward of milliseconds may take a second once where other work has the cores.
     """
     module, batch = case.build(), case.batch()
-    seconds: list[float] = []
-    while len(seconds) < 3 and sum(seconds) < 1:
-        began = time.perf_counter()
-        # Its number is there when the device is done.
-        case.workload.mean_loss(module, batch).item()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    # The number of a loss is there when the device is done.
+    return min(
+        timeit.repeat(lambda: case.workload.mean_loss(module, batch).item(), number=1, repeat=3)
+    )
