@@ -495,33 +495,28 @@ class ScriptTraining:
     # Makes the workload from a mean loss. The workload of a trainer has a loss already.
     make: Callable[[Loss], Workload]
 
-    # The lines of the loss, and objects of the script that they name.
-    lines: tuple[str, ...] = ()
-    others: tuple[Any, ...] = ()
+    # The source of the loss, and objects of the script that it names.
+    loss_source: str = ""
+    others: Sequence[Any] = ()
     precision: Autocast = OWN_PRECISION
     place: str = ""
 
     def workload(self, loss: Any = None) -> Workload:
         """Return the workload, with this loss of a module and a batch, or the one that was read."""
-        if self.lines and loss is None:
+        if self.loss_source and loss is None:
             names: dict[str, Any] = {"taken": self, "torch": torch, "inf": inf, "nan": nan}
             # The source is the one that is printed, so that what is printed is what was used.
-            exec(self.loss_source(), names)  # noqa: S102
+            exec(self.loss_source, names)  # noqa: S102
             loss = names["loss"]
 
-        def precise(module: nn.Module, batch: Any) -> Tensor:
+        def precise(module: nn.Module, batch: Any) -> Any:
             with self.precision(module):
-                found: Tensor = loss(module, batch)
-            return found
+                return loss(module, batch)
 
         taken = self.make(precise)
         if loss and is_sum_over_samples(taken.build(), taken.batch(taken.own_batch or 1), loss):
             taken = replace(taken, loss=precise, notes=(*taken.notes, SUM_NOTE))
         return replace(taken, spec=f"script={shlex.join(self.words)}", factory=self.factory())
-
-    def loss_source(self) -> str:
-        body = "\n".join(f"    {line}" for line in self.lines)
-        return f"def loss(module, batch):\n{body}\n"
 
     def factory(self) -> str:
         """Return the source of a module with the factory that was used."""
@@ -534,9 +529,9 @@ class ScriptTraining:
             "from curry_train.workloads.from_script import read_script\n\n"
             f"taken = read_script({words})\n\n\n"
         )
-        if not self.lines:
+        if not self.loss_source:
             return text + "def build():\n    return taken.workload()\n"
-        return text + f"{self.loss_source()}\n\ndef build():\n    return taken.workload(loss)\n"
+        return text + f"{self.loss_source}\n\ndef build():\n    return taken.workload(loss)\n"
 
 
 SUM_NOTE = "its loss is a sum over samples, which is divided by their number here"
@@ -588,8 +583,8 @@ def _training_of(
         notes=[*notes, *script.notes],
         output_until="next step" if _is_held(script, root) else "loss",
     )
-    lines = (*source.lines, f"return {returned}")
-    return ScriptTraining(words, make, lines, tuple(source.others), precision, script.place)
+    lines = ("def loss(module, batch):", *source.lines, f"return {returned}\n")
+    return ScriptTraining(words, make, "\n    ".join(lines), source.others, precision, script.place)
 
 
 def _is_held(script: RunningScript, root: nn.Module) -> bool:
