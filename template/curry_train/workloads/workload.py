@@ -14,8 +14,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,16 +79,23 @@ def _attributes(value: Any) -> dict[str, Any]:
     return own | getattr(value, "__dict__", {})
 
 
-# Objects in objects are looked into so far.
-MOST_LEVELS = 4
+# Containers and objects are looked into so far.
+MOST_LEVELS = 6
 
 
-def _has_tensors(value: Any, levels: int = MOST_LEVELS) -> bool:
-    """Return whether an object of a user's class has tensors in its attributes."""
-    return any(
-        isinstance(one, Tensor) or (levels > 1 and _has_tensors(one, levels - 1))
-        for one in _inside(value).values()
-    )
+def tensors_at(
+    value: Any, place: str = "", levels: int = MOST_LEVELS
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a nested value with their places in it, such as `[0].logits`."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif levels:
+        for key, one in _inside(value).items():
+            yield from tensors_at(one, place + key, levels - 1)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(True for _ in tensors_at(value))
 
 
 def _inside(value: Any) -> dict[str, Any]:
@@ -581,20 +587,6 @@ def _floating_tensors(output: Any) -> Iterator[tuple[str, Tensor]]:
             value = torch.view_as_real(value)
         if value.is_floating_point():
             yield place, value if value.dtype is torch.float64 else value.float()
-
-
-def tensors_at(value: Any, place: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nested output with their places in it, such as `[0].logits`.
-
-    Of an object that is no container, its attributes that are tensors count.
-    """
-    if isinstance(value, Tensor):
-        yield place, value
-        return
-    is_container = isinstance(value, list | tuple | Mapping | SimpleNamespace)
-    for key, one in _inside(value).items():
-        if is_container or is_dataclass(value) or isinstance(one, Tensor):
-            yield from tensors_at(one, place + key)
 
 
 @dataclass(frozen=True)
