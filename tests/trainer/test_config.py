@@ -81,7 +81,7 @@ learning_rate=3            | learning_rate is no key; did you mean 'optimizer.le
 steps                      | 'steps' sets nothing: write key=value
 steps=many                 | steps must be a whole number; got 'many'
 steps=[                    | steps=[ is not a YAML value
-precision=fp16             | precision must be float32, bfloat16 or float16; got 'fp16'
+precision=fp16             | precision must be float32 or bfloat16 or float16; got 'fp16'
 clip_norm=0                | clip_norm must be above 0, or null; got 0
 batch_size=30              | batch_size must be a multiple of microbatch, 16; got 30
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?

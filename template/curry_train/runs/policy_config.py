@@ -24,6 +24,8 @@ TYPE_DESCRIPTIONS = {
     float: "a number",
     str: "text",
     bool: "true or false",
+    tuple: "a list",
+    dict: "a block of keys",
     type(None): "null",
 }
 # YAML reads 3e-4 as text.
@@ -97,15 +99,11 @@ def _converted(kind: Any, value: Any) -> Any:
 
 def _accepted_values(kind: Any) -> str:
     """Describe the accepted values in words."""
-    words = []
+    words: list[str] = []
     for choice in _choices(kind):
-        if get_origin(choice) is Literal:
-            words += [str(value) for value in get_args(choice)]
-        elif get_origin(choice) is tuple:
-            words.append("a list")
-        else:
-            words.append(TYPE_DESCRIPTIONS.get(choice, "a block of keys"))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+        origin = get_origin(choice) or choice
+        words += get_args(choice) if origin is Literal else [TYPE_DESCRIPTIONS[origin]]
+    return " or ".join(words)
 
 
 def _path(inside: str, key: object) -> str:
