@@ -167,6 +167,9 @@ class Config:
         require_least(self, 0, "seed")
         clip_fits = self.clip_norm is None or self.clip_norm > 0
         require(clip_fits, "clip_norm", self.clip_norm, "above 0, or null")
+        # A path would put the run somewhere else.
+        is_plain = self.name == Path(self.name).name and self.name not in ("", "..")
+        require(is_plain, "name", self.name, "the name of a folder")
         self._check_batch_size()
         metric = self.checkpoint.best_k_metric
         is_measured = metric in MEASURED_METRICS or not self.checkpoint.best_k

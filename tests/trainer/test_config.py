@@ -83,6 +83,7 @@ steps=many                 | steps must be a whole number; got 'many'
 steps=[                    | steps=[ is not a YAML value
 precision=fp16             | precision must be float32 or bfloat16 or float16; got 'fp16'
 clip_norm=0                | clip_norm must be above 0, or null; got 0
+name=a/b                   | name must be the name of a folder; got 'a/b'
 batch_size=30              | batch_size must be a multiple of microbatch, 16; got 30
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?
 recompute.strategy=sequental       | did you mean 'sequential'
