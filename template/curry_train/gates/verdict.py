@@ -16,11 +16,11 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import multiprocessing
-import operator
 import tomllib
 import traceback
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -292,49 +292,32 @@ def measure_all(
     With `implementations` the gates check these instead of ours. Worker processes look up case and
     implementations by name, so more than one process needs cases that `load_workload` made.
     """
-    num_processes = 1
-    if all(case.device.type == "cpu" for case in cases):
-        num_processes = min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, num_cores())
-    pairs = [(case, gate) for case in cases for gate in gates]
-    # Gates on ranks run in this process, so that all use the same ranks.
-    in_workers = _in_workers(
-        [(case, gate) for case, gate in pairs if not gate.on_ranks], implementations, num_processes
-    )
+    pool = None
+    num_processes = min(len(cases) * len(gates) // GATES_WORTH_A_PROCESS, num_cores())
+    if num_processes > 1 and all(case.device.type == "cpu" for case in cases):
+        # Spawn, because a fork of a process that has used threads may hang.
+        context = multiprocessing.get_context("spawn")
+        threads = max(1, torch.get_num_threads() // num_processes)
+        pool = ProcessPoolExecutor(num_processes, context, _start_worker, (threads,))
     try:
-        for case, gate in pairs:
-            is_here = gate.on_ranks or num_processes < 2
-            verdict = gate.run(case, implementations) if is_here else next(in_workers)
-            yield replace(verdict, workload=case.workload.name)
+        runs = []
+        for case, gate in itertools.product(cases, gates):
+            run: Callable[[], Verdict] = functools.partial(gate.run, case, implementations)
+            # Gates on ranks run in this process, so that all use the same ranks.
+            if pool is not None and not gate.on_ranks:
+                run = pool.submit(run).result
+            runs.append((case, run))
+        for case, run in runs:
+            yield replace(run(), workload=case.workload.name)
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            "memory ran out (the system ended a process): validate one model at a time, and "
+            f"{LESS_MEMORY}"
+        ) from error
     finally:
-        in_workers.close()
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
         drop_shared_results()
-
-
-def _in_workers(
-    pairs: Sequence[tuple[Case, Gate]], given: Sequence[Implementation], num_processes: int
-) -> Generator[Verdict]:
-    """Yield the verdicts of gates that run in worker processes, in order.
-
-    Where memory runs out the system ends a process. The gates that have no verdict by then run one
-    at a time; one that even then ends its process does not apply.
-    """
-    jobs = [functools.partial(gate.run, case, given) for case, gate in pairs]
-    first = 0
-    while first < len(jobs):
-        try:
-            # Spawn, because a fork of a process that has used threads may hang.
-            context = multiprocessing.get_context("spawn")
-            threads = max(1, torch.get_num_threads() // num_processes)
-            with ProcessPoolExecutor(num_processes, context, _start_worker, (threads,)) as pool:
-                for verdict in pool.map(operator.call, jobs[first:]):
-                    first += 1
-                    yield verdict
-        except BrokenProcessPool:
-            if num_processes == 1:
-                why = f"memory ran out (the system ended the process): {LESS_MEMORY}"
-                yield not_applicable(pairs[first][1].name, why)
-                first += 1
-            num_processes = 1
 
 
 def _start_worker(threads: int) -> None:
