@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from curry_train.core.blocks import NoBlocks
 from curry_train.gates.verdict import TECHNIQUES, Gate, discover, shared
 
 from ..saboteurs.saboteurs import case_of, verdict_of
@@ -60,15 +59,6 @@ def test_a_gate_that_fails_before_the_model_runs_does_not_count_as_one_that_ran_
     assert verdict.ran == ()
     assert "test_verdict.py, line" in verdict.hint
     assert verdict.hint.endswith("torch.stack([torch.ones(1), torch.ones(2)])")
-
-
-def test_shrink_1_points_to_two_layers():
-    def needs_blocks(case):
-        raise NoBlocks("none")
-
-    verdict = verdict_of(needs_blocks, case_of("shrink=1:mlp"))
-    assert verdict.passed is None
-    assert verdict.hint.startswith("--shrink 1 leaves one block")
 
 
 def test_an_error_without_a_text_is_reported_by_its_line():

@@ -24,7 +24,6 @@ from ..gates.loop_events import grouped
 from ..gates.loop_run import loop_verdicts
 from ..gates.verdict import (
     KINDS_THAT_RUN,
-    ONE_BLOCK,
     TO_RUN,
     Gate,
     Verdict,
@@ -58,6 +57,8 @@ from .screen import (
     messages_on_screen,
     screen_command,
 )
+
+ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: use --shrink 2"
 
 # Lines of verdicts: one per technique or per gate.
 

@@ -35,13 +35,11 @@ from ..core.wording import error_in_a_line as error_in_a_line
 from ..plan.optimizers import NeedsClosure
 from ..runs.random_state import num_cores
 from ..workloads.models import load_workload, users_frames
-from ..workloads.shrink import SHRINK_PREFIX
 from ..workloads.workload import Case, IndivisibleBatch, Workload
 from .implementation import CONTRACTS, Counted, Implementation
 
 T = TypeVar("T")
 LESS_MEMORY = "try a smaller --batch-size, or --shrink"
-ONE_BLOCK = "--shrink 1 leaves one block, and blocks are found by repetition: use --shrink 2"
 
 
 # Printed as the requirement of a gate that raised an error.
@@ -155,8 +153,7 @@ class Gate:
             measured, required, hint = self.check(case, **given)
             return Verdict(self.name, not hint, measured, required, hint)
         except NoBlocks as error:
-            is_one = case.workload.spec.startswith(f"{SHRINK_PREFIX}1:")
-            why = ONE_BLOCK if is_one else error.in_short
+            why = error.in_short
         except (NotApplicable, IndivisibleBatch, NeedsClosure) as error:
             why = str(error)
         except (MemoryError, torch.OutOfMemoryError) as error:
