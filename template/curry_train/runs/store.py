@@ -42,7 +42,7 @@ from .layout import (
     verify_files,
 )
 from .lock import RunLock
-from .ranks import DamagedCheckpoint, OtherRank, Ranks, RunError, SaveError, StepExists, reading
+from .ranks import DamagedCheckpoint, OtherRank, Ranks, SaveError, StepExists, reading
 from .retention import newest_first
 from .state import Load, TrainingState
 from .values import dump, load_foreign
@@ -206,17 +206,9 @@ class Store(SavedRun):
             self._opened = True
 
     def _open_first(self, wait_seconds: float) -> None:
-        try:
-            for kind in CHECKPOINT_KINDS:
-                (self.root / kind).mkdir(parents=True, exist_ok=True)
-            sync_folder(self.root)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            raise RunError(
-                f"{self.root} can't be written to ({error.strerror}): give the run a "
-                f"folder that this user may write to"
-            ) from error
+        for kind in CHECKPOINT_KINDS:
+            (self.root / kind).mkdir(parents=True, exist_ok=True)
+        sync_folder(self.root)
         self._lock.acquire(wait_seconds=wait_seconds)
         # Leftovers of interrupted saves and deletions go, and damaged checkpoints stay.
         for kind in CHECKPOINT_KINDS:
