@@ -140,11 +140,15 @@ def test_a_step_that_is_not_finite_is_kept_before_its_error_ends_the_loop(tmp_pa
     assert read_rank(box, 0)["batches"][0][0, 0] == 4
 
 
-def test_a_stream_that_hands_out_no_batches_is_named(tmp_path, caplog):
+def test_a_step_whose_batch_was_not_handed_out_is_kept_without_it(tmp_path, caplog):
     stream = Samples()
     del stream.on_batch
-    saving(torch.nn.Linear(3, 2), runs=tmp_path, stream=stream, box=True).close()
-    assert "boxes will lack the batch: a Samples does not call" in caplog.text
+    run = saving(torch.nn.Linear(3, 2), runs=tmp_path, stream=stream, box=True)
+    assert run.continues(until=9)
+    with pytest.raises(NonFiniteWindow):
+        run.not_finite(NonFiniteWindow("step 1: the gradient is nan"))
+    assert "is not in its box: no batch was handed out" in caplog.text
+    assert read_rank(tmp_path / "boxes/step-00000001", 0)["batches"] is None
 
 
 def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):

@@ -298,12 +298,6 @@ class AttachedRun:
                 self._boxes = Boxes(boxes, self.store, self.state, patience=patience)
             if self._boxes is not None and hasattr(self.data, "on_batch"):
                 self.data.on_batch = self._boxes.hand_out
-            elif self._boxes is not None and not self._has_loader:
-                logger.warning(
-                    "boxes will lack the batch: a %s does not call an attribute on_batch with each "
-                    "batch to yield what it returns",
-                    type(self.data).__name__,
-                )
             self._journal = self._ranks.all_do(lambda: AttachedJournal(self, on=journal))
             self.policy.record = self._journal.write
             # The folder, the background saver and the signals, until the end.

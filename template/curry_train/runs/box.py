@@ -169,6 +169,8 @@ class Boxes:
             content["generators"] = start.generators
             if any(versions_of(one) != versions for one, versions in start.batches):
                 raise ValueError("the loop has changed it in place")
+            if not start.batches:
+                raise ValueError("no batch was handed out by run.batches or on_batch of the stream")
             batches = [one for one, _ in start.batches]
             # Raises where a value could not be read back.
             encode({"batches": batches}, CollectedTensors())
