@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from curry_train.core.parity import record_step
 from curry_train.primitives import memory_budget
 
-from .peers.peer_table import Chain
+from .peers import peer_table
 from .toy_steps import drawn
 
 TRACING = [  # torch's warnings while it traces
@@ -26,19 +26,15 @@ WIDTH, ROWS = 8, 64
 def block_class(disturb=lambda h: h):
     """Return a new class whose forward puts `disturb` between two layers."""
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
+    class Block(peer_table.Block):
         def forward(self, x):
-            return x + self.outer(torch.tanh(disturb(F.gelu(self.inner(x)))))
+            return x + self.last(torch.tanh(disturb(F.gelu(self.first(self.norm(x))))))
 
     return Block
 
 
 def build(block):
-    return Chain(block, depth=2)
+    return peer_table.Chain(block, depth=2)
 
 
 def rows(size=ROWS):

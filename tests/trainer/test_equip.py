@@ -5,7 +5,6 @@ python -m pytest tests/trainer/test_equip.py
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from curry_train.core import memory_recorder
@@ -15,28 +14,22 @@ from curry_train.runs import SpikeConfig, newest_whole
 
 from ..journals import column, lines_of
 from ..library_trainers import Model, hugging_face, lightning, weights
+from ..peers.peer_state import Dropping
 from ..toy_steps import drawn
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-WIDTH = 8
 STEPS = 4
 ADDED = {"apply": recompute_blocks, "watch": SpikeConfig(), "commit": True}
 
 
-class Block(nn.Module):
+class Block(Dropping):
     """A residual block with dropout, which counts how often it runs."""
 
     runs = 0
 
-    def __init__(self):
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.drop = nn.Dropout(0.5)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
     def forward(self, x):
         Block.runs += 1
-        return x + self.down(self.drop(torch.relu(self.up(x))))
+        return super().forward(x)
 
 
 def model():
@@ -45,7 +38,7 @@ def model():
 
 
 def samples():
-    return drawn(16, WIDTH)
+    return drawn(16, 8)
 
 
 def rows():
