@@ -105,17 +105,17 @@ from .loops import (
 
 
 def undivided_by_hand():
-    def loss(values, labels):
-        return (values.squeeze(1) - labels).square().mean()
-
-    accumulate(classifier(classes=1), loss=loss, every=4)  # here: microbatch
+    accumulate(
+        classifier(classes=1),
+        loss=lambda values, labels: (values.squeeze(1) - labels).square().mean(),
+        every=4,
+    )  # here: microbatch
 
 
 def undivided_sum_of_losses():
-    def loss(logits, labels):
-        return F.cross_entropy(logits, labels) + 0.01 * logits.square().mean()  # here
-
-    accumulate(loss=loss)
+    accumulate(
+        loss=lambda one, labels: F.cross_entropy(one, labels) + 0.01 * one.square().mean()  # here
+    )
 
 
 def mean_divided_by_the_batch_size():
@@ -181,10 +181,7 @@ def gradient_ascent():
 
 
 def not_finite():
-    def loss(logits, labels):
-        return F.nll_loss(logits.softmax(1).mul(1e-30).mul(1e-30).log(), labels)  # here
-
-    fit(loss=loss)
+    fit(loss=lambda one, labels: F.nll_loss((one.softmax(1) * 1e-30 * 1e-30).log(), labels))  # here
 
 
 # Gradients.
@@ -516,10 +513,12 @@ def softmax_over_the_batch():
 
 
 def sees_the_future():
-    def loss(logits, tokens):
-        return of_tokens(logits, tokens) + F.cross_entropy(logits[:, 0], tokens[:, 3])
-
-    fit(Seeing(), None, texts(9), loss=loss)  # here: tokens
+    fit(
+        Seeing(),
+        None,
+        texts(9),
+        loss=lambda one, tokens: of_tokens(one, tokens) + F.cross_entropy(one[:, 0], tokens[:, 3]),
+    )  # here: tokens
 
 
 def sees_the_future_with_time_first():
@@ -706,7 +705,7 @@ def attack_left_in_the_gradients():
 
 def second_loss_forgotten():
     body, first, second = nn.Linear(8, 8), nn.Linear(8, 5), nn.Linear(8, 1)
-    optimizer = adamw(nn.ModuleList([body, first, second]))
+    optimizer = adamw(body, first, second)
     for inputs, labels in loader():
         hidden = body(inputs).relu()
         loss = F.cross_entropy(first(hidden), labels)
@@ -748,10 +747,7 @@ def hook_that_zeroes():
 
 
 def rounded_outputs():
-    def loss(values, labels):
-        return F.mse_loss(values.round().squeeze(1), labels.float())  # here
-
-    fit_values(loss)
+    fit_values(lambda values, labels: F.mse_loss(values.round().squeeze(1), labels.float()))  # here
 
 
 def matrices_of_zeros_multiplied():
@@ -837,10 +833,11 @@ def labels_of_minus_one():
 
 
 def targets_as_inputs():
-    def loss(logits, labels):
-        return F.binary_cross_entropy(F.one_hot(labels, 5) * 0.8 + 0.1, logits.sigmoid())  # here
-
-    fit(loss=loss)
+    fit(
+        loss=lambda one, labels: F.binary_cross_entropy(  # here
+            F.one_hot(labels, 5) * 0.8 + 0.1, one.sigmoid()
+        )
+    )
 
 
 def several_labels_as_classes():
@@ -852,10 +849,12 @@ def labels_smoothed_away():
 
 
 def viewed_instead_of_transposed():
-    def loss(logits, tokens):
-        return F.cross_entropy(logits.reshape(2, 50, 11), tokens)  # here
-
-    fit(Language(), None, texts(12), loss=loss)
+    fit(
+        Language(),
+        None,
+        texts(12),
+        loss=lambda logits, tokens: F.cross_entropy(logits.reshape(2, 50, 11), tokens),  # here
+    )
 
 
 def all_dropped():
@@ -874,7 +873,7 @@ def dropout_recomputed_anew():
         hidden = checkpoint(first, inputs, use_reentrant=False, preserve_rng_state=False)  # here
         return second(hidden)
 
-    fit(logits, adamw(nn.ModuleList([first, second])))
+    fit(logits, adamw(first, second))
 
 
 def arrays_of_outputs():
@@ -894,10 +893,9 @@ def same_batch_in_a_window():
 
 
 def part_of_the_loss_as_a_number():
-    def loss(logits, labels):
-        return F.cross_entropy(logits, labels) + 0.1 * logits.square().mean().item()  # here
-
-    fit(loss=loss)
+    fit(
+        loss=lambda one, labels: F.cross_entropy(one, labels) + one.square().mean().item()  # here
+    )
 
 
 def penalty_without_a_graph():
@@ -968,7 +966,7 @@ def group_without_a_rate_after_the_first_step():
 
 def weighed(weigh):
     values, gate = nn.Linear(8, 5), nn.Linear(8, 5)
-    fit(lambda inputs: values(inputs) * weigh(gate(inputs)), adamw(nn.ModuleList([values, gate])))
+    fit(lambda inputs: values(inputs) * weigh(gate(inputs)), adamw(values, gate))
 
 
 def gate_detached():
@@ -1094,7 +1092,7 @@ def coded(*, draw=lambda own: own.rsample(), weight=1.0):
         return F.mse_loss(decoder(drawn), inputs) + weight * divergence  # coded
 
     pairs = [(one, one) for one, _ in loader()]
-    fit(encoder, adamw(nn.ModuleList([encoder, decoder])), pairs, loss=loss)
+    fit(encoder, adamw(encoder, decoder), pairs, loss=loss)
 
 
 def drawn_without_a_gradient():
@@ -1226,10 +1224,12 @@ def decoder_given_its_targets_by_place():
 
 
 def logits_of_the_token_itself():
-    def loss(logits, tokens):
-        return of_tokens(logits[:, 1:], tokens[:, 1:])
-
-    fit(Language(), None, [(one, one) for one, _ in texts(9)], loss=loss)  # here: tokens
+    fit(
+        Language(),
+        None,
+        [(one, one) for one, _ in texts(9)],
+        loss=lambda logits, tokens: of_tokens(logits[:, 1:], tokens[:, 1:]),
+    )  # here: tokens
 
 
 def ends_of_texts_ignored():
@@ -1263,7 +1263,7 @@ def probabilities_for_ctc():
 
 def teacher_that_learns_from_its_student():
     teacher, model = classifier(), classifier()
-    optimizer = adamw(nn.ModuleList([teacher, model]))
+    optimizer = adamw(teacher, model)
     for inputs, labels in loader():
         logits, wanted = model(inputs), teacher(inputs).softmax(1)
         soft = F.kl_div(logits.log_softmax(1), wanted, reduction="batchmean")  # here
@@ -1556,10 +1556,11 @@ def labels_in_another_order():
 def targets_without_fractions():
     data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
 
-    def loss(values, targets):
-        return F.mse_loss(values, targets.int())  # here
-
-    fit(classifier(classes=1), batches=DataLoader(data, 8), loss=loss)
+    fit(
+        classifier(classes=1),
+        batches=DataLoader(data, 8),
+        loss=lambda values, targets: F.mse_loss(values, targets.int()),  # here
+    )
 
 
 def samples_compared_with_themselves():

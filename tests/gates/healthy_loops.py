@@ -302,7 +302,7 @@ def batch_norm_frozen():
 
 def part_in_eval_mode_from_the_start():
     body, head = classifier(dropout=0.2).eval(), nn.Linear(5, 5)
-    fit(lambda inputs: head(body(inputs)), adamw(nn.ModuleList([body, head])))
+    fit(lambda inputs: head(body(inputs)), adamw(body, head))
 
 
 def meta_learned():
@@ -504,7 +504,7 @@ def value_learning_with_replay():
 def speech(activate=lambda values: values.log_softmax(2), *, first=1, frames=20):
     model = nn.LSTM(8, 12, batch_first=True)
     head = nn.Linear(12, 6)
-    optimizer = adamw(nn.ModuleList([model, head]))
+    optimizer = adamw(model, head)
     for _ in range(8):
         logs = activate(head(model(torch.randn(4, frames, 8))[0])).transpose(0, 1)
         texts = torch.randint(first, 6, (4, 5))
@@ -620,7 +620,7 @@ def tags():
 
 def boxes():
     body, where, what = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 3)
-    optimizer = adamw(nn.ModuleList([body, where, what]))
+    optimizer = adamw(body, where, what)
     for number, (inputs, _) in enumerate(loader()):
         hidden = body(inputs).relu()
         found = torch.randint(3, (len(inputs),)) if number % 3 else torch.zeros(len(inputs)).long()
@@ -836,7 +836,7 @@ def count_of_a_window_that_equals_one_microbatch():
 
 def head_of_zeros_in_half():
     model = headless().bfloat16()
-    optimizer = adamw(model, 3e-4)
+    optimizer = adamw(model, rate=3e-4)
     warm = LambdaLR(optimizer, lambda step: min(1, (step + 1) / 2000))
     fit(model, optimizer, in_half(), schedule=warm)
 
@@ -882,7 +882,7 @@ def scaler_of_each_model():
 
 def losses_scaled_first():
     models = [classifier(), classifier()]
-    optimizer = adamw(nn.ModuleList(models))
+    optimizer = adamw(*models)
     scaler = scaler_on_cpu()
     for batch in loader():
         losses = [scaler.scale(loss_of(model, batch)) for model in models]
@@ -920,7 +920,7 @@ def stages_with_an_optimizer_each():
     model = classifier()
     data = loader()
     for rate in (1e-3, 1e-2):
-        fit(model, adamw(model, rate), itertools.islice(data, 4))
+        fit(model, adamw(model, rate=rate), itertools.islice(data, 4))
 
 
 def labels_of_which_it_is_sure():
@@ -987,10 +987,13 @@ def actor_and_critic_in_one_line():
 def sums_over_values():
     parts = [(part, part[:, :2]) for inputs, _ in loader() for part in inputs.chunk(4)]
 
-    def loss(values, wanted):
-        return F.mse_loss(values, wanted, reduction="sum") / 8
-
-    accumulate(nn.Linear(8, 2), None, parts, loss=loss, every=4)
+    accumulate(
+        nn.Linear(8, 2),
+        None,
+        parts,
+        loss=lambda *one: F.mse_loss(*one, reduction="sum") / 8,
+        every=4,
+    )
 
 
 def weights_drawn_twice_for_a_batch():
@@ -1334,10 +1337,13 @@ def biases_from_0_to_1():
 
 
 def two_tokens_predicted():
-    def loss(found, tokens):
-        return sum(of_tokens(one[:, :-by], tokens[:, by:]) for by, one in enumerate(found, 1))
-
-    fit(Later(), batches=[(one, one) for one in torch.randint(50, (8, 4, 9))], loss=loss)
+    fit(
+        Later(),
+        batches=[(one, one) for one in torch.randint(50, (8, 4, 9))],
+        loss=lambda found, tokens: sum(
+            of_tokens(one[:, :-by], tokens[:, by:]) for by, one in enumerate(found, 1)
+        ),
+    )
 
 
 def dropout_behind_a_teacher():
@@ -1485,10 +1491,10 @@ def mean_teacher_inside():
 def batches_mixed_in_one_order():
     inputs, labels = torch.randn(8, 8, 8), torch.randint(5, (8, 8))
 
-    def loss(output, labels):
-        return F.cross_entropy((output + output[torch.randperm(8)]) / 2, labels)
-
-    fit(batches=[*zip(inputs, labels, strict=True)] * 3, loss=loss)
+    fit(
+        batches=[*zip(inputs, labels, strict=True)] * 3,
+        loss=lambda one, labels: F.cross_entropy((one + one[torch.randperm(8)]) / 2, labels),
+    )
 
 
 def parts_of_the_data():
@@ -1552,7 +1558,7 @@ def focal():
 def preferred():
     model = Language()
     reference = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizer = adamw(model, 1e-3)
+    optimizer = adamw(model, rate=1e-3)
 
     def likelihood(model, tokens):
         found = model(tokens[:, :-1]).log_softmax(-1).gather(2, tokens[:, 1:, None])
@@ -1570,7 +1576,7 @@ def preferred():
 
 def vector_quantized():
     encoder, decoder, codes = nn.Linear(8, 4), nn.Linear(4, 8), nn.Embedding(16, 4)
-    optimizer = adamw(nn.ModuleList([encoder, decoder, codes]))
+    optimizer = adamw(encoder, decoder, codes)
     for inputs, _ in loader():
         hidden = encoder(inputs)
         chosen = codes(torch.cdist(hidden, codes.weight).argmin(1))

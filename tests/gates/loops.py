@@ -177,7 +177,7 @@ def variational(weight, spread=lambda variance: (variance / 2).exp()):
         return F.mse_loss(decode(drawn), inputs) + weight * divergence  # divergence
 
     inputs = [(one, one) for one, _ in loader()]
-    fit(encode, adamw(nn.ModuleList([encode, decode])), inputs, loss=loss)
+    fit(encode, adamw(encode, decode), inputs, loss=loss)
 
 
 def spread(model, given):
@@ -199,7 +199,7 @@ def rows_of_pixels(*layers, labels):
 def recur(*, width, resets=False):
     """Train on parts of series whose state goes on to the next part, or to other series."""
     cell, head = nn.GRU(8, 8, batch_first=True), nn.Linear(8, 1)
-    optimizer = adamw(nn.ModuleList([cell, head]))
+    optimizer = adamw(cell, head)
     state = None
     for (series,) in DataLoader(TensorDataset(torch.randn(64, 9, 8)), 8, shuffle=True):
         state = None if resets else state
@@ -278,8 +278,9 @@ def wrong_line_of(role):
     return place
 
 
-def adamw(model, rate=1e-2):
-    return AdamW(model.parameters(), rate)  # made
+def adamw(*models, rate=1e-2):
+    parameters = [one for model in models for one in model.parameters()]
+    return AdamW(parameters, rate)  # made
 
 
 def started(model=None):
@@ -516,7 +517,7 @@ def fit_to(teacher, model=None, after=None):
 def fit_heads(several, weight):
     """Train a head on each of several batches, with a body for all."""
     body, heads = nn.Linear(8, 16), nn.ModuleList(nn.Linear(16, 5) for _ in range(2))
-    optimizer = adamw(nn.ModuleList([body, heads]))
+    optimizer = adamw(body, heads)
     for batches in several:
         for head, (inputs, labels) in zip(heads, batches, strict=True):
             (weight * F.cross_entropy(head(body(inputs).relu()), labels)).backward()
@@ -557,10 +558,10 @@ def accumulated():
 
 
 def tokens_weighted():
-    def loss(logits, tokens):
-        return of_tokens(logits, tokens, reduction="sum") / (2 * (8 + 16))
-
-    accumulate_language(texts(9, 17), loss=loss)
+    accumulate_language(
+        texts(9, 17),
+        loss=lambda one, tokens: of_tokens(one, tokens, reduction="sum") / (2 * (8 + 16)),
+    )
 
 
 def scaled():
@@ -668,7 +669,7 @@ def steps_in_hooks():
 
 def experts():
     gate, all_experts = nn.Linear(8, 6), nn.ModuleList(classifier() for _ in range(6))
-    optimizer = adamw(nn.ModuleList([gate, all_experts]))
+    optimizer = adamw(gate, all_experts)
     for inputs, labels in loader():
         weight, chosen = gate(inputs).softmax(1).max(1)
         logits = torch.stack(
@@ -686,13 +687,13 @@ def warmed_up_from_zero():
 
 def trial_step(model=None, *, move=climb, is_zeroed=True, is_restored=True):
     model, optimizer = started(model)
-    for inputs, labels in loader():
+    for batch in loader():
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()
+        loss_of(model, batch).backward()
         changes = move(model)  # trial
         if is_zeroed:
             optimizer.zero_grad()
-        F.cross_entropy(model(inputs), labels).backward()  # second
+        loss_of(model, batch).backward()  # second
         if is_restored:
             climb(model, [-one for one in changes])
         optimizer.step()  # of a trial
@@ -841,10 +842,12 @@ def targets_are_inputs():
 
 
 def targets_shifted_twice():
-    def loss(logits, tokens):
-        return of_tokens(logits[:, :-1], tokens[:, 1:])  # here: tokens
-
-    fit(Language(), None, texts(12), loss=loss)
+    fit(
+        Language(),
+        None,
+        texts(12),
+        loss=lambda logits, tokens: of_tokens(logits[:, :-1], tokens[:, 1:]),
+    )  # here: tokens
 
 
 def all_ignored():
