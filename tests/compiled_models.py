@@ -6,7 +6,6 @@ Proof: `python -m pytest tests/primitives/test_memory_budget.py`.
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from torch import nn
 from torch.nn import functional as F
 
 from curry_train.core.parity import record_step

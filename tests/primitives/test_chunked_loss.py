@@ -134,15 +134,6 @@ def test_logits_are_made_for(operation, use):
     assert both(use).whole == [operation]
 
 
-def test_a_chunk_has_as_many_tokens_as_asked_for():
-    model = word_model()
-    apply_chunked_loss(model, chunk_tokens=20)
-    with Called() as called:
-        flat_loss(model(TOKENS), TOKENS).backward()
-    # The gradients of the hidden states of 132 tokens.
-    assert called.operations.count(torch.ops.aten.mm.out) == 7
-
-
 def test_hooks_on_the_node_of_the_logits_run_in_backward():
     # FSDP2, module trackers and pipelines learn from them that backward has come this far.
     model = word_model()

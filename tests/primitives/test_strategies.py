@@ -5,12 +5,11 @@ python -m pytest tests/primitives/test_strategies.py
 
 import pytest
 import torch
-from torch import nn
 
 from curry_train.primitives.strategies import CONFIGURED_STRATEGIES, CheckpointConfig, apply_config
 
-from ..plan_models import Runs
 from ..toy_steps import feed_forward, seeded_stack, square_sum
+from .test_running_blocks import PAIRS, PairsInLists
 
 
 def chain(depth=4):
@@ -67,17 +66,6 @@ def test_a_batch_without_its_loss_is_refused():
 # Blocks that run, where a batch is at hand.
 
 
-def in_pairs():
-    """A chain whose blocks stand in lists of two, which never run."""
-
-    def run(pairs, x):
-        for first, second in pairs:
-            x = second(first(x))
-        return x
-
-    return Runs(run, *(nn.ModuleList([*chain(2)]) for _ in range(2)))
-
-
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
@@ -89,16 +77,16 @@ def in_pairs():
     ],
 )
 def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
-    model = in_pairs()
     config = CheckpointConfig(enabled=True, strategy=strategy, **more)
-    names = apply_config(model, config, batch=BATCH.repeat(8, 1), loss=square_sum)
+    rows = torch.randn(64, 24, 8)
+    names = apply_config(PairsInLists(), config, batch=rows, loss=square_sum)
     assert names
-    assert set(names) <= {"inner.0.0", "inner.0.1", "inner.1.0", "inner.1.1"}
+    assert set(names) <= {*PAIRS}
 
 
 def test_patterns_of_a_configuration_are_over_the_blocks_of_the_containers():
     for one in ("1", ["1"], ("1",)):
         config = CheckpointConfig(enabled=True, strategy="full", include_patterns=one)
         assert apply_config(chain(), config, batch=BATCH, loss=square_sum) == ["1"]
-    with pytest.raises(ValueError, match=r"there are inner\.0, inner\.1"):
-        apply_config(in_pairs(), config, batch=BATCH, loss=square_sum)
+    with pytest.raises(ValueError, match=r"there are layers\.0, layers\.1"):
+        apply_config(PairsInLists(), config, batch=BATCH, loss=square_sum)
