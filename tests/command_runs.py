@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import time
 from pathlib import Path
+from xml.etree import ElementTree
 
 from click.testing import CliRunner
 
@@ -32,6 +33,13 @@ def ran(*words, status=0, command=main):
 def results(*words, **options):
     """Return the results of a command, which has nothing else on its standard output."""
     return json.loads(ran(*words, "--json -", **options).stdout)
+
+
+def results_of_tests(report):
+    """Yield what a report of pytest has of each test: its file's name, its own, and messages."""
+    for case in ElementTree.parse(report).iter("testcase"):
+        results = {child.tag: child.get("message", "") for child in case}
+        yield case.get("classname").rpartition("test_")[2], case.get("name"), results
 
 
 def read_json(path):

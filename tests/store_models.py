@@ -186,6 +186,11 @@ def flip(path, place=None, mask=4):
     path.write_bytes(data)
 
 
+def flip_largest(folder, pattern="*.*", place=None):
+    """Flip a bit of the largest file of a name in a folder."""
+    flip(max(folder.glob(pattern), key=lambda one: one.stat().st_size), place)
+
+
 def fail(error):
     def act():
         raise error

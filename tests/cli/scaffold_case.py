@@ -14,6 +14,7 @@ from ..command_runs import finished, flat, ran
 
 PYTHON_FIRST = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 REAL = command.find_bundle()
+OWNED = {one.name: one for one in REAL.techniques if not one.usage}
 # The real `lazy_names`, without the names that core hands on.
 LAZY_NAMES = (REAL.package / "core/__init__.py").read_text().partition("__getattr__, ")[0]
 

@@ -4,32 +4,22 @@ python -m pytest tests/cli/test_bench_command.py
 """
 
 import functools
-import itertools
 from pathlib import Path
 
-from curry_train.bench.report import measure_levers
-from curry_train.bench.steps import find_lever
 from curry_train.cli.bench import bench_table
 from curry_train.cli.figures import plot_bench
 from curry_train.workloads import Case
-from curry_train.workloads.models import transformer
 
+from ..bench.test_bench_steps import SMALL, figures, ticking
 from ..command_runs import flat, ran, read_json, require_narrow, require_picture
-
-SMALL = transformer(depth=2, dim=32, length=16)
-
 
 run = functools.partial(ran, "bench")
 
 
 def planted(*levers, seconds=(1.0, 1.01, 1.3), rounds=6, **options):
     """Make a benchmark whose clock gives these seconds, in the order of the first round."""
-    times = itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
-    found = [find_lever(name) for name in levers]
     case = Case(SMALL, batch_size=4)
-    return measure_levers(
-        case, found, rounds=rounds, warmup=0, clock=lambda: next(times), **options
-    )
+    return figures(case, *levers, rounds=rounds, clock=ticking(*seconds), **options)
 
 
 def test_the_table_of_a_planted_clock_fits_80_columns():

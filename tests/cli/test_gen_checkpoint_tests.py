@@ -8,14 +8,13 @@ import os
 import re
 import shutil
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
 import curry_train
 from curry_train.cli.testgen import GENERATED_FILE_MARK
 
-from ..command_runs import finished, in_python, ran
+from ..command_runs import finished, in_python, ran, results_of_tests
 from ..tree import ROOT
 from ..warm_python import warm_python
 
@@ -136,9 +135,8 @@ def outcomes(repository):
     done = pytest_run(repository / "tests", *words, path=TEMPLATE, status=1)
     assert "Traceback" not in done.stdout
     found = {name: {} for name in FILES}
-    for case in ElementTree.parse(repository / "tests/found.xml").iter("testcase"):
-        results = {child.tag: child.get("message", "") for child in case}
-        found[case.get("classname").rpartition("test_")[2]][case.get("name")] = results
+    for name, test, results in results_of_tests(repository / "tests/found.xml"):
+        found[name][test] = results
     return found
 
 

@@ -5,16 +5,14 @@ All copies are tested by one run of pytest in which curry_train can't be importe
 
 import re
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
-from curry_train.cli.ownership import find_bundle, technique_files
+from curry_train.cli.ownership import technique_files
 
-from ..command_runs import in_python
+from ..command_runs import in_python, results_of_tests
+from .scaffold_case import OWNED, REAL
 
-BUNDLE = find_bundle()
-OWNED = {one.name: one for one in BUNDLE.techniques if not one.usage}
 GENERATORS_LEFT_AS_THEY_ARE = (
     'settings["preserve_rng_state"] = False\n        output = checkpoint(call,'
 )
@@ -91,7 +89,7 @@ def copies():
 
 def own(folder, name, technique, fault):
     """Copy a technique as `add` does, with its test; a fault must be found in the copy."""
-    files = technique_files(BUNDLE, [OWNED[technique]], directory=name, package=name)
+    files = technique_files(REAL, [OWNED[technique]], directory=name, package=name)
     (folder / f"test_{name}.py").write_bytes(files.pop(f"tests/{OWNED[technique].test}"))
     (folder / name).mkdir()
     (folder / name / "__init__.py").touch()
@@ -114,10 +112,9 @@ def outcomes(tmp_path_factory):
     words = (*PYTEST, f"--junitxml={report}", folder)
     in_python(*words, cwd=folder, status=1, PYTHONPATH=str(folder))
     found = {name: [] for name, _, _ in copies()}
-    for case in ElementTree.parse(report).iter("testcase"):
-        results = {child.tag: child.get("message") for child in case}
-        assert "error" not in results, f"{case.attrib}: {results}"
-        found[case.get("classname").removeprefix("test_")].append(results)
+    for name, test, results in results_of_tests(report):
+        assert "error" not in results, f"{name}, {test}: {results}"
+        found[name].append(results)
     return found
 
 
@@ -137,7 +134,7 @@ def test_every_owned_technique_has_a_short_test_and_two_faults():
     assert FAULTS.keys() == OWNED.keys()
     assert all(len(faults) >= 2 for faults in FAULTS.values())
     for technique in OWNED.values():
-        text = (BUNDLE.tests / technique.test).read_text()
+        text = (REAL.tests / technique.test).read_text()
         assert len(text.splitlines()) <= 180
         imported = set(re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE))
         assert imported - sys.stdlib_module_names <= {"torch", "pytest", "curry_train"}

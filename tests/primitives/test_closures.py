@@ -9,11 +9,11 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from curry_train.cli.ownership import find_bundle, technique_modules
+from curry_train.cli.ownership import technique_modules
 from curry_train.primitives import memory_budget
 
-BUNDLE = find_bundle()
-OWNED = {one.name: one for one in BUNDLE.techniques if not one.usage}
+from ..cli.scaffold_case import OWNED, REAL
+
 MOST_MODULES = 4
 MOST_LINES = 1380
 
@@ -23,13 +23,13 @@ def test_the_memory_budget_of_the_package_is_the_function_and_not_a_module():
 
 
 def test_accumulation_is_one_module():
-    assert technique_modules(BUNDLE, OWNED["grad-accum"]) == ["primitives/grad_accum.py"]
+    assert technique_modules(REAL, OWNED["grad-accum"]) == ["primitives/grad_accum.py"]
 
 
 @pytest.mark.parametrize("name", OWNED)
 def test_a_technique_is_few_modules_of_few_lines_and_no_tool(name):
-    modules = technique_modules(BUNDLE, OWNED[name])
-    lines = [len((BUNDLE.package / path).read_text().splitlines()) for path in modules]
+    modules = technique_modules(REAL, OWNED[name])
+    lines = [len((REAL.package / path).read_text().splitlines()) for path in modules]
     assert len(modules) <= MOST_MODULES, modules
     assert sum(lines) <= MOST_LINES, dict(zip(modules, lines, strict=True))
     assert {path.split("/")[0] for path in modules} <= {"core", "primitives"}

@@ -126,11 +126,10 @@ def flip_a_bit(run_folder, name="*.distcp"):
     """Flip a bit in the largest file of this name in the newest checkpoint; return its step."""
     from curry_train.runs import SavedRun
 
-    from ..store_models import flip
+    from ..store_models import flip_largest
 
     newest = SavedRun(run_folder).latest()
-    path = max((run_folder / newest.folder).glob(name), key=lambda one: one.stat().st_size)
-    flip(path)
+    flip_largest(run_folder / newest.folder, name)
     return newest.step
 
 

@@ -18,7 +18,7 @@ from curry_train.runs import (
 )
 from curry_train.runs.resume import NothingSaved, choose, load_chosen
 
-from ..store_models import equal, flip, new_state, save_best, tensors_of, train
+from ..store_models import equal, flip_largest, new_state, save_best, tensors_of, train
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,8 @@ def run(saved_run, tmp_path):
 def damage(folder, *, hard=False):
     if hard:
         (folder / "manifest.json").unlink()
-        return
-    path = max(folder.glob("*.*"), key=lambda one: one.stat().st_size)
-    flip(path, -20)
+    else:
+        flip_largest(folder, place=-20)
 
 
 @pytest.mark.parametrize(
