@@ -148,6 +148,20 @@ def test_a_pickled_model_is_listed_without_importing_its_class():
     assert any("whether that runs code can't be told" in one for one in found.unknown)
 
 
+class Quantized(torch.Tensor):
+    """A tensor of the user's class, as torchao's are."""
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2).as_subclass(Quantized), torch.empty(2, device="meta")]
+)
+def test_a_tensor_that_cannot_be_looked_at_is_no_damage(tensor):
+    torch.save({"scale": tensor}, "odd.pt")
+    found = inspect("odd.pt")
+    assert (found.problems, found.whole) == ([], True)
+    assert "can't be told" in str(found.unknown)
+
+
 def is_short(problems):
     return all("\n" not in one and len(one) < 600 for one in problems)
 

@@ -197,7 +197,8 @@ def _load(source: Any, pickled: bytes, found: Inspection, num_pickles: int = 1) 
     add_names(PickleReader(pickled), found, num_pickles)
     try:
         return _torch_load(source, [(type(name, (StandIn,), {}), name) for name in found.names])
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, TypeError) as error:
+        # A stand-in can't take the place of a subclass of Tensor, such as torchao's.
         # torch adds advice to its reason.
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0]
         found.unknown.append(f"its tensors can't be told ({reason:.200})")
@@ -270,7 +271,11 @@ def _add_tree(tree: Any, found: Inspection) -> None:
         if number > MOST_KEYS:
             raise ValueError("it has too many keys to be listed")
         if isinstance(node, Tensor):
-            found.tensors.append(_found(name, node.detach()))
+            try:
+                found.tensors.append(_found(name, node.detach()))
+            except RuntimeError as error:
+                # torch counts nothing in a meta or nested tensor, nor in numbers of four bits.
+                found.unknown.append(f"{name}: its values can't be told ({in_a_line(error)})")
         else:
             found.values[name] = _in_words(node)
 
