@@ -45,19 +45,6 @@ def test_a_plan_is_applied_by_the_function_that_is_passed_in():
     assert apply_config(chain(), CheckpointConfig(strategy="full")) == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"strategy": "sequential", "sequential_segments": 0}, "number of segments must be a whol"),
-        ({"snn_timestep_checkpoint": True, "snn_chunk_size": 0}, "chunk_size must be a whole num"),
-        ({"strategy": "full", "exclude_patterns": [""]}, "exclude_patterns '' matches no module"),
-    ],
-)
-def test_a_wrong_value_is_refused_where_it_is_used(settings, message):
-    with pytest.raises(ValueError, match=message):
-        apply_config(chain(), CheckpointConfig(enabled=True, **settings))
-
-
 def test_a_batch_without_its_loss_is_refused():
     with pytest.raises(ValueError, match=r"^batch is given and loss is not: .* needs both$"):
         apply_config(chain(), CheckpointConfig(enabled=True), batch=BATCH)
@@ -85,8 +72,7 @@ def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
 
 
 def test_patterns_of_a_configuration_are_over_the_blocks_of_the_containers():
-    for one in ("1", ["1"], ("1",)):
-        config = CheckpointConfig(enabled=True, strategy="full", include_patterns=one)
-        assert apply_config(chain(), config, batch=BATCH, loss=square_sum) == ["1"]
+    config = CheckpointConfig(enabled=True, strategy="full", include_patterns=("1",))
+    assert apply_config(chain(), config, batch=BATCH, loss=square_sum) == ["1"]
     with pytest.raises(ValueError, match=r"there are layers\.0, layers\.1"):
         apply_config(PairsInLists(), config, batch=BATCH, loss=square_sum)

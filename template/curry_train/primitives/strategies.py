@@ -284,6 +284,33 @@ STRATEGIES_BY_SETTING = {
 }
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+# By the type of a setting: a check of its value, and the words for what is accepted.
+VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+    int: (_is_count, "a whole number from 1 up"),
+    int | None: (
+        lambda value: value is None or _is_count(value),
+        "a whole number from 1 up, or None to choose it by measured bytes",
+    ),
+    float: (
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,
+        "a number of MB from 0 up",
+    ),
+    tuple[str, ...]: (
+        lambda value: (
+            isinstance(value, Sequence)
+            and not isinstance(value, str)
+            and all(isinstance(glob, str) and glob for glob in value)
+        ),
+        "a list of globs over module names, such as ['layers.*']",
+    ),
+}
+
+
 @dataclass
 class CheckpointConfig:
     """Settings that select what to recompute and how."""
@@ -320,10 +347,10 @@ class CheckpointConfig:
         chosen = "snn_timestep_checkpoint" if self.snn_timestep_checkpoint else self.strategy
         for setting in fields(self):
             value = getattr(self, setting.name)
-            # Those that use the other settings check them.
-            if isinstance(setting.default, bool) and not isinstance(value, bool):
-                raise ValueError(f"{setting.name} must be True or False; got {value!r}")
-            if isinstance(value, list):
+            is_valid, wanted = VALID_VALUES.get(setting.type, (lambda value: True, ""))
+            if not is_valid(value):
+                raise ValueError(f"{setting.name} must be {wanted}; got {value!r}")
+            if isinstance(setting.default, tuple):
                 value = tuple(value)
                 setattr(self, setting.name, value)
             users = STRATEGIES_BY_SETTING.get(setting.name, (chosen,))
