@@ -473,15 +473,14 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # the user's module may raise anything, or end Python
+        what = f"the import of {module_name} raised {describe_raised(error)}"
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent and f"{module_name}.".startswith(f"{absent}."):
-            raise WorkloadError(
-                f"{spec}: can't import {absent}. Run from the folder that holds it, or give its "
+        if f"{module_name}.".startswith(f"{absent}."):
+            what = (
+                f"can't import {absent}. Run from the folder that holds it, or give its "
                 "folder/file.py:factory"
-            ) from error
-        raise WorkloadError(
-            f"{spec}: the import of {module_name} raised {describe_raised(error)}"
-        ) from error
+            )
+        raise WorkloadError(f"{spec}: {what}") from error
 
     if file is not None and file != (loaded := Path(str(module.__file__)).resolve()):
         raise WorkloadError(
@@ -492,14 +491,9 @@ def import_callable(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     names = attribute.split(".")
     factory = functools.reduce(lambda one, name: getattr(one, name, None), names, module)
     if not callable(factory):
-        found = sorted(
-            name
-            for name, value in vars(module).items()
-            if callable(value) and not name.startswith("_")
-        )
+        found = [name for name, value in vars(module).items() if callable(value)]
         raise WorkloadError(
-            f"{spec}: {module_name} has no callable {attribute!r}; it has "
-            f"{', '.join(found) or 'none'}"
+            f"{spec}: {module_name} has no callable {attribute!r}; {did_you_mean(attribute, found)}"
         )
     return factory
 
