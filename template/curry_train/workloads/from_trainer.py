@@ -56,7 +56,7 @@ def workload_of(
     optimizers: Sequence[torch.optim.Optimizer],
     accumulation: int,
     precision: torch.dtype | None = None,
-    notes: Sequence[str],
+    notes: Sequence[str] = (),
     output_until: str = "loss",
 ) -> Workload:
     """Return the workload of a training; each module that it builds is a copy of the user's.
@@ -70,16 +70,16 @@ def workload_of(
             "its model is sharded by fully_shard, which can't be copied: shard it only on several "
             "ranks, and give --parallel and --ranks to plan"
         )
-    optimizer = OptimizerLike(optimizers, module) if optimizers else None
+    optimizer = OptimizerLike(optimizers, module)
     read = [
         f"{source}: {type(module).__name__}, {batch_size(batch)} samples a batch",
-        "AdamW" if optimizer is None else optimizer.summary(),
+        optimizer.summary(),
     ]
     if precision is not None:
         read.append(f"autocast to {str(precision).removeprefix('torch.')}")
     if accumulation > 1:
         read.append(f"{accumulation} batches a step")
-    if optimizer is not None and optimizer.num_others:
+    if optimizer.num_others:
         notes = [*notes, f"{optimizer.num_others} parameters of its optimizer are not of the model"]
 
     def loss(module: nn.Module, batch: Any) -> Tensor:
@@ -249,8 +249,6 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         batch = hook(batch, 0)
     trainer.strategy.connect(module)
     trainer.strategy.setup_optimizers(trainer)
-    # Where the module has none, Lightning makes one without parameters.
-    optimizers = [_inside_wrapper(one) for one in trainer.optimizers if one.param_groups]
     dtype = MIXED_DTYPES.get(trainer.precision)
     # As Lightning decides: by the name, or by a second parameter of any name.
     parameters = inspect.signature(module.training_step).parameters
@@ -272,10 +270,9 @@ def _of_lightning(trainer: Any, module: Any = None, data: Any = None) -> Workloa
         module,
         batch,
         mean_loss,
-        optimizers=optimizers,
+        optimizers=[*map(_inside_wrapper, trainer.optimizers)],
         accumulation=trainer.accumulate_grad_batches,
         precision=dtype,
-        notes=[] if optimizers else ["configure_optimizers returned none, so AdamW is assumed"],
     )
 
 
