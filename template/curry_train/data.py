@@ -195,6 +195,8 @@ class Stream(SkippedPositions):
                 f"on {ranks} ranks: make batch_size a multiple of {microbatch} x {ranks} = "
                 f"{microbatch * ranks}"
             )
+        if not len(dataset):
+            raise ValueError("the data has no sample to train on")
         self.dataset = dataset
         self.order = functools.partial(
             ordered, num_samples=len(dataset), seed=seed, shuffle=shuffle

@@ -183,6 +183,7 @@ def test_exactly_the_skipped_positions_are_left_out(ranges, start, batch):
         ),
         ({"ranks": 3}, r"multiple of 2 x 3 = 6"),
         ({"skipped": [(5, 5)]}, "can't skip positions 5 to 5"),
+        ({"size": 0}, "the data has no sample to train on"),
     ],
 )
 def test_impossible_settings_are_refused(options, message):
