@@ -35,7 +35,6 @@ def difference(a: History, b: History) -> dict[str, Any]:
     return {
         "continued": continuation(a, b) or continuation(b, a),
         "changes": changes(*facts),
-        "earlier": [text for run in runs for text in earlier_settings(run)],
         # Sections that a journal does not record, so that they are not compared.
         "unknown": list(unknown),
         "losses": compare_values(a.steps, b.steps, "loss"),
@@ -70,16 +69,6 @@ def summary(run: History) -> dict[str, Any]:
         "median step": format_seconds(median(seconds)) if seconds else None,
         "events": {kind: len(events) for kind, events in sorted(run.events.items())},
     }
-
-
-def earlier_settings(run: History) -> Iterator[str]:
-    """Yield the settings in which an earlier attempt differs from the last, which is compared."""
-    for attempt in run.attempts:
-        config = attempt.facts.get("config", run.facts.get("config"))
-        for change in changes(config, run.facts.get("config"), name="config"):
-            was, now = (_value(change[side]) for side in "ab")
-            name = printable(change["name"])
-            yield f"attempt {attempt.number} of {run.name} had {name} {was}, the last {now}"
 
 
 def continuation(earlier: History, later: History) -> str | None:
@@ -131,11 +120,6 @@ def describe(found: Mapping[str, Any]) -> Iterator[str]:
         rows.append([printable(change["name"]), *(_value(change[side]) for side in "ab")])
     if found["changes"]:
         yield table(rows, texts=("A", "B"))
-    yield from found["earlier"]
-    others = [change["name"].split(".")[0] for change in found["changes"]]
-    others += [name.split()[0] for name in found["unknown"]]
-    if same := [name for name in SECTIONS if name not in others]:
-        yield f"the same: {', '.join(same)}"
     if found["unknown"]:
         yield f"not recorded: {', '.join(found['unknown'])}"
     yield from _of_values("losses", found["losses"])
