@@ -76,9 +76,9 @@ FORMATS = {
     "a.ckpt": ("Lightning checkpoint", True, "CRC-32"),
     "a.safetensors": ("safetensors", True, ""),
     "dcp": ("torch.distributed.checkpoint", True, "CRC-32"),
-    "rank_files": ("torch_checkpointing checkpoint", None, "CRC-32"),
-    "accelerate": ("Accelerate state", None, "CRC-32"),
-    "trainer": ("Hugging Face Trainer checkpoint", None, "CRC-32"),
+    "rank_files": ("folder", None, "CRC-32"),
+    "accelerate": ("folder", None, "CRC-32"),
+    "trainer": ("folder", None, "CRC-32"),
     "sharded": ("Hugging Face folder", True, ""),
 }
 
@@ -323,4 +323,4 @@ def test_a_manifest_of_another_program_does_not_matter(checkpoints):
     shutil.copytree(checkpoints / "accelerate", "state")
     Path("state/manifest.json").write_text('{"name": "something else"}')
     found = inspect("state")
-    assert (found.format, found.problems) == ("Accelerate state", [])
+    assert (found.format, found.problems) == ("folder", [])

@@ -148,8 +148,6 @@ def _compare_with_manifest(path: Path, found: Inspection) -> None:
 # Folders.
 
 TENSOR_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar", ".ptl")
-# A file for each item and rank, as torch_checkpointing writes them.
-RANK_FILE_PATTERN = re.compile(r".+_\d+\.pt")
 DISTRIBUTED_INDEX = ".metadata"
 SHARD_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 NO_FORMAT = "it is no checkpoint, or its beginning is damaged: no known format begins like this"
@@ -182,7 +180,6 @@ def _read_each(files: Mapping[str, Path], found: Inspection) -> None:
     # The keys that each file should hold.
     keys: dict[str, set[str]] = {}
     if index is None:
-        found.format = _folder_format(files)
         keys = {name: set() for name in files if name.endswith(TENSOR_SUFFIXES)}
     else:
         found.format = "Hugging Face folder"
@@ -214,16 +211,6 @@ def _damaged_json(files: Mapping[str, Path]) -> Iterator[str]:
                 json.loads(read_whole(file))
             except (ValueError, RecursionError) as error:
                 yield f"{name}: it is no JSON ({error!s:.100})"
-
-
-def _folder_format(files: Mapping[str, Path]) -> str:
-    if all(RANK_FILE_PATTERN.fullmatch(name) or name == "metadata.pkl" for name in files) and files:
-        return "torch_checkpointing checkpoint"
-    if "trainer_state.json" in files:
-        return "Hugging Face Trainer checkpoint"
-    if any(name.startswith("random_states_") for name in files):
-        return "Accelerate state"
-    return "Hugging Face folder" if "config.json" in files else "folder of files"
 
 
 # torch.distributed.checkpoint: an index of tensors, and files that hold pieces of them.
