@@ -207,20 +207,15 @@ def plot_flow(records: Sequence[StepFlow], path: str | Path, *, title: str) -> N
             axes.grid(False)
             places = [0, len(records) - 1]
             axes.set_xticks(places, [str(records[at].step) for at in places])
-            skipped = [at for at, record in enumerate(records) if not record.stepped]
-            (mark,) = axes.plot(skipped, [-0.5] * len(skipped), "v", color=NONFINITE_COLOUR)
-            # The layout leaves the marks out: it fails where no step was skipped.
-            mark.set(label="skipped step", clip_on=False, in_layout=False)
 
         rows = range(0, len(names), -(-len(names) // MOST_NAMES))
         panels[0].set_yticks(rows, [names[row] for row in rows], fontsize=7, family="monospace")
         legend = [
-            mark,
             Patch(color=NONFINITE_COLOUR, label="inf or nan"),
             Patch(color=NOT_SEEN_COLOUR, label="not seen"),
             Patch(color=ZERO_COLOUR, label="exactly 0"),
         ]
-        figure.legend(handles=legend, loc="outside lower right", ncols=4)
+        figure.legend(handles=legend, loc="outside lower right", ncols=3)
 
 
 def _cell(layer: LayerFlow, kind: str) -> float | None:
