@@ -293,8 +293,7 @@ class RunningScript(TorchFunctionMode):
                 self.stop((one, module, None if source is module else source))
 
     def _backward(self, backward: Any, tensors: Any, *args: Any, **options: Any) -> None:
-        given = tensors if isinstance(tensors, list | tuple) else [tensors]
-        self.backward.setdefault(self.line(), []).append(self.linked(list(given)))
+        self.backward.setdefault(self.line(), []).append(self.linked(tree_leaves(tensors)))
         self.is_in_backward = True
         try:
             backward(tensors, *args, **options)
@@ -443,13 +442,12 @@ class LossSource:
         function, args = operation.function, operation.args
         if isinstance(function, nn.Module):
             called = self.known.get(id(function)) or self._other(function)
-            parameters = _parameters(type(function).forward)[1:]
         else:
             # Torch's own functions have names such as torch.Tensor.view.
             called = str(resolve_name(function))
             if not called.startswith("torch."):
                 called = self._other(function)
-            parameters = _parameters(function)
+        parameters = _parameters(getattr(function, "forward", function))
         if function in (Tensor.view, Tensor.reshape):
             # The first size follows from the others, so that a batch may have any size.
             first, *sizes = tree_leaves(args)
@@ -461,7 +459,7 @@ class LossSource:
         # Defaults need not be written.
         defaults = {one.name: one.default for one in parameters}
         for name, value in operation.options.items():
-            if name not in defaults or defaults[name] is not value:
+            if defaults.get(name, self) is not value:
                 written.append(f"{name}={self.expression(value, name)}")
         return f"{called}({', '.join(written)})"
 
@@ -476,11 +474,10 @@ def _parameters(function: Any) -> list[inspect.Parameter]:
 
 def _undivided(value: Any, number: int) -> Any:
     """Return a loss without its division by the number of batches of a step."""
-    if number > 1 and isinstance(value, MadeTensor):
-        operation = value.operation
-        args = operation.args
-        if operation.function in DIVISIONS and len(args) == 2 and args[1] == number:
-            return args[0]
+    if isinstance(value, MadeTensor) and value.operation.function in DIVISIONS:
+        divided, *by = value.operation.args
+        if by == [number]:
+            return divided
     return value
 
 
