@@ -330,10 +330,6 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
             )
         return found
 
-    notes: list[str] = []
-    for name, found in given.items():
-        if len(found) > 1:
-            notes.append(f"it has prepared {len(found)} {name}s, of which the first is taken")
     return workload_of(
         type(accelerator).__name__,
         module,
@@ -342,7 +338,11 @@ def _of_accelerator(accelerator: Any, loss: Callable[..., Any] | None = None) ->
         optimizers=[_inside_wrapper(given["optimizer"][0])],
         accumulation=accelerator.gradient_accumulation_steps,
         precision=autocast.dtype,
-        notes=notes,
+        notes=[
+            f"it has prepared {len(found)} {name}s, of which the first is taken"
+            for name, found in given.items()
+            if len(found) > 1
+        ],
         # The loop is the user's own, where a variable often holds it.
         output_until="next step",
     )
