@@ -109,8 +109,8 @@ def test_the_command_draws_and_prints_figures():
     plant_eventful("runs/one")
     plant("runs/two")
     ended = ran("runs plot one two one --out both.png --json -")
-    assert ended.stderr == "2 runs drawn as both.png\n"
+    assert ended.stderr == "wrote both.png\n"
     require_picture("both.png")
     one, two = json.loads(ended.stdout)["runs"]
     assert (one["run"], one["attempts"], one["steps"]) == ("one", 3, "1 to 40")
-    assert (one["events"]["save"], two["named"]) == (6, True)
+    assert (one["events"]["save"], two["run"]) == (6, "two")

@@ -397,8 +397,8 @@ EVENT_MARKERS = {
 }
 
 
-def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
-    """Write a PNG and return the names of the runs that it names."""
+def plot_runs(histories: Sequence[History], path: str | Path) -> None:
+    """Write a PNG of runs, which names those with the lowest losses."""
     with_steps = (history for history in histories if len(history.steps))
     drawn = sorted(
         with_steps, key=lambda one: numpy.nan_to_num(one.steps.values["loss"][-1], nan=math.inf)
@@ -433,7 +433,6 @@ def plot_runs(histories: Sequence[History], path: str | Path) -> list[str]:
         _draw_events(panels[-1], looks[:MOST_NAMED])
         if len(drawn) > 1:
             figure.legend(reverse=True, loc=RIGHT)
-    return [history.name for history, _ in looks[:MOST_NAMED]]
 
 
 def shorten(name: str) -> str:
