@@ -120,8 +120,8 @@ train model=tests.training_models:tiny 'recompute={strategy: full, include_patte
 train model=tests.training_models:tiny 'recompute={strategy: plan, plan: none.json}' | can't read the plan none.json
 train model=tests.training_models:tiny 'recompute={strategy: selective, memory_threshold_mb: 1000}' | recompute.strategy=selective changes no layer of transformer: lower
 memory                                      | give either --model or --snapshot
-memory --model bert                         | use one of mlp, transformer, resnet, snn, pkg.module:factory or file.py:factory
-memory --model transfomer                   | no workload is called 'transfomer'; did you mean 'transformer'?
+memory --model bert                         | neither pkg.module:factory nor file.py:factory; there are mlp, transformer, resnet, snn
+memory --model transfomer                   | nor file.py:factory; did you mean 'transformer'?
 memory --model net/model.py                 | net/model.py names no function: add one, as in net/model.py:build
 memory --model net.model                    | as in net.model:build
 memory --model made.py:                     | made.py: names no function: add one, as in made.py:build

@@ -355,10 +355,9 @@ def load_workload(spec: str | Workload) -> Workload:
     elif whole in BUILTIN_WORKLOADS:
         factory = BUILTIN_WORKLOADS[whole]
     else:
-        others = f"use one of {', '.join(BUILTIN_WORKLOADS)}, pkg.module:factory or file.py:factory"
         raise WorkloadError(
-            f"no workload is called {whole!r}; "
-            f"{did_you_mean(whole, BUILTIN_WORKLOADS, otherwise=others)}"
+            f"no workload is called {whole!r}, and it is neither pkg.module:factory nor "
+            f"file.py:factory; {did_you_mean(whole, BUILTIN_WORKLOADS)}"
         )
     if shrink is not None:
         factory = shrink.factory(factory)
