@@ -333,7 +333,7 @@ class RunningScript(TorchFunctionMode):
         return function
 
     def _group(self, start: Any, backend: Any = None, *args: Any, **options: Any) -> None:
-        if backend is not None and "nccl" in str(backend) and not torch.cuda.is_available():
+        if not torch.cuda.is_available():
             backend = "gloo"
         self.notes["it trains on ranks: this is one, without its wrapper"] = None
         # The group of a gate that runs on several ranks stays.
