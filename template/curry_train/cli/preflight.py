@@ -51,7 +51,7 @@ def status_of(verdicts: Sequence[Verdict], reason: str) -> int | UnusableInput:
     return 0 if True in outcomes else UnusableInput(f"nothing was checked: {reason}")
 
 
-# Failed checks that are printed with what is required; if there are more, one less is.
+# Failed checks that are printed with what is required.
 MOST_IN_FULL = 3
 
 
@@ -63,18 +63,15 @@ def describe(program: str, verdicts: Sequence[Verdict]) -> Iterator[str]:
     )
     outcome = f"{len(failed)} of {len(failed) + len(held)} checks FAILED"
     yield f"{program}: {outcome if failed else f'{len(held)} checks held'}"
-    in_full = failed if len(failed) <= MOST_IN_FULL else failed[: MOST_IN_FULL - 1]
-    for verdict in in_full:
+    for verdict in failed[:MOST_IN_FULL]:
         yield ""
         yield f"{verdict.gate}: {verdict.measured}"
         yield f"  required: {verdict.required}"
         yield f"  what to do: {verdict.hint}"
     yield ""
     # Mended faults often take others with them.
-    for verdict in (rest := failed[len(in_full) :]):
+    for verdict in failed[MOST_IN_FULL:]:
         yield f"{verdict.gate}: {verdict.measured}"
-    if rest:
-        yield ""
     yield f"held: {', '.join(verdict.gate for verdict in held) or 'none'}"
     if not_applicable:
         texts = [
