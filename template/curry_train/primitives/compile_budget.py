@@ -227,7 +227,7 @@ def memory_budget(
 
     With `batch` and `loss` one step compiles the blocks now and drops its gradients.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+    if not 0 <= budget <= 1:
         raise ValueError(
             f"the budget is a share of the saved bytes between 0 and 1, got {budget!r}"
         )
