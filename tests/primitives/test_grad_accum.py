@@ -233,8 +233,6 @@ def test_decisions_of_a_users_loop_sync_as_asked(sync_each_batch):
 
 
 def test_options_that_have_no_effect_are_refused():
-    with pytest.raises(ValueError, match=r"^sync_each_batch must be True or False, got 'yes'"):
-        GradientAccumulation(2, sync_each_batch="yes")
     window = window_of(make_microbatches(), sync_each_batch=True)
     with pytest.raises(
         ValueError,

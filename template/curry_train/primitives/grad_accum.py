@@ -50,8 +50,6 @@ class GradientAccumulation:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", _whole_number("steps", self.steps, least=1))
-        if not isinstance(self.sync_each_batch, bool):
-            raise ValueError(f"sync_each_batch must be True or False, got {self.sync_each_batch!r}")
 
     @classmethod
     def from_config(
@@ -64,7 +62,7 @@ class GradientAccumulation:
         read = config.get if isinstance(config, Mapping) else partial(getattr, config)
         steps = read(key, None)
         return cls(
-            steps=1 if steps is None else _whole_number(key, steps, least=1),
+            steps=1 if steps is None else steps,
             sync_each_batch=read("sync_each_batch", None) or False,
         )
 
