@@ -241,7 +241,8 @@ def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Change
     reshapes = function.__name__ in RESHAPES
     if reshapes:
         rows = rows.contiguous()
-        sizes = _resized(args, classes, width)
+        # The number of features takes the place of that of classes.
+        sizes = tree_map_only(int, lambda size: width if size == classes else size, args)
     try:
         shape = function(whole, *args, **named).shape
         rows = function(rows, *sizes, **named)
@@ -255,13 +256,6 @@ def rearrange(function: Any, logits: Logits, *args: Any, **named: Any) -> Change
     if reshapes and not (was_last and differing == [len(shape) - 1]):
         return None
     return {"rows": rows, "dim": differing[0]} if rows.dtype is logits.rows.dtype else None
-
-
-def _resized(sizes: Any, classes: int, width: int) -> Any:
-    """Return sizes with the number of features in place of that of classes."""
-    if isinstance(sizes, tuple | list):
-        return [_resized(size, classes, width) for size in sizes]
-    return width if sizes == classes else sizes
 
 
 def cast(function: Any, logits: Logits, *to: Any, **named: Any) -> Changes:
