@@ -71,10 +71,10 @@ class GradientAccumulation:
         return self.steps > 1
 
     def is_first(self, index: int) -> bool:
-        return _whole_number("index", index, least=0) % self.steps == 0
+        return bool(self.train_step_kwargs(index)["zero_grad"])
 
     def is_last(self, index: int) -> bool:
-        return _whole_number("index", index, least=0) % self.steps == self.steps - 1
+        return bool(self.train_step_kwargs(index)["step_optimizer"])
 
     def train_step_kwargs(self, index: int) -> dict[str, Any]:
         """Return what to do at microbatch `index` if all windows are full and equally weighted.
