@@ -170,7 +170,6 @@ class Config:
         # A path would put the run somewhere else.
         is_plain = self.name == Path(self.name).name and self.name not in ("", "..")
         require(is_plain, "name", self.name, "the name of a folder")
-        self._check_batch_size()
         metric = self.checkpoint.best_k_metric
         is_measured = metric in MEASURED_METRICS or not self.checkpoint.best_k
         wanted = f"{' or '.join(MEASURED_METRICS)}, the metrics that this loop measures"
@@ -185,13 +184,6 @@ class Config:
         wanted = f"from 0 to the {self.steps} steps of the run"
         require(0 <= warmup <= self.steps, "schedule.warmup_steps", warmup, wanted)
         self.recomputation()
-
-    def _check_batch_size(self) -> None:
-        multiple = self.microbatch * (self.ranks or 1)
-        wanted = f"a multiple of microbatch{' x ranks' if self.ranks else ''}, {multiple}"
-        require(self.batch_size % multiple == 0, "batch_size", self.batch_size, wanted)
-        wanted = "more than one rank only with parallel=ddp or parallel=fsdp2"
-        require(self.parallel != "none" or self.ranks in (None, 1), "ranks", self.ranks, wanted)
 
     def _check_skipped_positions(self) -> None:
         end = self.steps * self.batch_size

@@ -235,7 +235,7 @@ runs resume-check --script nowhere.py       | there is no file nowhere.py
 runs resume-check --script a.py --trainer b:c | give either --script or --trainer
 runs resume-check --resume-with '--resume latest' | --resume-with is for --script
 runs resume-check --trainer a:b -- more     | 'more' is for no script: give --script FILE
-runs resume-check batch_size=4              | Error: batch_size must be a multiple of microbatch, 16; got 4
+runs resume-check batch_size=4              | Error: a window of 4 samples can't be cut into
 runs spike-check --steps 40 --at 38 --windows 9 | bad windows 38 to 46 are not all among the 40 steps
 runs spike-check --steps 30                 | begin in step 20, and the watchdog judges from step 33 on
 runs spike-check --steps 40 spike.action=warn | needs spike.action=rollback

@@ -84,7 +84,6 @@ steps=[                    | steps=[ is not a YAML value
 precision=fp16             | precision must be float32 or bfloat16 or float16; got 'fp16'
 clip_norm=0                | clip_norm must be above 0, or null; got 0
 name=a/b                   | name must be the name of a folder; got 'a/b'
-batch_size=30              | batch_size must be a multiple of microbatch, 16; got 30
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?
 recompute.strategy=sequental       | did you mean 'sequential'
 recompute.use_reentrant=3          | recompute: use_reentrant must be True or False; got 3
@@ -102,8 +101,6 @@ checkpoint.best_k_metric=accuracy \
   | checkpoint.best_k_metric must be dev_loss or loss, the metrics that this loop \
 measures; got 'accuracy'
 dtype=bfloat16 precision=float16    | precision must be bfloat16 or float32 for bfloat16 weights
-ranks=2          | ranks must be more than one rank only with parallel=ddp or parallel=fsdp2; got 2
-ranks=4 parallel=ddp       | batch_size must be a multiple of microbatch x ranks, 64; got 32
 steps=10 schedule.warmup_steps=11 \
                            | schedule.warmup_steps must be from 0 to the 10 steps of the run; got 11
 schedule.least=1.5         | schedule.least must be from 0 to 1
