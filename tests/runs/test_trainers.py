@@ -63,17 +63,9 @@ def test_the_newest_committed_folder_is_found_whatever_its_name_says(tmp_path):
 
 
 # tests/runs/test_store_damage.py damages files in more ways, and the same functions find them.
-DAMAGE = {
-    "flip in a folder below": lambda folder: flip(folder / "below/optimizer.bin", 3),
-    "one file more": lambda folder: (folder / "more").write_bytes(b""),
-    "no manifest": lambda folder: (folder / "manifest.json").unlink(),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_folder_is_passed_over_with_a_warning(tmp_path, caplog, how):
+def test_a_damaged_folder_is_passed_over_with_a_warning(tmp_path, caplog):
     commit_folder(written(tmp_path / "checkpoint-1", 1))
-    DAMAGE[how](commit_folder(written(tmp_path / "checkpoint-2", 2)))
+    flip(commit_folder(written(tmp_path / "checkpoint-2", 2)) / "below/optimizer.bin", 3)
     with caplog.at_level(logging.WARNING):
         assert newest(tmp_path) == "checkpoint-1"
     assert "checkpoint-2" in caplog.text
