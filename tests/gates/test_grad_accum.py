@@ -20,7 +20,7 @@ from ..toy_steps import activated, stacked
 
 
 def with_loss(loss):
-    return replace(squares(lambda: stacked(lambda: activated(8), 3), 8), loss=loss)
+    return squares(lambda: stacked(lambda: activated(8), 3), 8, loss=loss)
 
 
 def constant():

@@ -5,7 +5,6 @@ python -m pytest tests/gates/test_recompute.py
 
 import itertools
 import random
-from dataclasses import replace
 
 import numpy
 import pytest
@@ -45,10 +44,8 @@ def keep_gradients(model, *, blocks):
 
 
 def test_a_peak_inside_of_one_block_is_not_held_against_recompute():
-    def build():
-        return nn.Sequential(wide(5), *(wide(1) for _ in range(3)))
-
-    case = Case(squares(build, 16), batch_size=256)
+    peak_first = squares(lambda: nn.Sequential(wide(5), *(wide(1) for _ in range(3))), 16)
+    case = Case(peak_first, batch_size=256)
     verdict = verdict_of(recompute.compare_memory, case)
     require(verdict, None, "what one block needs while it runs owns the peak")
     verdict = verdict_of(recompute.compare_memory, case, recompute_blocks=keep_gradients)
@@ -186,10 +183,8 @@ def test_a_model_that_autocast_is_nothing_for_is_judged_without_it(why):
             x = x + next(calls)
         return blocks[2](blocks[1](blocks[0](x)))
 
-    def build():
-        return Runs(run, *(feed_forward(16, 64) for _ in range(3)))
-
-    verdict = verdict_of(recompute.compare_training, Case(squares(build, 16)))
+    made = squares(lambda: Runs(run, *(feed_forward(16, 64) for _ in range(3))), 16)
+    verdict = verdict_of(recompute.compare_training, Case(made))
     assert verdict.passed, verdict
     assert verdict.measured.endswith(f"steps; without autocast: the plain model {why}")
 
@@ -198,10 +193,7 @@ def test_a_step_that_does_not_repeat_bit_for_bit_is_compared_with_a_tolerance():
     steps = itertools.count()
 
     def required(loss):
-        def build():
-            return stacked(lambda: activated(16), 2)
-
-        case = Case(replace(squares(build, 16), loss=loss))
+        case = Case(squares(lambda: stacked(lambda: activated(16), 2), 16, loss=loss))
         _, required, hint = same_training(case, lambda model, sample: recompute_blocks(model))
         assert not hint
         return required

@@ -139,9 +139,3 @@ def test_discovery_finds_the_files_and_the_techniques():
     assert len(files(ROOT, PACKAGE)) >= 100
     assert len(skills(ROOT)) == 9
     assert {rule for rule, _, _ in PLANTED} == set(RULES)
-
-
-def test_files_omit_environments_caches_and_build_output(tmp_path):
-    names = (".ci/run", ".venv/x.py", "a/__pycache__/x.pyc", "x.egg-info/y", "build/x", ".git/x")
-    plant(tmp_path, dict.fromkeys(names, ""))
-    assert files(tmp_path) == [tmp_path / ".ci/run"]

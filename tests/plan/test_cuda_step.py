@@ -43,10 +43,8 @@ LAYER_BYTES = WIDTH * WIDTH * 4
 def layers(optimizer=None, *, rows=8, depth=2):
     """Layers of exactly 4 MiB without biases."""
 
-    def build():
-        return stacked(lambda: nn.Linear(WIDTH, WIDTH, bias=False), depth)
-
-    return replace(squares(build, rows, WIDTH), optimizer=optimizer)
+    made = squares(lambda: stacked(lambda: nn.Linear(WIDTH, WIDTH, bias=False), depth), rows, WIDTH)
+    return replace(made, optimizer=optimizer)
 
 
 def test_the_trace_of_a_linear_step_by_hand():

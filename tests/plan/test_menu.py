@@ -141,10 +141,8 @@ def test_blocks_that_hand_on_tensors_of_others_have_a_backward_of_their_own(buil
                 seen = block(seen)
         return torch.stack(seen).sum(0)
 
-    def passing():
-        return Runs(run, nn.PReLU(), nn.ModuleList(build() for _ in range(3)))
-
-    steps, _ = measured(squares(passing, 8, 16), without=OTHERS)
+    made = squares(lambda: Runs(run, nn.PReLU(), nn.ModuleList(build() for _ in range(3))), 8, 16)
+    steps, _ = measured(made, without=OTHERS)
     found = steps.plain_steps(chunked=False)[-1].blocks.values()
     assert all(block.peak > block.held > 0 for block in found)
     numbers = {len(block.operations) for block in found}
