@@ -1,5 +1,8 @@
 """Models, inputs and a loss for small training steps, and comparisons of what they leave."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -31,6 +34,21 @@ def seeded_stack(block, number=3):
 
 def drawn(*shape, seed=1):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def copies_of(model):
+    """Return the model itself, a deep copy, and one that was pickled."""
+    return model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+
+
+def in_bfloat16(loss):
+    """Return a loss that is computed under autocast."""
+
+    def autocast(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model, batch)
+
+    return autocast
 
 
 def gradients_of(model):

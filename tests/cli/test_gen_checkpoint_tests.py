@@ -81,7 +81,7 @@ def repository(tmp_path_factory):
 @pytest.fixture
 def run(repository, monkeypatch):
     monkeypatch.chdir(repository)
-    monkeypatch.setattr(sys, "path", [str(repository / "src"), *sys.path])
+    monkeypatch.syspath_prepend(repository / "src")
     return functools.partial(ran, "gen-tests")
 
 

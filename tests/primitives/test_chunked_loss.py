@@ -4,7 +4,6 @@ python -m pytest tests/primitives/test_chunked_loss.py"""
 
 import copy
 import itertools
-import pickle
 from functools import partial
 
 import pytest
@@ -29,7 +28,7 @@ from curry_train.primitives.cross_entropy import CHUNK_BYTES, product_dtype
 
 from ..gates.constructs import word_model
 from ..plan_models import Called
-from ..toy_steps import all_equal, drawn
+from ..toy_steps import all_equal, copies_of, drawn
 
 CLASSES = 256
 # Half precision rounds each product once.
@@ -198,7 +197,7 @@ def test_eval_no_grad_names_copies_and_removal_are_the_bare_models():
     assert type(model.head(input=torch.ones(model.head.in_features))) is LazyLogits
     with plain_blocks():
         assert type(model(TOKENS)) is torch.Tensor
-    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in copies_of(model):
         assert other.head._technique.chunk_tokens == 5
         with torch.no_grad():
             assert type(other(TOKENS)) is torch.Tensor

@@ -17,6 +17,7 @@ from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
 from ..language_models import language_model
+from ..toy_steps import in_bfloat16
 
 WIDER = {"vocab_size": 640, "hidden_size": 64, "intermediate_size": 192}
 
@@ -35,9 +36,7 @@ def labels(model, tokens):
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
-def autocast(model, tokens):
-    with torch.autocast("cpu", torch.bfloat16):
-        return labels(model, tokens)
+autocast = in_bfloat16(labels)
 
 
 def accumulated(model, tokens):

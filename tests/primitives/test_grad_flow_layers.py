@@ -4,10 +4,8 @@ python -m pytest tests/primitives/test_grad_flow_layers.py
 """
 
 import contextlib
-import copy
 import gc
 import math
-import pickle
 import weakref
 from dataclasses import dataclass
 from unittest import mock
@@ -25,7 +23,7 @@ from curry_train.primitives import GradFlow, flow_findings, flow_json, flow_tabl
 from curry_train.primitives.grad_flow_probe import compiled_modules
 
 from ..plan_models import Runs
-from ..toy_steps import activated, drawn, gradients_of, seeded_stack
+from ..toy_steps import activated, copies_of, drawn, gradients_of, seeded_stack
 
 
 @contextlib.contextmanager
@@ -329,7 +327,7 @@ def validate(model):
 
 
 def train_copies(model):
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in copies_of(model)[1:]:
         other(batch(rows=50)).sum().backward()
 
 

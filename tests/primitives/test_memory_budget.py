@@ -3,8 +3,6 @@
 python -m pytest tests/primitives/test_memory_budget.py
 """
 
-import copy
-import pickle
 import shutil
 import threading
 
@@ -36,7 +34,7 @@ from ..compiled_models import (
     rows,
     step,
 )
-from ..toy_steps import ON_DEVICES
+from ..toy_steps import ON_DEVICES, copies_of
 
 pytestmark = TRACING
 
@@ -105,7 +103,7 @@ def test_names_state_copies_and_pickles_are_those_of_the_bare_model():
     assert list(model.state_dict()) == list(plain.state_dict())
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
     assert isinstance(model.layers[0], type(plain.layers[0]))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for other in copies_of(model)[1:]:
         assert isinstance(other.layers[0], Budgeted)
         assert held(other) < 0.5 * held(plain)
         with plain_blocks():

@@ -20,7 +20,7 @@ from curry_train.primitives.rerun import FlatCall
 
 from ..language_models import language_model
 from ..plan_models import Runs
-from ..toy_steps import drawn, require_same_step, square_sum, stacked
+from ..toy_steps import drawn, in_bfloat16, require_same_step, square_sum, stacked
 
 WIDER = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3}
 TOKENS = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -40,9 +40,7 @@ def lm_loss(model, tokens):
     )
 
 
-def autocast_loss(model, tokens):
-    with torch.autocast("cpu", torch.bfloat16):
-        return lm_loss(model, tokens)
+autocast_loss = in_bfloat16(lm_loss)
 
 
 def figures(build, loss, apply=lambda model: None):

@@ -3,9 +3,7 @@
 python -m pytest tests/primitives/test_sac_contract.py
 """
 
-import copy
 import functools
-import pickle
 from collections import Counter
 from contextlib import nullcontext
 
@@ -24,7 +22,7 @@ from curry_train.workloads import Case
 from curry_train.workloads.models import transformer
 
 from ..plan_models import Called, Runs
-from ..toy_steps import require_same_step, seeded_stack
+from ..toy_steps import copies_of, in_bfloat16, require_same_step, seeded_stack
 
 aten = torch.ops.aten
 CASE = Case(transformer(depth=2), batch_size=4)
@@ -273,7 +271,7 @@ def test_exactly_what_a_policy_leaves_out_runs_again_in_copies_too(policy, again
     plain = operations_of(model, x)
     assert apply_sac(model, policy, blocks="[12]") == ["1", "2"]
     expected = Counter({kind: 2 * number for kind, number in (CHEAP | again).items()})
-    for changed in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for changed in copies_of(model):
         assert operations_of(changed, x) - plain == +expected
 
 
@@ -293,18 +291,13 @@ def total(model, batch):
     return model(batch).float().sum()
 
 
-def total_by_autocast(model, batch):
-    with torch.autocast("cpu", torch.bfloat16):
-        return total(model, batch)
-
-
 # Three blocks keep so many float32 tensors of the batch's size. A chain keeps its product and
 # every fifth factor, and a block the input that the one before it computed. Under autocast the
 # first block keeps its cast batch too, which nothing can compute again.
 @pytest.mark.parametrize(
     ("length", "loss", "num_tensors"),
     [
-        (5, total_by_autocast, 1.5 + 1 + 0.5),
+        (5, in_bfloat16(total), 1.5 + 1 + 0.5),
         (6, total, 3 + 3),
     ],
 )

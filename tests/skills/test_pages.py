@@ -194,7 +194,7 @@ def test_python_runs(page, block, tmp_path, monkeypatch):
     for name, source in python_files_of("README.md").items():
         (tmp_path / name).write_text(source)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "argv", ["-c"])
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, module.__name__, module)
