@@ -51,10 +51,8 @@ def judged(tmp_path):
     with Store(tmp_path) as store:
         save_new(store, 3)
 
-    def judged(life, *, struck_at=50.0):
-        return judge(History(tmp_path, Setup(2), LOSSES), life, TERM, None, struck_at)
-
-    return judged
+    history = History(tmp_path, Setup(2), LOSSES)
+    return lambda life, struck_at=50.0: judge(history, life, TERM, None, struck_at)
 
 
 def test_ranks_that_stop_after_the_same_saved_step_are_right(judged):

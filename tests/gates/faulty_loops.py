@@ -946,10 +946,11 @@ def trial_weights_stay():
 def frozen_after_the_first_step():
     model = classifier()
 
-    def logits(inputs):
-        return model(inputs.requires_grad_())
-
-    fit(logits, adamw(model), after=lambda: model.requires_grad_(False))  # here: end
+    fit(
+        lambda inputs: model(inputs.requires_grad_()),
+        adamw(model),
+        after=lambda: model.requires_grad_(False),
+    )  # here: end
 
 
 def group_without_a_rate_after_the_first_step():
@@ -1159,10 +1160,11 @@ def columns_inside_of_a_model():
 def mask_inverted():
     model = Attention()
 
-    def logits(tokens):
-        return model(tokens[:, :5], tokens[:, :5] == 0)[:, 0]  # here
-
-    fit(logits, adamw(model), padded_batches())
+    fit(
+        lambda tokens: model(tokens[:, :5], tokens[:, :5] == 0)[:, 0],  # here
+        adamw(model),
+        padded_batches(),
+    )
 
 
 def attention_to_padding():

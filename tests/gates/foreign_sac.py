@@ -40,10 +40,10 @@ def answer(keep):
 def saving(operations):
     """Return the contexts of a policy that saves these operations."""
 
-    def policy(context, operation, *args, **kwargs):
-        return answer(operation in operations)
-
-    return partial(create_selective_checkpoint_contexts, policy)
+    return partial(
+        create_selective_checkpoint_contexts,
+        lambda context, operation, *args, **kwargs: answer(operation in operations),
+    )
 
 
 def save_products(model, *, blocks):
@@ -94,8 +94,8 @@ def draws_again(model, *, blocks):
     checkpointed(model, blocks, saving(PRODUCTS + ATTENTION), preserve_rng_state=False)
 
 
-def trains_in_eval_mode(model, *, blocks):
+def trains_in_eval_mode(model, *, blocks, change=save_products):
     for name in blocks:
         block = model.get_submodule(name)
         block.register_forward_pre_hook(lambda block, args: block.train() and None)
-    save_products(model, blocks=blocks)
+    change(model, blocks=blocks)

@@ -3,6 +3,8 @@
 The models pass a tensor, a tuple as state, and ask for the mean of the outputs.
 """
 
+import functools
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -49,9 +51,7 @@ def detaches_the_state(step, inputs, state, **options):
 
 
 def draws_again(step, inputs, state, **options):
-    def around(run, *args):
-        return rerun(run, *args, preserve_rng_state=False)
-
+    around = functools.partial(rerun, preserve_rng_state=False)
     return unrolled(step, inputs, state, sizes=[4], around=around, **options)
 
 

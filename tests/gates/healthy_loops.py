@@ -246,10 +246,9 @@ def recomputed_all_ways():
     model = Language()
     is_reentrant = itertools.cycle([False, True])
 
-    def logits(tokens):
-        return recompute(model, tokens, is_reentrant=next(is_reentrant))
-
-    fit_language(logits, adamw(model))
+    fit_language(
+        lambda tokens: recompute(model, tokens, is_reentrant=next(is_reentrant)), adamw(model)
+    )
 
 
 def evaluated_with_gradients():
@@ -1184,10 +1183,12 @@ def copies_that_begin_anew():
 
 
 def distilled_token_by_token():
-    def loss(logits, _):
-        return F.kl_div(logits.log_softmax(2), torch.randn(2, 8, 50).softmax(2)) * 50
-
-    fit(Language(), None, texts(9), loss=loss)
+    fit(
+        Language(),
+        None,
+        texts(9),
+        loss=lambda one, _: F.kl_div(one.log_softmax(2), torch.randn(2, 8, 50).softmax(2)) * 50,
+    )
 
 
 def outputs_compared_with_each_other():
@@ -1195,10 +1196,7 @@ def outputs_compared_with_each_other():
 
 
 def noisy_labels_of_a_discriminator():
-    def loss(logits, _):
-        return F.binary_cross_entropy_with_logits(logits, 0.7 + 0.5 * torch.rand(8, 1))
-
-    fit_values(loss)
+    fit_values(lambda one, _: F.binary_cross_entropy_with_logits(one, 0.7 + 0.5 * torch.rand(8, 1)))
 
 
 def lengths_and_domains_next_to_labels():

@@ -29,11 +29,7 @@ def accumulate_completions(loss):
 
 def trl_2617():
     """Completions of unequal length, each microbatch with its own mean."""
-
-    def loss(logits, labels):
-        return of_tokens(logits, labels) / 4  # here: tokens
-
-    accumulate_completions(loss)
+    accumulate_completions(lambda *one: of_tokens(*one) / 4)  # here: tokens
 
 
 def trl_6024():
@@ -81,11 +77,7 @@ def transformers_42489():
         return lambda given: given + layer(given) + adapter(given)
 
     blocks = [*map(adapted, model.layers, adapters)]
-
-    def logits(tokens):
-        return recompute(model, tokens, blocks)
-
-    fit_language(logits, optimizer)  # here: checkpoint
+    fit_language(lambda tokens: recompute(model, tokens, blocks), optimizer)  # here: checkpoint
 
 
 def unsloth_3006():

@@ -213,13 +213,12 @@ def test_steps_that_depend_on_values_are_measured_with_the_reason(name):
 def test_token_ids_have_values_and_shapes_may_depend_on_them():
     """Batches of integers alone are drawn as in the real step, so they have values."""
 
-    def batch(size):
-        return torch.randint(1, 12, (size, 12))
-
-    def loss(module, tokens):
-        return module(tokens[tokens > 3])[: int(tokens.max())].square().sum()
-
-    workload = Workload("tokens", lambda: nn.Sequential(nn.Embedding(32, 8)), batch, loss)
+    workload = Workload(
+        "tokens",
+        lambda: nn.Sequential(nn.Embedding(32, 8)),
+        lambda size: torch.randint(1, 12, (size, 12)),
+        lambda module, tokens: module(tokens[tokens > 3])[: int(tokens.max())].square().sum(),
+    )
     assert check_workload(workload) is None
 
 

@@ -96,10 +96,11 @@ def test_the_first_row_is_the_callers_own_setting_as_a_real_step_measures_it():
 def test_the_loss_runs_in_chunks_of_the_planned_size():
     """Compare peaks of plans without blocks, for a model that is a head alone."""
 
-    def loss(head, x):
-        return F.cross_entropy(head(x), torch.zeros(len(x), dtype=torch.long))
-
-    workload = squares(lambda: nn.Linear(8, 64), 8, loss=loss)
+    workload = squares(
+        lambda: nn.Linear(8, 64),
+        8,
+        loss=lambda head, x: F.cross_entropy(head(x), torch.zeros(len(x), dtype=torch.long)),
+    )
     alone = replace(plans("mlp")[1], options={}, fingerprint={}, chunk_tokens=64, microbatch=64)
     assert peak_of(workload, replace(alone, chunk_tokens=1)) < peak_of(workload, alone)
     assert alone.apply(nn.Sequential(nn.Linear(8, 64))) == ["0"]

@@ -84,16 +84,16 @@ def test_an_optimizer_of_another_model_is_refused():
 
 
 def test_a_mean_loss_over_no_valid_term_raises_an_error_that_asks_for_count():
-    def mean(model, batch):
-        return model(batch).square().mean()
-
     message = (
         "window 0: loss nan, gradient norm 0.72[0-9]+; not finite: microbatch 1 of 2. "
         "The weights were not changed. Check that data; curry-train grad-flow names the layer that "
         "it begins in. Pass count= if a microbatch has no valid term"
     )
     with pytest.raises(NonFiniteWindow, match=f"^{message}$"):
-        linear_step([torch.ones(1, 2), torch.ones(0, 2)], loss=mean)
+        linear_step(
+            [torch.ones(1, 2), torch.ones(0, 2)],
+            loss=lambda model, batch: model(batch).square().mean(),
+        )
 
 
 # Ranks that would diverge or hang raise an error.

@@ -110,10 +110,9 @@ def test_every_recipe_has_a_test():
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_recipe_gives_equal_gradients_and_keeps_less(name, dtype):
-    def run(layers, x):
-        return layers[1](ACTIVATIONS[name](layers[0](x)))
-
-    plain = nn.Sequential(Runs(run, nn.Linear(16, 16), nn.Linear(16, 16))).to(dtype)
+    layers = nn.Linear(16, 16), nn.Linear(16, 16)
+    model = Runs(lambda inner, x: inner[1](ACTIVATIONS[name](inner[0](x))), *layers)
+    plain = nn.Sequential(model).to(dtype)
     changed = copy.deepcopy(plain)
     apply_regions(changed, blocks="0")
     x = (8 * drawn(32, 16)).to(dtype)

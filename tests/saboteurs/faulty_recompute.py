@@ -4,6 +4,7 @@ Proof: `python -m pytest tests/gates/test_gates.py`.
 """
 
 import copy
+import functools
 from collections import Counter
 
 import torch
@@ -20,6 +21,7 @@ from curry_train.primitives import memory_budget, recompute_blocks
 
 from ..gates import foreign_recompute as foreign
 from ..gates.foreign_recompute import around_blocks
+from ..gates.foreign_sac import trains_in_eval_mode
 from ..plan_models import squares
 from ..toy_steps import feed_forward, stacked
 from .saboteurs import planted
@@ -88,12 +90,7 @@ def keeps_inputs(model, *, blocks):
     around_blocks(model, blocks, around)
 
 
-def in_training_mode(model, *, blocks):
-    for name in blocks:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda block, args: block.train() and None
-        )
-    foreign.by_checkpoint(model, blocks=blocks)
+in_training_mode = functools.partial(trains_in_eval_mode, change=foreign.by_checkpoint)
 
 
 def in_place_of(technique, claim, name, change, hint):

@@ -72,10 +72,7 @@ def test_lists_of_a_configuration_get_shorter_and_weights_are_made_once():
 
 
 def test_what_a_factory_does_to_its_model_stays():
-    def factory():
-        return Configured(Config(num_layers=6)).requires_grad_(False)
-
-    module = Shrink(2).factory(factory)()
+    module = Shrink(2).factory(lambda: Configured(Config(num_layers=6)).requires_grad_(False))()
     assert len(module.inner) == 2
     assert not any(parameter.requires_grad for parameter in module.parameters())
 
