@@ -199,7 +199,7 @@ def test_the_setting_that_makes_the_difference_is_found(folder):
     record_with("A", TORCH_OTHER="1")
     record_with("B", TORCH_OTHER="2", TORCH_EPSILON="1e-4")
     python = f"{sys.executable} -m curry_train runs record --steps 2"
-    command = f"{python} --script {{script}} --out {{out}} -- {{arguments}}"
+    command = f'sh -c "{python} --script {{script}} --out {{out}} -- {{arguments}}"'
     locate(f"A B --bisect '{command}' --json found.json", status=1)
     settings = read_json("found.json")["settings"]
     assert settings["variable TORCH_OTHER"] == "makes none"
@@ -241,6 +241,7 @@ def test_settings_that_only_act_together_are_found_together(folder, monkeypatch)
         ("false {out}", "the command ended with status 1"),
         ("no-such-program {out}", "the command can't be run"),
         ("echo {nothing}", "has a field that no record has"),
+        ("echo {}", "has a field that no record has"),
     ],
 )
 def test_a_command_that_records_nothing_is_refused(folder, command, text):

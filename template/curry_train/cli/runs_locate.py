@@ -269,14 +269,16 @@ def _bisect(command: str, pair: Pair, rank: int, folder: Path) -> dict[str, str]
 
 def _run_template(command: str, settings: Mapping[str, Any], out: str) -> None:
     """Run a command with its fields filled in and its variables set."""
-    fields = {name.rpartition(" ")[2]: str(value) for name, value in settings.items()}
-    words: list[str] = []
-    for word in shlex.split(command):
-        is_arguments = word == "{arguments}"
-        try:
-            words += settings["arguments"] if is_arguments else [word.format(**fields, out=out)]
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"the command has a field that no record has: {error}") from error
+    # Quoted, so that a value may stand inside of a word, as in `sh -c "..."`.
+    fields = {
+        name.rpartition(" ")[2]: shlex.join(map(str, value if isinstance(value, list) else [value]))
+        for name, value in settings.items()
+    }
+    try:
+        filled = command.format(**fields, out=shlex.quote(out))
+    except (AttributeError, LookupError, ValueError) as error:
+        raise ValueError(f"the command has a field that no record has: {error}") from error
+    words = shlex.split(filled)
     variables = {
         name.removeprefix("variable "): value
         for name, value in settings.items()
