@@ -251,6 +251,15 @@ def _check_length(task: TrainingTask, length: int) -> None:
 def new_run(config: Config) -> Path:
     """Make the folder for the next run of this name and write the configuration into it."""
     root = Path(config.runs)
+    try:
+        return _make_new_run(config, root)
+    except OSError as error:
+        raise ValueError(
+            f"runs={root}: no run can be written there ({error.strerror}): give another folder"
+        ) from error
+
+
+def _make_new_run(config: Config, root: Path) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     number = max((number for number, _ in _runs_of(root, config.name)), default=0)
     while True:
