@@ -344,9 +344,11 @@ def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSiz
     changed: list[nn.Module] = []
 
     def changing(prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        # Of several loaders the larger ones may be for an evaluation.
+        sizes = [one.batch_size for one in args if isinstance(one, DataLoader)]
+        if None not in sizes:
+            check_size(min(sizes, default=None))
         for one in args:
-            if isinstance(one, DataLoader):
-                check_size(one.batch_size)
             if isinstance(one, nn.Module) and all(one is not known for known in changed):
                 changed.append(one)
                 change(one)

@@ -76,10 +76,11 @@ class Trained:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         trained = model()
         equip(accelerator, **self.added)
-        trained, optimizer, loader = accelerator.prepare(
+        trained, optimizer, loader, _ = accelerator.prepare(
             trained,
             torch.optim.AdamW(trained.parameters(), lr=rate),
             DataLoader(samples(), batch_size=2),
+            DataLoader(samples(), batch_size=4),  # for an evaluation
         )
         if load is not None:
             accelerator.load_state(load)
