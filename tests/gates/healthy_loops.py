@@ -68,6 +68,7 @@ from .loops import (
     scaler_on_cpu,
     seeded_loader,
     sequences,
+    shifted,
     spread,
     started,
     step,
@@ -1719,6 +1720,25 @@ def parameters_in_a_list():
 
 def weighted_loss_of_each_sample_added_up():
     accumulate(loss=lambda *one: F.cross_entropy(*one) * 0.1 * len(one[0]))
+
+
+def padding_left_out_by_hand():
+    def loss(logits, tokens):
+        losses = F.cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+        return (losses * (tokens > 0)).sum() / (tokens > 0).sum()
+
+    fit(Language(), None, shifted(padded_tokens() for _ in range(10)), loss=loss)
+
+
+def targets_given_before_the_input():
+    class Model(Seeing):
+        def forward(self, targets, tokens):
+            wanted = targets.masked_fill(targets == tokens, -100)
+            return of_tokens(super().forward(tokens), wanted)
+
+    model, optimizer = started(Model())
+    for tokens, _ in texts(9):
+        step(optimizer, model(tokens, torch.where(tokens > 25, 2, tokens)))
 
 
 HEALTHY = [

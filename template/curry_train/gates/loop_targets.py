@@ -90,13 +90,17 @@ def note_targets(
     target: Tensor,
     ignored: int = -100,
     logits: Tensor | None = None,
+    *,
+    is_whole: bool = True,
 ) -> None:
     """Compare targets that are indices with the tokens that the model was given.
 
-    Logits are those of a loss, which may leave out the first ones of a model.
+    Logits are those of a loss, which may leave out the first ones of a model. Where the loss is not
+    whole yet, the loop may leave out padding itself.
     """
     given, options = trace.given.tensors, trace.given.options
     labels = options.get("labels")
+    has_other_tokens = False
     # The input whose rows, or columns, the targets continue, as that of a decoder.
     for one in given:
         is_like = one.dim() == 2 and one.numel() == target.numel()
@@ -109,6 +113,9 @@ def note_targets(
                 forward.tokens, forward.time_dim = one, 0
             elif max(same[1], is_later and same[0]) > 0.99:
                 forward.tokens, forward.time_dim = one, 1
+            # A model that computes its loss may be given the targets first, and its input then.
+            is_inside = trace.depth > 0 and one.dtype == target.dtype
+            has_other_tokens |= is_inside and max(same) < 0.9 and bool((one > 1).any())
     tokens = forward.tokens
     # Of speech or pictures the rows are those of the labels.
     rows = (tokens_of(one) for one in (tokens, labels, target, target._base))
@@ -126,7 +133,7 @@ def note_targets(
         Targets,
         model=forward.module,
         same_as_input=same_as_input,
-        filler=_filler(targets, counted),
+        filler=_filler(targets, counted) if is_whole else None,
     )
     # Targets of a part of the tokens, whose first or last ones are left out.
     if (
@@ -137,7 +144,7 @@ def note_targets(
         return
     same = _same_as_input(targets, tokens, ignored)
     left_out = 0 if logits is None else num_left_out(logits, forward.time_dim)
-    event.may_be_shifted = forward.tokens is not given[0]
+    event.may_be_shifted = forward.tokens is not given[0] or has_other_tokens
     same_as_input |= {ahead - left_out: share for ahead, share in enumerate(same)}
     mask = options.get("attention_mask")
     # The mask of an encoder says nothing of what its decoder is given.
@@ -153,7 +160,7 @@ def note_targets(
     width = min(tokens.shape[1] - shift, targets.shape[1])
     places = slice(shift, shift + width)
     counted = counted[:, :width]
-    event.counts_padding = is_known and bool((hidden[:, places] & counted).any())
+    event.counts_padding = is_known & is_whole and bool((hidden[:, places] & counted).any())
     # The first of the repeated tokens may be the end of the text: the longest text has it alone.
     is_first = bool(torch.equal(hidden, repeats) and repeats.sum(1).min() == 1)
     hidden = repeats.roll(1, 1) & repeats if is_first else hidden

@@ -422,7 +422,14 @@ class Observer(Trace):
             self._mark(value, event, "is_used")
             forward = self.last.get(Forward)
             if forward is not None and term.name in ("cross_entropy", "nll_loss"):
-                note_targets(self, forward, target, options["ignore_index"], options["input"])
+                note_targets(
+                    self,
+                    forward,
+                    target,
+                    options["ignore_index"],
+                    options["input"],
+                    is_whole=term.reduction != "none",
+                )
 
     def _into(self, call: Called) -> None:
         one, *others = call.args
