@@ -1477,6 +1477,17 @@ def average_of_the_newest():
     keep_average(copy.deepcopy(model), model, 0.99)  # here: average
 
 
+def average_of_the_newest_out_of_place():
+    model = classifier()
+    average = copy.deepcopy(model)
+
+    def update():
+        for old, new in zip(average.parameters(), model.parameters(), strict=True):
+            old.data = 0.01 * old.data + 0.99 * new.data  # here
+
+    fit(model, after=update)
+
+
 def rounded_before_a_norm():
     class Rounded(nn.Linear):
         def forward(self, inputs):
@@ -1824,7 +1835,8 @@ FAULTY = {
         same_weights_everywhere, all_dropped, second_loss_forgotten, frozen_after_the_first_step,
         group_without_a_rate_after_the_first_step, gate_detached, generator_detached,
         chosen_by_argmax, loss_of_no_weight, chosen_by_the_place_of_the_largest,
-        average_of_itself, average_of_the_newest, state_that_stays_0, second_derivative_of_a_relu,
+        average_of_itself, average_of_the_newest, average_of_the_newest_out_of_place,
+        state_that_stays_0, second_derivative_of_a_relu,
         average_begun_elsewhere, rounded_before_a_norm, average_in_the_optimizer,
         weights_decayed_away, flag_misspelt, module_with_a_flag, no_weight_loaded,
         model_as_its_own_reference, pairs_of_equals, adapter_frozen, betas_swapped,

@@ -5,6 +5,7 @@ A kind of training is here also where no rule of today comes near it: the next o
 
 import copy
 import itertools
+import math
 import random
 from collections import deque
 
@@ -723,6 +724,18 @@ def averaged_teacher_in_training_mode():
             one.data.lerp_(new.data, 0.1)
 
     fit_to(teacher, model, update)
+
+
+def average_behind_a_ramp():
+    model = classifier()
+    average = copy.deepcopy(model)
+    shares = (math.exp(-number / 2000) for number in itertools.count(1))
+
+    def update():
+        follow(average, model, next(shares))
+        average[0].weight.data = average[0].weight.data
+
+    fit(model, after=update)
 
 
 def tasks_one_after_the_other():

@@ -101,6 +101,7 @@ from .loop_targets import (
     tokens_of,
 )
 from .loop_weights import (
+    MOST_OF_AVERAGE,
     MOST_SMALL,
     Gradient,
     copies_of,
@@ -132,7 +133,7 @@ ON_SIGNS = (
 # Operations of a loss with another value, and all that change nothing where their result is not
 # used.
 ADDING = ("__add__", "__radd__", "__iadd__", "__sub__")
-SCALING = ("__mul__", "mul", "__truediv__")
+SCALING = ("__mul__", "__rmul__", "mul", "__truediv__")
 PURE = (*ADDING, *SCALING, "add", "sub", "div", "clamp", "masked_fill", "lerp")
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
@@ -153,6 +154,8 @@ class Observer(Trace):
     inputs: list[Tensor]
     # Leaves from which an input of a model was computed, by id.
     leaves: set[int]
+    # Values that are most of trained weights, as 0.99 times them: the weights, and their share.
+    shares: WeakIdKeyDictionary
     # The last call of torch.autograd.grad whose result has no graph.
     grad_place: str
     is_attack: bool
@@ -179,9 +182,10 @@ class Observer(Trace):
         )
         data: Any = Tensor.data
         detached = watched(self._handled(self._detach), data.__get__)
+        set_to = watched(self._handled(self._into), data.__set__)
         with (
             replaced_calls(replacements, self._before_step, self._after_step),
-            mock.patch.object(Tensor, "data", property(detached, data.__set__)),
+            mock.patch.object(Tensor, "data", property(detached, set_to)),
         ):
             yield
 
@@ -436,9 +440,14 @@ class Observer(Trace):
         # Before training, entries that a checkpoint lacks stay; a negative factor is a decay.
         numbers = (by for by in (*others, *call.options.values()) if isinstance(by, int | float))
         newest = min(numbers, default=1)
-        is_average = self.num_made and not (self.stepping or self.depth) and newest > 0
-        if is_average and is_plain(one):
-            note_average(self, one, tensors_of(others), newest)
+        if self.num_made and not self.stepping and newest > 0 and is_plain(one):
+            tensors = tensors_of(others)
+            # A module that is moved sets the data of its weights, which may be there already.
+            if call.function.__name__ != "__set__":
+                note_average(self, one, tensors, newest)
+            for weight, share in [self.shares[it] for it in tensors if it in self.shares]:
+                if digest(one) != digest(weight):
+                    note_average(self, one, [weight], share)
 
     def _pure(self, call: Called) -> None:
         if "out" not in call.options and loses(call.caller):
@@ -455,6 +464,16 @@ class Observer(Trace):
             return
         if name in ("__sub__", "__mul__") and len(both) == 2:
             self._note_crossed(*both)
+        shares = [self.shares[one] for one in both if one in self.shares]
+        for number in call.args if self.num_made and not self.stepping else ():
+            if isinstance(number, float) and MOST_OF_AVERAGE < number < 1:
+                shares += [
+                    (one, number)
+                    for one in self.of_roots(trained=True)
+                    if one.shape == value.shape and digest(one) == digest(both[0])
+                ]
+        if shares:
+            self.shares[value] = shares[0]
         # `first` has no gradient, if one of them has none.
         first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
         is_difference = name == "__sub__" and len(both) > 1 and first.requires_grad

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..core.digest import is_plain
-from .loop_events import FEWEST_STEPS, Backward, Trace, Versions, tensors_of
+from .loop_events import Backward, Trace, Versions, tensors_of
 from .loop_lines import users_line
 from .loop_loss import digest, values_of
 
@@ -89,16 +89,14 @@ def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: fl
                 places[0],
                 value=number,
             )
-        value = None
         if is_itself:
             measured = "weights are averaged with, or copied from, themselves"
             hint = "copy.deepcopy(model), or clone() each tensor of a state_dict()"
         elif is_average and _are_unlike(one, other):
             measured = "an average of weights has begun from other weights"
             hint = "begin with a copy: average.load_state_dict(model.state_dict())"
-            value = number
-        # In the first steps an average may follow the weights.
-        elif is_average and newest > MOST_OF_AVERAGE and number >= FEWEST_STEPS:
+        # In the first steps an average may follow the weights, by a share that falls.
+        elif is_average and newest > MOST_OF_AVERAGE:
             measured = f"an average of weights takes {newest:.4g} of the newest ones"
             hint = "give the newest weights 1 - decay: average.lerp_(weight, 1 - decay)"
         else:
@@ -110,7 +108,7 @@ def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: fl
                 measured,
                 hint,
                 place,
-                value=value,
+                value=None if is_itself else number,
             )
 
 
