@@ -19,7 +19,7 @@ from ..core.wording import (
 )
 from ..plan.available import load_that_fits
 from ..plan.device import MEASURED_PEAK
-from ..plan.optimizers import make_optimizer, optimizers_in_short
+from ..plan.optimizers import OPTIMIZERS, make_optimizer
 from ..workloads.models import load_workload
 from .figures import plot_bench
 from .options import (
@@ -135,7 +135,7 @@ def bench_command(
     steps: int = number_option("Timed rounds.", default=20),
     warmup: int = number_option("Rounds before timing.", default=5, least=0),
     optimizer: str | None = option(
-        f"{optimizers_in_short()}, bytes per parameter; default: own or adamw.", "NAME"
+        f"{', '.join(OPTIMIZERS)}, bytes per parameter; default: own or adamw.", "NAME"
     ),
     peak: float | str | None = option(
         "Or measured, for MFU and HFU; default: the data sheet.", "TFLOPS", parse=_peak

@@ -19,7 +19,7 @@ from ..gates.memory_plan import measured_peak
 from ..plan.card import WORST_RESERVED_ERROR
 from ..plan.device import PROFILES, find_profile, profile_of
 from ..plan.fewest import FewestGpus, fewest_gpus
-from ..plan.optimizers import optimizers_in_short
+from ..plan.optimizers import OPTIMIZERS
 from ..plan.parallel import PRECISIONS, SHARDING_KINDS, Sharding, parse_mesh
 from ..plan.planner import Infeasible, Planner
 from ..plan.profiler import Timeline
@@ -71,7 +71,8 @@ class PlannerOptions:
 
     dtype: Any = DTYPE_OPTION
     optimizer: str | None = option(
-        f"{optimizers_in_short()}, bytes of state per parameter, or pkg.module:function.", "NAME"
+        f"{', '.join(OPTIMIZERS)}, bytes of state per parameter, or pkg.module:function.",
+        "NAME",
     )
     context_bytes: int | None = option(
         "Memory of a GPU that a process takes besides its tensors.  "

@@ -174,15 +174,6 @@ OPTIMIZERS = (
 )
 
 
-def optimizers_in_short() -> str:
-    """List the names by their first word, as `adamw[-fused], sgd`, for pages of help."""
-    families: dict[str, list[str]] = {}
-    for name in OPTIMIZERS:
-        first, dash, rest = name.partition("-")
-        families.setdefault(first, []).extend([dash + rest] if rest else [])
-    return ", ".join(f"{name}[{'|'.join(ends)}]" for name, ends in families.items())
-
-
 # Names of the Trainer's `optim` that mean one of these.
 TRAINER_OPTIMIZERS = {
     "adamw_torch": "adamw",
