@@ -49,7 +49,7 @@ def test_a_plan_can_be_read_back_from_its_file(tmp_path):
         (lambda data: json.dumps([data]), "this is not a plan of version 1, its version is 'list'"),
         (
             lambda data: json.dumps({k: v for k, v in data.items() if k != "options"}),
-            "the plan lacks options",
+            "options of the plan is None, which no plan has: make the plan again",
         ),
     ],
 )
@@ -68,14 +68,18 @@ def test_a_file_that_is_not_a_plan_is_refused(tmp_path, change, message):
         ("budget_bytes", None, "budget_bytes of the plan is None"),
         ("step_seconds", -1.0, "step_seconds of the plan is -1.0"),
         ("plain_seconds", float("nan"), "plain_seconds of the plan is nan"),
-        ("fingerprint", {"blocks.0": 1}, "fingerprint of the plan is"),
-        ("settings", {"left_out": 4}, "left_out of the plan's settings is 4"),
-        ("cuda", {"reserved_bytes": 1}, "cuda of the plan is"),
+        ("fingerprint", {"blocks.0": 1}, "blocks.0 of fingerprint of the plan is 1"),
+        ("settings", {"left_out": 4}, "left_out of settings of the plan is 4"),
+        ("cuda", {"reserved_bytes": 1}, "allocated_bytes of cuda of the plan is None"),
         ("options", {"other": {"kind": "full"}}, "option for 'other', .* no block of the plan"),
-        ("options", {"blocks.0": {"kind": "sac", "keep": [["matmul", -1]]}}, "keep of a block's"),
+        (
+            "options",
+            {"blocks.0": {"kind": "sac", "keep": [["matmul", -1]]}},
+            "keep of blocks.0 of options",
+        ),
         ("version", 2, "not a plan of version 1, its version is 2: make the plan again"),
         ("options", [], r"options of the plan is \[\]"),
-        ("options", {"blocks.0": "full"}, "a mapping with a kind, got 'full'"),
+        ("options", {"blocks.0": "full"}, "blocks.0 of options of the plan is 'full'"),
         ("options", {"blocks.0": {"kind": "most"}}, "got 'most'"),
     ],
 )

@@ -66,12 +66,8 @@ class Option:
 
     @classmethod
     def from_json(cls, data: Any) -> "Option":
-        if not _is_like(data, {"kind": str}):
-            raise ValueError(
-                f"a block's option must be a mapping with a kind, got {data!r}: make the plan again"
-            )
-        _check_parts(data, {"keep": [(str, 0)]}, "a block's option")
-        return cls(data["kind"], frozenset(map(tuple, data.get("keep", ()))))
+        """Read an option of a plan file, which is checked."""
+        return cls(data["kind"], frozenset(map(tuple, data.get("keep") or ())))
 
 
 def apply_options(
@@ -117,50 +113,45 @@ CUDA_FIGURES = (
 )
 SHOWN_SECONDS = ("compute", "communication", "exposed", "optimizer")
 # What the parts of a plan file are like. A number stands for the least whole number, a list has any
-# number of its element, and a mapping with the key ANY any names.
+# number of its element, a tuple has its elements, and a mapping with the key ANY any names.
 ANY = ""
 PLAN_PARTS: dict[str, Any] = {
     **dict.fromkeys(("workload", "why"), str),
     **dict.fromkeys(("budget_bytes", "microbatch", "steps", "ranks", "chunk_tokens"), 1),
     "peak_bytes": 1,
     **dict.fromkeys(("step_seconds", "plain_seconds"), float),
-    "options": {},
-    "settings": {},
+    "options": {ANY: {"kind": str, "keep": [(str, 0)]}},
+    "settings": {"left_out": [str], "limit_notes": [str]},
     "fingerprint": {ANY: str},
     "cuda": dict.fromkeys(CUDA_FIGURES, 0),
     "communication": {"text": str} | {f"{name}_seconds": float for name in SHOWN_SECONDS},
 }
-SETTING_PARTS = {"left_out": [str], "limit_notes": [str]}
-# Parts that may be null.
-NULLABLE_NAMES = ("chunk_tokens", "cuda", "communication")
+# Parts that may be missing or null.
+OPTIONAL_NAMES = ("chunk_tokens", "cuda", "communication", "left_out", "limit_notes", "keep")
 
 
-def _is_like(value: Any, like: Any) -> bool:
-    """Check a part of a plan file, which anybody may have written."""
-    if isinstance(like, list | tuple):
-        if not isinstance(value, list):
-            return False
-        parts = like if isinstance(like, tuple) else like * len(value)
-        return len(value) == len(parts) and all(map(_is_like, value, parts))
-    if isinstance(like, dict):
-        if not isinstance(value, Mapping):
-            return False
+def _check(value: Any, like: Any, where: str) -> None:
+    """Raise an error for the first part of a plan file, which anybody may have written."""
+    if isinstance(like, dict) and isinstance(value, Mapping):
         named = dict.fromkeys(value, like[ANY]) if ANY in like else like
-        return all(_is_like(value.get(name), part) for name, part in named.items())
-    if like is float:
-        return type(value) in (int, float) and math.isfinite(value) and value >= 0
-    return isinstance(value, str) if like is str else type(value) is int and value >= like
-
-
-def _check_parts(found: Mapping[str, Any], parts: Mapping[str, Any], where: str) -> None:
-    """Raise an error for the first part that is not as it must be."""
-    for name, like in parts.items():
-        value = found.get(name)
-        is_null = value is None and (name in NULLABLE_NAMES or name not in found)
-        if not is_null and not _is_like(value, like):
-            raise ValueError(
-                f"{name} of {where} is {value!r}, which no plan has: make the plan again"
-            )
+        for name, part in named.items():
+            # A block may have any name.
+            if name not in OPTIONAL_NAMES or ANY in like or value.get(name) is not None:
+                _check(value.get(name), part, f"{name} of {where}")
+        return
+    if isinstance(like, list | tuple) and isinstance(value, list):
+        parts = like if isinstance(like, tuple) else like * len(value)
+        is_like = len(value) == len(parts)
+        for one, part in zip(value, parts, strict=False):
+            _check(one, part, where)
+    elif like is float:
+        is_like = type(value) in (int, float) and math.isfinite(value) and value >= 0
+    elif isinstance(like, int):
+        is_like = type(value) is int and value >= like
+    else:
+        is_like = like is str and isinstance(value, str)
+    if not is_like:
+        raise ValueError(f"{where} is {value!r}, which no plan has: make the plan again")
 
 
 class PlanMismatch(ValueError):
@@ -323,14 +314,14 @@ class Plan:
         lines += self._cuda_lines()
         nothing = "no block to plan for: name some that run with --blocks"
         lines += ["", *(_blocks(self.options) or [nothing]), "", *wrap(self.why, 80)]
-        for reason in self.settings.get("left_out", ()):
+        for reason in self.settings.get("left_out") or ():
             lines += wrap(f"left out: {reason}", 80)
         return "\n".join(lines)
 
     def assumptions(self) -> str:
         """Name what the plan is for, what of the card it leaves free, and where times are from."""
         found = [self.settings.get(name) for name in ("device", "dtype", "optimizer")]
-        found += self.settings.get("limit_notes", [])
+        found += self.settings.get("limit_notes") or []
         if self.cuda is not None:
             found.append(f"{format_bytes(self.cuda['context_bytes'])} of context")
         source = self.settings.get("rates_from", "measured")
@@ -393,11 +384,8 @@ class Plan:
                 "make the plan again"
             )
 
-        fields = {name: data[name] for name in PLAN_PARTS if name in data}
-        if missing := sorted(PLAN_PARTS.keys() - fields.keys()):
-            raise ValueError(f"the plan lacks {', '.join(missing)}: make the plan again")
-        _check_parts(fields, PLAN_PARTS, "the plan")
-        _check_parts(fields["settings"], SETTING_PARTS, "the plan's settings")
+        _check(data, PLAN_PARTS, "the plan")
+        fields: dict[str, Any] = {name: data.get(name) for name in PLAN_PARTS}
         options = {name: Option.from_json(option) for name, option in fields["options"].items()}
         if unknown := sorted(options.keys() - fields["fingerprint"].keys()):
             raise ValueError(
