@@ -39,7 +39,7 @@ def test_recommended_layers_save_as_few_bytes_as_the_budget_needs(budget, names)
 def test_a_budget_that_nothing_fits_is_an_error_with_the_figures():
     report = report_of(("a", 45, 5), ("b", 30, 5))
     with pytest.raises(
-        ValueError, match=r"holds 85\.000 MiB.*20\.000 MiB with all 2 layers.*does not fit 19 MiB"
+        ValueError, match=r"holds 85\.000 MiB.*20\.000 MiB with the 2 layers.*does not fit 19 MiB"
     ):
         report.recommend_layers(19)
 

@@ -169,7 +169,7 @@ def test_a_list_never_called_is_divided_and_a_sequential_of_called_members_not_r
         "(rest)": (4, 4),
         "inner.0.0": (0, 0),
     }
-    with pytest.raises(ValueError, match="recomputing no layer saves anything"):
+    with pytest.raises(ValueError, match=r"0\.000 MiB with the 0 layers"):
         report.recommend_layers(1 / MIB)
 
 
@@ -206,7 +206,10 @@ def test_a_model_in_eval_mode_is_profiled_as_it_trains():
             "the model is on cpu, not on cuda: move it first",
         ),
         (lambda one: one.profile(torch.ones(2, 2), 0), "num_runs must be .* got 0"),
-        (lambda one: one.profile(torch.ones(2, 3)), r"raised RuntimeError.*float32\[2, 3\]"),
+        (
+            lambda one: one.profile(torch.ones(2, 3)),
+            "raised RuntimeError.*positional arguments as a tuple",
+        ),
         (lambda one: one.profile({"text": 1}), "raised TypeError.*keywords as a mapping"),
         (lambda one: one.recommend_layers(1), "call profile.sample_input. first"),
         (

@@ -77,16 +77,11 @@ class ProfileReport:
         budget = round(memory_budget_mb * BYTES_PER_MIB)
         chosen, gap = choose_largest(self.layers, self.held_bytes - budget)
         if gap > 0:
-            least = "recomputing no layer saves anything"
-            if chosen:
-                least = (
-                    f"{(budget + gap) / BYTES_PER_MIB:.3f} MiB with all {len(chosen)} layers "
-                    "recomputed that save anything"
-                )
             raise ValueError(
                 f"{self.model} holds {self.held_bytes / BYTES_PER_MIB:.3f} MiB after forward, and "
-                f"{least}: that does not fit {memory_budget_mb:g} MiB. Use a smaller batch, name "
-                "other blocks, or raise the budget"
+                f"{(budget + gap) / BYTES_PER_MIB:.3f} MiB with the {len(chosen)} layers "
+                f"recomputed that save anything: that does not fit {memory_budget_mb:g} MiB. Use a "
+                "smaller batch, name other blocks, or raise the budget"
             )
         return [layer.name for layer in self.layers if layer.name in chosen]
 
@@ -278,8 +273,7 @@ def _forward(model: nn.Module, sample: Any, *, loss: Loss) -> Tensor:
     except Exception as error:  # the user's model may raise anything
         raise ValueError(
             f"a forward of {type(model).__name__} on the sample raised {type(error).__name__}: "
-            f"{error}. The sample is {_shapes(sample)}; give a tensor, positional arguments as a "
-            "tuple, or keywords as a mapping"
+            f"{error}. Give a tensor, positional arguments as a tuple, or keywords as a mapping"
         ) from error
     if not isinstance(value, Tensor) or not value.requires_grad:
         raise ValueError(
@@ -295,12 +289,6 @@ def sum_of_output(model: nn.Module, sample: Any) -> Tensor:
         tensor.sum().float() for tensor in tensors_in(call(model, sample)) if tensor.requires_grad
     ]
     return torch.stack(sums).sum() if len(sums) != 1 else sums[0]
-
-
-def _shapes(sample: Any) -> Any:
-    return map_tensors(
-        sample, lambda tensor: f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    )
 
 
 def trained_parameters(model: nn.Module) -> list[Tensor]:
