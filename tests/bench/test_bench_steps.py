@@ -272,7 +272,7 @@ def test_a_lever_that_skips_work_is_found_by_its_loss():
 def test_unreliable_times_get_a_note():
     assert figures(Case(ROWS), "full", rounds=6, clock=ticking(1.0)).notes == []
     spread = figures(Case(ROWS), rounds=6, clock=ticking(1.0, 2.0, 3.0))
-    assert any("all steps spread over more than 25%" in note for note in spread.notes)
+    assert any("the steps of plain spread over more than 25%" in one for one in spread.notes)
 
 
 # Another model.

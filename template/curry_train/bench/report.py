@@ -115,14 +115,12 @@ def complete_figures(row: Figures, plain: Figures, *, precision: torch.dtype | N
 
 def timing_notes(rows: Sequence[Figures]) -> list[str]:
     """Warn where step times spread widely."""
-    spreads = {row.name: row.step.relative for row in rows if row.step is not None}
-    wide = [name for name, relative in spreads.items() if relative > WIDE_SPREAD]
+    wide = [row.name for row in rows if row.step and row.step.relative > WIDE_SPREAD]
     if not wide:
         return []
-    which = "all steps" if len(wide) == len(spreads) else f"the steps of {', '.join(wide)}"
     return [
-        f"{which} spread over more than {WIDE_SPREAD:.0%} of their median: do not rely on the "
-        "seconds; use the ratios and their intervals, or run on a quiet machine"
+        f"the steps of {', '.join(wide)} spread over more than {WIDE_SPREAD:.0%} of their median: "
+        "do not rely on the seconds; use the ratios and their intervals, or run on a quiet machine"
     ]
 
 
