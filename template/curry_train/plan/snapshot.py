@@ -140,8 +140,6 @@ def read_snapshot(path: str | Path) -> MemorySnapshot:
 
 def _snapshot_of(root: Any) -> MemorySnapshot:
     """Turn the containers of a pickle into records; raises the errors of missing or odd parts."""
-    # torch.cuda.memory_snapshot() returns the segments alone.
-    root = {"segments": root} if isinstance(root, list) else root
     if "segments" not in root:
         raise ValueError("it has no segments; write one with torch.cuda.memory._dump_snapshot")
     settings = root.get("allocator_settings") or {}
