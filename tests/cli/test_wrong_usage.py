@@ -84,8 +84,8 @@ bench --model mlp --lever accumulate=0      | got '0'
 bench --model mlp --lever accumulate=two    | got 'two'
 bench --model mlp --lever full=3            | the lever 'full' takes no value, got '3': leave it out
 bench --model mlp --lever autocast:fp16     | the lever 'autocast' takes no value
-bench --model mlp --lever plan=no:file      | Error: plan=no:file is not a file: give one that curry-train plan --out wrote
-bench --model mlp --lever plan              | Error: plan= is not a file
+bench --model mlp --lever plan=no:file      | Error: can't read the plan no:file: No such file or directory; write one with curry-train plan --out
+bench --model mlp --lever plan              | Error: can't read the plan : Is a directory; write one
 bench --model mlp --against absent:build    | can't import absent
 bench --model mlp --optimizer adamx         | no optimizer is called 'adamx'
 bench --model mlp --optimizer lion_32bit    | 'lion_32bit'; use one of
@@ -164,7 +164,7 @@ PLAN --parallel ddp --ranks 2 --verify      | --verify runs one rank
 PLAN --target h10                           | there is no profile 'h10'. Use one of: h100
 PLAN --target rtx3060                       | rtx4090, cpu, measured. To plan for an
 PLAN --parallel zero --ranks 2              | parallel must be one of ddp, fsdp2,
-PLAN --parallel hsdp --ranks 4              | hsdp has a mesh of 2 dimensions, such as replicate=2
+PLAN --parallel hsdp --ranks 4              | hsdp has a mesh such as replicate=2
 PLAN --parallel fsdp2 --ranks 3 --mesh dp=2 | the mesh has 2 ranks, and ranks is 3
 PLAN --parallel fsdp2 --mesh dp:8           | 'dp:8' is no mesh: write its dimensions as dp=8,tp=8
 PLAN --optimizer adam-8bit                  | did you mean 'adamw-8bit'

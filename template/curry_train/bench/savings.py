@@ -28,7 +28,7 @@ from ..core.parity import OUTER_BOUND, StepRecord, compare, record_step
 from ..core.wording import did_you_mean, format_bytes
 from ..plan.profiler import MemoryProfiler
 from ..primitives.strategies import STRATEGIES, moved_bytes
-from ..workloads.models import BUILTIN_WORKLOADS, load_workload
+from ..workloads.models import BUILTIN_WORKLOADS
 from ..workloads.workload import Case, Workload, WorkloadError, map_tensors
 from .steps import (
     FAILED_OUTCOME,
@@ -152,8 +152,6 @@ def search(bytes_of: Callable[[int], int], limit: int, *, start: int) -> int:
 def load_with_depth(spec: str, depth: int) -> Workload:
     """Load a built-in workload with that many blocks."""
     if spec not in BUILTIN_WORKLOADS:
-        if ":" not in spec:
-            load_workload(spec)  # raises for a misspelled name
         raise WorkloadError(
             f"depth applies to built-in workloads only ({', '.join(BUILTIN_WORKLOADS)}); set it in "
             f"{spec} itself"

@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,8 +120,6 @@ def _chunk_loss(model: nn.Module, sample: Sample) -> list[str]:
 
 
 def _plan(path: str) -> Apply:
-    if not Path(path).is_file():
-        raise ValueError(f"plan={path} is not a file: give one that curry-train plan --out wrote")
     plan = Plan.load(path)
     return lambda model, sample: plan.apply(model)
 

@@ -30,9 +30,9 @@ def find_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
         raise NoSuchDevice(
-            f"no CUDA device: torch {torch.__version__} is {built} and finds none. Use --device cpu"
+            f"no CUDA device: torch {torch.__version__} (built for CUDA: {torch.version.cuda}) "
+            "finds none. Use --device cpu"
         )
     return torch.device(name)
 

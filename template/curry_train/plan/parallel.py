@@ -79,8 +79,9 @@ class Sharding:
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "mesh", dict(self.mesh) or {"dp": ranks})
         if not 0 <= self.rank < ranks:
-            use = f"use 0 to {ranks - 1}" if ranks > 1 else "set their number with ranks or mesh"
-            raise ValueError(f"rank {self.rank} is none of {ranks} ranks: {use}")
+            raise ValueError(
+                f"rank {self.rank} is none of {ranks} ranks: use 0 to {ranks - 1}, or more ranks"
+            )
         if self.precision not in (None, *PRECISIONS):
             raise ValueError(
                 f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
@@ -90,13 +91,9 @@ class Sharding:
     def _check_kind(self) -> None:
         kind = self.kind
         if kind in SHARDING_KINDS:
-            wanted = 2 if kind in MESH_EXAMPLES else 1
-            if len(self.mesh) != wanted:
-                example = MESH_EXAMPLES.get(str(kind), "dp=8")
-                raise ValueError(
-                    f"{kind} has a mesh of {wanted} dimension{'s' * (wanted > 1)}, such as "
-                    f"{example}, got {self.mesh_text}"
-                )
+            example = MESH_EXAMPLES.get(str(kind), "dp=8")
+            if len(self.mesh) != example.count("="):
+                raise ValueError(f"{kind} has a mesh such as {example}, got {self.mesh_text}")
         elif isinstance(kind, str) and ":" not in kind:
             raise ValueError(
                 f"parallel must be one of {', '.join(SHARDING_KINDS)}, got {kind!r}, or a "
@@ -105,10 +102,9 @@ class Sharding:
         uses_fsdp2 = kind in SHARDING_KINDS and kind != "ddp"
         options = (self.reshard_after_forward, self.precision)
         if not uses_fsdp2 and any(one is not None for one in options):
-            without = "set parallel to one of them" if kind is None else f"{self.name} sets its own"
             raise ValueError(
                 "reshard_after_forward and precision are options of fsdp2, hsdp and "
-                f"{TENSOR_PARALLEL_KIND}: {without}"
+                f"{TENSOR_PARALLEL_KIND}, and parallel is {self.name}: leave them out"
             )
 
     @property

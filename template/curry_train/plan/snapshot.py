@@ -121,16 +121,12 @@ class MemorySnapshot:
 
 def read_snapshot(path: str | Path) -> MemorySnapshot:
     """Read a snapshot; raises UnusableSnapshot for any other file."""
-    if not Path(path).is_file():
-        raise UnusableSnapshot(f"{path} is no file: give what _dump_snapshot wrote")
     num_bytes = Path(path).stat().st_size
     if num_bytes > MOST_FILE_BYTES:
         raise UnusableSnapshot(
             f"{path} is too large: {format_bytes(num_bytes)}, and {format_bytes(MOST_FILE_BYTES)} "
             "can be read. Record fewer events: _record_memory_history(max_entries=1_000_000)"
         )
-    if not num_bytes:
-        raise UnusableSnapshot(f"{path} is empty: the program ended while it was written")
     try:
         return _snapshot_of(read_plain(Path(path).read_bytes()))
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -150,12 +150,9 @@ def run_recorded_step(
     """Run forward, backward and optimizer step, and mark the phases in the record."""
     value = loss(module, batch)
     if value.dim() or not value.requires_grad:
-        problem = "depends on no parameter of the module"
-        if value.dim():
-            problem = f"has shape {tuple(value.shape)}"
         raise ValueError(
-            f"the loss must be one number that {type(module).__name__} can be trained with; "
-            f"it {problem}"
+            f"the loss must be one number that depends on parameters of {type(module).__name__}; "
+            f"it has shape {tuple(value.shape)} and requires_grad={value.requires_grad}"
         )
 
     if record:
