@@ -239,7 +239,6 @@ def test_a_step_on_the_host_leaves_its_state_there(offload_gradients):
     num_large = len(sizes) - len(small)
     assert sketch.host_note.startswith("its optimizer steps on the host, which holds ")
     assert host_bytes(make_optimizer(make, WORKLOAD.build())) == 4 * 4 * large + 4 * num_large
-    assert ("one microbatch" in sketch.host_note) == offload_gradients
 
 
 def test_gradients_that_are_moved_away_are_not_added_up():

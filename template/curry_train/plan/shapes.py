@@ -492,12 +492,10 @@ def host_note(optimizer: torch.optim.Optimizer) -> str | None:
     """Describe what an optimizer keeps on the host; None if it steps on the device."""
     if not isinstance(optimizer, SteppedOnHost):
         return None
-    text = (
+    return (
         f"its optimizer steps on the host, which holds {format_bytes(host_bytes(optimizer))}: a "
         f"copy, a gradient and the state of {len(optimizer.on_host())} parameters"
     )
-    only = "; offload_gradients=True allows one microbatch a step"
-    return text + (only if optimizer.offload_gradients else "")
 
 
 class PretendedCase(Case):
