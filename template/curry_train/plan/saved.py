@@ -169,7 +169,6 @@ class Candidate:
     step_seconds: float | None = None  # of the optimizer step; None if it does not fit
     options: Mapping[str, Option] = field(default_factory=dict)
     checked: bool = False  # the peak is that of the whole step, not of the chain
-    flops: float | None = None  # of the whole window, if it was checked
 
     @property
     def is_plain(self) -> bool:

@@ -106,7 +106,6 @@ class WholeSteps:
             found,
             peak_bytes=self.priced(candidate).peak(options),
             step_seconds=self.seconds(found),
-            flops=None,
             checked=False,
         )
 
@@ -202,13 +201,12 @@ class WholeSteps:
         return [self.whole(replace(candidate, options=options)) for options in estimated]
 
     def whole(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with the peak, time and FLOPs of its whole step."""
+        """Return a candidate with the peak and the time of its whole step."""
         step = self.step(candidate)
         return replace(
             candidate,
             peak_bytes=self.bytes_needed(step),
             step_seconds=self.seconds(candidate),
-            flops=candidate.steps * float(step.flops.sum()),
             checked=True,
         )
 
