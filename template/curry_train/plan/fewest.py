@@ -206,7 +206,7 @@ def fewest_gpus(
     device: DeviceProfile,
     *,
     global_batch: int,
-    sharding: Sharding | Sequence[Sharding] = (),
+    sharding: Sequence[Sharding] = (),
     most: int = MOST_RANKS,
     links: Links | None = None,
     context_bytes: int | None = None,
@@ -217,17 +217,16 @@ def fewest_gpus(
     """Find the fewest GPUs of a kind on which a training fits.
 
     The first dimension of the mesh grows by powers of two, as far as the global batch can be
-    shared. `sharding` is one or several, of which the quickest that fits counts; FSDP2 unless it is
+    shared. Of several in `sharding` the quickest that fits counts; FSDP2 is tried unless any is
     given. `context_bytes` and `margin` are those of `Card`, and `options` those of `Sketch`.
     """
     require_whole("global_batch", global_batch, least=1)
     card = Card(device, context_bytes, margin)
     if device.usable_bytes is None:
         raise ValueError(f"the memory of {device.name} is not known: name a GPU, as h100")
-    templates = [sharding] if isinstance(sharding, Sharding) else [*sharding]
     candidates = [
         grown
-        for template in templates or [Sharding("fsdp2")]
+        for template in sharding or [Sharding("fsdp2")]
         for grown in _shardings(template, global_batch, most=most)
     ]
     if not candidates:
