@@ -278,8 +278,8 @@ def measure_model(spec: str, asked: CaseOptions, *, on_shapes: bool) -> Report:
         "blocks": choice.to_json(),
         "on_shapes": why,
         "convolution_workspace_bytes": workspace,
-        "profile": profile.to_json(),
-        "timeline": timeline.to_json(),
+        "profile": asdict(profile),
+        "timeline": asdict(timeline),
     }
     course = functools.partial(course_of_timeline, timeline, lives.lives)
     return Report("\n\n".join(texts), facts, course)

@@ -14,7 +14,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -114,9 +114,6 @@ class ProfileReport:
             )
         return "\n".join(line.rstrip() for line in lines)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Point:
@@ -179,9 +176,6 @@ class Timeline:
                     held = sum(held for _, held in others)
                     lines.append(_row(f"  {len(others)} smaller layers", held, peak.bytes_alive))
         return "\n".join(lines)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def _share(part: int, whole: int) -> str:
