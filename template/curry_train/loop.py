@@ -345,7 +345,7 @@ def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSiz
 
     def changing(prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
         # Of several loaders the larger ones may be for an evaluation.
-        sizes = [one.batch_size for one in args if isinstance(one, DataLoader)]
+        sizes: list[Any] = [one.batch_size for one in args if isinstance(one, DataLoader)]
         if None not in sizes:
             check_size(min(sizes, default=None))
         for one in args:
