@@ -216,7 +216,7 @@ def match_names(names: list[str], globs: Globs, *, option: str) -> list[str]:
     matched: set[str] = set()
     for glob in [globs] if isinstance(globs, str | nn.Module) else globs:
         if not isinstance(glob, str):
-            raise TypeError(
+            raise ValueError(
                 f"{option} has to be given by patterns of names, such as 'layers.*'; "
                 f"got {type(glob).__name__}"
             )

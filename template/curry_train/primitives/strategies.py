@@ -14,6 +14,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from types import NoneType
 from typing import Any
 
 from torch import nn
@@ -284,28 +285,14 @@ STRATEGIES_BY_SETTING = {
 }
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-# By the type of a setting: a check of its value, and the words for what is accepted.
-VALID_VALUES: Mapping[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool), "True or False"),
-    int: (_is_count, "a whole number from 1 up"),
-    int | None: (
-        lambda value: value is None or _is_count(value),
-        "a whole number from 1 up, or None to choose it by measured bytes",
-    ),
-    float: (
-        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value >= 0,
-        "a number of MB from 0 up",
-    ),
+# By the type of a setting: the types of its values, and the words for what is accepted.
+ACCEPTED_VALUES: Mapping[Any, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((int,), "a whole number"),
+    int | None: ((int, NoneType), "a whole number, or None to choose it by measured bytes"),
+    float: ((int, float), "a number of MB"),
     tuple[str, ...]: (
-        lambda value: (
-            isinstance(value, Sequence)
-            and not isinstance(value, str)
-            and all(isinstance(glob, str) and glob for glob in value)
-        ),
+        (list, tuple),
         "a list of globs over module names, such as ['layers.*']",
     ),
 }
@@ -347,8 +334,8 @@ class CheckpointConfig:
         chosen = "snn_timestep_checkpoint" if self.snn_timestep_checkpoint else self.strategy
         for setting in fields(self):
             value = getattr(self, setting.name)
-            is_valid, wanted = VALID_VALUES.get(setting.type, (lambda value: True, ""))
-            if not is_valid(value):
+            accepted, wanted = ACCEPTED_VALUES.get(setting.type, ((type(value),), ""))
+            if type(value) not in accepted:
                 raise ValueError(f"{setting.name} must be {wanted}; got {value!r}")
             if isinstance(setting.default, tuple):
                 value = tuple(value)
