@@ -212,6 +212,10 @@ def run_job(result: str) -> NoReturn:
             time.sleep(SECONDS_BEFORE_KILL)
             os.kill(os.getpid(), signal.SIGKILL)
         sys.stdout.flush()
+        # Torch, or the script, may raise an error in the main thread as soon as a worker ends; a
+        # handler can be set in that thread alone.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Their temporary files are removed with those of this process.
         for one in multiprocessing.active_children():
             one.kill()
