@@ -186,10 +186,8 @@ def remove_segments(model: nn.Module) -> None:
 
 def chains_of(names: Sequence[str]) -> list[list[str]]:
     """Group block names by their container, in order."""
-    chains: dict[str, list[str]] = {}
-    for name in names:
-        chains.setdefault(name.rpartition(".")[0], []).append(name)
-    return list(chains.values())
+    chains = itertools.groupby(names, key=lambda name: name.rpartition(".")[0])
+    return [list(chain) for _, chain in chains]
 
 
 def _split(chain: list[str], num_segments: int) -> list[list[str]]:
