@@ -88,6 +88,15 @@ def finished(*words, cwd=None, status=0, **environment):
     return ended
 
 
+def started(*words, cwd=None, **environment):
+    """Start a program in a session of its own; its output is read when it has ended."""
+    ours = {"PYTHONPATH": f"{ROOT}/template:{ROOT}", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | ours | environment
+    words = list(map(str, words))
+    return subprocess.Popen(words, cwd=cwd, env=environment, start_new_session=True, **pipes)
+
+
 def in_python(*words, **options):
     """Run a program in a python that has imported torch."""
     return finished(warm_python(), *words, **options)

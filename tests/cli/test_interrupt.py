@@ -5,13 +5,12 @@ Run: `python -m pytest tests/cli/test_interrupt.py`.
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ..command_runs import wait_for
+from ..command_runs import started, wait_for
 
 MODEL = """
 import torch
@@ -79,22 +78,14 @@ while True:
 """
 
 
-def started(folder, *words):
+def started_in(folder, *words):
     """Start a command with a temporary folder inside of `folder`, and return its process."""
     (folder / "deaf.py").write_text(MODEL)
     (folder / "supervised.py").write_text(SUPERVISED)
     (folder / "temporary").mkdir()
     path = os.pathsep.join([str(folder), *sys.path])
     environment = {"TMPDIR": str(folder / "temporary"), "PYTHONPATH": path}
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return started(sys.executable, *words, cwd=folder, **environment)
 
 
 def assert_ended(process, folder, status):
@@ -114,7 +105,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/cwd").exists(), reason="nee
 @needs_proc
 def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path):
     words = ["-m", "curry_train", "validate", "--model", "deaf.py:build"]
-    process = started(tmp_path, *words, "--gate", "recompute/off")
+    process = started_in(tmp_path, *words, "--gate", "recompute/off")
     wait_for((tmp_path / "in_backward").exists)
     assert list((tmp_path / "temporary").iterdir())
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -124,7 +115,7 @@ def test_an_interrupt_ends_all_processes_and_leaves_no_file(tmp_path):
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_termination_and_a_kill_end_the_workers_too(tmp_path, number):
-    process = started(tmp_path, "supervised.py")
+    process = started_in(tmp_path, "supervised.py")
     wait_for((tmp_path / "started").exists)
     process.send_signal(number)
     if number == signal.SIGTERM:

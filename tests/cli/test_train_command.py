@@ -15,9 +15,8 @@ import pytest
 
 from curry_train.runs.files import create
 
-from ..command_runs import flat, ran, read_json, wait_for
+from ..command_runs import flat, ran, read_json, started, wait_for
 from ..journals import column
-from ..tree import ROOT
 
 TINY = "model=tests.training_models:tiny batch_size=4 microbatch=2 evaluate.samples=4 device=cpu"
 RANKS = f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 -m curry_train train"
@@ -94,15 +93,7 @@ def test_a_signal_saves_and_the_run_goes_on():
 @pytest.mark.timeout(600)
 def test_torchrun_trains_and_a_signal_to_one_rank_stops_both():
     line = f"{RANKS} {TINY} steps=100000 parallel=fsdp2 log.every=1000"
-    paths = f"{ROOT}/template:{ROOT}"
-    process = subprocess.Popen(
-        line.split(),
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = started(*line.split())
     journal = Path("runs/run-001/journal.jsonl")
     wait_for(lambda: journal.is_file() and '"step":2,' in journal.read_text())
     ranks = subprocess.run(

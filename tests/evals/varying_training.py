@@ -9,12 +9,12 @@ import functools
 import pickle
 import zipfile
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from .. import snapshot_files
 from ..snapshot_files import MIB, Recorder, Training, native, python
+from ..tree import ROOT
 
-CASES = Path(__file__).resolve().parents[2] / "evals/memory-plan"
+CASES = ROOT / "evals/memory-plan"
 LENGTHS = (1130, 905, 1420, 1015, 1610, 1290, 1777)
 NUM_BLOCKS = 10
 ROW_BYTES = 4 * 1024 * 2  # of four rows of one token, in half precision

@@ -6,15 +6,14 @@ python -m pytest tests/gates/test_claims.py
 import fnmatch
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from curry_train.gates.verdict import TECHNIQUES, claims, discover, technique_of
 
 from ..saboteurs.saboteurs import claims_by_name, faults
+from ..tree import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs/validate.md", *sorted(ROOT.glob("skills/*/SKILL.md"))]
 # <!-- claims: sac.products sac.regions -->, or <!-- claims: sac.* --> for all of a technique
 MARK = re.compile(r"<!-- claims: ([a-z0-9.* -]+?) -->")

@@ -56,7 +56,8 @@ def test_a_gate_that_fails_before_the_model_runs_does_not_count_as_one_that_ran_
         torch.stack([torch.ones(1), torch.ones(2)])
 
     verdict = verdict_of(fails_in_the_batch, case_of("mlp"))
-    assert verdict.ran == ()
+    assert (verdict.passed, verdict.ran) == (False, ())
+    assert verdict.measured.startswith("raised RuntimeError")
     assert "test_verdict.py, line" in verdict.hint
     assert verdict.hint.endswith("torch.stack([torch.ones(1), torch.ones(2)])")
 

@@ -10,12 +10,9 @@ Proof: `python -m pytest tests/runs/test_attach.py`.
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import warnings
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 PLAIN = """
 import random, sys
 import numpy, torch
@@ -111,15 +108,12 @@ def _changed(script, changes):
 
 def start(folder, script, *words, at=0, **environment):
     """Start the script in a folder; it is killed in its optimizer step `at`, and never for 0."""
+    from ..command_runs import started
     from ..warm_python import warm_python
 
     folder.mkdir(exist_ok=True)
     (folder / "script.py").write_text(script)
-    paths = f"{ROOT}/template:{ROOT}"
-    command = [warm_python(), __file__, str(at), "script.py", *map(str, words)]
-    variables = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"} | environment
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=folder, env=variables, text=True, **pipes)
+    return started(warm_python(), __file__, at, "script.py", *words, cwd=folder, **environment)
 
 
 def flip_a_bit(run_folder, name="*.distcp"):
