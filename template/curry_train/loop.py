@@ -345,9 +345,9 @@ def _apply_to_accelerator(accelerator: Any, change: Change, check_size: CheckSiz
 
     def changing(prepare: Callable[..., Any], *args: Any, **options: Any) -> Any:
         # Of several loaders the larger ones may be for an evaluation.
-        sizes: list[Any] = [one.batch_size for one in args if isinstance(one, DataLoader)]
-        if None not in sizes:
-            check_size(min(sizes, default=None))
+        # One with a batch sampler has no size.
+        sizes = [one.batch_size or 0 for one in args if isinstance(one, DataLoader)]
+        check_size(min(sizes, default=0))
         for one in args:
             if isinstance(one, nn.Module) and all(one is not known for known in changed):
                 changed.append(one)
