@@ -1743,6 +1743,16 @@ def statistics_that_never_move():
     fit(nn.Sequential(nn.BatchNorm1d(8, momentum=0), classifier()))  # here: sample
 
 
+def results_of_an_epoch_with_their_graphs():
+    model, optimizer = started()
+    for _ in range(2):
+        results = []
+        for batch in loader():
+            loss = loss_of(model, batch)
+            step(optimizer, loss)
+            results.append({"loss": loss})  # here
+
+
 def average_with_its_graph():
     model = classifier()
     shadow = {name: one.clone() for name, one in model.named_parameters()}
@@ -1796,7 +1806,8 @@ def filled_sum_divided_twice():
 FAULTY = {
     "results": [
         weights_clamped_for_nothing, codes_added_for_nothing, loss_divided_for_nothing,
-        rows_normalized_for_nothing, mode_named_alone, average_kept_in_a_name,
+        rows_normalized_for_nothing, mode_named_alone,
+        average_kept_in_a_name,
         copied_into_a_dictionary,
     ],
     "accumulation": [
@@ -1906,7 +1917,9 @@ FAULTY = {
         targets_of_the_batch_before, each_batch_twice_in_an_epoch, weights_of_classes_drawn,
         batches_without_a_loss_left_out,
     ],
-    "graph": [total_loss_with_its_graph, average_with_its_graph],
+    "graph": [
+        total_loss_with_its_graph, average_with_its_graph, results_of_an_epoch_with_their_graphs,
+    ],
     "growth": [
         cache_of_outputs, hook_in_each_step, callback_that_keeps_activations, arrays_of_outputs,
         scalars_with_a_graph, dictionary_of_arrays,

@@ -80,9 +80,11 @@ class Growth(Blank):
                 gc.collect()
                 graphs = _with_graphs(gc.get_objects())
                 if len(nodes_behind(*graphs)) > before[0]:
-                    holders = [one for one in gc.get_referrers(*graphs) if type(one) in CONTAINERS]
-                    lines = map(_line_that_keeps, [*holders, *graphs])
-                    self.graphs = [*filter(None, lines)] or [""]
+                    holders = _containers_of(graphs)
+                    # A container may be kept in another one.
+                    kept = [*holders, *_containers_of(holders), *graphs]
+                    lines = (_line_that_keeps(one, is_emptied=True) for one in kept)
+                    self.graphs = [next(filter(None, lines), "")]
             for key, size in self.sizes.items():
                 one = containers[key]
                 measured = _description(one, (size - self.first[key]) / FEWEST_INTERVALS)
@@ -131,9 +133,16 @@ def _with_graphs(objects: Iterable[Any]) -> list[Tensor]:
     return [one for one in objects if issubclass(type(one), Tensor) and one.grad_fn is not None]
 
 
-def _line_that_keeps(container: Any) -> str | None:
-    """Return the line of the user's that adds to a container; nothing where one empties it."""
-    lines = (_line_that_adds_to(name, code) for name, code in _names(container))
+def _containers_of(objects: list[Any]) -> list[Any]:
+    return [one for one in gc.get_referrers(*objects) if type(one) in CONTAINERS]
+
+
+def _line_that_keeps(container: Any, *, is_emptied: bool = False) -> str | None:
+    """Return the line of the user's that adds to a container; nothing where one empties it.
+
+    What begins anew in each epoch is known to keep graphs where these are too many.
+    """
+    lines = (_line_that_adds_to(name, code, is_emptied) for name, code in _names(container))
     return next((line for line in lines if line is not None), None)
 
 
@@ -160,7 +169,7 @@ def _names(container: Any) -> Iterator[tuple[str, Any]]:
             yield from [(name, None) for name, cell in cells if cell is one]
 
 
-def _line_that_adds_to(name: str, code: Any) -> str | None:
+def _line_that_adds_to(name: str, code: Any, is_emptied: bool) -> str | None:
     """Return the line that adds to a container, from which none of its file takes anything out."""
     word = rf"\b{re.escape(name)}\b"
     adds = re.compile(
@@ -190,7 +199,7 @@ def _line_that_adds_to(name: str, code: Any) -> str | None:
             if own is None or number in own or number - 1 in own
         }
         text = "".join(lines.values())
-        for reset in resets.finditer(text):
+        for reset in () if is_emptied else resets.finditer(text):
             shallower = rf"^(?!{reset[1]})[ \t]*(for|while)\b"
             if not code or re.search(shallower, text[: reset.start()], re.MULTILINE):
                 return ""
