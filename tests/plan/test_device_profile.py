@@ -111,16 +111,11 @@ def test_the_cpu_is_measured_once_for_each_number_of_threads(monkeypatch):
     assert len(calls) == 2
 
 
-def test_a_device_that_is_not_there_or_has_no_profile_is_refused(monkeypatch):
+def test_a_device_that_has_no_profile_is_refused():
     with pytest.raises(
         ValueError, match="there is no profile of the device 'meta': give 'cpu' or 'cuda'"
     ):
         profile_of("meta")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        RuntimeError, match="torch sees no GPU for the device 'cuda': use 'cpu', or find_profile"
-    ):
-        measure_profile("cuda")
 
 
 @pytest.mark.cuda
