@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from curry_train.core.measure import FlopCount, LiveStorages
 from curry_train.core.parity import compare, record_step
 from curry_train.primitives import (
+    GradFlow,
     apply_chunked_loss,
     chunked_cross_entropy,
     chunked_loss_report,
@@ -131,6 +132,17 @@ def test_two_losses_of_the_same_logits_run_in_chunks():
 )
 def test_logits_are_made_for(operation, use):
     assert both(use).whole == [operation]
+
+
+def test_a_probed_step_makes_no_logits():
+    model = word_model()
+    apply_chunked_loss(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    with GradFlow(model, optimizer, every=1) as flow:
+        F.cross_entropy(model(TOKENS).flatten(0, 1), TOKENS.flatten()).backward()
+        optimizer.step()
+    assert str(chunked_loss_report(model)["head"]) == "losses in chunks: 1"
+    assert all(one.gradient for one in flow.records[0].layers.values())
 
 
 def test_hooks_on_the_node_of_the_logits_run_in_backward():

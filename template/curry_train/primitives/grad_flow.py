@@ -286,15 +286,17 @@ class GradFlow:
             self._listen(output)
 
     def _listen(self, output: Any) -> None:
-        """Hook these tensors to detect the start of their backward.
+        """Hook the nodes of these tensors to detect the start of their backward.
 
         Hooks on parameters would not work, since FSDP2 replaces them during forward.
         """
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(self._gradient_came)
+                node = tensor.grad_fn
+                register = tensor.register_hook if node is None else node.register_prehook
+                register(self._gradient_came)
 
-    def _gradient_came(self, gradient: Tensor) -> None:
+    def _gradient_came(self, gradients: Any) -> None:
         """Wait for the end of this backward, after callbacks that others queue.
 
         By then gradients have been summed over ranks and sharded.
@@ -314,10 +316,12 @@ class GradFlow:
         if not self._training:
             # The training loop calls parts of the model directly, so `_leave` does not run.
             self._listen(output)
+        # The stand-in for the logits of a chunked loss has no values.
         outputs = {
             tensor: None
             for tensor in tensors_in(output)
-            if (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_meta
+            if (tensor.is_floating_point() or tensor.is_complex())
+            and not (tensor.is_meta or hasattr(tensor, "logits"))
         }
         if not outputs:
             return
