@@ -243,7 +243,7 @@ class Plan:
         """
         modules = dict(model.named_modules())
         class_name = type(model).__name__
-        advice = "make a plan for this model"
+        advice = "make a plan for this model, or apply it before a wrapper takes the model"
         for name, module in modules.items():
             if isinstance(module, Derived):
                 raise PlanMismatch(
