@@ -390,6 +390,14 @@ def rows_normalized_for_nothing():
     fit(loss=loss)
 
 
+def logits_transposed_for_nothing():
+    def loss(logits, labels):
+        logits.transpose(0, 1)  # here
+        return F.cross_entropy(logits, labels)
+
+    fit(loss=loss)
+
+
 def best_weights_without_a_copy():
     model, optimizer = started()
     for batch in loader(512):
@@ -1806,7 +1814,7 @@ def filled_sum_divided_twice():
 FAULTY = {
     "results": [
         weights_clamped_for_nothing, codes_added_for_nothing, loss_divided_for_nothing,
-        rows_normalized_for_nothing, mode_named_alone,
+        rows_normalized_for_nothing, logits_transposed_for_nothing, mode_named_alone,
         average_kept_in_a_name,
         copied_into_a_dictionary,
     ],

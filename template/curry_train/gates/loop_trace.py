@@ -134,7 +134,20 @@ ON_SIGNS = (
 # used.
 ADDING = ("__add__", "__radd__", "__iadd__", "__sub__")
 SCALING = ("__mul__", "__rmul__", "mul", "__truediv__")
-PURE = (*ADDING, *SCALING, "add", "sub", "div", "clamp", "masked_fill", "lerp")
+PURE = (
+    *ADDING,
+    *SCALING,
+    "add",
+    "sub",
+    "div",
+    "clamp",
+    "masked_fill",
+    "lerp",
+    "transpose",
+    "permute",
+    "squeeze",
+    "unsqueeze",
+)
 LOOK = "look for the first value that is not finite: curry-train grad-flow"
 
 
@@ -210,7 +223,7 @@ class Observer(Trace):
         # Around those of the same calls.
         yield self._pure, Tensor, *PURE
         yield self._pure, torch, "clamp"
-        yield self._pure, F, "normalize"
+        yield self._pure, F, "normalize", "softmax"
         yield self._loss, F, *ON_CLASSES, *ON_VALUES
         yield self._signs, F, *ON_SIGNS
         yield self._dropout, F, "dropout", "dropout1d", "dropout2d", "dropout3d"
@@ -464,16 +477,8 @@ class Observer(Trace):
             return
         if name in ("__sub__", "__mul__") and len(both) == 2:
             self._note_crossed(*both)
-        shares = [self.shares[one] for one in both if one in self.shares]
-        for number in call.args if self.num_made and not self.stepping else ():
-            if isinstance(number, float) and MOST_OF_AVERAGE < number < 1:
-                shares += [
-                    (one, number)
-                    for one in self.of_roots(trained=True)
-                    if one.shape == value.shape and digest(one) == digest(both[0])
-                ]
-        if shares:
-            self.shares[value] = shares[0]
+        if self.num_made and not self.stepping:
+            self._note_share(value, both[0], *call.args)
         # `first` has no gradient, if one of them has none.
         first, *_, other = sorted(both * 2, key=attrgetter("requires_grad"))
         is_difference = name == "__sub__" and len(both) > 1 and first.requires_grad
@@ -494,6 +499,16 @@ class Observer(Trace):
             if not (is_tensor and (number.requires_grad or not self.grad_place)):
                 place = self.grad_place if is_tensor else users_line()
                 notes_on(value)[ADDED] = place, float(number)
+
+    def _note_share(self, value: Tensor, factor: Tensor, *given: Any) -> None:
+        """Note a value that is most of trained weights: 0.99 times them, or a sum with that."""
+        for one in given:
+            if isinstance(one, Tensor) and one in self.shares:
+                self.shares[value] = self.shares[one]
+            elif isinstance(one, float) and MOST_OF_AVERAGE < one < 1:
+                for weight in self.of_roots(trained=True):
+                    if weight.shape == value.shape and digest(weight) == digest(factor):
+                        self.shares[value] = weight, one
 
     def _note_weighed(self, value: Tensor, weight: Tensor, one: Tensor) -> None:
         """Note a loss that is multiplied by weights, and noise that is by an exponential."""
