@@ -1754,6 +1754,11 @@ def targets_given_before_the_input():
         step(optimizer, model(tokens, torch.where(tokens > 25, 2, tokens)))
 
 
+def heads_joined_with_samples():
+    model = classifier()
+    fit(lambda one: model(one.view(4, 2, 8).view(4, 2 * 4, 2).flatten().view(8, 8)), adamw(model))
+
+
 HEALTHY = [
     one
     for one in list(globals().values())

@@ -533,6 +533,8 @@ class Observer(Trace):
         one, value = call.owner, call.run()
         before, after = ([size for size in it.shape if size > 1] for it in (one, value))
         is_moved = one.dim() == value.dim() > 2 and sorted(before) == sorted(after)
+        # Heads that join the samples, as in view(T, B * heads, -1), may have as many values.
+        is_moved &= "*" not in users_text()
         # Rows of the view are as wide as the second dimension was, as the classes of an image.
         is_moved |= (
             one.dim() > 2 == value.dim() and 1 < one.shape[1] == value.shape[1] != one.shape[-1]
