@@ -164,7 +164,7 @@ class Config:
 
     def __post_init__(self) -> None:
         require_least(self, 1, "steps", "batch_size", "microbatch", "ranks")
-        require_least(self, 0, "seed")
+        require(0 <= self.seed < 2**63, "seed", self.seed, "from 0 to below 2**63")
         clip_fits = self.clip_norm is None or self.clip_norm > 0
         require(clip_fits, "clip_norm", self.clip_norm, "above 0, or null")
         # A path would put the run somewhere else.

@@ -265,6 +265,8 @@ def equip(
         raise ValueError(
             "an Accelerator does not run the loop: put `with memory_record(...)` around it"
         )
+    if isinstance(apply, str | Path):
+        raise TypeError("apply takes a function of the model or a plan: give Plan.load(path)")
     change = apply if apply is None or callable(apply) else apply.apply
     if change is not None:
         CHANGE_BY_LIBRARY[library](trainer, change, functools.partial(_check_microbatch, apply))

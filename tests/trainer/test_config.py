@@ -82,6 +82,7 @@ steps                      | 'steps' sets nothing: write key=value
 steps=many                 | steps must be a whole number; got 'many'
 steps=[                    | steps=[ is not a YAML value
 precision=fp16             | precision must be float32 or bfloat16 or float16; got 'fp16'
+seed=9223372036854775808   | seed must be from 0 to below 2**63; got 9223372036854775808
 clip_norm=0                | clip_norm must be above 0, or null; got 0
 name=a/b                   | name must be the name of a folder; got 'a/b'
 recompute.strategy=sacc    | recompute: no strategy is called 'sacc'; did you mean 'sac'?

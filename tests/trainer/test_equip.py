@@ -254,6 +254,8 @@ def test_what_can_not_be_added_is_refused(tmp_path):
         equip(accelerator, memory=tmp_path / "oom")
     with pytest.raises(ValueError, match="give journal=FOLDER too"):
         equip(accelerator, watch=SpikeConfig())
+    with pytest.raises(TypeError, match=r"or a plan: give Plan.load\(path\)"):
+        equip(accelerator, apply="plan.json")
     accelerator.prepare(model())
     with pytest.raises(ValueError, match=r"equip the Accelerator before prepare\(\)"):
         equip(accelerator, apply=recompute_blocks)
