@@ -26,13 +26,13 @@ BUDGETS = {
     f"{PACKAGE}/core": 13,
     f"{PACKAGE}/primitives": 37,
     f"{PACKAGE}/runs": 46,
-    f"{PACKAGE}/workloads": 18,
+    f"{PACKAGE}/workloads": 17,
     f"{PACKAGE}/plan": 46,
     f"{PACKAGE}/bench": 5,
     f"{PACKAGE}/gates": 56,
     f"{PACKAGE}/cli": 44,
-    PACKAGE: 273,
-    "tests": 263,
+    PACKAGE: 270,
+    "tests": 262,
     "benchmarks": 50,
 }
 # The tokens of Python; `tokenize` takes ten times as long for all files.
