@@ -309,9 +309,8 @@ def _still(trace: Trace, steps: Sequence[Step]) -> Faults:
             "that is the same for all weights, as of equal rewards, or of a ratio of new to old "
             "probabilities that is always 1"
         )
-        place = steps[0].place
-        why = _why_nothing_moves(first) + f", see {place}" * bool(place)
-        yield steps[0].origin, f"no parameter of {kind} moves: {why}", hint
+        measured = f"no parameter of {kind} moves: {_why_nothing_moves(first)}"
+        yield steps[0].origin, measured, hint
     elif len(steps) > 5 and not any(step.slopes for step in steps[-4:]):
         hint = (
             "make the optimizer for the model that is trained now, after it is made anew, loaded "
@@ -490,12 +489,11 @@ def same_loss(trace: Trace) -> Faults:
     is_known = (is_same or is_flat) and len(windows) >= FEWEST_STEPS
     # A loss of 0 or 1 may be made for its gradient alone.
     if is_known and len(values) == 1 and max(values) % 1:
-        why = "the model is its own reference" if is_same else "it compares what is equal"
-        hint = "compare with a copy: copy.deepcopy(model)"
         yield (
             windows[0].calls[0],
-            f"the loss is {max(values):.3g} in each step: {why}",
-            hint if is_same else "look at the pairs that it is given, or the outputs of the model",
+            f"the loss is {max(values):.3g} in each step, as it compares what is equal",
+            "compare with a copy, copy.deepcopy(model), not with the model itself; look at the "
+            "pairs that the loss is given, and at the outputs of the model",
         )
 
 
@@ -525,11 +523,10 @@ def schedule(trace: Trace) -> Faults:
                 )
         length, is_cosine = _length_of(last)
         if is_cosine and last.last_epoch > length:
-            place = own_steps[0].place
             yield (
-                [place, *made][-1],
+                [own_steps[0].place, *made][-1],
                 f"the {length:.0f} steps of a cosine are over, and the rate rises again",
-                f"give it the number of all its steps, which are made at {place}",
+                f"give it the number of all its steps, which are made at {own_steps[0].place}",
             )
         number = sum(window.at < own_steps[0].at for window in windows)
         # A number of epochs may be a multiple, too.
