@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import (
 )
 
 from ..core.digest import is_plain
-from ..core.wording import some_of
 from ..workloads.optimizers import parameters_of
 from .loop_events import (
     FEWEST_STEPS,
@@ -583,11 +582,10 @@ def groups_made_equal(trace: Trace) -> Faults:
             # Rates may meet at the end of a schedule, and a group may wait for its rate.
             is_other = name != "lr" or (all(given) and all(len({*it.rates}) == 1 for it in steps))
             if len({*given}) > 1 == len(now) and any(now) and is_other and len(steps) > 2:
-                first = some_of(sorted(map(str, {*given})), 2)
                 yield (
                     [*trace.places(rf"^\s*[\w.\[\]]+\[.{name}.\] *=[^=]"), steps[-1].place][0],
-                    f"groups that were made with {name} {first} all have {now.pop():.3g}",
-                    f'keep what each was given: group["{name}"] = factor * its own first value',
+                    f"groups that differed in their {name} all have {now.pop():.3g}",
+                    "keep what each was given: multiply its own first value by a factor",
                 )
 
 
