@@ -272,7 +272,7 @@ def sign(trace: Trace) -> Faults:
     for calls in grouped((call for window in windows for call in window.calls), "lines"):
         window = windows[0]
         is_up = bool(window.optimizer.defaults.get("maximize"))
-        hint = "remove maximize=True" if is_up else "give the loss the other sign"
+        hint = "give the loss the other sign, or remove maximize=True"
         # An attack learns a change of the inputs that makes the loss larger.
         is_model = not window.own.isdisjoint(trace.roots.parameters())
         # A reward may have either sign.

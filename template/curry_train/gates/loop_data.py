@@ -376,9 +376,7 @@ def _epochs(fetches: Sequence[Fetch], trace: Trace) -> Faults:
             and all(one.digests == other.digests for one, other in pairs)
         ):
             within = [one for one in trace.of(Seeding) if first[0].at < one.at < begin.at]
-            hint = "call sampler.set_epoch(epoch)"
-            if within or begin.loader is not first[0].loader:
-                hint = "set seeds once, before the loop"
+            hint = "call sampler.set_epoch(epoch), or set seeds once, before the loop"
             yield [begin, *within][-1], "two epochs have the same order", hint
 
 

@@ -128,9 +128,10 @@ def _of_samples(trace: Trace, forward: Forward) -> Faults:
         is_loaded = any({*one.digests} & {*forward.digests} for one in trace.fetched.values())
         is_loaded |= given is forward.tokens
         is_loaded &= all(getattr(one, "track_running_stats", True) for one in modules)
-        hint = "look for a softmax, a sum, a view or a product over the samples in the model"
-        if is_sequence:
-            hint = "give the layer batch_first=True, or a tensor with time first"
+        hint = (
+            "give recurrent layers and attention batch_first=True, or a tensor with time first; "
+            "look for a softmax, a sum, a view or a product over the samples in the model"
+        )
         if is_sequence or is_loaded:
             measured = "the outputs of a sample change with the other samples of the batch"
             yield forward, measured, hint
