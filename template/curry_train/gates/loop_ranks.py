@@ -56,13 +56,15 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
     """Find faults of all ranks; one that has not ended gave nothing."""
     there = [rank for rank in ranks if rank is not None]
     first = there[0]
-    counts = [*map(len, there)]
+    counts = [None if rank is None else len(rank) for rank in ranks]
     joins = any(one["joins"] for one in first)
-    if not joins and (len(there) < len(ranks) or len(set(counts)) > 1):
-        missing = [number for number, rank in enumerate(ranks) if rank is None]
-        measured = f"ranks {missing} wait for the others" if missing else f"steps {counts}"
+    if not joins and len(set(counts)) > 1:
         place = first[-1]["place"] if first else ""
-        yield place, measured, "give each rank the same number of batches (drop_last=True)"
+        yield (
+            place,
+            f"steps {counts}",
+            "give each rank the same number of batches (drop_last=True): one that made None waits",
+        )
     apart: list[Fault] = []
     scaled: list[Fault] = []
     # Whether ranks that were apart begin a step with equal weights, as in local SGD.
@@ -92,7 +94,7 @@ def faults_of_ranks(ranks: Sequence[Sequence[Mapping[str, Any]] | None]) -> Faul
         scaled += _averaged(steps)
     yield from () if is_averaged else apart
     # The last window of an epoch may be a short one.
-    yield from scaled if len(scaled) > min(counts) / 2 else ()
+    yield from scaled if len(scaled) > min(map(len, there)) / 2 else ()
     inputs = [[step["inputs"] for step in rank] for rank in there]
     if inputs.count(inputs[0]) == len(inputs) > 1 and any(inputs[0]):
         hint = "use DistributedSampler, or seed each rank's data by its rank"
