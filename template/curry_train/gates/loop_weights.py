@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from ..core.digest import is_plain
@@ -114,9 +113,10 @@ def note_average(trace: Trace, one: Tensor, others: Iterable[Tensor], newest: fl
 
 def _are_unlike(one: Tensor, other: Tensor) -> bool:
     """Return whether two matrices have next to nothing in common."""
-    if one.dim() < 2 or one.shape != other.shape or not (one.any() and other.any()):
+    if one.dim() < 2 or one.shape != other.shape:
         return False
-    return bool(F.cosine_similarity(one.flatten(), other.flatten(), 0).abs() < LEAST_ALIKE)
+    # Zeros are like all others.
+    return bool((one * other).sum().abs() < LEAST_ALIKE * one.norm() * other.norm())
 
 
 def state_of(optimizer: Optimizer) -> float:
