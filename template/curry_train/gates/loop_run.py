@@ -244,7 +244,7 @@ def _check(num_steps: int, num_layers: int, run: Callable[[], None], end: End) -
         if num_layers and not notes:
             end({"error": NOT_SHRUNK})
         remarks = [f"{note}; what the others need is not checked" for note in notes]
-        made = max((len(steps) for steps in trace.by_optimizer), default=0)
+        made = trace.num_steps_made
         # A loop with an optimizer for each task makes few steps with each.
         if has_ended and 0 < made < num_steps:
             remarks.append(f"the loop ended after {made} of {num_steps} steps")
