@@ -30,8 +30,7 @@ def test_the_numbers_of_a_history_are_replayed_exactly():
         "reserved_end": recorder.allocator.reserved,
         "peak_blocks": found.allocated_bytes,
     }
-    numbers = evidence_cuda.trace_numbers(recorder.snapshot())
-    replayed = cuda_traces.Replay(numbers | recorded)
+    replayed = cuda_traces.Replay(evidence_cuda.trace_numbers(recorder.snapshot()) | recorded)
     assert replayed.exact, (replayed.computed, replayed.recorded)
     assert replayed.num_allocations > 100
 

@@ -21,8 +21,7 @@ from ..tree import ROOT
 def test_kills_and_signals_to_one_and_several_ranks_lose_nothing():
     """Run the torture in its own process with one thread, because it forks."""
     words = "-m torture --kills 8 --signals 8 --every 60"
-    done = in_python(*words.split(), cwd=ROOT)
-    found = json.loads(done.stdout)
+    found = json.loads(in_python(*words.split(), cwd=ROOT).stdout)
     assert found["wrong"] == []
     assert found["kills"]["at_each_change"]["blows"] >= 1
     assert found["kills"]["total"] >= 5

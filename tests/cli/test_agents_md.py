@@ -93,6 +93,5 @@ def test_each_command_has_the_options_that_the_lines_name(command):
 
 def test_a_full_disk_leaves_the_file_of_the_user():
     (file := Path("AGENTS.md")).write_text("mine\n" * 400)
-    line = f"ulimit -f 1; {sys.executable} -m curry_train agents-md"
-    finished("sh", "-c", line, status=2)
+    finished("sh", "-c", f"ulimit -f 1; {sys.executable} -m curry_train agents-md", status=2)
     assert file.read_text() == "mine\n" * 400

@@ -119,8 +119,7 @@ def test_two_factories_of_one_name_are_distinguished():
     for name, blocks in (("first", 2), ("second", 3)):
         layer = "nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))"
         model = f"nn.Sequential(*[{layer} for _ in range({blocks})])"
-        source = f"from torch import nn\ndef build(): return {model}\n"
-        Path(f"{name}.py").write_text(source)
+        Path(f"{name}.py").write_text(f"from torch import nn\ndef build(): return {model}\n")
     ended = run("--model first.py:build --model second.py:build --gate recompute/flops --json out")
     words = flat(ended.output)
     assert "first.py:build 2 blocks" in words

@@ -41,8 +41,7 @@ def test_with_all_requirements_the_script_runs_and_can_import_the_package():
 
 
 def test_missing_distributions_end_in_one_line_with_the_install_command():
-    missing = '"no-such-one>=8.1", "click>=8.1", "no-such-two>=13"'
-    done = run(dependencies=missing, status=2)
+    done = run(dependencies='"no-such-one>=8.1", "click>=8.1", "no-such-two>=13"', status=2)
     expected = (
         "measure.py needs no-such-one, no-such-two: "
         "pip install 'no-such-one>=8.1' 'no-such-two>=13'\n"
@@ -77,8 +76,7 @@ def test_a_python_that_does_not_fit_ends_in_one_line():
 
 
 def test_a_script_without_a_block_gets_a_message_to_write_one():
-    text = "import environment\nenvironment.require(__file__)\n"
-    done = run(text=text, status=1)
+    done = run(text="import environment\nenvironment.require(__file__)\n", status=1)
     assert done.stderr.splitlines()[-1] == (
         "ValueError: measure.py has no PEP 723 block: open it with '# /// script', "
         "its requirements, and '# ///'"
@@ -86,5 +84,4 @@ def test_a_script_without_a_block_gets_a_message_to_write_one():
 
 
 def test_a_bound_of_another_kind_is_refused_not_ignored():
-    done = run(dependencies='"click!=8.1"', status=1)
-    assert "ValueError: invalid literal" in done.stderr
+    assert "ValueError: invalid literal" in run(dependencies='"click!=8.1"', status=1).stderr

@@ -67,8 +67,7 @@ def test_a_non_finite_gradient_ends_with_status_1_and_names_the_layer():
 
 def test_a_report_on_a_script_says_that_its_loop_was_not_run():
     Path("loop.py").write_text(SCRIPT)
-    ended = run("--script loop.py --steps 2")
-    assert "curry-train preflight checks your loop" in ended.output
+    assert "curry-train preflight checks your loop" in run("--script loop.py --steps 2").output
     assert "preflight" not in run("--model mlp --steps 2").output
 
 

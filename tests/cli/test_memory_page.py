@@ -60,8 +60,7 @@ def check_moment(owned, index, text, owners, blocks):
 
 
 def in_node(path, *arguments):
-    script = ROOT / "tests/cli/page_in_node.js"
-    return json.loads(finished(NODE, script, path, *arguments).stdout)
+    return json.loads(finished(NODE, ROOT / "tests/cli/page_in_node.js", path, *arguments).stdout)
 
 
 @pytest.mark.skipif(NODE is None, reason="node runs the page's script, and is not installed")

@@ -62,5 +62,4 @@ def test_an_internal_error_is_a_line_with_its_place():
 
 def test_an_interrupt_is_no_error_of_the_factory():
     Path("stopped.py").write_text("def build():\n    raise KeyboardInterrupt\n")
-    done = ran("memory --model stopped.py:build", status=130)
-    assert done.stderr.endswith("interrupted\n")
+    assert ran("memory --model stopped.py:build", status=130).stderr.endswith("interrupted\n")

@@ -137,7 +137,6 @@ def test_a_factory_that_names_cuda_is_planned_without_one():
 
 def test_the_fewest_gpus_take_several_meshes():
     meshes = "--mesh replicate=1,shard=1 --mesh replicate=1,shard=2"
-    line = f"plan --model mlp --fits h100 --parallel hsdp --global-batch 2 {meshes}"
-    found = ran(line)
+    found = ran(f"plan --model mlp --fits h100 --parallel hsdp --global-batch 2 {meshes}")
     assert "replicate=1,shard=1" in found.output
     assert "replicate=1,shard=2" in found.output

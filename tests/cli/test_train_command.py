@@ -85,8 +85,7 @@ def test_a_signal_saves_and_the_run_goes_on():
     assert lines[0].startswith("stopped by SIGTERM after step ")
     assert lines[1] == f"go on with --resume run-001 {TINY} {long} seed=3"
     step = int(lines[0].split()[5].strip(","))
-    resumed = trained(f"seed=3 --resume run-001 steps={step + 2}")
-    assert f"from step {step}\n" in resumed.stdout
+    assert f"from step {step}\n" in trained(f"seed=3 --resume run-001 steps={step + 2}").stdout
     assert column(journal.parent, "step", "step") == list(range(1, step + 3))
 
 

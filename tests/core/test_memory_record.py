@@ -113,8 +113,7 @@ def test_a_full_disk_and_a_missing_command_are_a_line_each(recorder, tmp_path, m
 
     monkeypatch.setattr(memory_recorder, "subprocess", processes(missing))
     fill(tmp_path / "oom")
-    shown = capsys.readouterr().err
-    assert f"curry-train memory --snapshot {tmp_path / 'oom.pickle'}" in shown
+    assert f"curry-train memory --snapshot {tmp_path / 'oom.pickle'}" in capsys.readouterr().err
 
 
 def test_without_a_gpu_nothing_is_recorded(tmp_path, capsys):

@@ -52,8 +52,7 @@ def test_what_holds_elements_entries_or_a_state_is_read_over():
     (found,) = reader.all()
     assert [isinstance(one, StandIn) for one in found] == [True, True, True, False]
     assert found[2].state == {"value": 7}
-    named = {f"{__name__}.Holder", "collections.OrderedDict", "collections.deque"}
-    assert reader.named == named
+    assert reader.named == {f"{__name__}.Holder", "collections.OrderedDict", "collections.deque"}
 
 
 def test_a_reference_to_outside_is_read_as_the_text_that_it_is():

@@ -1695,8 +1695,7 @@ def schedule_of_the_other_optimizer():
     first, second = adamw(encoder), adamw(head)
     ours = ExponentialLR(first, 0.9)
     other = ExponentialLR(first, 0.8)  # here
-    model = nn.Sequential(encoder, head)
-    fit(model, together(first, second), schedule=ours, after=other.step)
+    fit(nn.Sequential(encoder, head), together(first, second), schedule=ours, after=other.step)
 
 
 def clipped_before_its_unscaling():

@@ -107,8 +107,7 @@ def cycle_of_steps():
 
 def head_of_a_constant_rate():
     model = classifier()
-    groups = [{"params": one.parameters()} for one in (model[0], model[3])]
-    optimizer = AdamW(groups, 1e-2)
+    optimizer = AdamW([{"params": one.parameters()} for one in (model[0], model[3])], 1e-2)
     rates = [lambda number: 0.9**number, lambda _: 1.0]
     fit(model, optimizer, schedule=LambdaLR(optimizer, rates))
 
@@ -834,8 +833,7 @@ def each_batch_echoed():
 
 
 def means_by_hand_of_windows_of_a_length():
-    several = texts(9, 9, 17, 17, 12, 12, 5, 5)
-    accumulate_language(several, loss=half_of_tokens_by_hand)
+    accumulate_language(texts(9, 9, 17, 17, 12, 12, 5, 5), loss=half_of_tokens_by_hand)
 
 
 def count_of_a_window_that_equals_one_microbatch():
@@ -1526,8 +1524,7 @@ def few_labels_next_to_all_samples():
 def order_drawn_once():
     order = torch.randperm(64)
     inputs, labels = torch.randn(64, 8)[order], torch.randint(5, (64,))[order]
-    batches = [*zip(inputs.split(8), labels.split(8), strict=True)]
-    fit(batches=batches * 3)
+    fit(batches=[*zip(inputs.split(8), labels.split(8), strict=True)] * 3)
 
 
 def short_sequences_reversed():

@@ -29,8 +29,7 @@ def test_float32_may_round_the_gradients_of_sure_predictions_and_no_more(monkeyp
 
 def test_an_optimizer_that_needs_a_closure_has_no_estimate():
     workload = replace(load_workload("mlp"), optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
-    verdict = gates()["memory-plan/estimate"].run(Case(workload))
-    require(verdict, None, "LBFGS needs a closure")
+    require(gates()["memory-plan/estimate"].run(Case(workload)), None, "LBFGS needs a closure")
 
 
 def test_a_model_whose_shapes_need_values_has_no_estimate():

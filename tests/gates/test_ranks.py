@@ -73,8 +73,7 @@ def is_killed():
 
 def test_a_rank_that_the_system_kills_leaves_its_gate_unchecked():
     gate = Gate("recompute/two-ranks", lambda case: run_on_ranks(f"{__file__}:is_killed"))
-    words = "memory ran out (the system ended one of 2 ranks)"
-    require(gate.run(case_of("mlp")), None, words)
+    require(gate.run(case_of("mlp")), None, "memory ran out (the system ended one of 2 ranks)")
 
 
 def test_a_gpu_without_memory_leaves_a_gate_unchecked():

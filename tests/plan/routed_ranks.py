@@ -111,7 +111,6 @@ def measure(name, batch_size):
     """Measure a program by name, with an even routing, in this rank."""
     workload, sharding = program(name)
     one = Configuration(workload=lambda: workload, batch_size=batch_size)
-    mesh = mesh_of(tuple(sharding.mesh.items()))
-    make = functools.partial(make_program, one, sharding, mesh)
+    make = functools.partial(make_program, one, sharding, mesh_of(tuple(sharding.mesh.items())))
     with EvenRouting():
         return peak_of_running_rank(make, repeats=3)

@@ -41,8 +41,7 @@ SMALL = {"transformer": {"depth": 2}, "resnet": {"depth": 3}, "snn": {"timesteps
 @pytest.mark.parametrize("name", BUILTIN_WORKLOADS)
 def test_built_in_workloads_with_every_way_to_recompute(name):
     changes = (None, recompute_blocks, apply_sac, *([] if name == "snn" else [two_segments]))
-    workload = BUILTIN_WORKLOADS[name](**SMALL.get(name, {}))
-    assert check_workload(workload, changes=changes) is None
+    assert check_workload(BUILTIN_WORKLOADS[name](**SMALL.get(name, {})), changes=changes) is None
 
 
 def llama():

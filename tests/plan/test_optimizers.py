@@ -67,8 +67,7 @@ class Sparse(ByParameter):
     """Step on the elements above zero, whose number is not known from shapes."""
 
     def update(self, parameter, state):
-        chosen = parameter.grad.flatten().nonzero()
-        parameter.flatten()[chosen] -= 1e-3
+        parameter.flatten()[parameter.grad.flatten().nonzero()] -= 1e-3
 
 
 # Of the optimizers that `make finetune` measures, those of torch and of the tests' libraries.

@@ -81,8 +81,7 @@ def test_a_sync_of_each_microbatch_leaves_no_whole_gradients_to_a_rank():
     peaks = []
     for syncs in (False, True):
         sharding = Sharding("fsdp2", 8, sync_each_microbatch=syncs)
-        step = estimated(small(depth=1), 1, accumulated=True, sharding=sharding)
-        peaks.append(step.peak_bytes)
+        peaks.append(estimated(small(depth=1), 1, accumulated=True, sharding=sharding).peak_bytes)
     assert peaks[1] < peaks[0]
 
 
@@ -102,8 +101,7 @@ def test_a_parallelize_of_the_users_own_runs_without_a_name():
         seen.append((type(model).__name__, tuple(mesh.mesh_dim_names), mesh.size()))
         return ranks.root_alone(model, mesh)
 
-    workload = replace(small(), parallelize=parallelize)
-    found = estimated(workload, 2, sharding=Sharding(ranks=4))
+    found = estimated(replace(small(), parallelize=parallelize), 2, sharding=Sharding(ranks=4))
     assert seen == [("Transformer", ("dp",), 4)]
     assert found.timeline.owners["collective buffers"]
     with pytest.raises(ValueError, match="4 ranks need a way to share"):

@@ -179,8 +179,7 @@ def test_on_cuda_the_points_are_the_allocators():
 
 
 def test_memory_shows_the_layers_the_peak_and_the_course_in_80_columns(tmp_path):
-    command = "memory --model transformer --device cpu --json - --plot"
-    ended = ran(command, tmp_path / "step.png")
+    ended = ran("memory --model transformer --device cpu --json - --plot", tmp_path / "step.png")
     data = json.loads(ended.stdout)
     assert {"command", "device", "dtype", "seed"} <= set(data)
     layers = data["profile"]["layers"]

@@ -275,8 +275,7 @@ def test_recording_leaves_the_model_as_it_was_and_keeps_no_activation():
     with record.running():
         output = model(batch_for(model))
     assert record.total_bytes > 20 * output.nbytes
-    alive = {*record._known.values()}
-    assert record.bytes_of(alive - {None}) <= 2 * output.nbytes
+    assert record.bytes_of({*record._known.values()} - {None}) <= 2 * output.nbytes
 
 
 def test_a_name_that_only_begins_as_that_of_a_compiled_module_is_a_block():

@@ -65,8 +65,7 @@ def test_a_batch_without_its_loss_is_refused():
 )
 def test_a_configuration_with_a_batch_works_on_blocks_that_run(strategy, more):
     config = CheckpointConfig(enabled=True, strategy=strategy, **more)
-    rows = torch.randn(64, 24, 8)
-    names = apply_config(PairsInLists(), config, batch=rows, loss=square_sum)
+    names = apply_config(PairsInLists(), config, batch=torch.randn(64, 24, 8), loss=square_sum)
     assert names
     assert set(names) <= {*PAIRS}
 

@@ -75,8 +75,7 @@ def test_a_run_killed_damaged_and_resumed_twice_is_bit_equal_to_an_uninterrupted
     assert (status, third) == (0, losses[10:]), error
     assert "rollback/step-00000012.dcp" in error
     assert rest == devs[1:]
-    plain = torch.load(folder / "weights.pt")
-    assert equal(plain, torch.load(tmp_path / "ours/weights.pt"))
+    assert equal(torch.load(folder / "weights.pt"), torch.load(tmp_path / "ours/weights.pt"))
     assert newest_step(tmp_path / "ours/run") == 3 * STEPS
 
 

@@ -82,8 +82,7 @@ def test_a_box_has_the_state_before_the_step_its_batch_and_its_generators(tmp_pa
 
 
 def test_the_state_of_a_box_takes_no_space_and_outlives_its_checkpoint(tmp_path):
-    retention = {"rollback_keep": 1, "recovery_keep": 1}
-    box = box_of_step_11(tmp_path, retention=retention)
+    box = box_of_step_11(tmp_path, retention={"rollback_keep": 1, "recovery_keep": 1})
     assert not (tmp_path / "rollback/step-00000009.dcp").exists()
     run = SavedRun(box)
     assert run.verify(run.latest()).step == 9
@@ -155,8 +154,7 @@ def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("sys.argv", ["train it.py", "--rate", "0.1"])
     with caplog.at_level(logging.WARNING):
         box = box_of_step_11(tmp_path)
-    command = f"curry-train runs replay {box} --script 'train it.py' -- --rate 0.1"
-    assert command in caplog.text
+    assert f"curry-train runs replay {box} --script 'train it.py' -- --rate 0.1" in caplog.text
 
 
 # Reading what somebody else may have made.
@@ -164,8 +162,7 @@ def test_the_line_of_a_box_can_be_run(tmp_path, caplog, monkeypatch):
 
 def test_a_forged_box_runs_nothing():
     box = box_of_step_11("run")
-    call = Call(os.mkdir, "ran")
-    torch.save({"tensors": {}, "batches": [call]}, box / "rank-0.pt")
+    torch.save({"tensors": {}, "batches": [Call(os.mkdir, "ran")]}, box / "rank-0.pt")
     with pytest.raises(DamagedCheckpoint):
         read_rank(box, 0)
     assert not Path("ran").exists()

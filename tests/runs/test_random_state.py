@@ -68,8 +68,7 @@ def test_as_many_threads_compute_as_at_the_save_where_the_cores_are_there(monkey
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", changed.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: [*range(3 + process)])
-    note = "torch computes with 3 threads, as at the save; 2 were set"
-    assert restore_threads(3) == note
+    assert restore_threads(3) == "torch computes with 3 threads, as at the save; 2 were set"
     other = (
         "saved with 4 threads, but 2 are set, and this process has 3 cores: the last bits of sums "
         "on the CPU will differ; call torch.set_num_threads(4) for the same results"
@@ -196,8 +195,7 @@ def test_a_loader_that_draws_a_batch_ahead_is_named():
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    ahead = accelerator.prepare(DataLoader(range(4)))
-    assert inexact(ahead) == (
+    assert inexact(accelerator.prepare(DataLoader(range(4)))) == (
         "Accelerate draws each batch one step early, before the numbers that the step before "
         "draws: random augmentation in the dataset will differ after a resume within an epoch; "
         "the order of the samples will not. Give the DataLoader num_workers of at least 1"

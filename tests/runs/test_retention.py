@@ -10,8 +10,7 @@ from curry_train.runs.retention import is_among_best, to_delete
 
 def saved(kind, step, value=None, *, name="dev_loss"):
     """Make the record of a checkpoint that exists on no disk."""
-    metric = None if value is None else (name, value)
-    return SavedCheckpoint(kind, step, {}, metric)
+    return SavedCheckpoint(kind, step, {}, None if value is None else (name, value))
 
 
 def test_a_value_is_among_the_best_before_later_equals():

@@ -52,10 +52,8 @@ def with_tolerance(kept):
         b = recorded("b", fault, **options)
         of_a, of_b = expected_values(a, b, locate(a, b).place["step"])
         if (key := json.dumps(of_a)) not in noises:
-            noise = Exchange(values, expected=[of_a], noise=0)
-            noises[key] = recorded("noise", exchange=noise)
-        given = Exchange(values, expected=[of_b])
-        other = recorded("other", fault, exchange=given, **options)
+            noises[key] = recorded("noise", exchange=Exchange(values, expected=[of_a], noise=0))
+        other = recorded("other", fault, exchange=Exchange(values, expected=[of_b]), **options)
         return locate(a, other, [noises[key]])
 
     return locate_again
@@ -114,8 +112,7 @@ def test_noise_reaches_what_cancels_inside_of_a_module(tmp_path):
 
 
 def test_noise_has_the_precision_of_the_coarser_run(tmp_path, kept):
-    coarse = recorded(tmp_path / "b", dtype=torch.bfloat16)
-    expected = expected_values(kept[1], coarse, 1)[0]
+    expected = expected_values(kept[1], recorded(tmp_path / "b", dtype=torch.bfloat16), 1)[0]
     # Under autocast it returns bfloat16 in one run.
     returned = expected[json.dumps(["exit", 1, "forward", "model.head", 0])]
     assert returned["0"][1] == 2.0**-7
@@ -142,8 +139,7 @@ def test_a_sum_over_the_batch_may_differ_by_more(name):
     def run(distance):
         digests = {"1": "float32[1024]:0", name: f"float32[1]:{distance}"}
         call = {"kind": "exit", "step": 1, "phase": "forward", "path": "model", "call": 0}
-        distances = {name: {"1": distance}}
-        return [start, Observation(**call, digests=digests, distances=distances)]
+        return [start, Observation(**call, digests=digests, distances={name: {"1": distance}})]
 
     noise = run(5e-7)
     # Partial sums may be far larger than the terms and their sum, and so is their rounding.

@@ -39,8 +39,7 @@ def train_on(policy, state, until, *, dev=None):
 
 
 def test_cadences_retention_and_what_after_step_returns(store, tmp_path):
-    state = new_state()
-    saved = train_on(SavingPolicy(store, OFTEN), state, 20)
+    saved = train_on(SavingPolicy(store, OFTEN), new_state(), 20)
     assert [(one.kind, one.step) for one in saved[:4]] == [
         ("rollback", 2),
         ("rollback", 4),

@@ -99,5 +99,4 @@ def test_the_limit_is_that_of_a_count_by_hand(losses, level, limit):
     watchdog = SpikeWatchdog(SpikeConfig(window=32))
     for step, loss in enumerate(losses):
         assert watchdog.observe(2 * step, loss) is None
-    found = watchdog.limit()
-    assert found == ((None, None) if level is None else pytest.approx((level, limit)))
+    assert watchdog.limit() == ((None, None) if level is None else pytest.approx((level, limit)))

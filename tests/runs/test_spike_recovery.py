@@ -51,8 +51,7 @@ def test_an_invalid_file_of_recoveries_is_an_error_with_its_purpose(tmp_path, te
     ],
 )
 def test_a_spike_is_a_warning_where_the_run_does_not_roll_back(spike, messages, caplog):
-    found = AttachedWatch(spike, DataPosition()).judge(7, math.nan)
-    assert (found is None) is (spike is None)
+    assert (AttachedWatch(spike, DataPosition()).judge(7, math.nan) is None) is (spike is None)
     assert caplog.messages == messages
 
 
@@ -68,8 +67,7 @@ def watch(tmp_path):
     data.advance()
     data.advance()
     data.stepped()
-    settings = {"action": "rollback", "window": 16, "skip_around": 2}
-    watch = AttachedWatch(settings, data)
+    watch = AttachedWatch({"action": "rollback", "window": 16, "skip_around": 2}, data)
     watch.begin(tmp_path)
     return watch
 

@@ -120,12 +120,11 @@ def test_scaler_extra_objects_and_generators_continue(store):
         state = new_state(seed)
         average = torch.optim.swa_utils.AveragedModel(state.model)
         generator = torch.Generator().manual_seed(seed)
-        scaler = torch.amp.GradScaler("cpu", init_scale=float(2 ** (seed + 3)))
         return TrainingState(
             state.model,
             state.optimizers,
             [state.parts["scheduler-0"]],
-            scaler,
+            torch.amp.GradScaler("cpu", init_scale=float(2 ** (seed + 3))),
             extra={"average": average},
             generators={"data": generator},
         )

@@ -68,8 +68,7 @@ def test_a_signal_while_a_run_is_opened_ends_it_before_the_first_step(tmp_path, 
 
 
 def test_a_run_that_can_not_be_opened_gives_back_the_signals_and_the_folder(tmp_path, later):
-    run = run_of(tmp_path)
-    assert train(run, batches()) == 0
+    assert train(run_of(tmp_path), batches()) == 0
     with pytest.raises(RunError, match="holds no step 7"):
         run_of(tmp_path, resume=7)
     signal.raise_signal(signal.SIGTERM)

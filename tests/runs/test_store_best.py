@@ -29,8 +29,7 @@ def test_the_safetensors_package_reads_every_dtype(store, tmp_path):
     for name, tensor in tensors.items():
         module.register_buffer(name, tensor)
     state = new_state(build=lambda: nn.Sequential(nn.Linear(1, 1), module))
-    saved = save_best(store, 1, state)
-    path = tmp_path / saved.folder / "model.safetensors"
+    path = tmp_path / save_best(store, 1, state).folder / "model.safetensors"
     found = load_file(path)
     assert found.keys() == {"0.weight", "0.bias", *(f"1.{name}" for name in tensors)}
     for name, tensor in tensors.items():

@@ -55,8 +55,7 @@ def forge_index(store, saved, change):
 
 
 def test_a_call_in_torchs_index_is_not_executed(store, saved, tmp_path):
-    call = Call(os.system, f"touch {tmp_path}/trace")
-    forge(store, saved, ".metadata", pickle.dumps(call))
+    forge(store, saved, ".metadata", pickle.dumps(Call(os.system, f"touch {tmp_path}/trace")))
     state = new_state(seed=1)
     store.load(saved, state)
     assert alike(state, new_state())
@@ -90,8 +89,7 @@ def test_invalid_state_values_are_damage(store, saved, data):
 
 
 def test_a_call_in_the_state_is_refused_and_not_executed(store, saved, tmp_path):
-    call = Call(os.system, f"touch {tmp_path}/trace")
-    forge(store, saved, "state.pt", dump({"values": call}))
+    forge(store, saved, "state.pt", dump({"values": Call(os.system, f"touch {tmp_path}/trace")}))
     refused(store, saved)
     assert not (tmp_path / "trace").exists()
 

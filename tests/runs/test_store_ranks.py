@@ -247,8 +247,7 @@ def model_of(rows):
 def test_one_rank_loads_a_checkpoint_of_two_and_two_one_of_one(answers, alone, folder):
     saved = answers[0]["fsdp2"]["state"]
     found = loaded(folder / "fsdp2", network)
-    notes = found["latest"]["notes"]
-    assert notes[0] == "saved by 2 ranks, loaded by 1: the state is bit-equal"
+    assert found["latest"]["notes"][0] == "saved by 2 ranks, loaded by 1: the state is bit-equal"
     assert found["latest"]["state"] == saved
     assert model_of(found["best"]["state"]) == model_of(saved)
     for rank, answer in enumerate(answer["alone"] for answer in answers):

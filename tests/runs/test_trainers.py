@@ -260,8 +260,7 @@ def test_lightning_files_are_committed_found_and_verified(tmp_path):
     assert inspect_checkpoint(path).format == "Lightning checkpoint"
     assert [*inspect_checkpoint(path).hashed.values()] == [1]
 
-    place = path.read_bytes().index(model.weight.detach().numpy().tobytes())
-    flip(path, place)
+    flip(path, path.read_bytes().index(model.weight.detach().numpy().tobytes()))
     assert inspect_checkpoint(path).whole is False
     assert newest(tmp_path) == "epoch=0-step=4.ckpt"
     with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt is not what was saved"):
@@ -286,8 +285,7 @@ def test_a_spike_ends_the_training_of_hugging_face_where_it_would_be_rolled_back
     assert step < 6
     logged = [(one["step"], float(one["loss"])) for one in trainer.state.log_history[: step - 1]]
     assert logged == steps_of(tmp_path / "run")[:-1]
-    kinds = [event["kind"] for event in lines_of(tmp_path / "run")]
-    assert kinds[-2:] == ["spike", "stop"]
+    assert [event["kind"] for event in lines_of(tmp_path / "run")][-2:] == ["spike", "stop"]
     assert f": start again from a checkpoint from before step {step}" in caplog.text
 
 

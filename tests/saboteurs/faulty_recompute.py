@@ -101,8 +101,7 @@ def in_place_of(technique, claim, name, change, hint):
         change(model, blocks=names)
         return names
 
-    patches = [(gates, technique, apply)]
-    return planted(f"recompute.{claim}", name, patches=patches, hint=hint)
+    return planted(f"recompute.{claim}", name, patches=[(gates, technique, apply)], hint=hint)
 
 
 # Under DDP and FSDP2; the ranks import them by name.

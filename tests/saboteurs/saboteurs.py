@@ -63,8 +63,7 @@ def planted(claim, name, *, hint="", model="small", patches=(), **arguments):
 def case_of(model):
     """Make each case once: gates keep the plain training of the last one."""
     found = CASES.get(model, model) if isinstance(model, str) else model
-    workload = load_workload(found) if isinstance(found, str) else found
-    return Case(workload)
+    return Case(load_workload(found) if isinstance(found, str) else found)
 
 
 def verdict_of(check, case, **options):

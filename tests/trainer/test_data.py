@@ -155,8 +155,7 @@ def test_any_number_of_ranks_trains_on_the_same_samples_in_each_window(ranks):
 def test_position_moves_with_the_last_microbatch_of_a_window():
     """Move the position only then: a state saved between windows repeats and loses no sample."""
     source = stream()
-    seen = [source.position for _ in itertools.islice(source, 9)]
-    assert seen == [0, 0, 0, 8, 8, 8, 8, 16, 16]
+    assert [source.position for _ in itertools.islice(source, 9)] == [0, 0, 0, 8, 8, 8, 8, 16, 16]
 
 
 @given(
@@ -206,8 +205,7 @@ def test_order_of_a_seed_never_changes():
 
 def opened(model, *words):
     config = load_config(None, words).data
-    whole = open_named_data(config, Case(load_workload(model)))
-    return split_dev(whole, config.dev_fraction)
+    return split_dev(open_named_data(config, Case(load_workload(model))), config.dev_fraction)
 
 
 def test_dev_samples_are_the_last_ones_and_are_not_trained_on():

@@ -87,8 +87,7 @@ def test_a_plan_file_of_the_command_is_applied(project, tmp_path):
     run(project, "-m", "curry_train", "plan", "--model", "model.py:example", *words)
     assert read_json(plan)["microbatch"] == 2
     recompute = f"recompute={{strategy: plan, plan: {plan}}}"
-    out = run(project, "train.py", *WORDS, recompute, f"runs={tmp_path}/runs")
-    assert "step 4/4" in out
+    assert "step 4/4" in run(project, "train.py", *WORDS, recompute, f"runs={tmp_path}/runs")
 
 
 def test_commands_use_the_configuration_of_the_project(project, tmp_path):
