@@ -289,7 +289,7 @@ class Step(Stepping, Events):
         """Parameters with a gradient that is more than what rounding leaves of 0."""
         # As of a bias before a normalization.
         noise = 1e-6 * max(self.slopes.values(), default=0.0)
-        return frozenset(key for key, slope in self.slopes.items() if slope and slope >= noise)
+        return frozenset(key for key, slope in self.slopes.items() if slope > noise)
 
     @property
     def has_gradients(self) -> bool:

@@ -172,8 +172,7 @@ def _wrong_targets(name: str, given: Tensor, target: Tensor) -> Doubts:
     # A number and a share of what the model gave, on either side of the loss. Without a factor it
     # may be the output of a residual network.
     is_sum = name in ON_VALUES and any(
-        operation(node) == "Add"
-        and {None, "Mul"} == {one and operation(one) for one in _inputs(node)}
+        operation(node) == "Add" and {"", "Mul"} == {*map(operation, _inputs(node))}
         for node in (_source(one.grad_fn) for one in (given, target))
     )
     # The targets come from another model, as a teacher that is trained by mistake. Where they come
