@@ -40,7 +40,7 @@ SMALLEST = {
     ),
     "preflight": (
         "--only loops.undivided",
-        {"score.faults": 3, "score.faults_found_at_their_line": 3, "score.healthy": 0},
+        {"score.faults": 2, "score.faults_found_at_their_line": 2, "score.healthy": 0},
     ),
     "saving_cost commit": (SAVING, {"integrity.pairs": 1, "stall.pairs": 1, "loading.pairs": 1}),
     "saving_cost memory": (SAVING, {}),

@@ -336,10 +336,6 @@ def each_with_a_table():
     fit_values(lambda one, labels: F.mse_loss(one, one.detach() - labels))  # here
 
 
-def each_with_each_by_hand():
-    fit_values(lambda one, labels: (one - labels).abs().mean())  # here
-
-
 def advantage_of_each_at_each():
     model, optimizer = started(classifier(classes=1))
     for inputs, _ in loader():
@@ -553,14 +549,6 @@ def eval_after_the_first_epoch():
 
 def evaluated_in_training_mode():
     fit_and_evaluate(classifier(dropout=0.2), evaluate=lambda _: None)  # here: validation
-
-
-def dropout_in_evaluation():
-    class Model(nn.Sequential):
-        def forward(self, inputs):
-            return F.dropout(super().forward(inputs), 0.1)  # here
-
-    fit_and_evaluate(Model(classifier()))
 
 
 def dropout_of_channels_in_evaluation():
@@ -1446,18 +1434,6 @@ def never_stepped():
     fit(model, SimpleNamespace(zero_grad=optimizer.zero_grad, step=list))
 
 
-def network_in_no_optimizer():
-    encoder, head = encoder_and_head()
-    optimizer = together(adamw(head), SGD(head.parameters()))  # here
-    fit(lambda inputs: head(encoder(inputs).relu()), optimizer)
-
-
-def head_in_no_optimizer():
-    encoder, head = encoder_and_head()
-    optimizer = Adam(encoder.parameters())  # here
-    fit(lambda inputs: head(encoder(inputs)), optimizer)
-
-
 def optimizer_that_never_steps():
     encoder, head = encoder_and_head()
     of_encoder = Adam(encoder.parameters())  # here
@@ -1842,7 +1818,7 @@ FAULTY = {
         two_optimizers_for_one_layer, made_in_each_epoch, unfrozen_but_not_added,
         one_parameter_twice, tied_by_their_data, layers_in_a_list, extra_parameter_in_no_optimizer,
         tensor_in_no_optimizer,
-        network_in_no_optimizer, head_in_no_optimizer, never_stepped, optimizer_that_never_steps,
+        never_stepped, optimizer_that_never_steps,
         optimizer_of_its_own_loss_that_never_steps, layer_grown_but_not_added,
         state_cleared_in_each_step, state_loaded_in_each_step, parameters_made_in_forward,
     ],
@@ -1878,7 +1854,7 @@ FAULTY = {
     "logits": [
         probabilities_as_logits_of_actions, columns_viewed_as_rows, columns_inside_of_a_model,
         noise_times_a_variance,
-        relu_behind_the_last_layer, each_with_each, each_with_each_by_hand, each_with_a_table,
+        relu_behind_the_last_layer, each_with_each, each_with_a_table,
         advantage_of_each_at_each, advantage_of_targets_at_each, softmax_over_the_batch,
         probabilities_for_an_imported_loss, probabilities_in_the_second_stage,
         viewed_instead_of_transposed, pixels_viewed_as_rows, gains_weighed_each_with_each,
@@ -1906,7 +1882,7 @@ FAULTY = {
         mask_of_floats,
     ],
     "mode": [
-        eval_after_the_first_epoch, evaluated_in_training_mode, dropout_in_evaluation,
+        eval_after_the_first_epoch, evaluated_in_training_mode,
         dropout_of_channels_in_evaluation,
         dropout_recomputed_anew, teacher_in_training_mode, function_left_in_eval_mode,
         dropout_made_in_forward, average_with_new_statistics, statistics_that_never_move,

@@ -105,23 +105,6 @@ def cycle_of_steps():
     fit(model, optimizer, schedule=OneCycleLR(optimizer, 0.1, epochs=2, steps_per_epoch=8))
 
 
-def head_of_a_constant_rate():
-    model = classifier()
-    optimizer = AdamW([{"params": one.parameters()} for one in (model[0], model[3])], 1e-2)
-    rates = [lambda number: 0.9**number, lambda _: 1.0]
-    fit(model, optimizer, schedule=LambdaLR(optimizer, rates))
-
-
-def body_that_waits_for_its_rate():
-    model = classifier()
-    waits = [{"params": model[3 * one].parameters(), "from": 99 * (1 - one)} for one in range(2)]
-    optimizer = AdamW(waits, 1e-2)
-    for number, batch in enumerate(loader()):
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * 0.9**number * (number >= group["from"])
-        step(optimizer, loss_of(model, batch))
-
-
 def line_breaks_after_texts_ignored():
     def draw():
         tokens = padded_tokens()
@@ -691,20 +674,6 @@ def mean_over_words_and_padding():
     fit(nn.Sequential(Words(50, 16, padding_idx=0), nn.Linear(16, 5)), None, padded_batches())
 
 
-def gradients_by_evolution():
-    model, optimizer = started(classifier(dropout=0))
-    for batch in loader():
-        weights = [*model.parameters()]
-        changes = [0.05 * torch.randn_like(one) for one in weights]
-        with torch.no_grad():
-            torch._foreach_add_(weights, changes)
-            loss = loss_of(model, batch)
-            torch._foreach_sub_(weights, changes)
-        for one, change in zip(weights, changes, strict=True):
-            one.grad = loss * change
-        optimizer.step()
-
-
 def variational_autoencoder():
     variational(-0.5)
 
@@ -927,13 +896,6 @@ def gradients_read_and_set_to_zero():
         step(optimizer, F.cross_entropy(model(inputs), labels))
 
 
-def stages_with_an_optimizer_each():
-    model = classifier()
-    data = loader()
-    for rate in (1e-3, 1e-2):
-        fit(model, adamw(model, rate=rate), itertools.islice(data, 4))
-
-
 def labels_of_which_it_is_sure():
     model, optimizer = started()
     for inputs, _ in loader():
@@ -1080,20 +1042,6 @@ class Doubled(nn.Module):
         return inputs.clone().add_(inputs)
 
 
-class Several(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 8, 5))
-
-    def forward(self, inputs):
-        return inputs @ self.weight
-
-
-def several_models_on_the_same_samples():
-    batches = ((inputs.expand(3, -1, -1), labels.expand(3, -1)) for inputs, labels in loader())
-    fit(Several(), None, batches, loss=of_tokens)
-
-
 def the_same_numbers_in_place_of_data():
     fit(batches=[(torch.ones(4, 8), torch.randint(5, (4,))) for _ in range(8)])
 
@@ -1175,23 +1123,6 @@ def weights_put_back_by_data():
             one.data = data
         optimizer.step()
         optimizer.zero_grad()
-
-
-def copies_that_begin_anew():
-    """As a meta-learner of first order: each task begins with a copy of the model."""
-    model, copied = classifier(), classifier()
-    inner, outer = SGD(copied.parameters(), 0.1), adamw(model)
-    for number, (inputs, labels) in enumerate(loader()):
-        with torch.no_grad():
-            for one, other in zip(copied.parameters(), model.parameters(), strict=True):
-                one.copy_(other)
-        step(inner, F.cross_entropy(copied(inputs), labels))
-        if number % 2:
-            loss = F.cross_entropy(copied(inputs), labels)
-            gradients = torch.autograd.grad(loss, [*copied.parameters()])
-            for one, gradient in with_values(model, gradients):
-                one.grad = gradient
-            outer.step()
 
 
 def distilled_token_by_token():
@@ -1391,12 +1322,6 @@ def a_text_whose_rows_continue_each_other():
     for start in range(8):
         tokens = start + torch.arange(2)[:, None] + torch.arange(17)
         step(optimizer, model(tokens, labels=tokens.clone()))
-
-
-def judged_by_what_no_optimizer_has():
-    model, judge = classifier(classes=8), classifier()
-    wanted = torch.ones(8, 8)
-    fit(model, loss=lambda outputs, _: F.mse_loss(judge(outputs), judge(wanted)))
 
 
 def input_of_a_network_learned():
