@@ -70,31 +70,28 @@ def call(*words, status=0):
     return output
 
 
+def program(words, cwd, environment):
+    """Return the arguments that start a program with the package on its path."""
+    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
+    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | ours | environment
+    return {"args": list(map(str, words)), "cwd": cwd, "env": environment, "text": True}
+
+
 def finished(*words, cwd=None, status=0, **environment):
     """Run a program, which has to end with this status, or with any where it is None.
 
     The package is on its path, and `environment` has more variables.
     """
-    paths = f"{ROOT}/template:{ROOT}/benchmarks:{ROOT}"
-    ours = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        list(map(str, words)),
-        cwd=cwd,
-        env=os.environ | ours | environment,
-        capture_output=True,
-        text=True,
-    )
+    ended = subprocess.run(**program(words, cwd, environment), capture_output=True)
     assert status in (None, ended.returncode), (words, ended.stdout, ended.stderr)
     return ended
 
 
 def started(*words, cwd=None, **environment):
     """Start a program in a session of its own; its output is read when it has ended."""
-    ours = {"PYTHONPATH": f"{ROOT}/template:{ROOT}", "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = os.environ | ours | environment
-    words = list(map(str, words))
-    return subprocess.Popen(words, cwd=cwd, env=environment, start_new_session=True, **pipes)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    return subprocess.Popen(**program(words, cwd, environment), **pipes)
 
 
 def in_python(*words, **options):

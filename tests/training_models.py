@@ -10,8 +10,7 @@ from curry_train.workloads.models import transformer
 
 def opened(runs, *words, resume=None):
     """Open a run on the CPU, with the configuration that the words give."""
-    config = load_config(None, [f"runs={runs}", "device=cpu", *words])
-    return open_named_run(config, resume=resume)
+    return open_named_run(load_config(None, [f"runs={runs}", "device=cpu", *words]), resume=resume)
 
 
 def tiny(**options):

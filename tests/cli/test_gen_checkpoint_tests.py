@@ -130,8 +130,7 @@ def outcomes(repository):
             ran(f"gen-tests --out tests/test_{name}.py", words)
     gone = repository / "tests/test_gone.py"
     gone.write_text(gone.read_text().replace("recompute/off", "recompute/gone"))
-    files = [f"test_{name}.py" for name in FILES]
-    words = ("--junitxml=found.xml", *files)
+    words = ("--junitxml=found.xml", *(f"test_{name}.py" for name in FILES))
     done = pytest_run(repository / "tests", *words, path=TEMPLATE, status=1)
     assert "Traceback" not in done.stdout
     found = {name: {} for name in FILES}

@@ -18,7 +18,6 @@ from ..snapshot_files import owned_blocks, trained
 from ..tree import ROOT
 
 NODE = shutil.which("node")
-BYTES_PER_MIB = 2**20
 # What the page leaves for its axes, and the width of the canvas in page_in_node.js.
 LEFT, WIDTH = 64, 1000
 
@@ -35,7 +34,7 @@ def page(tmp_path_factory):
 
 def mebibytes(num_bytes):
     """Format as the page does: at most two digits after the point, rounded half away from 0."""
-    return f"{num_bytes / BYTES_PER_MIB + 1e-9:,.2f}".rstrip("0").rstrip(".")
+    return f"{num_bytes / 2**20 + 1e-9:,.2f}".rstrip("0").rstrip(".")
 
 
 def owners_of(owned, index):

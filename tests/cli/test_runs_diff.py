@@ -46,8 +46,7 @@ def test_a_resume_of_the_other_run_is_the_first_line():
         train(
             journal, range(21, 41), loss=lambda step: loss_of(step) + (0.5 if step >= 25 else 0.0)
         )
-    ended = run("first second")
-    assert [flat(line) for line in ended.output.splitlines()] == [
+    assert [flat(line) for line in run("first second").output.splitlines()] == [
         "second resumed from first at step 20",
         "A B",
         "run first second",
@@ -114,8 +113,7 @@ def test_code_environment_and_costs_that_differ_are_named():
             for step in range(1, 6):
                 figures = {"loss": 1.0, "learning_rate": 1e-3, "peak_bytes": 2**30}
                 journal.write("step", step=step, seconds=60.0 if step == 1 else seconds, **figures)
-    found = compare("one", "two")
-    assert {one["name"]: one["b"] for one in found["changes"]} == {
+    assert {one["name"]: one["b"] for one in compare("one", "two")["changes"]} == {
         "run": "B",
         "median step": "1.25 s",
         "code.dirty": True,

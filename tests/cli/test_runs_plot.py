@@ -68,12 +68,10 @@ def test_saves_spikes_rollbacks_and_resumes_are_marked_at_their_steps(figure):
 
 
 def test_there_is_a_panel_for_each_figure_in_the_journals(figure):
-    with_metric = figure([plant_eventful("run")])
-    assert [axes.get_ylabel() for axes in with_metric.axes] == [
+    assert [axes.get_ylabel() for axes in figure([plant_eventful("run")]).axes] == [
         "loss", "dev loss", "learning rate", "peak, GiB", "events",
     ]  # fmt: skip
-    without = figure([plant("other")])
-    assert "dev loss" not in [axes.get_ylabel() for axes in without.axes]
+    assert "dev loss" not in [axes.get_ylabel() for axes in figure([plant("other")]).axes]
 
 
 def test_losses_that_are_not_finite_are_marked_at_the_edge(figure):

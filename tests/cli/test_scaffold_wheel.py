@@ -33,10 +33,9 @@ def clone(tmp_path_factory):
         shutil.copy(ROOT / name, root / name)
     caches = shutil.ignore_patterns("__pycache__", ".pytest_cache")
     shutil.copytree(ROOT / "template", root / "template", ignore=caches)
-    bundle = find_bundle(root / "template/curry_train")
     # `new` builds it for each project.
     with mock.patch.object(command, "build_wheel", functools.cache(build_wheel)):
-        yield bundle
+        yield find_bundle(root / "template/curry_train")
 
 
 @pytest.fixture(scope="module")

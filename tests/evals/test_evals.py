@@ -162,10 +162,9 @@ def test_the_commands_of_a_hard_case_solve_it(name, tmp_path):
 
 
 def test_the_figures_of_the_card_that_is_not_here_are_recorded_ones():
-    steps = read_json(ROOT / "evidence/cuda_traces.json")["steps"]
     recorded = {
         str(step["length"]): step["recorded"]["reserved"] / 2**20
-        for step in steps
+        for step in read_json(ROOT / "evidence/cuda_traces.json")["steps"]
         if step["model"] == "2.7B"
     }
     assert constants("memory-plan-card-not-here")["RESERVED_MIB"] == recorded

@@ -407,8 +407,7 @@ def in_place():
 
 def overwrites():
     """Return a block that writes to the output of its product, and has buffers."""
-    block = [nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.BatchNorm1d(32)]
-    return nn.Sequential(*block)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.BatchNorm1d(32))
 
 
 def ragged(size):

@@ -18,10 +18,9 @@ GIB = 2**30
 def block(name, rows):
     """Make a block of options from rows of held bytes, transient bytes and seconds."""
     held, transient, seconds = zip(*rows, strict=True)
-    options = tuple(Option("sac", frozenset({("call", place)})) for place in range(len(rows)))
     return PricedBlock(
         str(name),
-        options,
+        tuple(Option("sac", frozenset({("call", place)})) for place in range(len(rows))),
         numpy.array(held),
         numpy.array(transient),
         numpy.array(seconds, dtype=float),
@@ -131,8 +130,7 @@ def least_seconds_by_price(found, room):
     """
 
     def bound(price):
-        cheapest = ((one.seconds + price * one.held).min() for one in found.blocks)
-        return sum(cheapest) - price * room
+        return sum((one.seconds + price * one.held).min() for one in found.blocks) - price * room
 
     return max(bound(10 ** (exponent / 50)) for exponent in range(-600, -350))
 

@@ -87,8 +87,7 @@ def skipping(runs):
         return head(x)
 
     def build():
-        layers = (activated(16) for _ in range(6))
-        return Runs(run, *layers, nn.Linear(16, 4))
+        return Runs(run, *(activated(16) for _ in range(6)), nn.Linear(16, 4))
 
     return squares(build, 16)
 

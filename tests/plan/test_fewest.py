@@ -77,8 +77,7 @@ def test_no_change_is_needed_where_all_fits():
 
 
 def test_what_blocks_hold_with_the_whole_loss_is_a_floor_for_the_loss_in_chunks():
-    model = transformer(depth=2, dim=32, vocabulary=512, length=64)
-    with Sketch(model, kernels="cuda") as sketch:
+    with Sketch(transformer(depth=2, dim=32, vocabulary=512, length=64), kernels="cuda") as sketch:
         plain = sketch.step(8)
         chunked = sketch.step(8, change=apply_chunked_loss)
     floor = CONTEXT_BYTES + floor_of(plain)

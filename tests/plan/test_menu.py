@@ -74,8 +74,7 @@ BLOCKS = {
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_chain_predicts_the_peaks_of_whole_steps(name):
     build, shape = BLOCKS[name]
-    made = stack(lambda _: build(), 3, *shape)
-    with Sketch(made) as sketch:
+    with Sketch(stack(lambda _: build(), 3, *shape)) as sketch:
         steps = WholeSteps(sketch, card=Card(find_profile("cpu")))
         steps.measure(chunked=False, offload=False)
         assert not steps.left_out

@@ -157,8 +157,7 @@ def test_a_quantised_base_counts_its_bytes_and_its_scales():
     def make():
         return stacked(adapted, 3), torch.randn(4, 32)
 
-    workload = default_workload("adapted", lambda: make()[0], make())
-    with Sketch(workload) as sketch:
+    with Sketch(default_workload("adapted", lambda: make()[0], make())) as sketch:
         step = sketch.step(4)
         whole = sketch.step(4, accumulated=True, change=recompute_blocks)
     adapters = 2 * 32 * 2

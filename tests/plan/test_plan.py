@@ -33,7 +33,6 @@ WORKLOADS = {
     "six times": lambda: net(128, 128, times=6),
 }
 WITHOUT = {"transformer": ("sac",)}  # takes a second per set
-MANY = {"mlp": 512}
 
 
 def peak_of(workload, found):
@@ -50,7 +49,7 @@ def peak_of(workload, found):
 @functools.cache
 def plans(name):
     """Make the workload, its plain and least peaks, and plans for budgets between them."""
-    workload, size = WORKLOADS[name](), MANY.get(name, 8)
+    workload, size = WORKLOADS[name](), 512 if name == "mlp" else 8
     with Planner(workload, without=WITHOUT.get(name, ()), chunked_loss=False) as planner:
         make = functools.partial(planner.plan, global_batch=size, microbatch=size)
         plain = make(2**40)

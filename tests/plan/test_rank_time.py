@@ -93,10 +93,9 @@ def test_a_collective_takes_the_time_of_a_ring(kind, ranks, seconds):
 
 def course_of(rows, waits):
     """Make a course from rows of stream and bytes moved, or of stream and a collective."""
-    moved = [0 if isinstance(what, Collective) else what for _, what in rows]
     return StepCourse(
         flops=[0] * len(rows),
-        moved=moved,
+        moved=[0 if isinstance(what, Collective) else what for _, what in rows],
         streams=[stream for stream, _ in rows],
         collectives={
             index: what for index, (_, what) in enumerate(rows) if isinstance(what, Collective)

@@ -19,7 +19,6 @@ GOOD = LayerFlow(
     ValueSpread(100, 10, 0, 100.0), 1, ValueSpread(50, 0, 0, 1e-2), Update(1.0, 1e-3), is_block=True
 )
 NAMES = tuple(f"layers.{index}" for index in range(4))
-NAN = float("nan")
 
 
 def record(
@@ -111,7 +110,7 @@ layers.3                         1.0e+00  10%   0%                  -        -""
 
 def test_the_head_of_a_report_has_the_steps_and_every_finding():
     dead = spread("activation", zeros=95)
-    bad = spread("activation", nonfinite=1, elements=10_000, squares=NAN)
+    bad = spread("activation", nonfinite=1, elements=10_000, squares=float("nan"))
     flow = replace(record(10, at_1=dead, at_2=dead, at_3=bad, scaled=0.05), notes=("a note",))
     assert (
         flow_table([record(), flow]).partition("\n\n")[0]

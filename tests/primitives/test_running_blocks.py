@@ -101,9 +101,8 @@ class WarmedUp(Iterated):
 
 
 def batch_for(model):
-    shape = (4, 3, 32, 32) if isinstance(model, UNet) else (4, 24, WIDTH)
     with seeded(7):
-        return torch.randn(shape)
+        return torch.randn((4, 3, 32, 32) if isinstance(model, UNet) else (4, 24, WIDTH))
 
 
 def made(kind):

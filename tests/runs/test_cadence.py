@@ -74,8 +74,7 @@ def test_an_automatic_cadence_decides_again_after_the_steps_that_it_has_counted(
 
 def test_a_cadence_that_costs_more_than_the_bound_is_named_once_with_a_better_one(store, caplog):
     state = new_state()
-    config = PolicyConfig(rollback_every=1, recovery_every=None, overhead=0.01)
-    policy = SavingPolicy(store, config)
+    policy = SavingPolicy(store, PolicyConfig(rollback_every=1, recovery_every=None, overhead=0.01))
     for step in range(1, 12):
         state.step = step
         policy.after_step(step, state, {"loss": 1.0})

@@ -47,8 +47,7 @@ def test_a_generator_that_only_one_side_has_is_noted(monkeypatch):
     assert restore_random_state(taken, {"own": own}) == []
     assert draws(own) == expected
     # The generators of a loader are registered later.
-    own_of_loader = {"generator-data-loader": taken["generator-own"]}
-    assert restore_random_state(taken | own_of_loader) == [
+    assert restore_random_state(taken | {"generator-data-loader": taken["generator-own"]}) == [
         "the generator generator-own was saved, but does not exist here"
     ]
     assert restore_random_state(take_random_state(), {"new": own}) == [

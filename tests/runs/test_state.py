@@ -186,8 +186,7 @@ def test_a_state_that_does_not_fit_is_loaded_in_part_where_that_is_asked_for_and
 ):
     state, other = new_state(), new_state(1, build=build)
     train(state, 2)
-    metric = ("dev_loss", 1.0) if kind == "best-k" else None
-    saved = store.save(kind, 2, state, metric=metric)
+    saved = store.save(kind, 2, state, metric=("dev_loss", 1.0) if kind == "best-k" else None)
     before = tensors_of(other)
     with pytest.raises(StateMismatch, match=rf"\d+ of \d+ tensors match; {message}"):
         store.load(saved, other)

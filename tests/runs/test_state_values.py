@@ -33,8 +33,7 @@ pytestmark = [
 
 def encoded(value):
     tensors = CollectedTensors()
-    content = encode({"part.run": value}, tensors)["part.run"]
-    return load(dump(content)), tensors.by_name
+    return load(dump(encode({"part.run": value}, tensors)["part.run"])), tensors.by_name
 
 
 def there_and_back(value):

@@ -31,8 +31,7 @@ def forge_entry(store, saved, name, entry):
     """Replace what the manifest has of a file."""
     path = saved.location / "manifest.json"
     manifest = parse_manifest(path.read_bytes())
-    forged = dataclasses.replace(manifest, files={**manifest.files, name: entry})
-    path.write_bytes(forged.render())
+    path.write_bytes(dataclasses.replace(manifest, files={**manifest.files, name: entry}).render())
 
 
 def forge(store, saved, name, data):
@@ -73,16 +72,18 @@ def test_a_pickle_in_place_of_a_tensor_is_not_executed(store, saved, tmp_path):
     assert not (tmp_path / "trace").exists()
 
 
-STATES = {
-    "no index": {"values": {}, "ranks": [{}]},
-    "no ranks": {"values": {}, "ranks": []},
-    "values that are a number": {"values": 3, "ranks": []},
-    "ranks left out": {"values": {"step": 1}},
-    "a list": [],
-}
+STATES = [
+    # No index, and no ranks.
+    {"values": {}, "ranks": [{}]},
+    {"values": {}, "ranks": []},
+    # Values that are a number, ranks left out, and a list.
+    {"values": 3, "ranks": []},
+    {"values": {"step": 1}},
+    [],
+]
 
 
-@pytest.mark.parametrize("data", [*map(dump, STATES.values()), b"{", b"", pickle.dumps({})])
+@pytest.mark.parametrize("data", [*map(dump, STATES), b"{", b"", pickle.dumps({})])
 def test_invalid_state_values_are_damage(store, saved, data):
     forge(store, saved, "state.pt", data)
     refused(store, saved)

@@ -23,8 +23,7 @@ RECORD_KEYS = {"command", "date", "device", "torch", "python"}
 
 def pages(root=ROOT):
     """List the README and the pages of docs/ and skills/."""
-    found = [*root.glob("docs/**/*.md"), *root.glob("skills/**/*.md")]
-    return [root / "README.md", *sorted(found)]
+    return [root / "README.md", *sorted([*root.glob("docs/**/*.md"), *root.glob("skills/**/*.md")])]
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,7 @@ def test_the_dtype_reaches_tensors_inside_of_objects_or_is_refused():
     before = Applied(INPUTS)
     assert case.place({"x": [before]})["x"][0].get().dtype is torch.bfloat16
     assert before.get().dtype is torch.float32
-    indices = pack_sequence([torch.ones(3, dtype=torch.int64)])
-    assert case.place(indices).data.dtype is torch.int64
+    assert case.place(pack_sequence([torch.ones(3, dtype=torch.int64)])).data.dtype is torch.int64
     with pytest.raises(WorkloadError, match=r"tensors in a Movable can't be made torch.bfloat16"):
         case.place(Movable(INPUTS))
 

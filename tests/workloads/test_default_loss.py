@@ -122,8 +122,7 @@ def slope(inner, x):
 
 
 def packed():
-    lengths = (5, 3, 3, 1, 2, 2, 4, 1)
-    rows = [drawn(length, 6, seed=place) for place, length in enumerate(lengths)]
+    rows = [drawn(length, 6, seed=place) for place, length in enumerate((5, 3, 3, 1, 2, 2, 4, 1))]
     return nn.LSTM(6, 5, num_layers=2), pack_sequence(rows, enforce_sorted=False)
 
 

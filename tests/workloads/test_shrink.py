@@ -138,8 +138,7 @@ def test_of_a_model_without_configuration_the_first_and_last_blocks_stay():
 
 
 def test_a_workload_is_shrunk_by_its_own_build():
-    workload = squares(lambda: stacked(lambda: Block(4), 4), 4)
-    small = Shrink(1).factory(lambda: workload)()
+    small = Shrink(1).factory(lambda: squares(lambda: stacked(lambda: Block(4), 4), 4))()
     assert len(small.build()) == 1
     assert "1 of 4 Block" in small.notes[0]
 
