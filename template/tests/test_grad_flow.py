@@ -141,6 +141,8 @@ def test_no_hook_stays_behind():
 
 
 def test_useless_settings_are_refused():
+    with pytest.raises(ValueError, match=r"^every must be a whole number from 1 up, got 0$"):
+        GradFlow(Model(), every=0)
     alone = GradFlow(Model())
     with pytest.raises(
         RuntimeError,

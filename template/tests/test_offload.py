@@ -154,6 +154,8 @@ def test_blocks_inside_torch_func_are_an_error_that_says_what_to_do():
     ("options", "message"),
     [
         ({"keep_last": 4}, "^keep_last=4 leaves none of the 4 blocks to offload: lower it$"),
+        ({"keep_last": -1}, "^keep_last must be a whole number from 0 up, got -1$"),
+        ({"min_bytes": -1}, "^min_bytes must be a whole number from 0 up, got -1$"),
         ({"blocks": "no_such_layer"}, "no_such_layer"),
     ],
 )

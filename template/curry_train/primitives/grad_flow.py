@@ -157,6 +157,8 @@ class GradFlow:
         scaler: torch.amp.GradScaler | None = None,
         group: Any = None,
     ) -> None:
+        if type(every) is not int or every < 1:
+            raise ValueError(f"every must be a whole number from 1 up, got {every!r}")
         for module in model.modules():
             if type(module).__name__ in REFUSED_WRAPPERS:
                 raise ValueError(

@@ -484,6 +484,9 @@ def offload_blocks(
     be copied back at once. A step that needs more memory than the host has raises
     `HostMemoryShort`. Call this before DDP, `fully_shard` and `torch.compile`.
     """
+    for name, value in (("min_bytes", min_bytes), ("keep_last", keep_last)):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} must be a whole number from 0 up, got {value!r}")
     if find_modules(model, Offloaded):
         raise ValueError(
             "blocks of this model are offloaded already: call remove_offload(model) first"
